@@ -1,0 +1,64 @@
+# Each target sets up what it needs, in .venv, with the versions of constraints.txt.
+#   make demo     runtime only, then the race of plain and speculative decoding
+#   make test     everything for development, then the tests
+#   make check    formatting, lint, types and the import rule
+#   make bench    the figures of the README (minutes; leave the machine alone meanwhile)
+# On a machine without a GPU, the CPU build of torch is smaller:
+#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+SHELL := /bin/sh
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
+RUNTIME := $(VENV)/.installed-runtime
+DEV := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench install clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(RUNTIME)
+	@$(BIN)/foretoken demo $(ARGS)
+
+test: $(DEV)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(DEV)
+	$(BIN)/python benchmarks/race.py $(ARGS)
+	$(BIN)/python benchmarks/exactness_grid.py
+
+install: $(DEV)
+
+# torch comes first and alone: named exactly, a "+cpu" build is taken wherever the configured index has one.
+$(RUNTIME): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed and was not found; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: Python 3.11 or later is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "== making $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); echo "make: could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "== installing torch (the largest download, once)"
+	@$(PIP) torch==2.13.0
+	@echo "== installing foretoken"
+	@$(PIP) -e .
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@echo "== installing the development tools"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,47 @@
+"""Exact speculative decoding for Hugging Face models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretoken.core.errors import ForetokenError
+    from foretoken.interop import custom_generate
+    from foretoken.llm import LLM
+    from foretoken.outputs import CompletionOutput, RequestOutput, SpeculationStats, StreamPiece
+    from foretoken.params import SamplingParams, SpeculativeConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ForetokenError",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculationStats",
+    "SpeculativeConfig",
+    "StreamPiece",
+    "__version__",
+    "custom_generate",
+]
+
+# Names are imported when first asked for: the command line must not wait for torch to print its help.
+_HOMES = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "ForetokenError": "core.errors",
+    "RequestOutput": "outputs",
+    "SamplingParams": "params",
+    "SpeculationStats": "outputs",
+    "SpeculativeConfig": "params",
+    "StreamPiece": "outputs",
+    "custom_generate": "interop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
+    return getattr(import_module(f"foretoken.{_HOMES[name]}"), name)

@@ -1,0 +1,1 @@
+"""Workloads and measurements that the demo and the benchmarks share."""

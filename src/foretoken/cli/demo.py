@@ -1,0 +1,146 @@
+"""``foretoken demo``: the same functions completed plainly and speculatively, side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.cli.theme import ColorMode, console
+
+if TYPE_CHECKING:
+    from foretoken.bench.measure import Run
+    from foretoken.cli.lanes import Stage
+    from foretoken.llm import LLM
+
+
+@dataclass(frozen=True)
+class Race:
+    """What is raced. ``like`` is the size the bundled target is widened to, or None for as it is."""
+
+    like: str | None
+    prompts: int
+    max_tokens: int
+    temperature: float
+    speculative_tokens: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two runs over one prompt."""
+
+    plain: Run
+    speculative: Run
+
+    @property
+    def identical(self) -> bool:
+        return self.plain.output.token_ids == self.speculative.output.token_ids
+
+
+def demo(
+    like: Annotated[str, typer.Option(help="Size to widen the bundled target to, such as 0.7b; none: as it is.")] = (
+        "0.7b"
+    ),
+    prompts: Annotated[int, typer.Option(min=1, max=len(FUNCTIONS), help="Functions to complete.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each.")] = 96,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    speculative_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = 6,
+    color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Watch the bundled pair complete Python functions plainly and speculatively."""
+    from foretoken.cli.lanes import stage
+
+    race = Race(None if like.lower() == "none" else like, prompts, max_tokens, temperature, speculative_tokens)
+    show = stage(console(color, stderr=as_json), quiet=as_json)
+    pairs = _run(race, show)
+    record = summarise(race, pairs)
+    if as_json:
+        print(json.dumps(record))
+    else:
+        show.result(record)
+    if not record["identical"]:
+        raise typer.Exit(1)
+
+
+def _run(race: Race, show: Stage) -> list[Pair]:
+    llm = _load(race, show)
+    try:
+        for tokens in (0, race.speculative_tokens):  # both lanes meet caches, allocator and kernels warm
+            llm.generate(FUNCTIONS[0], _params(race, tokens, max_tokens=8))
+        chosen = FUNCTIONS[: race.prompts]
+        return [_pair(llm, race, show, prompt, i, len(chosen)) for i, prompt in enumerate(chosen)]
+    finally:
+        llm.close()
+
+
+def _load(race: Race, show: Stage) -> LLM:
+    from foretoken import zoo
+
+    target, draft = zoo.path("target"), zoo.path("draft")
+    if race.like is not None:
+        from foretoken.train.scale_up import scaled
+
+        size = race.like.upper()
+        show.say(
+            f"The bundled target, widened to {size} without changing what it computes: it behaves like the small model "
+            f"it is and costs what a {size} model costs. Built once, then kept."
+        )
+        target = scaled(race.like)
+    with show.status("loading the pair"):
+        from foretoken import LLM
+
+        return LLM(model=str(target), draft_model=str(draft))
+
+
+def _params(race: Race, speculative_tokens: int, max_tokens: int | None = None) -> Any:
+    """Both lanes ask for the same; a seed makes sampled texts comparable (the trajectory grade)."""
+    from foretoken import SamplingParams
+
+    return SamplingParams(
+        max_tokens=max_tokens or race.max_tokens,
+        temperature=race.temperature,
+        seed=0,
+        ignore_eos=True,
+        speculative_tokens=speculative_tokens,
+    )
+
+
+def _pair(llm: LLM, race: Race, show: Stage, prompt: str, index: int, count: int) -> Pair:
+    from foretoken.bench.measure import timed
+    from foretoken.cli.render import Origins
+
+    with show.round(prompt, index, count, race.max_tokens) as lanes:
+        runs = []
+        for lane, tokens in zip(lanes, (0, race.speculative_tokens), strict=True):
+            lane.begin(Origins(llm.tokenizer, llm.tokenizer.encode(prompt)))
+            runs.append(timed(llm, prompt, _params(race, tokens), lane.push))
+            lane.end(runs[-1])
+    return Pair(*runs)
+
+
+def summarise(race: Race, pairs: list[Pair]) -> dict[str, Any]:
+    """Totals over all prompts; rates are sums over sums, prompts' passes included."""
+    from foretoken.bench.measure import Totals
+
+    plain = Totals.of(pair.plain for pair in pairs)
+    fast = Totals.of(pair.speculative for pair in pairs)
+    return {
+        "target": f"bundled, widened to {race.like}" if race.like else "bundled",
+        "prompts": len(pairs),
+        "max_tokens": race.max_tokens,
+        "temperature": race.temperature,
+        "speculative_tokens": race.speculative_tokens,
+        "plain": {"tokens": plain.tokens, "seconds": plain.seconds, "tokens_per_second": plain.tokens_per_second},
+        "speculative": {
+            "tokens": fast.tokens,
+            "seconds": fast.seconds,
+            "tokens_per_second": fast.tokens_per_second,
+            "mean_acceptance_length": fast.mean_acceptance_length,
+        },
+        "speedup": fast.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0,
+        "identical": all(pair.identical for pair in pairs),
+    }

@@ -1,0 +1,162 @@
+"""``foretoken generate``: one prompt, streamed, coloured by origin."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.theme import ColorMode
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+    from foretoken.outputs import CompletionOutput
+    from foretoken.params import SamplingParams
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    model: Annotated[str | None, typer.Option(help="Target model: a folder or hub name. [bundled target]")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder or hub name.")] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text, however it is drafted.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Completions to make.")] = 1,
+    speculative_tokens: Annotated[
+        int | None, typer.Option(help="Tokens drafted per round; 0 is plain decoding.")
+    ] = None,
+    exactness: Annotated[
+        str | None, typer.Option(help="distribution, trajectory or lossy-typical. [trajectory with --seed]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
+    color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
+    stats: Annotated[bool, typer.Option(help="A line of figures at the end, on standard error.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Continue a prompt, faster, with exactly the target's distribution."""
+    config = _config(speculative_config)
+    from foretoken import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or None,
+        n=n,
+        speculative_tokens=speculative_tokens,
+        exactness=exactness,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    llm = _load(model, draft_model, config, dtype, device, max_model_len, color)
+    try:
+        if as_json:
+            outputs = llm.generate(text, params)[0].outputs
+            print(json.dumps(_record(llm, outputs), ensure_ascii=False))
+        else:
+            _stream(llm, text, params, color, stats)
+    finally:
+        llm.close()
+
+
+def _config(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    from foretoken.core.errors import InvalidRequest
+
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"""--speculative-config is not JSON ({error}); expected for instance '{{"method": "ngram"}}'"""
+        ) from error
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"--speculative-config must be a JSON object, got {text}")
+    return config
+
+
+def _load(
+    model: str | None,
+    draft_model: str | None,
+    config: dict[str, Any] | None,
+    dtype: str,
+    device: str,
+    max_model_len: int | None,
+    color: ColorMode,
+) -> LLM:
+    from foretoken.cli.theme import console, waiting
+
+    with waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}"):
+        from foretoken import LLM
+
+        # Without --seed every run draws anew; the library's own default seed would repeat itself.
+        return LLM(
+            model=model,
+            draft_model=draft_model,
+            speculative_config=config,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            seed=secrets.randbits(32),
+        )
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams, color: ColorMode, stats: bool) -> None:
+    """Print as it is accepted; several completions come one after another, each under its number."""
+    from foretoken.cli.render import Origins, Span, Writer, summary
+    from foretoken.cli.theme import console
+
+    out = console(color)
+    writer = Writer(out)
+    origins = [Origins(llm.tokenizer, llm.tokenizer.encode(prompt)) for _ in range(params.n)]
+    later: dict[int, list[Span]] = {index: [] for index in range(1, params.n)}
+    done: list[CompletionOutput] = []
+    started = perf_counter()
+    for piece in llm.stream(prompt, params):
+        spans = origins[piece.index].push(piece)
+        if piece.index == 0:
+            writer.write(spans)
+        else:
+            later[piece.index] += spans
+        if piece.output is not None:
+            done.append(piece.output)
+    seconds = perf_counter() - started
+    writer.end_line()
+    for index, spans in later.items():
+        out.print(f"--- {index + 1} of {params.n}", style="dim")
+        writer.write(spans)
+        writer.end_line()
+    if stats:
+        console(color, stderr=True).print(summary([o.stats for o in done], seconds), style="dim")
+
+
+def _record(llm: LLM, outputs: tuple[CompletionOutput, ...]) -> dict[str, Any]:
+    """The first completion's fields beside the models' names; with --n above 1 all of them under ``outputs``."""
+    rows = [
+        {
+            "text": output.text,
+            "token_ids": list(output.token_ids),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "exactness": output.exactness,
+            "stats": output.stats.to_dict(),
+        }
+        for output in outputs
+    ]
+    names = {"model": llm.model, "draft_model": llm.draft_model}
+    return {**names, **rows[0], **({"outputs": rows} if len(rows) > 1 else {})}

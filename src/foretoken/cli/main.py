@@ -1,0 +1,91 @@
+"""The ``foretoken`` command: its subcommands, and how errors leave it."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from foretoken import __version__
+from foretoken.cli.demo import demo
+from foretoken.cli.generate import generate
+from foretoken.cli.scale_up import scale_up
+from foretoken.cli.train import app as train_app
+from foretoken.cli.zoo import zoo
+from foretoken.core.errors import ForetokenError
+
+app = typer.Typer(name="foretoken", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(generate)
+app.command()(demo)
+app.command()(zoo)
+app.command("scale-up")(scale_up)
+app.add_typer(train_app, name="train")
+
+INTERRUPTED, BROKEN_PIPE, USAGE = 130, 141, 2  # 128 + the signal's number, as shells report it
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"foretoken {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Exact speculative decoding: faster text with exactly the target model's distribution."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 a refused request or error, 2 wrong usage, 130 Ctrl-C.
+
+    With FORETOKEN_DEBUG=1 errors keep their traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model's text must not crash a Latin-1 terminal
+    sys.exit(_run(list(sys.argv[1:] if args is None else args)))
+
+
+def _run(args: list[str]) -> int:
+    try:
+        code = app(args=args, prog_name="foretoken", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (``| head``): nothing is left to say, and flushing at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if os.environ.get("FORETOKEN_DEBUG") == "1":
+            raise
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    if hasattr(error, "format_message"):  # the parser's own errors, whichever parser typer brought
+        return _say(f"{error.format_message()} (see foretoken --help)", getattr(error, "exit_code", USAGE))
+    if isinstance(error, ForetokenError):
+        return _say(str(error), 1)
+    return _say(f"unexpected {type(error).__name__}: {error}; FORETOKEN_DEBUG=1 shows where it came from", 1)
+
+
+def _say(message: str, code: int) -> int:
+    print("foretoken: error: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

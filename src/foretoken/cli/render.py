@@ -1,0 +1,149 @@
+"""Readers of ``StreamPiece``: who guessed which characters, and how that is put on a screen."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from foretoken.cli.theme import MARKS, STYLES, Origin
+from foretoken.core.step import Step
+from foretoken.engine.detokenize import Detokenizer, Tokenizer
+from foretoken.outputs import SpeculationStats, StreamPiece
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive characters of one origin."""
+
+    text: str
+    origin: Origin
+
+
+class Origins:
+    """Cuts the pieces of one completion into spans.
+
+    A piece's text may lag behind its tokens (unfinished characters, a possible stop string), so the tokens'
+    texts wait in a queue until the stream gives them out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens)
+        self._waiting: deque[Span] = deque()
+
+    def push(self, piece: StreamPiece) -> list[Span]:
+        """The spans of ``piece.text``; what was drafted in vain stands before the token that replaced it."""
+        for index, token in enumerate(piece.token_ids):
+            origin = Origin.ACCEPTED if index < piece.step.accepted else Origin.TARGET
+            self._waiting.append(Span(self._detokenizer.push(token), origin))
+        spans = self._take(piece.text)
+        rejected = rejected_tokens(piece.step)
+        if rejected:
+            at = next((i for i, span in enumerate(spans) if span.origin is Origin.TARGET), len(spans))
+            spans.insert(at, Span(self._tokenizer.decode(rejected), Origin.REJECTED))
+        return spans
+
+    def _take(self, text: str) -> list[Span]:
+        spans: list[Span] = []
+        while text:
+            known = self._waiting.popleft() if self._waiting else Span(text, Origin.TARGET)
+            given, rest = known.text[: len(text)], known.text[len(text) :]
+            if rest:
+                self._waiting.appendleft(Span(rest, known.origin))
+            if given:
+                spans.append(Span(text[: len(given)], known.origin))
+                text = text[len(given) :]
+        return spans
+
+
+def rejected_tokens(step: Step) -> list[int]:
+    """The longest drafted path that was not taken, below the last accepted node; empty if nothing was refused."""
+    path = step.verdict.path
+    if step.accepted < len(path):
+        return []  # the sequence ended inside the accepted path
+    at = path[-1] if path else -1
+    below = [node for node in range(len(step.draft)) if at < 0 or (node != at and at in step.draft.path(node))]
+    if not below:
+        return []
+    deepest = max(below, key=lambda node: step.draft.depths[node])
+    return [step.draft.ids[node] for node in step.draft.path(deepest)[len(path) :]]
+
+
+def styled(spans: Iterable[Span], rejected: bool = True) -> Text:
+    """Spans as rich text; line breaks in rejected drafts are shown as a sign, so that they break nothing."""
+    text = Text()
+    for span in spans:
+        if span.origin is not Origin.REJECTED:
+            text.append(span.text, STYLES[span.origin])
+        elif rejected:
+            text.append(span.text.replace("\n", "⏎"), STYLES[span.origin])
+    return text
+
+
+def marked(spans: Iterable[Span]) -> str:
+    """Spans as plain text with marks; neighbours of one origin share a mark."""
+    merged: list[Span] = []
+    for span in spans:
+        text = span.text.replace("\n", "⏎") if span.origin is Origin.REJECTED else span.text
+        if merged and merged[-1].origin is span.origin:
+            merged[-1] = Span(merged[-1].text + text, span.origin)
+        elif text:
+            merged.append(Span(text, span.origin))
+    return "".join(MARKS[span.origin][0] + span.text + MARKS[span.origin][1] for span in merged)
+
+
+def legend(coloured: bool) -> Text:
+    """What the colours, or the marks, mean."""
+    words = {
+        Origin.ACCEPTED: "draft, accepted",
+        Origin.REJECTED: "draft, rejected",
+        Origin.TARGET: "the target's own",
+    }
+    parts = [
+        Text(word, STYLES[origin]) if coloured else Text(word.join(MARKS[origin])) for origin, word in words.items()
+    ]
+    return Text("   ").join(parts)
+
+
+class Writer:
+    """Streams spans to a console: styled where it has colours, byte for byte where it has not."""
+
+    def __init__(self, console: Console, *, rejected: bool = False) -> None:
+        self._console, self._rejected = console, rejected
+        self._coloured = console.color_system is not None
+        self.at_line_start = True
+
+    def write(self, spans: Sequence[Span]) -> None:
+        plain = "".join(span.text for span in spans if span.origin is not Origin.REJECTED)
+        if self._coloured:
+            self._console.print(styled(spans, self._rejected), end="", soft_wrap=True)
+        else:
+            self._console.file.write(plain)
+        self._console.file.flush()
+        if plain:
+            self.at_line_start = plain.endswith("\n")
+
+    def end_line(self) -> None:
+        """Begin a fresh line unless at the start of one."""
+        if not self.at_line_start:
+            self._console.file.write("\n")
+            self._console.file.flush()
+            self.at_line_start = True
+
+
+def summary(stats: Sequence[SpeculationStats], seconds: float) -> str:
+    """The line at the end: "128 tokens · 41.0 tok/s · mean acceptance 3.40 · 61 % of drafts accepted"."""
+    tokens, drafts = sum(s.tokens for s in stats), sum(s.drafts for s in stats)
+    accepted, drafted = sum(s.accepted for s in stats), sum(s.drafted for s in stats)
+    parts = [f"{tokens} token{'s' if tokens != 1 else ''}"]
+    if seconds > 0:
+        parts.append(f"{tokens / seconds:.1f} tok/s")
+    if drafts:
+        parts += [f"mean acceptance {1 + accepted / drafts:.2f}", f"{accepted} of {drafted} drafted tokens accepted"]
+    else:
+        parts.append("no drafts")
+    return " · ".join(parts)

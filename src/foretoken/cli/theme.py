@@ -1,0 +1,47 @@
+"""How origins look, and when colours are used at all."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class ColorMode(StrEnum):
+    """``auto`` colours a terminal unless NO_COLOR is set (no-color.org)."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Origin(StrEnum):
+    """Who a piece of text came from."""
+
+    ACCEPTED = "accepted"  # drafted, and accepted by the target
+    REJECTED = "rejected"  # drafted, and not part of the text
+    TARGET = "target"  # the target's own: a correction, a bonus, or plain decoding
+
+
+STYLES = {Origin.ACCEPTED: "green", Origin.REJECTED: "strike dim", Origin.TARGET: "bold"}
+MARKS = {Origin.ACCEPTED: ("«", "»"), Origin.REJECTED: ("~~", "~~"), Origin.TARGET: ("", "")}
+
+
+def console(mode: ColorMode, *, stderr: bool = False) -> Console:
+    """A console on stdout (or stderr); its ``color_system`` is None where colours are not wanted."""
+    from rich.console import Console
+
+    if mode is ColorMode.ALWAYS:
+        return Console(stderr=stderr, force_terminal=True, no_color=False, color_system="standard", highlight=False)
+    if mode is ColorMode.NEVER or os.environ.get("NO_COLOR"):
+        return Console(stderr=stderr, color_system=None, highlight=False)
+    return Console(stderr=stderr, highlight=False)
+
+
+def waiting(console: Console, text: str) -> AbstractContextManager[Any]:
+    """A spinner beside ``text``, only where somebody watches."""
+    return console.status(text) if console.file.isatty() else nullcontext()

@@ -1,0 +1,23 @@
+"""How much to draft, decided before anything is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.core.context import Context
+from foretoken.core.step import Step
+
+
+class Controller:
+    """Base of every controller; this one never drafts.
+
+    A budget may depend on anything known before the round, never on a token drawn in it (non-anticipation:
+    dropping a drawn token because it looks unlikely bends the law).
+    """
+
+    def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
+        """Draft nodes for each sequence, at most ``rooms[i]`` (what could still be emitted, less one)."""
+        return [0 for _ in contexts]
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        """What came of it."""

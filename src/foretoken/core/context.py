@@ -1,0 +1,51 @@
+"""One sequence as proposers and laws see it: what is committed, how to judge, which random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from foretoken.core.draft import Draft
+from foretoken.core.sampling import History, Law
+from foretoken.core.streams import Streams
+
+
+class Exactness(StrEnum):
+    """What a request is promised."""
+
+    DISTRIBUTION = "distribution"  # the target's law
+    TRAJECTORY = "trajectory"  # the target's law, and one text per seed whatever the proposer, depth or batch
+    TYPICAL = "lossy-typical"  # neither: Medusa's typical acceptance; outputs are labelled with it
+
+
+@dataclass(eq=False, slots=True)
+class Context:
+    """The live record of one sequence; only the engine appends to ``tokens``.
+
+    depth: drafted tokens a round that the request asked for; None leaves it to the controller.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    law: Law
+    streams: Streams
+    exactness: Exactness = Exactness.DISTRIBUTION
+    depth: int | None = None
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far: the position of the next one in its streams."""
+        return len(self.tokens) - self.prompt_length
+
+    def history(self, drafted: Sequence[int] = ()) -> History:
+        """The history of the node below which ``drafted`` tokens hang."""
+        return History(self.tokens, self.prompt_length, tuple(drafted))
+
+    def histories(self, draft: Draft) -> list[History]:
+        """One history per row of a pass over ``draft``: the root's, then each node's own."""
+        rows = [self.history()]
+        for node in range(len(draft)):
+            rows.append(self.history([draft.ids[i] for i in draft.path(node)]))
+        return rows

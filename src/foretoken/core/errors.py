@@ -1,0 +1,17 @@
+"""The one family of errors that a user can cause; the command line prints them as a single line."""
+
+
+class ForetokenError(Exception):
+    """Base of every error that names what was wrong, what was expected, and what to do."""
+
+
+class InvalidRequest(ForetokenError, ValueError):
+    """A parameter, prompt or configuration that cannot be honoured as given."""
+
+
+class ModelLoadError(ForetokenError, OSError):
+    """A model, tokenizer or checkpoint that cannot be loaded."""
+
+
+class TrainingError(ForetokenError):
+    """A training run that could not continue; whatever was saved before stays whole."""

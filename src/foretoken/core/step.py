@@ -1,0 +1,46 @@
+"""The only event: everything that shows, counts or learns reads ``Step``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.core.draft import Draft
+from foretoken.core.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of one round, shared by all sequences that took part in it."""
+
+    propose: float
+    score: float
+    verify: float
+    commit: float
+    batch: int
+
+    @property
+    def total(self) -> float:
+        return self.propose + self.score + self.verify + self.commit
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One sequence's part in one round.
+
+    position: tokens the sequence had generated before the round.
+    tokens: what was emitted: the accepted path and the target's token, cut at EOS, stop or max_tokens.
+    finish_reason: ``"stop"``, ``"length"``, ``"abort"`` or None while the sequence goes on.
+    """
+
+    sequence: int
+    position: int
+    draft: Draft
+    verdict: Verdict
+    tokens: tuple[int, ...]
+    timings: Timings
+    finish_reason: str | None = None
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were emitted."""
+        return min(len(self.verdict.path), len(self.tokens))

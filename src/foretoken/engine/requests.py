@@ -1,0 +1,138 @@
+"""From a user's request to sequences the engine runs, and back to outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.core.context import Context
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.streams import Streams, random_seed_from
+from foretoken.engine.detokenize import Detokenizer
+from foretoken.engine.sequence import Sequence as Running
+from foretoken.engine.sequence import TokenLogprobs
+from foretoken.engine.stopping import TextStopping
+from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
+from foretoken.params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt with its parameters; ``members`` are its n sequences' identifiers and stopping records."""
+
+    id: int
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    members: tuple[int, ...]
+    stoppings: tuple[TextStopping, ...]
+
+    def completion(self, index: int, running: Running, tokenizer: Any) -> CompletionOutput:
+        """The finished sequence as the user sees it."""
+        stopping, context = self.stoppings[index], running.context
+        recorded = running.recorded
+        return CompletionOutput(
+            index=index,
+            text=stopping.text,
+            token_ids=tuple(context.tokens[context.prompt_length :]),
+            finish_reason=running.finish_reason,
+            stop_reason=stopping.stop_reason,
+            logprobs=tuple(_logprobs(r, tokenizer) for r in recorded) if running.logprobs is not None else None,
+            stats=running.counts.freeze(),
+            exactness=str(context.exactness),
+        )
+
+    def output(self, completions: Sequence[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(self.id, self.prompt, self.prompt_ids, tuple(completions))
+
+
+class RequestBuilder:
+    """Tokenises prompts and gives every sequence its law, its random numbers and its end."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], seed: int) -> None:
+        self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
+        self._eos = tuple(eos_ids)
+        self._requests, self._sequences = 0, 0
+
+    def build(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, list[Context]]:
+        """A request and one context for each of its ``n`` completions."""
+        text, ids = self.tokens(prompt)
+        eos = () if params.ignore_eos else self._eos
+        stop_ids = tuple(params.stop_token_ids or ())
+        law = params.law(self._vocab_size, self._bad_words(params.bad_words or ()), (*eos, *stop_ids))
+        base = params.seed if params.seed is not None else random_seed_from(self._seed, self._requests)
+        contexts, stoppings = [], []
+        for index in range(params.n):
+            seed = base if index == 0 else random_seed_from(base, index)
+            contexts.append(
+                Context(
+                    id=self._sequences,
+                    tokens=list(ids),
+                    prompt_length=len(ids),
+                    law=law,
+                    streams=Streams(seed),
+                    exactness=params.grade,
+                    depth=params.speculative_tokens,
+                )
+            )
+            detokenizer = Detokenizer(self.tokenizer, ids, params.skip_special_tokens)
+            stoppings.append(
+                TextStopping(
+                    detokenizer, params.max_tokens, params.min_tokens, eos, stop_ids, params.stops,
+                    params.include_stop_str_in_output,
+                )  # fmt: skip
+            )
+            self._sequences += 1
+        request = Request(
+            self._requests, text, tuple(ids), params, tuple(c.id for c in contexts), tuple(stoppings)
+        )  # fmt: skip
+        self._requests += 1
+        return request, contexts
+
+    def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text (where there is one) and token ids of a prompt given as text, ids or vLLM's dict forms."""
+        if isinstance(prompt, Mapping):
+            known = {"prompt", "prompt_token_ids"}
+            if len(prompt) != 1 or not known.issuperset(prompt):
+                raise InvalidRequest(
+                    f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
+                )
+            prompt = next(iter(prompt.values()))
+        if isinstance(prompt, str):
+            ids = list(self.tokenizer(prompt)["input_ids"])
+            if not prompt or not ids:
+                raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
+            return prompt, ids
+        ids = list(prompt)
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
+                raise InvalidRequest(
+                    f"a prompt of token ids holds {token!r}; integers from 0 to {self._vocab_size - 1} are expected"
+                )
+        if not ids:
+            raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
+        return None, ids
+
+    def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Each word as it is tokenised at the start of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if not word.strip():
+                raise InvalidRequest(f"bad_words must not be empty or blank, got {word!r}")
+            for variant in (word.lstrip(), " " + word.lstrip()):
+                found[tuple(self.tokenizer.encode(variant, add_special_tokens=False))] = None
+        return list(found)
+
+
+def _logprobs(recorded: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
+    entries = {
+        token: Logprob(value, rank, tokenizer.decode([token]))
+        for rank, (token, value) in enumerate(recorded.top, start=1)
+    }
+    entries.setdefault(
+        recorded.token, Logprob(recorded.logprob, recorded.rank, tokenizer.decode([recorded.token]))
+    )
+    return entries

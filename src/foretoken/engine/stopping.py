@@ -1,0 +1,93 @@
+"""When a sequence ends: EOS, stop ids, stop strings, length. Judged token by token, so also inside a block."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from foretoken.engine.detokenize import Detokenizer
+
+
+class Stopping(Protocol):
+    """Decides after each token whether the sequence is over."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be emitted."""
+        ...
+
+    def push(self, token: int) -> str | None:
+        """The finish reason once ``token`` ended the sequence, else None."""
+        ...
+
+
+class TextStopping:
+    """Stopping by tokens and by text, and the text itself.
+
+    ``stop_reason`` is the stop string or stop id that hit, None for EOS and length, as in vLLM.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        max_tokens: int,
+        min_tokens: int = 0,
+        eos_ids: Collection[int] = (),
+        stop_ids: Collection[int] = (),
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._max, self._min = max_tokens, min_tokens
+        self._eos, self._stop_ids = frozenset(eos_ids), frozenset(stop_ids)
+        self._stops, self._include = tuple(stops), include_stop
+        self._longest = max(map(len, self._stops), default=0)
+        self._count, self._given = 0, 0
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def room(self) -> int:
+        return self._max - self._count
+
+    def push(self, token: int) -> str | None:
+        self._count += 1
+        reason = self._judge(token)
+        if reason is None and self._count >= self._max:
+            reason = "length"
+        if reason is not None:
+            self.finish_reason = reason
+            if self.stop_reason is None or isinstance(self.stop_reason, int):
+                self.text += self._detokenizer.flush()
+        return reason
+
+    def take(self) -> str:
+        """Text not given out yet, without what may still turn out to be a stop string."""
+        end = len(self.text) if self.finish_reason else len(self.text) - self._held_back()
+        piece, self._given = self.text[self._given : end], max(self._given, end)
+        return piece
+
+    def _judge(self, token: int) -> str | None:
+        if token in self._eos or token in self._stop_ids:
+            self.stop_reason = None if token in self._eos else token
+            return "stop"
+        known = len(self.text)
+        self.text += self._detokenizer.push(token)
+        if self._count < self._min:
+            return None
+        searched = max(0, known - self._longest + 1)
+        hits = [(at, s) for s in self._stops if (at := self.text.find(s, searched)) >= 0]
+        if not hits:
+            return None
+        at, self.stop_reason = min(hits, key=lambda hit: (hit[0], len(hit[1])))
+        self.text = self.text[: at + (len(self.stop_reason) if self._include else 0)]
+        return "stop"
+
+    def _held_back(self) -> int:
+        """Length of the longest ending of the text that begins a stop string."""
+        for length in range(min(self._longest - 1, len(self.text) - self._given), 0, -1):
+            tail = self.text[len(self.text) - length :]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

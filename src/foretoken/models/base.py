@@ -1,0 +1,128 @@
+"""The one contract for target and draft alike.
+
+A model keeps, for every open sequence, the keys and values of its committed tokens and, until the next
+commit, those of the draft nodes it has scored. Tokens whose rows are not computed yet are *pending*: the whole
+prompt after ``open``, the newest token after ``commit``, more when a draft model sat a few rounds out. A pass
+always computes what is pending first, so nobody has to prefill, catch up or roll back by hand.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+
+
+@dataclass(eq=False, slots=True)
+class Handle:
+    """One sequence's place in one model. ``cached`` rows hold ``tokens[:cached]``; ``nodes`` follow them.
+
+    ``nodes`` and ``parents`` are the draft nodes whose rows are in the cache, in the order of their rows.
+    """
+
+    slot: int
+    tokens: list[int]
+    cached: int = 0
+    nodes: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+
+    @property
+    def pending(self) -> list[int]:
+        return self.tokens[self.cached :]
+
+    def advance(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
+        """Append committed tokens. -> the cache row from which on the rows listed are to be kept, in order"""
+        at = self.cached
+        rows = [at + node for node in self.match(tokens)]
+        self.cached += len(rows)
+        self.tokens.extend(tokens)
+        self.rewind()
+        return at, rows
+
+    def rewind(self) -> None:
+        """Forget an abandoned round: no draft nodes, and the newest token's row to be computed again."""
+        self.nodes.clear()
+        self.parents.clear()
+        self.cached = min(self.cached, len(self.tokens) - 1)
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The cached nodes that spell the longest prefix of ``tokens``, from the root down."""
+        path: list[int] = []
+        at = -1
+        for token in tokens:
+            child = next(
+                (i for i, (t, p) in enumerate(zip(self.nodes, self.parents, strict=True)) if p == at and t == token),
+                None,
+            )
+            if child is None:
+                break
+            path.append(child)
+            at = child
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What one pass says about one sequence.
+
+    logits: [rows, V]. Row 0 is at the root (the last committed token) and row i + 1 at draft node i, except
+    when earlier nodes were scored before: then only the rows that are new, in the same order.
+    taps: hidden states by layer index, [rows, H]; index i is the *input* of layer i, as in transformers'
+    ``hidden_states[i]``; the number of layers is the normed output.
+    """
+
+    logits: Tensor
+    taps: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Model(ABC):
+    """Scores sequences and their drafts; the engine's only view of a network.
+
+    ``rows_independent`` says whether a row's logits are bit-equal whatever shares its pass.
+    """
+
+    vocab_size: int
+    max_length: int
+    num_layers: int
+    hidden_size: int
+    device: torch.device
+    dtype: torch.dtype
+    rows_independent: bool = False
+
+    @abstractmethod
+    def open(self, prompt: Sequence[int]) -> Handle:
+        """Give a sequence a place; nothing is computed yet. ``prompt`` has at least one token."""
+
+    @abstractmethod
+    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        """One pass over everything pending and every draft node not yet scored.
+
+        A draft whose first nodes are those already cached grows on them (a draft model's own chain or tree);
+        any other draft replaces them. Each sequence may have another draft, or the empty one.
+        """
+
+    @abstractmethod
+    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        """Append tokens to each sequence; cached nodes that spell them are kept, the others dropped.
+
+        Appending nothing abandons the round: the next pass computes the newest token's row again.
+        """
+
+    @abstractmethod
+    def close(self, handle: Handle) -> None:
+        """Give the place back. Closing twice does nothing."""
+
+
+def growing(handle: Handle, draft: Draft) -> int:
+    """How many nodes of ``draft`` are in the cache already; a draft that does not grow on them starts over."""
+    count = len(handle.nodes)
+    grows = tuple(handle.nodes) == draft.ids[:count] and tuple(handle.parents) == draft.parents[:count]
+    if not grows or (count == len(draft) and not handle.pending):
+        handle.rewind()
+        return 0
+    return count

@@ -1,0 +1,225 @@
+"""From a name or folder to weights, tokenizer and model. Safetensors only; a pickle can run code, so it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.base import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "vocab.txt", "merges.txt")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+BACKENDS = ("auto", "native", "hf")
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+# finding and reading
+
+
+def resolve(name_or_path: str | Path) -> Path:
+    """The local folder of a checkpoint: an existing one, or a hub id brought into the hub's cache.
+
+    Only json, safetensors and tokenizer files are fetched. Raises ModelLoadError when neither exists.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelLoadError(f"{path} is a file; expected the folder of a checkpoint (config.json and *.safetensors)")
+    name = str(name_or_path)
+    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelLoadError(f"there is no folder {name!r}; expected a local checkpoint folder or a hub id like 'org/name'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except HFValidationError:
+        raise ModelLoadError(f"{name!r} is neither a local folder nor a valid hub id") from None
+    except Exception as error:  # the hub client raises whatever its transport raises
+        raise ModelLoadError(
+            f"there is no local folder {name!r}, and the hub did not give it ({type(error).__name__}); "
+            "check the spelling, or download the checkpoint and pass its folder"
+        ) from error
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """The checkpoint's config.json."""
+    config = _read_json(Path(path) / "config.json", "the folder of a checkpoint has one")
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{Path(path) / 'config.json'} holds a {type(config).__name__}; expected an object")
+    return config
+
+
+def open_weights(path: Path) -> Mapping[str, Tensor]:
+    """All tensors of a single or sharded checkpoint by name, each read from disk when it is asked for."""
+    return Weights(Path(path))
+
+
+class Weights(Mapping[str, Tensor]):
+    """Lazily read tensors, memory-mapped; every file's header is checked when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+        index = _index(path)
+        for file in _weight_files(path, index):
+            try:
+                handle = safe_open(str(path / file), framework="pt")
+                self._where.update(dict.fromkeys(handle.keys(), file))
+            except Exception as error:  # safetensors raises its own and OSError kinds
+                raise ModelLoadError(
+                    f"{path / file} is truncated or not a safetensors file ({error}); download or save it again"
+                ) from error
+            self._files[file] = handle
+        if lost := sorted(set(index or {}) - set(self._where)):
+            raise ModelLoadError(f"{path / INDEX} lists the tensor {lost[0]!r}, which is in none of its files")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def _weight_files(path: Path, index: Mapping[str, str] | None) -> list[str]:
+    if index is None:
+        if (path / SINGLE).is_file():
+            return [SINGLE]
+        if pickles := sorted(file.name for pattern in PICKLES for file in path.glob(pattern)):
+            raise ModelLoadError(
+                f"{path} has its weights only as a pickle ({pickles[0]}), which can run code when it is read; convert "
+                "them with transformers where you trust the file: "
+                "AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
+            )
+        raise ModelLoadError(f"{path} has no weights; expected {SINGLE}, or {INDEX} and its shards")
+    files = sorted(set(index.values()))
+    if lost := [file for file in files if not (path / file).is_file()]:
+        raise ModelLoadError(f"{path} lacks {len(lost)} of {len(files)} shards, first {lost[0]}; download it again")
+    return files
+
+
+def _index(path: Path) -> dict[str, str] | None:
+    """Tensor name to file of a sharded checkpoint, None where there is no index."""
+    if (path / SINGLE).is_file() or not (path / INDEX).is_file():
+        return None
+    parsed = _read_json(path / INDEX, "a sharded checkpoint needs it")
+    where = parsed.get("weight_map") if isinstance(parsed, dict) else None
+    if not isinstance(where, dict) or not all(isinstance(f, str) and "/" not in f for f in where.values()):
+        raise ModelLoadError(f"{path / INDEX} has no weight_map from tensor names to files in its own folder")
+    return where
+
+
+def _read_json(file: Path, why: str) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{file} does not exist; {why}") from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} cannot be read as JSON ({error}); download or save it again") from error
+
+
+# choosing
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """``auto``: CUDA when present, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidRequest(f"device {device!r} is not known; expected 'auto', 'cpu' or 'cuda[:n]'") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest(f"device {str(device)!r} was asked for, but torch finds no CUDA device here; use 'cpu'")
+    return chosen
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """``auto``: bf16 where the device computes it well (CUDA, CPUs with avx512_bf16 or amx), else float32."""
+    if isinstance(dtype, torch.dtype):
+        chosen: torch.dtype | None = dtype if dtype in DTYPES.values() else None
+    elif dtype == "auto":
+        fast = device.type == "cuda" or (device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return torch.bfloat16 if fast else torch.float32
+    else:
+        chosen = DTYPES.get(str(dtype).removeprefix("torch."))
+    if chosen is None:
+        raise InvalidRequest(f"dtype {dtype!r} is not known; expected auto, bfloat16, float16 or float32")
+    return chosen
+
+
+def load_model(
+    name: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    backend: str = "auto",
+    max_length: int | None = None,
+) -> Model:
+    """Load a causal language model from a folder or hub id.
+
+    backend: ``"native"`` is our own decoder for the Llama family, ``"hf"`` transformers' module for any other,
+    ``"auto"`` the first that fits. Raises ModelLoadError or InvalidRequest, each one line.
+    """
+    if backend not in BACKENDS:
+        raise InvalidRequest(f"backend {backend!r} is not known; known: {', '.join(BACKENDS)}")
+    where = resolve_device(device)
+    kind = resolve_dtype(dtype, where)
+    path = resolve(name)
+    config = load_config(path)
+    open_weights(path)
+    from foretoken.models.decoder import Decoder
+
+    native = backend != "hf" and Decoder.supports(config)
+    if native:
+        return Decoder.load(path, kind, where, max_length)
+    if backend == "native":
+        raise ModelLoadError(
+            f"{path} is of type {config.get('model_type')!r}, which the native decoder does not compute; use backend='hf'"
+        )
+    from foretoken.models.hf import HFModel
+
+    return HFModel.load(path, kind, where, max_length)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's own tokenizer; no remote code."""
+    from transformers import AutoTokenizer
+
+    path = resolve(name)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # tokenizers raise bare exceptions for broken files
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelLoadError(
+            f"no tokenizer can be loaded from {path} ({reason}); expected tokenizer.json or the model's own vocabulary files"
+        ) from error

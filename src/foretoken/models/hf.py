@@ -1,0 +1,257 @@
+"""Any other causal model of transformers through the one contract: its own module, our key/value rows and mask.
+
+The module sees an ordinary padded batch, explicit positions and a ready 4-D mask. What it writes into its cache
+lands in our slots, and what it reads back are the rows of the sequences in the pass. Attention is the module's,
+so nothing is promised about bit-equal rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.base import Handle, Model, Scores, growing
+from foretoken.models.slots import Placement, Slots
+
+PREFILL_ROWS = 256  # rows of one prefill pass
+JOINT_ROWS = 32  # a sequence with more pending rows than this is prefilled by itself
+_ATTENTION = ("eager", "sdpa")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_PROBED: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
+
+
+class HFModel(Model):
+    """A live ``transformers`` module behind ``Model``.
+
+    Refused with ``ModelLoadError``: encoder-decoders, states that cannot be rewound (Mamba and other recurrent
+    layers), position biases computed inside attention from row numbers (ALiBi, GPT-Neo's local windows), and
+    whatever else fails the comparison of a small tree with the module's own pass that ends the constructor.
+    """
+
+    def __init__(self, module: Any, max_length: int | None = None) -> None:
+        config = module.config.get_text_config()
+        _refuse(module, config)
+        self.module = module
+        self.device, self.dtype = module.device, module.dtype
+        self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
+        head = module.get_output_embeddings()
+        self.vocab_size = config.vocab_size if head is None else head.weight.shape[0]
+        known = getattr(config, "max_position_embeddings", None) or max_length or 1 << 20
+        self.max_length = known
+        self.rows_independent = False
+        self._slots = Slots()
+        self._cache = Cache(layer_class_to_replicate=self._slots.new_layer)
+        self._layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
+        self._window = getattr(config, "sliding_window", None) or 0
+        accepted = inspect.signature(module.forward).parameters
+        self._keeps_rows = "logits_to_keep" in accepted
+        self._check_once()
+        self.max_length = min(max_length or known, known)
+
+    @classmethod
+    def from_module(cls, module: Any, max_length: int | None = None) -> Self:
+        """Wrap a live module; it is shared, not copied."""
+        return cls(module, max_length)
+
+    @classmethod
+    def load(cls, path: Path, dtype: torch.dtype, device: torch.device, max_length: int | None = None) -> Self:
+        """Read a safetensors checkpoint with the class its config names; no remote code, no pickles."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+            module, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                attn_implementation="eager" if softcap else None,
+                output_loading_info=True,
+            )
+        except (ValueError, KeyError, RuntimeError, OSError, ImportError) as error:
+            raise ModelLoadError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
+        if missing := sorted(info["missing_keys"]):
+            raise ModelLoadError(
+                f"the checkpoint in {path} lacks {len(missing)} tensor(s), first {missing[0]!r}; is it complete?"
+            )
+        return cls(module.to(device).eval(), max_length)
+
+    # the contract
+
+    def open(self, prompt: Sequence[int]) -> Handle:
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
+        return Handle(self._slots.acquire(), list(prompt))
+
+    def close(self, handle: Handle) -> None:
+        if handle.slot >= 0:
+            self._slots.release(handle.slot)
+            handle.slot = -1
+
+    @torch.inference_mode()
+    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        for handle, new in zip(handles, tokens, strict=True):
+            self._slots.move(handle.slot, *handle.advance(new))
+
+    @torch.inference_mode()
+    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        for handle in handles:
+            self._prefill(handle)
+        done = [growing(h, d) for h, d in zip(handles, drafts, strict=True)]
+        counts = [len(d) - n + bool(h.pending) for h, d, n in zip(handles, drafts, done, strict=True)]
+        if not all(counts):
+            raise ValueError("nothing to score: no pending token and no new draft node")
+        rows = [len(h.pending) + len(d) - n for h, d, n in zip(handles, drafts, done, strict=True)]
+        output, first = self._run(handles, drafts, done, taps)
+        results = []
+        for at, (handle, draft) in enumerate(zip(handles, drafts, strict=True)):
+            handle.cached = len(handle.tokens)
+            handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
+            wanted = slice(rows[at] - counts[at], rows[at])
+            tapped = {layer: output.hidden_states[layer][at, wanted] for layer in taps}
+            results.append(Scores(output.logits[at, wanted.start - first : wanted.stop - first], tapped))
+        return results
+
+    # one pass
+
+    def _prefill(self, handle: Handle) -> None:
+        """Bring a long pending stretch into the cache, all but its last token, in passes of bounded size."""
+        if len(handle.pending) <= JOINT_ROWS:
+            return
+        while len(handle.pending) > 1:
+            count = min(PREFILL_ROWS, len(handle.pending) - 1)
+            part = Handle(handle.slot, handle.tokens[: handle.cached + count], handle.cached)
+            self._run([part], [Draft.empty()], [0], ())
+            handle.cached += count
+
+    def _run(
+        self, handles: Sequence[Handle], drafts: Sequence[Draft], done: Sequence[int], taps: Sequence[int]
+    ) -> tuple[Any, int]:
+        """One padded forward pass. -> the module's output, and the row that its logits begin with"""
+        place = Placement.of(handles, drafts, done)
+        if place.reach > self.max_length:
+            raise InvalidRequest(
+                f"a sequence reaches {place.reach} tokens, beyond the {self.max_length} this model was opened with; "
+                "shorten the prompt, lower max_tokens, or raise max_model_len"
+            )
+        keep = {}
+        first = 0
+        if self._keeps_rows:
+            first = min(place.roots)
+            keep["logits_to_keep"] = torch.arange(first, place.width, device=self.device)
+        with self._slots.serving(place, self.device), _evaluating(self.module):
+            output = self.module(
+                input_ids=place.tokens.to(self.device),
+                attention_mask=self._masks(place),
+                position_ids=place.positions.to(self.device),
+                past_key_values=self._cache,
+                use_cache=True,
+                output_hidden_states=bool(taps),
+                return_dict=True,
+                **keep,
+            )
+        return output, first
+
+    def _masks(self, place: Placement) -> Tensor | dict[str, Tensor]:
+        """The additive 4-D mask, or one for each kind of layer where the architecture mixes them."""
+
+        def additive(window: int) -> Tensor:
+            seen = place.visible(window).unsqueeze(1).to(self.device)
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+            return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)
+
+        windows = {kind: self._window if kind == "sliding_attention" else 0 for kind in self._layer_types}
+        if len(windows) > 1:
+            return {kind: additive(window) for kind, window in windows.items()}
+        return additive(next(iter(windows.values()), self._window))
+
+    # trust
+
+    def _check_once(self) -> None:
+        """Probe a module when it is first wrapped, and again when its precision or attention was changed."""
+        state = (self.dtype, getattr(self.module.config, "_attn_implementation", None))
+        if _PROBED.get(self.module) != state:
+            self._probe()
+            _PROBED[self.module] = state
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        """Compare a tree in a ragged batch with the module's own plain pass; refuse what does not agree.
+
+        A module that computes positions or masks on its own would otherwise be wrong without a word.
+        """
+        ids = [i % self.vocab_size for i in range(3, 11)]
+        tree = Draft(torch.tensor([ids[3], ids[4], ids[5], ids[6]]), (-1, -1, 0, 1))
+        paths = torch.tensor([[*ids[:3], ids[3], ids[5]], [*ids[:3], ids[4], ids[6]]], device=self.device)
+        lengths = (3, 1)
+        handles = [self.open(ids[:n]) for n in lengths]
+        try:
+            ours = self.score(handles, [tree, Draft.empty()])[0].logits
+            with _evaluating(self.module):
+                plain = self.module(input_ids=paths, use_cache=False, return_dict=True).logits
+        except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
+            raise ModelLoadError(
+                f"{type(self.module).__name__} does not take an explicit mask, positions and cache "
+                f"({_first_line(error)}); it cannot be used for speculation"
+            ) from error
+        finally:
+            for handle in handles:
+                self.close(handle)
+        theirs = torch.stack([plain[0, 2], plain[0, 3], plain[1, 3], plain[0, 4], plain[1, 4]]).float()
+        # Rounding is relative to the logits; a wrong mask moves them by a share of their own spread.
+        tolerance = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * float(theirs.std())
+        worst = float((ours.float() - theirs).abs().max())
+        if not worst <= max(tolerance, 1e-5):
+            raise ModelLoadError(
+                f"{type(self.module).__name__} computes other logits under an explicit tree mask (by {worst:.2g}), so "
+                "its attention depends on row numbers; it cannot be used for speculation"
+            )
+
+
+def _refuse(module: Any, config: Any) -> None:
+    """Whatever is known not to work, with its reason."""
+    name = type(module).__name__
+    if getattr(module.config, "is_encoder_decoder", False):
+        raise ModelLoadError(f"{name} is an encoder-decoder; a decoder-only causal language model is needed")
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    if getattr(module, "_is_stateful", False) or unknown:
+        kinds = f" ({', '.join(unknown)})" if unknown else ""
+        raise ModelLoadError(f"{name} keeps a state{kinds} that cannot be rewound, so drafts cannot be taken back")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise ModelLoadError(
+            f"{name} uses ALiBi, whose biases transformers computes from row numbers and not from positions; "
+            "models with rotary or learned positions work"
+        )
+    used = getattr(config, "_attn_implementation", None) or "eager"
+    if used not in _ATTENTION:
+        raise ModelLoadError(
+            f"{name} was loaded with attn_implementation={used!r}, which takes no tree mask; load it with 'sdpa' or 'eager'"
+        )
+
+
+@contextmanager
+def _evaluating(module: Any) -> Iterator[None]:
+    """Dropout off, whatever mode the module's owner left it in."""
+    training = module.training
+    if training:
+        module.eval()
+    try:
+        yield
+    finally:
+        if training:
+            module.train()
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

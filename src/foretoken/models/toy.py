@@ -1,0 +1,114 @@
+"""A tiny exact model for tests and teaching: its law at any history is a few numbers anyone can compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.streams import exponentials, random_seed_from
+from foretoken.models.base import Handle, Model, Scores, growing
+
+_LAYERS = 2
+_WIDTH = 8
+
+
+class ToyModel(Model):
+    """A Markov model of order ``order`` whose logits are hashed from (seed, last tokens).
+
+    Logits are float64 and the same in every process. ``sharpness`` scales them: 0 is the uniform law, 4 nearly
+    deterministic. The contract is kept as by a real model, cache bookkeeping included, so that a loop which
+    works with this one makes the same calls to any other.
+    """
+
+    def __init__(
+        self, vocab_size: int = 8, order: int = 2, seed: int = 0, sharpness: float = 1.0, max_length: int = 4096
+    ) -> None:
+        if vocab_size < 1 or order < 0:
+            raise InvalidRequest(f"a toy needs vocab_size >= 1 and order >= 0, got {vocab_size} and {order}")
+        self.vocab_size, self.order, self.seed, self.sharpness = vocab_size, order, seed, sharpness
+        self.max_length = max_length
+        self.num_layers, self.hidden_size = _LAYERS, _WIDTH
+        self.device, self.dtype = torch.device("cpu"), torch.float64
+        self.rows_independent = True
+        self._mixture: tuple[ToyModel, ToyModel, float] | None = None
+        self._rows: dict[tuple[int, ...], Tensor] = {}
+        self._open: set[int] = set()
+
+    def perturbed(self, strength: float, seed: int = 1) -> Self:
+        """A neighbour whose logits lie ``strength`` of the way to an unrelated toy's: a draft for this one."""
+        if not 0.0 <= strength <= 1.0:
+            raise InvalidRequest(f"strength must be from 0 (the same law) to 1 (an unrelated one), got {strength!r}")
+        neighbour = type(self)(self.vocab_size, self.order, self.seed, self.sharpness, self.max_length)
+        other_seed = random_seed_from(self.seed, seed)
+        other = type(self)(self.vocab_size, self.order, other_seed, self.sharpness, self.max_length)
+        neighbour._mixture = (self, other, strength)
+        return neighbour
+
+    def logits(self, history: Sequence[int]) -> Tensor:
+        """float64 [V], the logits after ``history``; the reference that ``score`` is held to."""
+        tail = tuple(history[max(0, len(history) - self.order) :]) if self.order else ()
+        row = self._rows.get(tail)
+        if row is None:
+            row = self._rows[tail] = self._compute(tail)
+        return row
+
+    def _compute(self, tail: tuple[int, ...]) -> Tensor:
+        if self._mixture is not None:
+            near, far, weight = self._mixture
+            return (1 - weight) * near.logits(tail) + weight * far.logits(tail)
+        noise = exponentials(random_seed_from(self.seed, len(tail), *tail), self.vocab_size)
+        return -self.sharpness * noise.log()
+
+    def probs(self, history: Sequence[int]) -> Tensor:
+        """float64 [V], the law of the next token at temperature 1."""
+        return self.logits(history).softmax(-1)
+
+    def hidden(self, history: Sequence[int], layer: int) -> Tensor:
+        """float64 [hidden_size], a small vector that stands in for ``hidden_states[layer]`` at the last token."""
+        tail = tuple(history[-max(1, self.order) :])
+        return exponentials(random_seed_from(self.seed, -1 - layer, *tail), self.hidden_size).log()
+
+    # the contract
+
+    def open(self, prompt: Sequence[int]) -> Handle:
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
+        slot = next(i for i in range(len(self._open) + 1) if i not in self._open)
+        self._open.add(slot)
+        return Handle(slot, list(prompt))
+
+    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        return [self._score(handle, draft, taps) for handle, draft in zip(handles, drafts, strict=True)]
+
+    def _score(self, handle: Handle, draft: Draft, taps: Sequence[int]) -> Scores:
+        self._check(handle)
+        done = growing(handle, draft)
+        nodes = range(-1 if handle.pending else done, len(draft))
+        if not nodes:
+            raise ValueError("nothing to score: no pending token and no new draft node")
+        reach = len(handle.tokens) + len(draft)
+        if reach > self.max_length:
+            raise InvalidRequest(f"a sequence reaches {reach} tokens, beyond this model's {self.max_length}")
+        histories = [[*handle.tokens, *(draft.ids[i] for i in draft.path(node))] for node in nodes]
+        handle.cached = len(handle.tokens)
+        handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
+        tapped = {layer: torch.stack([self.hidden(h, layer) for h in histories]) for layer in taps}
+        return Scores(torch.stack([self.logits(h) for h in histories]), tapped)
+
+    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        for handle, new in zip(handles, tokens, strict=True):
+            self._check(handle)
+            handle.advance(new)
+
+    def close(self, handle: Handle) -> None:
+        self._open.discard(handle.slot)
+        handle.slot = -1
+
+    def _check(self, handle: Handle) -> None:
+        if handle.slot not in self._open:
+            raise ValueError("this sequence is closed")

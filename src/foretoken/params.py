@@ -1,0 +1,153 @@
+"""What a request may ask for and how speculation is configured. Bad values are refused here, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+from foretoken.core.context import Exactness
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import SamplingLaw
+
+Method = Literal["draft_model", "ngram", "none"]
+METHODS: tuple[str, ...] = ("draft_model", "ngram", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters by vLLM's names and meanings.
+
+    speculative_tokens: drafted tokens per round; None takes the engine's, 0 is plain decoding.
+    exactness: ``"distribution"``, ``"trajectory"`` or ``"lossy-typical"``; None means trajectory when ``seed``
+    is set, else distribution.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    logprobs: int | None = None
+    speculative_tokens: int | None = None
+    exactness: str | None = None
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, math.inf, "a number of at least 0 (0 is greedy)")
+        _number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1", above=True)
+        _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a number above 0", above=True)
+        _count("n", self.n, 1)
+        _count("max_tokens", self.max_tokens, 1)
+        _count("min_tokens", self.min_tokens, 0)
+        _count("top_k", self.top_k, -1)
+        for name in ("logprobs", "speculative_tokens"):
+            if getattr(self, name) is not None:
+                _count(name, getattr(self, name), 0)
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise InvalidRequest(f"seed must be an integer or None, got {self.seed!r}")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
+        if self.exactness is not None and self.exactness not in list(Exactness):
+            raise InvalidRequest(f"exactness must be one of {', '.join(Exactness)}, got {self.exactness!r}")
+        if any(not s for s in self.stops):
+            raise InvalidRequest("stop strings must not be empty")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def grade(self) -> Exactness:
+        if self.exactness is not None:
+            return Exactness(self.exactness)
+        return Exactness.DISTRIBUTION if self.seed is None else Exactness.TRAJECTORY
+
+    def law(self, vocab_size: int, bad_words: Sequence[tuple[int, ...]], end_ids: Sequence[int]) -> SamplingLaw:
+        """The sampling law of this request. ``end_ids`` are what ``min_tokens`` holds back."""
+        for token in (*(self.logit_bias or {}), *(self.stop_token_ids or ())):
+            if not 0 <= int(token) < vocab_size:
+                raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab_size}")
+        return SamplingLaw(
+            temperature=float(self.temperature),
+            top_k=max(0, self.top_k),
+            top_p=float(self.top_p),
+            min_p=float(self.min_p),
+            presence_penalty=float(self.presence_penalty),
+            frequency_penalty=float(self.frequency_penalty),
+            repetition_penalty=float(self.repetition_penalty),
+            logit_bias=tuple((int(k), float(v)) for k, v in (self.logit_bias or {}).items()),
+            bad_words=tuple(bad_words),
+            min_tokens=self.min_tokens,
+            end_ids=tuple(end_ids),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How to speculate, by vLLM's names.
+
+    method: ``"draft_model"``, ``"ngram"`` or ``"none"``; None infers it (a model: draft_model).
+    draft_temperature: the draft's own temperature; None takes the request's, 0 drafts by argmax.
+    rejection: ``"block"`` or ``"token"``, for drawn chains in the distribution grade.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int = 4
+    draft_temperature: float | None = None
+    rejection: str = "block"
+
+    def __post_init__(self) -> None:
+        if self.method is not None and self.method not in METHODS:
+            raise InvalidRequest(f"speculative method {self.method!r} is not known; known: {', '.join(METHODS)}")
+        _count("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _count("prompt_lookup_min", self.prompt_lookup_min, 1)
+        _count("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
+        if self.draft_temperature is not None:
+            _number("draft_temperature", self.draft_temperature, 0.0, math.inf, "a number of at least 0, or None")
+        if self.rejection not in ("block", "token"):
+            raise InvalidRequest(f"rejection must be 'block' or 'token', got {self.rejection!r}")
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any] | SpeculativeConfig | None) -> Self:
+        """From a dict as users write it; unknown keys are an error that lists the known ones."""
+        if value is None:
+            return cls()
+        if isinstance(value, SpeculativeConfig):
+            return value  # type: ignore[return-value]
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(value) - set(known))
+        if unknown:
+            raise InvalidRequest(f"unknown key(s) in speculative_config: {', '.join(unknown)}; known: {', '.join(known)}")
+        return cls(**value)
+
+
+def _number(name: str, value: Any, low: float, high: float, expected: str, above: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high or (above and value == low):
+        raise InvalidRequest(f"{name} must be {expected}, got {value!r}")
+
+
+def _count(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InvalidRequest(f"{name} must be an integer of at least {low}, got {value!r}")

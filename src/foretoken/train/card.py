@@ -1,0 +1,91 @@
+"""Model cards: everything in them comes from provenance.json and from a measurement, so a command rewrites them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.data import Corpus, encode, held_out_batches
+from foretoken.train.draft import load_teacher, measure
+from foretoken.train.files import PROVENANCE, write_json
+
+ZOO_ENTRY = "zoo.json"
+_DATA = {
+    True: "Trained on the source of the {corpus}, which is under the PSF licence; its tests were left out.",
+    False: "Trained on {corpus}.",
+}
+
+
+def measure_pair(target: Path, draft: Path, corpus: Corpus, batch: int = 16, window: int = 512) -> dict[str, float]:
+    """Overlap, argmax agreement and loss of ``draft`` beside ``target`` on the corpus's held-out files, in bfloat16.
+
+    Raises InvalidRequest if the two do not share a vocabulary.
+    """
+    teacher, tokenizer = load_teacher(target)
+    model, other = load_teacher(draft)
+    if tokenizer.get_vocab() != other.get_vocab():
+        raise InvalidRequest(f"{target} and {draft} have different vocabularies; distil the draft from this target")
+    held_out = held_out_batches(encode(corpus.held_out, tokenizer), batch, window)
+    return measure(teacher, model, held_out) | {"held_out_tokens": float(sum(b.numel() for b in held_out))}
+
+
+def write_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
+    """Write README.md and zoo.json beside the weights of ``target``, and of ``draft`` with its measured acceptance."""
+    written = [_write(target, "target", _card(target, _read(target)))]
+    if draft is not None:
+        facts = _read(draft)
+        figures = measure_pair(target, draft, corpus)
+        write_json(draft / PROVENANCE, facts | {"measured": figures | {"target": target.name}})
+        written.append(_write(draft, "draft", _card(draft, facts, target.name, figures)))
+    return written
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"cannot read {folder / PROVENANCE}: {error}; pass a folder written by 'foretoken train'"
+        ) from error
+    return facts
+
+
+def _write(folder: Path, role: str, text: str) -> Path:
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    write_json(folder / ZOO_ENTRY, {"name": folder.name, "role": role})
+    return folder / "README.md"
+
+
+def _card(
+    folder: Path, facts: dict[str, Any], target: str | None = None, figures: dict[str, float] | None = None
+) -> str:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    role = "target" if target is None else f"draft, distilled from {target}"
+    rows = [
+        ("role", role),
+        ("parameters", f"{facts['parameters']:,}"),
+        ("layers x width", f"{config['num_hidden_layers']} x {config['hidden_size']}"),
+        ("vocabulary", f"{config['vocab_size']:,} (byte-level BPE)"),
+        ("positions", f"{config['max_position_embeddings']:,}, trained on windows of {facts['config']['window']}"),
+        ("tokens seen", f"{facts['tokens']:,} of a corpus of {facts['corpus_tokens']:,}"),
+        ("training time", f"{facts['minutes']} minutes on the processor it was trained on ({facts['processor']})"),
+        ("held-out loss", f"{(figures or facts)['held_out_loss']:.3f} nats per token"),
+    ]
+    if figures is not None:
+        rows += [
+            (f"acceptance rate beside {target}, temperature 1", f"{figures['overlap']:.3f}"),
+            (f"acceptance rate beside {target}, temperature 0", f"{figures['argmax_agreement']:.3f}"),
+        ]
+    lines = [f"# {folder.name}", "", _DATA["standard library" in facts["corpus"]].format(corpus=facts["corpus"])]
+    lines += ["2 % of the files were held out, chosen by a hash of their names.", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows]
+    if figures is not None:
+        count = f"{figures['held_out_tokens']:,.0f}"
+        lines += ["", f"Acceptance is a mean over the {count} held-out tokens, one position at a time:"]
+        lines += ["at temperature 1 the sum of min(p, q), at temperature 0 the share of equal argmaxes."]
+    lines += ["", "Trained by", "", f"    {facts['command']}", "", "Weights: Apache-2.0. Settings, versions and the"]
+    lines += [f"curve of the run: `{PROVENANCE}`.", "", "It is a small model for tests, demonstrations and benchmarks;"]
+    lines += ["it completes Python, and knows nothing else.", ""]
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""The corpus: Python source, split by file, tokenised once, served as seeded random windows."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from foretoken.core.errors import InvalidRequest
+
+END = "<|endoftext|>"
+HELD_OUT_PERCENT = 2
+# Tests are not what people write, and the generated tables are megabytes of character maps.
+_LEFT_OUT = ("site-packages", "test", "tests", "idle_test", "encodings", "__pycache__")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Texts by file, split once into training and held-out files.
+
+    The split hashes each file's relative name, so that adding a file moves no other.
+    """
+
+    name: str
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+def standard_library() -> Corpus:
+    """The running Python's standard library without its tests and generated tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [f for f in sorted(root.rglob("*.py")) if not any(part in _LEFT_OUT for part in f.relative_to(root).parts)]
+    version = ".".join(map(str, sys.version_info[:3]))
+    return _split(f"CPython {version} standard library", root, files)
+
+
+def from_files(paths: list[Path]) -> Corpus:
+    """A corpus of the user's own text files; folders are searched for ``*.py``, ``*.md`` and ``*.txt``."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(f for f in path.rglob("*") if f.suffix in {".py", ".md", ".txt"})
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise InvalidRequest(f"no such file or folder: {path}; pass text files or folders of them")
+    if len(files) < 2:
+        raise InvalidRequest(f"found {len(files)} text file(s); at least two are needed, one of them to hold out")
+    return _split("user files", Path("."), files)
+
+
+def _split(name: str, root: Path, files: list[Path]) -> Corpus:
+    def key(f: Path) -> int:
+        relative = f.relative_to(root) if f.is_relative_to(root) else f
+        return int.from_bytes(hashlib.sha256(relative.as_posix().encode()).digest()[:4], "big")
+
+    ranked = sorted(files, key=key)
+    count = max(1, len(ranked) * HELD_OUT_PERCENT // 100)
+    texts = [f.read_text(encoding="utf-8", errors="ignore") for f in ranked]
+    return Corpus(name, tuple(t for t in texts[count:] if t.strip()), tuple(texts[:count]))
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int = 4096) -> PreTrainedTokenizerFast:
+    """Byte-level BPE on the training files; every byte string round-trips."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus.train, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, model_max_length=8192)
+
+
+def encode(texts: tuple[str, ...], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """All texts as one stream, an end-of-text token before each. -> int64 [N]"""
+    ids: list[int] = []
+    # The tokenizer beneath: a whole file is longer than the model's positions, which is no reason for a warning.
+    for encoded in tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False):
+        ids.append(tokenizer.eos_token_id)
+        ids.extend(encoded.ids)
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def windows(stream: torch.Tensor, batch: int, length: int, seed: int, start: int = 0) -> Iterator[torch.Tensor]:
+    """Endless batches [batch, length]: each epoch cuts the stream at another offset and shuffles the windows.
+
+    Batch ``i`` depends on (seed, i) alone, so a run resumes exactly at ``start``.
+    """
+    per_epoch = (len(stream) - length) // length // batch
+    if per_epoch < 1:
+        raise InvalidRequest(
+            f"the corpus has {len(stream)} tokens; at least {(batch + 1) * length} are needed for "
+            f"{batch} windows of {length}: add text, or lower --batch or --window"
+        )
+    step = start
+    while True:
+        epoch, at = divmod(step, per_epoch)
+        rng = np.random.default_rng([seed, epoch])
+        offset = int(rng.integers(0, length))
+        order = rng.permutation((len(stream) - offset) // length)
+        rows = order[at * batch : (at + 1) * batch]
+        yield torch.stack([stream[offset + r * length : offset + (r + 1) * length] for r in rows])
+        step += 1
+
+
+def held_out_batches(stream: torch.Tensor, batch: int, length: int) -> list[torch.Tensor]:
+    """The held-out stream cut into consecutive windows, the ragged end dropped."""
+    if len(stream) < 16:
+        raise InvalidRequest(f"the held-out files have {len(stream)} tokens; at least 16 are needed: add text")
+    length = min(length, len(stream))
+    rows = stream[: len(stream) // length * length].view(-1, length)
+    return list(rows.split(batch))

@@ -1,0 +1,192 @@
+"""``foretoken train draft``: a small Llama distilled from a target, for the target to check.
+
+The draft learns the target's whole law at every position (2310.08461, forward KL), and at the end the acceptance
+itself: sum_x min(p(x), q(x)) is the chance that a drawn token is accepted, so -log of it is the loss.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.train.data import Corpus, encode, held_out_batches
+from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.progress import Reporter, quiet_transformers
+from foretoken.train.target import DRAFT_SHAPE, Shape, new_model, next_token_loss, save
+from foretoken.train.teacher import TaughtWindows, fixed_windows, teach
+from foretoken.train.trainer import TrainConfig, Trainer, provenance
+
+DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=8, window=512, learning_rate=4e-3, weight_decay=0.05)
+_FLOOR = 1e-6
+Law = tuple[torch.Tensor, torch.Tensor]  # ids [B, T, k], log-probabilities [B, T, k]
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """What of the target is kept, and what is asked of the draft."""
+
+    top: int = 64  # most likely tokens kept per position; the others' mass is one bucket
+    acceptance_share: float = 0.3  # the last share of the run, which turns from KL to the acceptance loss
+    teacher_share: float = 0.3  # of ``minutes``: the longest that the pass over the target may take
+    disk_gigabytes: float = 2.0  # for the target's laws
+    generated_share: float = 0.0  # of the windows: continued by the target itself (2310.08461, on its own output)
+
+
+DISTILL = DistillConfig()
+
+
+def distillation_loss(logits: torch.Tensor, law: Law, acceptance: torch.Tensor) -> torch.Tensor:
+    """(1 - acceptance) KL(p||q) - acceptance log sum min(p, q), mean over positions.
+
+    logits [B, T, V] of the draft; ``law`` as `teacher.top_law` gives it; ``acceptance`` a scalar tensor, 0 to 1.
+    Tokens outside the law's top k count as one bucket, which bounds the KL from below and the overlap from above.
+    """
+    ids, log_p = law
+    logits = logits.float()
+    log_q = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+    p, q = log_p.exp(), log_q.exp()
+    p_rest = (1 - p.sum(-1)).clamp_min(_FLOOR)
+    q_rest = (1 - q.sum(-1)).clamp_min(_FLOOR)
+    divergence = (p * (log_p - log_q)).sum(-1) + p_rest * (p_rest.log() - q_rest.log())
+    overlap = torch.minimum(p, q).sum(-1) + torch.minimum(p_rest, q_rest)
+    return ((1 - acceptance) * divergence - acceptance * overlap.clamp_min(_FLOOR).log()).mean()
+
+
+def agreement(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> tuple[float, float]:
+    """(overlap, argmax agreement), means over all positions of [B, T, V]: the acceptance rates at T = 1 and 0.
+
+    Overlap is sum_x min(p(x), q(x)) = 1 - TV(p, q), over the whole vocabulary.
+    """
+    p, q = target_logits.float().softmax(-1), draft_logits.float().softmax(-1)
+    overlap = torch.minimum(p, q).sum(-1).mean().item()
+    equal = (target_logits.argmax(-1) == draft_logits.argmax(-1)).float().mean().item()
+    return overlap, equal
+
+
+def train_draft(
+    out: Path,
+    target: Path,
+    corpus: Corpus,
+    shape: Shape = DRAFT_SHAPE,
+    config: TrainConfig = DRAFT_CONFIG,
+    resume: bool = False,
+    distill: DistillConfig = DISTILL,
+) -> dict[str, float]:
+    """Distil a draft of ``shape`` from the checkpoint ``target``; returns the last evaluation.
+
+    ``config.minutes`` covers the target's pass and the training. The corpus must be split as it was for the
+    target, or the held-out figures mean nothing. Raises ModelLoadError, InvalidRequest, TrainingError.
+    """
+    teacher, tokenizer = load_teacher(target)
+    stream = encode(corpus.train, tokenizer)
+    held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
+    model = new_model(shape, tokenizer, config.seed)
+    trainer = Trainer(model, config, checkpoint_of(out))
+    if resume:
+        trainer.resume()
+    laws = out.with_name(out.name + ".laws")
+    taught = _taught(teacher, stream, laws, config, distill)
+    if config.minutes is not None:
+        trainer.config = replace(config, minutes=max(config.minutes - taught.seconds / 60, config.minutes / 10))
+
+    def loss_fn(batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        ids, top_ids, top_logp, acceptance = batch
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids, use_cache=False).logits
+        return distillation_loss(logits, (top_ids, top_logp), acceptance)
+
+    def evaluate() -> dict[str, float]:
+        return measure(teacher, model, held_out)
+
+    trainer.run(_with_acceptance(taught, trainer, distill), loss_fn, evaluate)
+    with atomic_directory(out) as folder:
+        save(model, tokenizer, folder)
+        command = f"train draft {out.name} {target.name} {shape.arguments(DRAFT_SHAPE)}".rstrip()
+        card = provenance(
+            command, config, trainer, role="draft", corpus=corpus.name, corpus_tokens=len(stream), target=target.name,
+            parameters=model.num_parameters(), taught_tokens=taught.ids.numel(),
+            teaching_minutes=round(taught.seconds / 60, 1), distill=asdict(distill), **trainer.history[-1],
+        )  # fmt: skip
+        write_json(folder / PROVENANCE, card)
+    trainer.checkpoint.unlink(missing_ok=True)
+    shutil.rmtree(laws, ignore_errors=True)
+    return trainer.history[-1]
+
+
+def load_teacher(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The target in bfloat16, frozen, and its tokenizer. Raises ModelLoadError."""
+    try:
+        with quiet_transformers():
+            model = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelLoadError(
+            f"cannot load the target {path}: {reason}; pass a folder written by 'foretoken train target'"
+        ) from error
+    return model.eval().requires_grad_(False), tokenizer
+
+
+@torch.no_grad()
+def measure(teacher: LlamaForCausalLM, model: LlamaForCausalLM, held_out: list[torch.Tensor]) -> dict[str, float]:
+    """Held-out figures of the draft: loss (nats), overlap and argmax agreement with the target, full vocabulary."""
+    loss = overlap = equal = tokens = 0.0
+    for batch in held_out:
+        p, q = teacher(batch, use_cache=False).logits, model(batch, use_cache=False).logits
+        both = agreement(p, q)
+        n = batch.numel()
+        loss += n * next_token_loss(q, batch).item()
+        overlap, equal, tokens = overlap + n * both[0], equal + n * both[1], tokens + n
+    return {"held_out_loss": loss / tokens, "overlap": overlap / tokens, "argmax_agreement": equal / tokens}
+
+
+def _taught(
+    teacher: LlamaForCausalLM, stream: torch.Tensor, laws: Path, config: TrainConfig, distill: DistillConfig
+) -> TaughtWindows:
+    windows = fixed_windows(stream, config.window, config.seed)
+    if len(windows) < 1:
+        raise InvalidRequest(
+            f"the corpus has {len(stream)} tokens, less than one window of {config.window}: add text or lower --window"
+        )
+    bytes_per_window = config.window * distill.top * 4
+    windows = windows[: max(1, int(distill.disk_gigabytes * 1e9 / bytes_per_window))]
+    count = int(distill.generated_share * len(windows))
+    if count:
+        windows = torch.cat([windows[: len(windows) - count], _continued(teacher, windows[-count:], config.seed)])
+        windows = fixed_windows(windows.flatten(), config.window, config.seed + 1)
+    limit = None if config.minutes is None else config.minutes * 60 * distill.teacher_share
+    return teach(teacher, windows, laws, distill.top, limit, config.compile)
+
+
+@torch.no_grad()
+def _continued(teacher: LlamaForCausalLM, windows: torch.Tensor, seed: int) -> torch.Tensor:
+    """Each window's first quarter, continued to its full length by draws from the target at temperature 1."""
+    torch.manual_seed(seed)
+    length, rows = windows.shape[1], []
+    with quiet_transformers(), Reporter("generating") as report:
+        for i, part in enumerate(windows.split(64)):
+            prompt = part[:, : max(1, length // 4)]
+            # No end token: the stream goes on past the end of a file, and so must the windows.
+            text = teacher.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_length=length, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            rows.append(text)
+            report.update((i + 1) * 64 / len(windows))
+    return torch.cat(rows)
+
+
+def _with_acceptance(
+    taught: TaughtWindows, trainer: Trainer, distill: DistillConfig
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The batches with the acceptance loss's weight: 0, then rising over a third of the last share, then 1."""
+    share = distill.acceptance_share
+    for batch in taught.batches(trainer.config.batch, trainer.config.seed, trainer.step):
+        into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)
+        yield (*batch, torch.tensor(min(1.0, max(0.0, into))))

@@ -1,0 +1,77 @@
+"""Progress a person can read: a bar on a terminal, a plain line now and then anywhere else. Always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+PLAIN_SECONDS = 30.0
+
+
+class Reporter:
+    """Shows how far a long task has come; ``line`` prints something to keep.
+
+    stdout stays free for results, so that ``--json`` can be piped.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._started = self._printed = time.monotonic()
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            self._bar = Progress(
+                TextColumn("{task.description}"), *columns, TextColumn("{task.fields[status]}"),
+                console=Console(stderr=True), refresh_per_second=2,
+            )  # fmt: skip
+            self._task = self._bar.add_task(title, total=1.0, status="")
+
+    def update(self, share: float, status: str = "") -> None:
+        """``share`` of the work is done, 0 to 1."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=share, status=status)
+        elif time.monotonic() - self._printed >= PLAIN_SECONDS:
+            self._printed = time.monotonic()
+            minutes = (self._printed - self._started) / 60
+            self.line(f"{self.title} {share:4.0%}  {minutes:.1f} min  {status}".rstrip())
+
+    def line(self, text: str) -> None:
+        """Print ``text`` for good, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+    def __enter__(self) -> Reporter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No warnings and no shard progress bars from transformers inside the block."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,96 @@
+"""Checkpoints larger than memory: read safetensors one tensor at a time, write them in shards."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.train.files import write_json
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 2_000_000_000
+
+
+class ShardReader:
+    """Tensors of a safetensors checkpoint, whole or sharded, by name. Raises ModelLoadError."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            if (folder / INDEX).exists():
+                names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+                files = {f: safe_open(folder / f, framework="pt") for f in set(names.values())}
+                self._file_of = {name: files[f] for name, f in names.items()}
+            else:
+                file = safe_open(folder / "model.safetensors", framework="pt")
+                self._file_of = dict.fromkeys(file.keys(), file)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise ModelLoadError(
+                f"cannot read the weights in {folder}: {error}; a safetensors checkpoint is needed"
+            ) from error
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor in its own dtype. Raises ModelLoadError if there is none of that name."""
+        if name not in self._file_of:
+            raise ModelLoadError(f"the checkpoint has no tensor {name}; it is not a whole Llama checkpoint")
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape alone, without reading the tensor."""
+        return tuple(self._file_of[name].get_slice(name).get_shape()) if name in self._file_of else ()
+
+
+class ShardWriter:
+    """Writes tensors into ``folder`` as they come, a shard at a time, so that memory stays bounded."""
+
+    def __init__(self, folder: Path, limit: int = SHARD_BYTES) -> None:
+        self.folder, self.limit = folder, limit
+        self.parameters = self.bytes = 0
+        self._held: dict[str, torch.Tensor] = {}
+        self._held_bytes = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes the tensor; it may be written now or with later ones."""
+        size = tensor.numel() * tensor.element_size()
+        if self._held and self._held_bytes + size > self.limit:
+            self._flush()
+        self._held[name] = tensor.contiguous()
+        self._held_bytes += size
+        self.bytes += size
+        self.parameters += math.prod(tensor.shape)
+
+    def close(self) -> None:
+        """Writes what is left, gives the files their names, and the index if there are several."""
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            os.replace(self._partial(0), self.folder / "model.safetensors")
+            return
+        where: dict[str, Any] = {}
+        for i, names in enumerate(self._shards):
+            file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+            os.replace(self._partial(i), self.folder / file)
+            where |= dict.fromkeys(names, file)
+        total = {"total_size": self.bytes, "total_parameters": self.parameters}
+        write_json(self.folder / INDEX, {"metadata": total, "weight_map": where})
+
+    def _partial(self, i: int) -> Path:
+        return self.folder / f"shard-{i}.safetensors"
+
+    def _flush(self) -> None:
+        save_file(self._held, self._partial(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._held))
+        self._held, self._held_bytes = {}, 0

@@ -1,0 +1,125 @@
+"""``foretoken train target``: a small Llama from scratch on the standard library's source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
+from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.progress import quiet_transformers
+from foretoken.train.trainer import TrainConfig, Trainer, provenance
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a Llama. The defaults are the bundled target's, about 14.6 M parameters."""
+
+    hidden_size: int = 384
+    intermediate_size: int = 1024
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 3
+    head_dim: int = 64
+    max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise InvalidRequest(f"{name} is {value}; it must be at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise InvalidRequest(
+                f"{self.num_attention_heads} heads do not divide among {self.num_key_value_heads} key heads"
+            )
+        if self.head_dim % 2:
+            raise InvalidRequest(f"head_dim is {self.head_dim}; rotary positions need an even one")
+
+    def arguments(self, usual: Shape) -> str:
+        """The command line options for what differs from ``usual``."""
+        options = {
+            "hidden_size": "--hidden", "intermediate_size": "--intermediate", "num_hidden_layers": "--layers",
+            "num_attention_heads": "--heads", "num_key_value_heads": "--kv-heads", "head_dim": "--head-dim",
+            "max_position_embeddings": "--positions",
+        }  # fmt: skip
+        return " ".join(f"{o} {getattr(self, n)}" for n, o in options.items() if getattr(self, n) != getattr(usual, n))
+
+
+TARGET_SHAPE = Shape()
+TARGET_CONFIG = TrainConfig(minutes=120.0, batch=14)
+DRAFT_SHAPE = Shape(128, 384, 2, 4, 4, 32)
+
+
+def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """A freshly initialised Llama with tied embeddings."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+        **vars(shape),
+    )
+    return LlamaForCausalLM(config)
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of each token given those before it. logits [B, T, V], ids [B, T]"""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def train_target(
+    out: Path,
+    corpus: Corpus,
+    shape: Shape = TARGET_SHAPE,
+    config: TrainConfig = TARGET_CONFIG,
+    resume: bool = False,
+) -> dict[str, float]:
+    """Train tokenizer and model, write a checkpoint any engine loads. Returns the last evaluation.
+
+    Raises InvalidRequest for settings that cannot work, TrainingError for a full disk or a diverged run;
+    Ctrl-C leaves a checkpoint beside ``out``.
+    """
+    if config.window > shape.max_position_embeddings:
+        raise InvalidRequest(f"windows of {config.window} exceed the model's {shape.max_position_embeddings} positions")
+    tokenizer = train_tokenizer(corpus)
+    stream = encode(corpus.train, tokenizer)
+    held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
+    model = new_model(shape, tokenizer, config.seed)
+    trainer = Trainer(model, config, checkpoint_of(out))
+    if resume:
+        trainer.resume()
+
+    def loss_fn(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return next_token_loss(model(ids, use_cache=False).logits, ids)
+
+    def evaluate() -> dict[str, float]:
+        losses = [loss_fn(ids).item() * ids.numel() for ids in held_out]
+        return {"held_out_loss": sum(losses) / sum(ids.numel() for ids in held_out)}
+
+    batches = windows(stream, config.batch, config.window, config.seed, trainer.step)
+    trainer.run(batches, loss_fn, evaluate)
+    with atomic_directory(out) as folder:
+        save(model, tokenizer, folder)
+        command = f"train target {out.name} {shape.arguments(TARGET_SHAPE)}".rstrip()
+        card = provenance(
+            command, config, trainer, role="target", corpus=corpus.name, corpus_tokens=len(stream),
+            parameters=model.num_parameters(), **trainer.history[-1],
+        )  # fmt: skip
+        write_json(folder / PROVENANCE, card)
+    trainer.checkpoint.unlink(missing_ok=True)
+    return trainer.history[-1]
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """bf16 safetensors, config and tokenizer, as every engine expects them."""
+    with quiet_transformers():
+        model.to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

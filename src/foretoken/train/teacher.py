@@ -1,0 +1,145 @@
+"""The target's laws on fixed windows, computed once and kept on disk: top-k log-probabilities and the rest's mass."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM
+
+from foretoken.core.errors import TrainingError
+from foretoken.train.files import write_json
+from foretoken.train.progress import Reporter
+from foretoken.train.trainer import compiled
+
+_BATCH = 16
+LawFn = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TaughtWindows:
+    """Windows with the target's law after each of their tokens.
+
+    ids int64 [N, T]; top_ids int16 or int32 [N, T, k]; top_logp float16 [N, T, k]: natural log-probabilities.
+    ``seconds`` is what the pass took.
+    """
+
+    ids: torch.Tensor
+    top_ids: np.ndarray
+    top_logp: np.ndarray
+    seconds: float
+
+    def batches(self, batch: int, seed: int, start: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Endless (ids, top_ids, top_logp), shuffled anew each epoch; batch ``i`` depends on (seed, i) alone."""
+        batch = min(batch, len(self.ids))
+        per_epoch = len(self.ids) // batch
+        step = start
+        while True:
+            epoch, at = divmod(step, per_epoch)
+            order = np.random.default_rng([seed, epoch]).permutation(len(self.ids))
+            rows = np.sort(order[at * batch : (at + 1) * batch])  # sorted: the disk is read forwards
+            ids = torch.from_numpy(self.top_ids[rows].astype(np.int64))
+            yield self.ids[torch.from_numpy(rows)], ids, torch.from_numpy(self.top_logp[rows].astype(np.float32))
+            step += 1
+
+
+def fixed_windows(stream: torch.Tensor, length: int, seed: int) -> torch.Tensor:
+    """The stream cut at offset 0 into [N, length], in a random order so that any first part is a fair sample."""
+    rows = stream[: len(stream) // length * length].view(-1, length)
+    return rows[torch.from_numpy(np.random.default_rng([seed, 1]).permutation(len(rows)))]
+
+
+def teach(
+    model: LlamaForCausalLM,
+    windows: torch.Tensor,
+    folder: Path,
+    top: int = 64,
+    limit_seconds: float | None = None,
+    compile_model: bool | None = None,
+) -> TaughtWindows:
+    """Run the target over ``windows`` [N, T] once, or reuse ``folder`` if it holds the same pass.
+
+    Stops early after ``limit_seconds``, keeping the windows done so far. ``model`` runs as it is (bfloat16 is
+    twice as fast as float32). Raises TrainingError when the disk is full; nothing is left then.
+    """
+    top = min(top, model.config.vocab_size)
+    key = _fingerprint(model, windows, top)
+    meta = folder / "meta.json"
+    if not (meta.exists() and json.loads(meta.read_text(encoding="utf-8")).get("key") == key):
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            rows, seconds = _pass(model, windows, folder, top, limit_seconds, compile_model)
+            write_json(meta, {"key": key, "rows": rows, "seconds": seconds})
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise TrainingError(f"cannot keep the target's laws in {folder}: {error}; free some space") from error
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    done = json.loads(meta.read_text(encoding="utf-8"))
+    shape = (done["rows"], windows.shape[1], top)
+    return TaughtWindows(
+        windows[: done["rows"]],
+        np.memmap(folder / "ids.bin", _id_type(model), "r", shape=shape),
+        np.memmap(folder / "logp.bin", np.float16, "r", shape=shape),
+        done["seconds"],
+    )
+
+
+def top_law(model: LlamaForCausalLM, top: int) -> LawFn:
+    """ids [B, T] -> (ids int64 [B, T, top], log-probabilities float32 [B, T, top]) of the next token."""
+
+    def law(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(ids, use_cache=False).logits
+        values, indices = logits.topk(top, dim=-1, sorted=False)
+        return indices, values.float() - logits.float().logsumexp(-1, keepdim=True)
+
+    return law
+
+
+def _pass(
+    model: LlamaForCausalLM, windows: torch.Tensor, folder: Path, top: int, limit: float | None, wanted: bool | None
+) -> tuple[int, float]:
+    law = compiled(top_law(model, top), wanted)
+    batch = min(_BATCH, len(windows))
+    total = len(windows) // batch
+    started = time.monotonic()
+    # Plain writes, not a writable map: a full disk is then an error here, not a bus error later.
+    with (
+        torch.no_grad(),
+        Reporter("teaching") as report,
+        (folder / "ids.bin").open("wb") as ids_file,
+        (folder / "logp.bin").open("wb") as logp_file,
+    ):
+        for i in range(total):
+            ids, logp = law(windows[i * batch : (i + 1) * batch])
+            ids_file.write(ids.numpy().astype(_id_type(model)).tobytes())
+            logp_file.write(logp.numpy().astype(np.float16).tobytes())
+            spent = time.monotonic() - started
+            speed = (i + 1) * batch * windows.shape[1] / spent
+            report.update((i + 1) / total, f"{speed:,.0f} tok/s")
+            if limit is not None and spent > limit:
+                report.line(f"teaching stopped at its limit with {(i + 1) / total:.0%} of the windows done")
+                return (i + 1) * batch, spent
+    return total * batch, time.monotonic() - started
+
+
+def _id_type(model: LlamaForCausalLM) -> type[np.signedinteger]:
+    return np.int16 if model.config.vocab_size <= 2**15 else np.int32
+
+
+def _fingerprint(model: LlamaForCausalLM, windows: torch.Tensor, top: int) -> str:
+    digest = hashlib.sha256(f"{top} {tuple(windows.shape)} {model.dtype}".encode())
+    digest.update(windows.numpy().tobytes())
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,248 @@
+"""One training loop for every model here: schedule, progress, checkpoint and resume."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.train.progress import Reporter
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and how fast. With ``minutes`` the schedule follows the clock, else ``steps``."""
+
+    steps: int = 2000
+    minutes: float | None = None
+    batch: int = 10
+    window: int = 768
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup: float = 0.02
+    decay: float = 0.6  # the last share of the run, in which the rate falls to zero
+    seed: int = 0
+    evaluate_every_seconds: float = 300.0
+    compile: bool | None = None  # None: where a C++ compiler is found
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("batch", 1), ("window", 2)):
+            if getattr(self, name) < least:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name in ("learning_rate", "warmup", "decay", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise InvalidRequest(f"{name} is {value}; it must be a positive number")
+
+    def arguments(self) -> str:
+        """The command line options that give these settings."""
+        length = f"--steps {self.steps}" if self.minutes is None else f"--minutes {self.minutes:g}"
+        return (
+            f"{length} --batch {self.batch} --window {self.window} --learning-rate {self.learning_rate:g} "
+            f"--seed {self.seed}"
+        )
+
+
+LossFn = Callable[[Any], torch.Tensor]
+
+
+class Trainer:
+    """Trains ``model`` in place; the file ``checkpoint`` allows ``resume``."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, checkpoint: Path) -> None:
+        self.model, self.config, self.checkpoint = model, config, checkpoint
+        self.step, self.elapsed = 0, 0.0
+        self.history: list[dict[str, float]] = []
+        # Orthogonalised momentum for matrices (Muon), AdamW for embeddings and gains: about a third fewer
+        # tokens to the same loss than AdamW alone on this corpus.
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and _is_matrix(n)]
+        ids = {id(p) for p in matrices}
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
+        rate, decay = config.learning_rate, config.weight_decay
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
+        ]
+        if matrices:
+            self.optimizers.append(
+                torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            )
+
+    def resume(self) -> bool:
+        """Continue from the checkpoint if there is one; says whether there was."""
+        if not self.checkpoint.exists():
+            return False
+        try:
+            state = torch.load(self.checkpoint, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.step, self.elapsed, self.history = state["step"], state["elapsed"], state["history"]
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TrainingError(
+                f"the checkpoint {self.checkpoint} is damaged or was written with other settings ({reason}); "
+                "run with the settings it was started with, or pass --force to start afresh"
+            ) from error
+        return True
+
+    def save_checkpoint(self) -> None:
+        """Write the checkpoint, whole or not at all. Raises TrainingError when the disk refuses."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "history": self.history,
+        }
+        partial = self.checkpoint.with_name(self.checkpoint.name + ".partial")
+        try:
+            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, partial)
+            os.replace(partial, self.checkpoint)
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError on a full disk
+            raise TrainingError(
+                f"cannot write the checkpoint {self.checkpoint}: {error}; free some space and run again "
+                "with --resume (an earlier checkpoint is untouched)"
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def progress(self) -> float:
+        """Share of the run that is done, 0 to 1."""
+        if self.config.minutes is not None:
+            return min(1.0, self.elapsed / (self.config.minutes * 60))
+        return min(1.0, self.step / self.config.steps)
+
+    def rate_factor(self, progress: float) -> float:
+        """Warm-up, plateau, then linear to zero (WSD)."""
+        c = self.config
+        return max(0.0, min(1.0, (progress + 1e-3) / c.warmup, (1.0 - progress) / c.decay))
+
+    def run(self, batches: Iterator[Any], loss_fn: LossFn, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Train to the end of the schedule, evaluate, and leave a checkpoint of the end.
+
+        A batch is a tensor of ids [B, T] or a tuple that begins with it. Ctrl-C ends the step in hand, saves a
+        checkpoint and raises KeyboardInterrupt; a second one stops at once.
+        """
+        loss_fn = compiled(loss_fn, self.config.compile)
+        next_evaluation = self.elapsed + self.config.evaluate_every_seconds
+        with Reporter("training") as report, _Interrupt() as interrupt:
+            try:
+                while self.progress() < 1.0:
+                    interrupt.check()
+                    batch = next(batches)
+                    started = time.monotonic()
+                    loss = self._update(batch, loss_fn)
+                    spent = time.monotonic() - started
+                    self.elapsed += spent
+                    self.step += 1
+                    speed = (batch if isinstance(batch, torch.Tensor) else batch[0]).numel() / spent
+                    report.update(self.progress(), f"step {self.step}  loss {loss:.3f}  {speed:,.0f} tok/s")
+                    if self.elapsed >= next_evaluation and self.progress() < 1.0:
+                        self._record(evaluate, report)
+                        self.save_checkpoint()
+                        next_evaluation = self.elapsed + self.config.evaluate_every_seconds
+                if not self.history or self.history[-1]["step"] != self.step:
+                    self._record(evaluate, report)
+            except KeyboardInterrupt:
+                self.model.train()
+                self.save_checkpoint()
+                report.line(f"stopped at step {self.step}; --resume continues from {self.checkpoint}")
+                raise
+            self.save_checkpoint()
+
+    def _update(self, batch: Any, loss_fn: LossFn) -> float:
+        factor = self.rate_factor(self.progress())
+        loss = loss_fn(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise TrainingError(f"the loss became {value} at step {self.step}; lower --learning-rate")
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.config.learning_rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return value
+
+    def _record(self, evaluate: Callable[[], dict[str, float]], report: Reporter) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            row = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **evaluate()}
+        self.model.train()
+        self.history.append(row)
+        report.line("  ".join(f"{k} {v:.4g}" for k, v in row.items()))
+
+
+class _Interrupt:
+    """Holds Ctrl-C back until ``check``, so that no step is cut in the middle of its update."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._main = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> _Interrupt:
+        if self._main:
+            self._previous = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        sys.stderr.write("\nstopping after this step (press again to stop at once)\n")
+
+    def check(self) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+
+
+def _is_matrix(name: str) -> bool:
+    return "embed" not in name and "lm_head" not in name
+
+
+def compiled(fn: Callable[..., Any], wanted: bool | None) -> Callable[..., Any]:
+    """``fn`` through torch.compile if wanted; None: where a C++ compiler is found."""
+    if wanted is None:
+        wanted = shutil.which("g++") is not None
+    return torch.compile(fn) if wanted else fn
+
+
+def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: object) -> dict[str, object]:
+    """What a reader needs to train it again: command, versions, revision, settings, curve."""
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "command": f"foretoken {command} {config.arguments()}",
+        "revision": git.stdout.strip() if git.returncode == 0 else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": platform.machine(),
+        "config": asdict(config),
+        "steps": trainer.step,
+        "tokens": trainer.step * config.batch * config.window,
+        "minutes": round(trainer.elapsed / 60, 1),
+        "history": trainer.history,
+        **extra,
+    }

@@ -1,0 +1,87 @@
+"""Verification: pure functions of a draft, the target's rows and random numbers. Nothing else can reach them.
+
+Which rule is exact follows from how the draft was made and from what the request was promised:
+
+| law of the draft | distribution | trajectory |
+|---|---|---|
+| fixed candidates | walk | coupled |
+| drawn chain | block (or token) | coupled |
+| drawn tree, siblings i.i.d. or without replacement | recursive | coupled |
+| top k-1 plus one drawn | greedy multi-draft | coupled |
+
+The lossy rules, like ``typical``, are had only by their own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+from torch import Tensor
+
+from foretoken.core.context import Exactness
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.law import PointMass, ProposalLaw, Sampled, TopPlusSampled, WithoutReplacement
+from foretoken.core.streams import Purpose, Stream, Streams
+from foretoken.core.verdict import Verdict
+from foretoken.verify import block, coupled, token, tree, typical, walk
+
+__all__ = ["VERIFIERS", "Verifier", "choose", "stream_for"]
+
+Verifier = Callable[[Draft, Tensor, Stream], Verdict]
+"""(draft, probs [n+1, V], stream) -> verdict. Row 0 is the target's law at the root, row i + 1 at node i."""
+
+
+def _by_shape(chain: Verifier) -> Verifier:
+    """A chain rule for drawn chains; drawn trees go to recursive rejection."""
+
+    def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+        return chain(draft, probs, stream) if draft.is_chain else tree.recursive(draft, probs, stream)
+
+    return verify
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "walk": walk.verify,
+    "token": _by_shape(token.verify),
+    "block": _by_shape(block.verify),
+    "recursive": tree.recursive,
+    "greedy-multi": tree.greedy_multi,
+    "coupled": coupled.verify,
+    "typical": typical.verify,
+}
+
+
+def choose(law: ProposalLaw, exactness: Exactness = Exactness.DISTRIBUTION, rejection: str = "block") -> Verifier:
+    """The rule that keeps the promise ``exactness`` for drafts made by ``law``.
+
+    rejection: ``"block"`` or ``"token"``, for drawn chains in the distribution grade.
+    """
+    if rejection not in ("block", "token"):
+        raise InvalidRequest(f"rejection must be 'block' or 'token', got {rejection!r}")
+    if exactness is Exactness.TRAJECTORY:
+        return VERIFIERS["coupled"]
+    if exactness is Exactness.TYPICAL:
+        return VERIFIERS["typical"]
+    match law:
+        case PointMass():
+            return VERIFIERS["walk"]
+        case Sampled():
+            return VERIFIERS[rejection]
+        case WithoutReplacement():
+            return VERIFIERS["recursive"]
+        case TopPlusSampled():
+            return VERIFIERS["greedy-multi"]
+        case _:
+            assert_never(law)
+
+
+def stream_for(exactness: Exactness, streams: Streams, position: int) -> Stream:
+    """The random numbers for verifying the round that begins after ``position`` generated tokens.
+
+    The trajectory grade verifies with the noise that drafting may share; every other grade with its own.
+    """
+    if exactness is Exactness.TRAJECTORY:
+        return streams.shared(position)
+    return streams.private(Purpose.VERIFY, position)

@@ -1,0 +1,46 @@
+"""Block verification of a drawn chain (2403.10444, algorithm 2): the best rule for a single path.
+
+With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), E[accepted] = sum_i E_q[w_i], never less than
+token rejection's. Exact also when the draft's length is a stopping time.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.streams import Stream
+from foretoken.core.verdict import Verdict
+from foretoken.verify.residual import drawn_rows, excess, ratio
+
+
+def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+    """tau = max{i : u_i <= h_i}, then one draw from norm((w_tau p_{tau+1} - q_{tau+1})+), or p_{n+1} if tau = n.
+
+    h_n = w_n, else h_i = Z_i / (Z_i + 1 - w_i) with Z_i the mass of that excess. The rows are asked from the
+    deepest up, so nothing is computed for the rows above tau.
+
+    draft: a chain with law ``Sampled``; token i was drawn from row i of q. probs: [n+1, V].
+    """
+    n = len(draft)
+    q = drawn_rows(draft, probs)
+    w = _weights(draft, probs, q)
+    if n == 0 or stream.bernoulli(w[n], index=n):
+        return Verdict(tuple(range(n)), stream.categorical(probs[n], index=n))
+    for tau in range(n - 1, -1, -1):
+        rest, mass = excess(probs[tau], q[tau], w[tau])
+        exit_mass = mass + (1.0 - w[tau])
+        if tau == 0 or stream.bernoulli(mass / exit_mass if exit_mass > 0.0 else 1.0, index=tau):
+            return Verdict(tuple(range(tau)), stream.categorical(rest if mass > 0.0 else probs[tau], index=tau))
+    raise AssertionError("row 0 always yields a token")
+
+
+def _weights(draft: Draft, probs: Tensor, q: Tensor) -> list[float]:
+    """w_0 ... w_n, in float64."""
+    rows = range(len(draft))
+    p_drawn = probs[rows, draft.ids].tolist() if rows else []
+    q_drawn = q[rows, draft.ids].tolist() if rows else []
+    w = [1.0]
+    for p_x, q_x in zip(p_drawn, q_drawn, strict=True):
+        w.append(min(1.0, w[-1] * ratio(p_x, q_x)))
+    return w

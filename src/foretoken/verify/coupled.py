@@ -1,0 +1,20 @@
+"""The trajectory grade (2408.07978): the emitted token is argmax(log p + G[seed, position]), whatever was proposed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.streams import Stream
+from foretoken.core.verdict import Verdict
+from foretoken.verify import walk
+
+
+def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+    """The walk over the noise of ``Streams.shared(position)``.
+
+    The walk addresses its draw at depth d by d, which the shared stream maps to position + d: the address at
+    which plain decoding would draw that token. So the same seed gives the same text for every proposer, depth
+    and batch, and drafts made from the same noise are mostly accepted.
+    """
+    return walk.verify(draft, probs, stream)

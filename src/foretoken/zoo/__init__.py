@@ -1,0 +1,74 @@
+"""The bundled models: small, real, trained here on the Python standard library's source."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretoken.core.errors import InvalidRequest
+
+__all__ = ["ZooModel", "cache_folder", "list_models", "path"]
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class ZooModel:
+    """One bundled model. ``card`` is its README; ``size_bytes`` that of all its files."""
+
+    name: str
+    role: str
+    path: Path
+    size_bytes: int
+    parameters: int
+    card: str
+
+
+def list_models() -> list[ZooModel]:
+    """All bundled models, targets first, then by name. Reads a few small files and no weights."""
+    found = [_read(entry) for entry in _HERE.glob("*/zoo.json")]
+    return sorted(found, key=lambda m: (m.role != "target", m.role != "draft", m.role, m.name))
+
+
+def path(name: str) -> Path:
+    """The folder of the bundled model with that name or role. Raises InvalidRequest listing what there is."""
+    models = list_models()
+    for model in models:
+        if model.name == name:
+            return model.path
+    for model in models:
+        if model.role == name:
+            return model.path
+    known = ", ".join(f"{m.name} ({m.role})" for m in models) or "none in this installation"
+    raise InvalidRequest(f"no bundled model {name!r}; known: {known}")
+
+
+def cache_folder() -> Path:
+    """Where built files go: $FORETOKEN_CACHE, else $XDG_CACHE_HOME/foretoken, else ~/.cache/foretoken."""
+    if chosen := os.environ.get("FORETOKEN_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "foretoken"
+
+
+def _read(entry: Path) -> ZooModel:
+    folder, facts = entry.parent, json.loads(entry.read_text(encoding="utf-8"))
+    card = folder / "README.md"
+    return ZooModel(
+        name=facts["name"],
+        role=facts["role"],
+        path=folder,
+        size_bytes=sum(f.stat().st_size for f in folder.iterdir() if f.is_file()),
+        parameters=sum(_parameters(f) for f in folder.glob("*.safetensors")),
+        card=card.read_text(encoding="utf-8") if card.exists() else "",
+    )
+
+
+def _parameters(file: Path) -> int:
+    """From the header alone: 8 bytes of length, then JSON."""
+    with file.open("rb") as handle:
+        header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+    return sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")

@@ -1,0 +1,46 @@
+"""Fixtures that several rooms share: a tiny random pair with a real tokenizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+
+from foretoken.train.data import Corpus, train_tokenizer
+from foretoken.train.target import Shape, new_model, save
+
+TEXT = (
+    "def greet(name):\n    return f'hello {name}, größe 5 €'\n\n",
+    "class Ünïcode:\n    '''日本語 emoji 🙂🙃 and   spaces'''\n\tx = 1\n",
+    "for i in range(10):\n    print(i, i * i)\n",
+)
+
+
+class Pair(NamedTuple):
+    target: Path
+    draft: Path
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Byte-level BPE of some 400 tokens: most characters beyond ASCII straddle tokens."""
+    return train_tokenizer(Corpus("test", TEXT * 3, TEXT), vocab_size=400)
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Two random Llamas, sharpened so that they have opinions; they seldom agree."""
+    folder = tmp_path_factory.mktemp("pair")
+    for name, shape in (("target", Shape(64, 96, 3, 4, 2, 16, 512)), ("draft", Shape(32, 48, 1, 2, 2, 16, 512))):
+        model = new_model(shape, tokenizer, seed=1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        save(model, tokenizer, folder / name)
+    return Pair(folder / "target", folder / "draft")

@@ -1,0 +1,154 @@
+"""The exact law of what production code emits, by running it once for every outcome of its random draws.
+
+``Branching`` stands in for ``Streams``. A draw takes one of its possible outcomes and remembers how many there
+were; ``outcomes`` runs a function again and again, depth first, until every branch has been taken, and adds up
+the probabilities. Nothing is sampled, so the result is exact up to the rounding of float64.
+
+Independence is an assumption of the sum, so it is checked: an address (purpose, index, kind) that is asked twice
+within one run would repeat a number, and raises ``AddressReused``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from foretoken.core.streams import Purpose
+
+T = TypeVar("T", bound=Hashable)
+Text = tuple[int, ...]
+Law = dict[Text, float]
+Round = Callable[[Text, "Branching"], Text]
+
+
+class AddressReused(AssertionError):
+    """One random number would have answered two questions."""
+
+
+@dataclass
+class Branching:
+    """Streams whose every draw is a branch; ``script`` says which outcome each draw takes.
+
+    position: where the round begins; private numbers of another position would come again in another round.
+    """
+
+    position: int | None = None
+    script: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+    probability: float = 1.0
+    used: set[tuple[object, ...]] = field(default_factory=set)
+
+    def private(self, purpose: Purpose, position: int) -> BranchingStream:
+        if self.position is not None and position != self.position:
+            raise AddressReused(f"numbers of position {position} in the round that begins at {self.position}")
+        return BranchingStream(self, purpose, position)
+
+    def shared(self, position: int) -> BranchingStream:
+        return BranchingStream(self, Purpose.SHARED, position)
+
+    def branch(self, address: tuple[object, ...], options: list[tuple[int, float]]) -> int:
+        """Take one of ``options``, pairs of value and probability; impossible ones are no branches."""
+        if address in self.used:
+            raise AddressReused(f"asked twice: purpose, position, index, kind = {address}")
+        self.used.add(address)
+        options = [(value, p) for value, p in options if p > 0.0]
+        if not options:
+            raise ValueError("a draw with no possible outcome")
+        at = len(self.widths)
+        if at == len(self.script):
+            self.script.append(0)
+        self.widths.append(len(options))
+        value, p = options[self.script[at]]
+        self.probability *= p
+        return value
+
+
+@dataclass(frozen=True)
+class BranchingStream:
+    """One purpose's draws; the interface of ``foretoken.core.streams.Stream``."""
+
+    streams: Branching
+    purpose: Purpose
+    position: int
+
+    def bernoulli(self, p: float, index: int) -> bool:
+        if not 0.0 <= p <= 1.0:
+            raise AssertionError(f"bernoulli({p}) is no probability")
+        return bool(self.streams.branch(self._address(index, "bernoulli"), [(1, p), (0, 1.0 - p)]))
+
+    def categorical(self, weights: Tensor, index: int) -> int:
+        values = weights.double()
+        if bool((values < 0).any()) or not bool(values.sum() > 0):
+            raise ValueError(f"weights must be non-negative with a positive sum, got {values.tolist()}")
+        law = (values / values.sum()).tolist()
+        return self.streams.branch(self._address(index, "categorical"), list(enumerate(law)))
+
+    def _address(self, index: int, kind: str) -> tuple[object, ...]:
+        if self.purpose is Purpose.SHARED:  # shared noise is addressed by where the token goes
+            return (self.purpose, self.position + index, kind)
+        return (self.purpose, self.position, index, kind)
+
+
+def outcomes(run: Callable[[Branching], T], position: int | None = None) -> dict[T, float]:
+    """The law of ``run``'s result under all of its draws; it may use the private numbers of ``position`` only."""
+    law: dict[T, float] = defaultdict(float)
+    script: list[int] = []
+    while True:
+        streams = Branching(position, script)
+        law[run(streams)] += streams.probability
+        while script and script[-1] + 1 == streams.widths[len(script) - 1]:
+            script.pop()
+        if not script:
+            return dict(law)
+        script[-1] += 1
+
+
+def exact_law(emit: Round, length: int, ended: Callable[[Text], bool] = lambda text: False) -> Law:
+    """The law of the first ``length`` tokens when ``emit(text so far, streams)`` is called until they are there.
+
+    A text for which ``ended`` is true goes on no further. Rounds are independent given the text so far, since
+    their numbers are addressed by its length; so the rounds after equal texts are enumerated once.
+    """
+    open_texts: dict[int, Law] = defaultdict(lambda: defaultdict(float))
+    open_texts[0][()] = 1.0
+    done: Law = defaultdict(float)
+    for reached in range(length):
+        for text, p in open_texts[reached].items():
+            for emitted, q in outcomes(partial(emit, text), position=reached).items():
+                if not emitted:
+                    raise AssertionError(f"a round after {text} emitted nothing")
+                longer = (text + emitted)[:length]
+                if len(longer) == length or ended(longer):
+                    done[longer] += p * q
+                else:
+                    open_texts[len(longer)][longer] += p * q
+    return dict(done)
+
+
+def autoregressive_law(
+    row: Callable[[Text], Tensor], length: int, ended: Callable[[Text], bool] = lambda text: False
+) -> Law:
+    """The law of plain decoding: the product of ``row(text so far)``, each [V], normalised."""
+    law: Law = {(): 1.0}
+    for _ in range(length):
+        longer: Law = {}
+        for text, p in law.items():
+            if text and ended(text):
+                longer[text] = p
+                continue
+            values = row(text).double()
+            for token, q in enumerate((values / values.sum()).tolist()):
+                if q > 0.0:
+                    longer[(*text, token)] = p * q
+        law = longer
+    return law
+
+
+def total_variation(a: Mapping[Text, float], b: Mapping[Text, float]) -> float:
+    """Half the sum of absolute differences; a law whose mass is not 1 also counts as wrong."""
+    return 0.5 * sum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in a.keys() | b.keys())

@@ -1,0 +1,213 @@
+"""One speculative round on tables small enough to enumerate, made of production parts wherever they exist.
+
+The laws come from ``SamplingLaw`` with each node's own history, the rule from ``choose``, its randomness from
+``stream_for``. Only the networks are tables and the proposers a few lines each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.core.context import Context, Exactness
+from foretoken.core.draft import Draft
+from foretoken.core.law import Sampled, TopPlusSampled, WithoutReplacement
+from foretoken.core.sampling import History, Law, SamplingLaw
+from foretoken.core.streams import Purpose, Streams
+from foretoken.verify import Verifier, choose, stream_for
+
+from .enumerate import Branching, Text, autoregressive_law, exact_law, total_variation
+from .enumerate import Law as TextLaw
+
+Table = Callable[[Text], Tensor]  # all tokens so far -> logits [V]
+Propose = Callable[[Context, int], Draft]
+Cut = Callable[[Text, Text], Text]  # (text so far, what a verdict adds) -> what is emitted of it
+PROMPT: Text = (0, 1)
+
+
+def table(vocab: int, seed: int, sharpness: float = 1.0, zeros: float = 0.0, dtype: torch.dtype = torch.float64) -> Table:
+    """Random logits for every history; each is -inf with probability ``zeros``, but never all of a row."""
+
+    @cache
+    def row(tokens: Text) -> Tensor:
+        rng = np.random.default_rng((seed, *tokens))
+        logits = rng.normal(scale=sharpness, size=vocab)
+        barred = rng.random(vocab) < zeros
+        barred[rng.integers(vocab)] = False
+        logits[barred] = -np.inf
+        return torch.tensor(logits, dtype=dtype)
+
+    return row
+
+
+def constant(*probs: float, dtype: torch.dtype = torch.float64) -> Table:
+    """The same law after every history."""
+    logits = torch.tensor(probs, dtype=torch.float64).log().to(dtype)
+    return lambda tokens: logits
+
+
+def row_of(model: Table, law: Law, context: Context, path: Sequence[int] = ()) -> Tensor:
+    """The law of ``model`` below ``path``, [V]."""
+    return _row(model, law, tuple(context.tokens), context.prompt_length, tuple(path))
+
+
+@lru_cache(maxsize=100_000)  # an enumeration asks for the same rows once per branch
+def _row(model: Table, law: Law, tokens: Text, prompt_length: int, path: Text) -> Tensor:
+    return law.probs(model((*tokens, *path))[None], [History(tokens, prompt_length, path)])[0]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What one enumeration needs. ``verifier``, ``target_rows`` and ``cut`` are where mistakes are planted."""
+
+    target: Table
+    propose: Propose
+    law: Law = SamplingLaw()
+    exactness: Exactness = Exactness.DISTRIBUTION
+    rejection: str = "block"
+    budget: Callable[[int], int] = lambda generated: 3
+    cut: Cut = lambda text, added: added
+    verifier: Verifier | None = None
+    target_rows: Callable[[Context, Draft, Table], Tensor] | None = None
+
+    def emit(self, text: Text, streams: Branching) -> Text:
+        """One round after ``text``: budget, draft, score, law, verify, cut."""
+        context = Context(0, [*PROMPT, *text], len(PROMPT), self.law, streams, self.exactness)  # type: ignore[arg-type]
+        draft = self.propose(context, self.budget(len(text)))
+        rows = (self.target_rows or target_rows)(context, draft, self.target)
+        verifier = self.verifier or choose(draft.law, self.exactness, self.rejection)
+        verdict = verifier(draft, rows, stream_for(self.exactness, context.streams, context.generated))
+        return self.cut(text, (*(draft.ids[i] for i in verdict.path), verdict.token))
+
+    def reference(self, length: int, ended: Callable[[Text], bool] = lambda text: False) -> TextLaw:
+        """What the target alone would emit: every token judged with all before it committed."""
+
+        def row(text: Text) -> Tensor:
+            tokens = [*PROMPT, *text]
+            return self.law.probs(self.target(tuple(tokens))[None], [History(tokens, len(PROMPT))])[0]
+
+        return autoregressive_law(row, length, ended)
+
+    def gap(self, length: int, ended: Callable[[Text], bool] = lambda text: False) -> float:
+        """Total variation between what is emitted and what the target alone would emit."""
+        return total_variation(exact_law(self.emit, length, ended), self.reference(length, ended))
+
+
+def target_rows(context: Context, draft: Draft, target: Table) -> Tensor:
+    """[n+1, V]: the target's logits at the root and every node, each judged with its own history."""
+    return _rows(target, context.law, tuple(context.tokens), context.prompt_length, draft.ids, draft.parents)
+
+
+@lru_cache(maxsize=100_000)
+def _rows(target: Table, law: Law, tokens: Text, prompt_length: int, ids: Text, parents: Text) -> Tensor:
+    draft = Draft(torch.tensor(ids, dtype=torch.int64), parents)
+    context = Context(0, list(tokens), prompt_length, law, Streams(0))
+    return law.probs(node_logits(context, draft, target), context.histories(draft))
+
+
+def node_logits(context: Context, draft: Draft, target: Table) -> Tensor:
+    """[n+1, V]: what a pass over the draft returns."""
+    paths = [(), *(tuple(draft.ids[i] for i in draft.path(node)) for node in range(len(draft)))]
+    return torch.stack([target((*context.tokens, *path)) for path in paths])
+
+
+# Proposers
+
+
+def drawn(model: Table, law: Law | None = None, stop: Callable[[Tensor], bool] = lambda q: False) -> Propose:
+    """A chain drawn from the draft; ``stop`` may end it early, judging q before anything is drawn from it."""
+
+    def propose(context: Context, budget: int) -> Draft:
+        stream = context.streams.private(Purpose.DRAFT, context.generated)
+        tokens: list[int] = []
+        rows: list[Tensor] = []
+        while len(tokens) < budget:
+            q = row_of(model, law or context.law, context, tokens)
+            if stop(q):
+                break
+            tokens.append(stream.categorical(q, index=len(tokens)))
+            rows.append(q)
+        return Draft.chain(tokens, Sampled(torch.stack(rows))) if rows else Draft.empty()
+
+    return propose
+
+
+def argmax(model: Table) -> Propose:
+    """A chain of the draft's most probable tokens: fixed candidates."""
+
+    def propose(context: Context, budget: int) -> Draft:
+        tokens: list[int] = []
+        for _ in range(budget):
+            tokens.append(int(model((*context.tokens, *tokens)).argmax()))
+        return Draft.chain(tokens)
+
+    return propose
+
+
+def fixed_tree(tokens: Sequence[int], parents: Sequence[int]) -> Propose:
+    """The same tree in every round."""
+    return lambda context, budget: Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents))
+
+
+def drawn_tree(model: Table, widths: Sequence[int], replace: bool, law: Law | None = None) -> Propose:
+    """``widths[d]`` siblings below every node of depth d, drawn i.i.d. or one after another without replacement."""
+
+    def children(q: Tensor, width: int, draw: Callable[[Tensor], int]) -> list[int]:
+        tokens: list[int] = []
+        left = q.clone()
+        while len(tokens) < width and bool(left.sum() > 0):
+            tokens.append(draw(left))
+            if not replace:
+                left[tokens[-1]] = 0.0
+        return tokens
+
+    return _grown(model, widths, children, Sampled if replace else WithoutReplacement, law)
+
+
+def top_plus_tree(model: Table, widths: Sequence[int], law: Law | None = None) -> Propose:
+    """All but the last of the siblings are the most probable tokens, the last is drawn from the rest."""
+
+    def children(q: Tensor, width: int, draw: Callable[[Tensor], int]) -> list[int]:
+        tokens = q.topk(width - 1).indices.tolist()
+        left = q.clone()
+        left[tokens] = 0.0
+        # With nothing left to draw from, the last sibling is one more fixed candidate.
+        return [*tokens, draw(left) if bool(left.sum() > 0) else int(q.argmin())]
+
+    return _grown(model, widths, children, TopPlusSampled, law)
+
+
+def _grown(
+    model: Table,
+    widths: Sequence[int],
+    children: Callable[[Tensor, int, Callable[[Tensor], int]], list[int]],
+    kind: type[Sampled] | type[WithoutReplacement] | type[TopPlusSampled],
+    law: Law | None,
+) -> Propose:
+    def propose(context: Context, budget: int) -> Draft:
+        stream = context.streams.private(Purpose.DRAFT, context.generated)
+        tokens: list[int] = []
+        parents: list[int] = []
+        rows: list[Tensor] = []
+        level: list[tuple[int, Text]] = [(-1, ())]
+        for width in widths[:budget]:
+            below: list[tuple[int, Text]] = []
+            for node, path in level:
+                q = row_of(model, law or context.law, context, path)
+                rows.append(q)
+                draws = iter(range(len(tokens), len(tokens) + width))
+                for token in children(q, width, lambda w: stream.categorical(w, index=next(draws))):  # noqa: B023
+                    below.append((len(tokens), (*path, token)))
+                    tokens.append(token)
+                    parents.append(node)
+            level = below
+        if not tokens:
+            return Draft.empty()
+        return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), kind(torch.stack(rows)))
+
+    return propose

@@ -1,0 +1,227 @@
+"""One suite for every model: whatever was scored, in whatever company, equals transformers' own full forward."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import Handle, Model, Scores
+from foretoken.models.checkpoint import load_model
+
+from .tiny import ARCHITECTURES, VOCAB
+
+TOLERANCE = 1e-4
+NATIVE = [(name, "native") for name, tiny in ARCHITECTURES.items() if tiny.native]
+ALL = NATIVE + [(name, "hf") for name in ARCHITECTURES]
+
+
+@dataclass
+class Pair:
+    """The model under test and the module it must agree with."""
+
+    model: Model
+    module: Any
+
+    def reference(self, paths: Sequence[Sequence[int]], layers: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits and hidden states after each path, [paths, ...], by plain causal forwards without any cache.
+
+        Paths are padded on the right in one batch; no mask is needed, as nobody sees what comes later.
+        """
+        width = max(map(len, paths))
+        ids = torch.tensor([[*path] + [0] * (width - len(path)) for path in paths])
+        with torch.no_grad():
+            output = self.module(ids, output_hidden_states=bool(layers), use_cache=False)
+        last = (torch.arange(len(paths)), torch.tensor([len(path) - 1 for path in paths]))
+        return output.logits[last], {i: output.hidden_states[i][last] for i in layers}
+
+    def check(self, handle: Handle, draft: Draft, scores: Scores, nodes: Sequence[int], layers: Sequence[int] = ()) -> None:
+        """``scores`` holds one row for each of ``nodes`` (-1 the root), each equal to a forward on its own path."""
+        assert scores.logits.shape == (len(nodes), self.model.vocab_size)
+        paths = [[*handle.tokens, *(draft.ids[i] for i in draft.path(node))] for node in nodes]
+        logits, hidden = self.reference(paths, layers)
+        assert (scores.logits - logits).abs().max() < TOLERANCE
+        for layer in layers:
+            assert (scores.taps[layer] - hidden[layer]).abs().max() < TOLERANCE, f"tap {layer}"
+
+
+@pytest.fixture(scope="module", params=ALL, ids=lambda p: f"{p[0]}-{p[1]}")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    name, backend = request.param
+    tiny = ARCHITECTURES[name]
+    path = tiny.save(tmp_path_factory.mktemp(name))
+    yield Pair(load_model(path, "float32", "cpu", backend), tiny.build())
+
+
+def text(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, VOCAB) for _ in range(length)]
+
+
+def tree(seed: int, size: int = 6) -> Draft:
+    generator = random.Random(seed)
+    parents = [-1, -1, *(generator.randrange(-1, i) for i in range(2, size))]
+    return Draft(torch.tensor(text(size, seed)), tuple(parents))
+
+
+def rows(draft: Draft) -> list[int]:
+    return list(range(-1, len(draft)))
+
+
+def test_alone(pair: Pair) -> None:
+    handle = pair.model.open(text(9, 0))
+    (scores,) = pair.model.score([handle], [Draft.empty()])
+    pair.check(handle, Draft.empty(), scores, [-1])
+    pair.model.close(handle)
+
+
+def test_single_token_prompt_then_single_steps(pair: Pair) -> None:
+    handle = pair.model.open(text(1, 1))
+    for token in text(9, 2):
+        (scores,) = pair.model.score([handle], [Draft.empty()])
+        pair.check(handle, Draft.empty(), scores, [-1])
+        pair.model.commit([handle], [[token]])
+    pair.model.close(handle)
+
+
+def test_ragged_batch_with_drafts_of_all_sizes(pair: Pair) -> None:
+    handles = [pair.model.open(text(n, n)) for n in (3, 12, 1, 7)]
+    drafts = [Draft.chain(text(4, 20)), Draft.empty(), Draft.chain(text(1, 21)), tree(22)]
+    for handle, draft, scores in zip(handles, drafts, pair.model.score(handles, drafts), strict=True):
+        pair.check(handle, draft, scores, rows(draft))
+        pair.model.close(handle)
+
+
+def test_prompt_longer_than_one_prefill_pass(pair: Pair) -> None:
+    handles = [pair.model.open(text(300, 30)), pair.model.open(text(4, 31))]
+    drafts = [Draft.chain(text(2, 32)), Draft.chain(text(3, 33))]
+    for handle, draft, scores in zip(handles, drafts, pair.model.score(handles, drafts), strict=True):
+        pair.check(handle, draft, scores, rows(draft))
+        pair.model.close(handle)
+
+
+def test_taps_are_transformers_hidden_states(pair: Pair) -> None:
+    layers = list(range(pair.model.num_layers + 1))
+    handles = [pair.model.open(text(5, 40)), pair.model.open(text(2, 41))]
+    drafts = [tree(42), Draft.chain(text(2, 43))]
+    for handle, draft, scores in zip(handles, drafts, pair.model.score(handles, drafts, layers), strict=True):
+        pair.check(handle, draft, scores, rows(draft), layers)
+        pair.model.close(handle)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+def test_chain_commit_keeps_what_was_accepted(pair: Pair, accepted: int) -> None:
+    handle = pair.model.open(text(6, 50))
+    draft = Draft.chain(text(3, 51))
+    pair.model.score([handle], [draft])
+    pair.model.commit([handle], [[*draft.ids[:accepted], 7]])
+    assert handle.cached == 6 + accepted and handle.pending == [7]
+    after = Draft.chain(text(2, 52))
+    (scores,) = pair.model.score([handle], [after])
+    pair.check(handle, after, scores, rows(after))
+    pair.model.close(handle)
+
+
+def test_tree_commit_compacts_any_path(pair: Pair) -> None:
+    draft = Draft(torch.tensor([10, 11, 12, 13, 14, 15]), (-1, -1, 0, 1, 1, 4))
+    for node in range(-1, len(draft)):
+        handle = pair.model.open(text(5, 60))
+        pair.model.score([handle], [draft])
+        pair.model.commit([handle], [[*(draft.ids[i] for i in draft.path(node)), 8]])
+        assert handle.cached == 5 + len(draft.path(node))
+        (scores,) = pair.model.score([handle], [tree(61)])
+        pair.check(handle, tree(61), scores, rows(tree(61)))
+        pair.model.close(handle)
+
+
+def test_several_rounds_of_a_batch(pair: Pair) -> None:
+    handles = [pair.model.open(text(n, 70 + n)) for n in (2, 8, 5)]
+    for step in range(4):
+        drafts = [tree(80 + step), Draft.chain(text(step, 81)), tree(90 + step, 3)]
+        for handle, draft, scores in zip(handles, drafts, pair.model.score(handles, drafts), strict=True):
+            pair.check(handle, draft, scores, rows(draft))
+        paths = [draft.path(len(draft) - 1) for draft in drafts]
+        new = [[*(d.ids[i] for i in p), 9 + step] for d, p in zip(drafts, paths, strict=True)]
+        pair.model.commit(handles, new)
+    for handle in handles:
+        pair.model.close(handle)
+
+
+def test_growing_chain(pair: Pair) -> None:
+    handles = [pair.model.open(text(4, 100)), pair.model.open(text(6, 101))]
+    tokens = [text(4, 102), text(4, 103)]
+    for size in range(5):
+        drafts = [Draft.chain(t[:size]) for t in tokens]
+        for handle, draft, scores in zip(handles, drafts, pair.model.score(handles, drafts), strict=True):
+            pair.check(handle, draft, scores, [size - 1])
+    pair.model.commit(handles, [[*tokens[0][:2], 5], [*tokens[1], 6]])
+    assert [h.cached for h in handles] == [6, 10]
+    for handle, scores in zip(handles, pair.model.score(handles, [Draft.empty()] * 2), strict=True):
+        pair.check(handle, Draft.empty(), scores, [-1])
+        pair.model.close(handle)
+
+
+def test_growing_tree(pair: Pair) -> None:
+    whole = Draft(torch.tensor([10, 11, 12, 13, 14, 15, 16]), (-1, -1, 0, 0, 1, 3, 4))
+    handle = pair.model.open(text(7, 110))
+    for start, end in ((0, 2), (2, 5), (5, 7)):
+        part = Draft(whole.tokens[:end], whole.parents[:end])
+        (scores,) = pair.model.score([handle], [part])
+        pair.check(handle, part, scores, ([-1] if start == 0 else []) + list(range(start, end)))
+    pair.model.commit([handle], [[11, 14, 16, 50]])
+    assert handle.cached == 10
+    (scores,) = pair.model.score([handle], [Draft.empty()])
+    pair.check(handle, Draft.empty(), scores, [-1])
+    pair.model.close(handle)
+
+
+def test_another_draft_replaces_the_first(pair: Pair) -> None:
+    handle = pair.model.open(text(5, 120))
+    pair.model.score([handle], [Draft.chain(text(3, 121))])
+    other = Draft.chain(text(4, 122))
+    (scores,) = pair.model.score([handle], [other])
+    pair.check(handle, other, scores, list(range(4)))
+    pair.model.close(handle)
+
+
+def test_catching_up_after_sitting_out(pair: Pair) -> None:
+    handles = [pair.model.open(text(5, 130)), pair.model.open(text(3, 131))]
+    pair.model.score(handles, [Draft.chain(text(2, 132)), Draft.empty()])
+    for step in range(3):
+        pair.model.commit(handles, [text(3, 133 + step), text(1, 136 + step)])
+    assert len(handles[0].pending) == 9
+    drafts = [Draft.chain(text(2, 139)), tree(140)]
+    for handle, draft, scores in zip(handles, drafts, pair.model.score(handles, drafts), strict=True):
+        pair.check(handle, draft, scores, rows(draft))
+        pair.model.close(handle)
+
+
+def test_slots_are_reused_and_stale_rows_unseen(pair: Pair) -> None:
+    first = [pair.model.open(text(30, 150 + i)) for i in range(3)]
+    pair.model.score(first, [tree(153, 12)] * 3)
+    pair.model.close(first[1])
+    pair.model.close(first[1])
+    again = pair.model.open(text(2, 154))
+    batch = [first[2], again]  # neither neighbours nor in order
+    drafts = [Draft.chain(text(2, 155)), tree(156)]
+    pair.model.commit([first[2]], [[4]])
+    for handle, draft, scores in zip(batch, drafts, pair.model.score(batch, drafts), strict=True):
+        pair.check(handle, draft, scores, rows(draft))
+    for handle in (*first, again):
+        pair.model.close(handle)
+
+
+def test_too_long_and_empty_are_refused(pair: Pair) -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        pair.model.open([])
+    handle = pair.model.open(text(pair.model.max_length + 1, 160))
+    with pytest.raises(InvalidRequest, match="max_model_len"):
+        pair.model.score([handle], [Draft.empty()])
+    pair.model.close(handle)

@@ -1,0 +1,151 @@
+"""No row's logits may depend on what shares the pass: row counts, key lengths, trees, neighbours. Bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretoken.core.draft import Draft
+from foretoken.models.base import Handle
+from foretoken.models.decoder import Decoder
+from foretoken.models.linear import can_pack
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+VOCAB = 256
+
+
+def decoder(dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, dim: int = 32) -> Decoder:
+    if not can_pack(dtype, CPU):
+        pytest.skip(f"this machine has no packed {dtype} products; its rows are not promised to be independent")
+    hidden, width, layers = 96, 160, 2
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.15
+
+    weights = {"model.embed_tokens.weight": random(VOCAB, hidden) * 6, "model.norm.weight": torch.ones(hidden)}
+    for i in range(layers):
+        at = f"model.layers.{i}"
+        weights |= {
+            f"{at}.input_layernorm.weight": 1 + random(hidden),
+            f"{at}.post_attention_layernorm.weight": 1 + random(hidden),
+            f"{at}.self_attn.q_proj.weight": random(heads * dim, hidden),
+            f"{at}.self_attn.k_proj.weight": random(kv_heads * dim, hidden),
+            f"{at}.self_attn.v_proj.weight": random(kv_heads * dim, hidden),
+            f"{at}.self_attn.o_proj.weight": random(hidden, heads * dim),
+            f"{at}.mlp.gate_proj.weight": random(width, hidden),
+            f"{at}.mlp.up_proj.weight": random(width, hidden),
+            f"{at}.mlp.down_proj.weight": random(hidden, width),
+        }
+    config = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return Decoder(config, weights, dtype, CPU)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def one_by_one(model: Decoder, prompt: list[int], rest: list[int]) -> list[torch.Tensor]:
+    """The reference: plain decoding, alone, one row a pass."""
+    handle, rows = model.open(prompt), []
+    for token in rest:
+        rows.append(model.score([handle], [Draft.empty()])[0].logits[0])
+        model.commit([handle], [[token]])
+    model.close(handle)
+    return rows
+
+
+def neighbours(model: Decoder, length: int) -> tuple[list[Handle], list[Draft]]:
+    drafts = [Draft.empty(), Draft.chain(tokens(5, 1)), Draft(torch.tensor(tokens(4, 2)), (-1, -1, 0, 1))]
+    return [model.open(tokens(length, 3 + i)) for i in range(3)], drafts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize("length", [3, 60, 200, 700])
+def test_chains_equal_plain_decoding(dtype: torch.dtype, heads: tuple[int, int], length: int) -> None:
+    model = decoder(dtype, *heads)
+    prompt, rest = tokens(length), tokens(17, seed=9)
+    expected = one_by_one(model, prompt, rest)
+    for depth in (1, 2, 3, 4, 7, 8, 16):
+        handle = model.open(prompt)
+        got = model.score([handle], [Draft.chain(rest[:depth])])[0].logits
+        model.close(handle)
+        for row in range(depth + 1):
+            assert torch.equal(got[row], expected[row]), (depth, row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("other", [5, 300, 1200])
+def test_neighbours_change_no_bit(dtype: torch.dtype, other: int) -> None:
+    model = decoder(dtype)
+    prompt, rest = tokens(100), tokens(5, seed=9)
+    expected = one_by_one(model, prompt, rest)
+    handles, drafts = neighbours(model, other)
+    mine = model.open(prompt)
+    got = model.score([*handles, mine], [*drafts, Draft.chain(rest[:4])])[-1].logits
+    for row in range(5):
+        assert torch.equal(got[row], expected[row]), row
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_path_of_a_tree_equals_plain_decoding(dtype: torch.dtype) -> None:
+    model = decoder(dtype)
+    prompt = tokens(150)
+    draft = Draft(torch.tensor(tokens(9, seed=4)), (-1, -1, 0, 0, 1, 2, 4, 4, 7))
+    handle = model.open(prompt)
+    got = model.score([handle], [draft])[0].logits
+    for node in range(len(draft)):
+        path = [draft.ids[i] for i in draft.path(node)]
+        expected = one_by_one(model, prompt, [*path, 0])
+        assert torch.equal(got[node + 1], expected[-1]), node
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_accepted_tree_path_leaves_the_cache_as_plain_decoding_would(dtype: torch.dtype) -> None:
+    model = decoder(dtype)
+    prompt = tokens(80)
+    draft = Draft(torch.tensor([7, 8, 9, 10, 11]), (-1, -1, 1, 2, 0))
+    handle = model.open(prompt)
+    model.score([handle], [draft])
+    model.commit([handle], [[8, 9, 10, 99]])
+    assert handle.cached == len(prompt) + 3
+    after = model.score([handle], [Draft.chain([1, 2])])[0].logits
+    expected = one_by_one(model, prompt, [8, 9, 10, 99, 1, 2, 0])[4:]
+    for row in range(3):
+        assert torch.equal(after[row], expected[row]), row
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_growing_level_by_level_equals_one_pass(dtype: torch.dtype) -> None:
+    model = decoder(dtype)
+    prompt = tokens(70)
+    tree = Draft(torch.tensor(tokens(6, seed=5)), (-1, -1, 0, 1, 1, 3))
+    whole = model.open(prompt)
+    expected = model.score([whole], [tree])[0].logits
+    grown, rows = model.open(prompt), []
+    for nodes in (0, 2, 5, 6):
+        part = Draft(tree.tokens[:nodes], tree.parents[:nodes])
+        rows.append(model.score([grown], [part])[0].logits)
+    assert torch.equal(torch.cat(rows), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_round_that_was_abandoned_leaves_no_trace(dtype: torch.dtype) -> None:
+    model = decoder(dtype)
+    prompt, rest = tokens(50), tokens(4, seed=9)
+    expected = one_by_one(model, prompt, rest)
+    for left in (Draft.empty(), Draft.chain([3, 4, 5])):
+        handle = model.open(prompt)
+        model.score([handle], [left])
+        model.commit([handle], [[]])
+        got = model.score([handle], [Draft.chain(rest[:3])])[0].logits
+        model.close(handle)
+        assert got.shape[0] == 4
+        for row in range(4):
+            assert torch.equal(got[row], expected[row]), row

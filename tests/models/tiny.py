@@ -1,0 +1,116 @@
+"""Tiny random checkpoints of every architecture that is tested."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 101
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 2}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ALTERNATING = ["sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One architecture: the prefix of its transformers classes and its config."""
+
+    family: str
+    config: dict[str, Any]
+    native: bool = False
+    eager: bool = False  # soft-capped attention, which sdpa would leave out
+
+    def build(self) -> Any:
+        """A fresh random float32 module, the same every time."""
+        torch.manual_seed(hash_of(self.family))
+        config = getattr(transformers, f"{self.family}Config")(**self.config)
+        attention = "eager" if self.eager else None
+        module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if parameter.ndim == 1:  # norms and biases that are left at 1 and 0 would hide mistakes
+                    parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.1))
+        return module.float().eval()
+
+    def save(self, path: Path) -> Path:
+        self.build().save_pretrained(path)
+        return path
+
+
+def hash_of(name: str) -> int:
+    return sum(ord(letter) * 31**i for i, letter in enumerate(name)) % 2**31
+
+
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+OPT: dict[str, Any] = {
+    **{k: v for k, v in COMMON.items() if k not in ("intermediate_size", "initializer_range", "pad_token_id")},
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "init_std": 0.2,
+    "pad_token_id": 1,
+}
+FALCON: dict[str, Any] = {
+    **{k: v for k, v in COMMON.items() if k != "intermediate_size"},
+    "alibi": False,
+    "new_decoder_architecture": False,
+    "multi_query": True,
+    "parallel_attn": True,
+}
+GEMMA: dict[str, Any] = {**GROUPED, "head_dim": 8}
+
+ARCHITECTURES: dict[str, Tiny] = {
+    "llama": Tiny("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}, native=True),
+    "llama-tied": Tiny("Llama", {**COMMON, "tie_word_embeddings": True, "head_dim": 16}, native=True),
+    "mistral": Tiny("Mistral", {**GROUPED, "sliding_window": 6}, native=True),
+    "qwen2": Tiny("Qwen2", GROUPED, native=True),
+    "qwen2-sliding": Tiny(
+        "Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, native=True
+    ),
+    "qwen3": Tiny("Qwen3", {**GROUPED, "head_dim": 16}, native=True),
+    "gpt2": Tiny("GPT2", GPT2),
+    "gpt-neox": Tiny("GPTNeoX", COMMON),
+    "opt": Tiny("OPT", OPT),
+    "phi": Tiny("Phi", COMMON),
+    "falcon": Tiny("Falcon", FALCON),
+    "falcon-new": Tiny("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gemma": Tiny("Gemma", GEMMA),
+    "gemma2": Tiny(
+        "Gemma2",
+        {**GEMMA, "sliding_window": 6, "layer_types": ALTERNATING, "attn_logit_softcapping": 5.0},
+        eager=True,
+    ),
+    "gemma3": Tiny("Gemma3Text", {**GEMMA, "sliding_window": 6, "layer_types": ALTERNATING}),
+}

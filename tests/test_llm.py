@@ -1,0 +1,206 @@
+"""The facade, on a tiny random pair with a real tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, ForetokenError, SamplingParams
+from foretoken.params import SpeculativeConfig
+
+PROMPTS = ["def greet(name):\n", "x", "class Ü:  # 🙂\n" * 9]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_pair: Any) -> LLM:
+    return LLM(tiny_pair.target, tiny_pair.draft, dtype="float32")
+
+
+def texts(llm: LLM, prompts: Any = PROMPTS, **params: Any) -> list[str]:
+    return [o.outputs[0].text for o in llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True, **params))]
+
+
+def test_the_readmes_call(llm: LLM) -> None:
+    output = llm.generate("Prompt text", sampling_params=SamplingParams(max_tokens=10, speculative_tokens=4))
+    assert len(output) == 1
+    assert str(output[0]) == output[0].outputs[0].text
+    assert output[0].stats.rounds >= 1
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}, {"seed": 3, "top_p": 0.9, "repetition_penalty": 1.2}])
+def test_one_text_whatever_the_depth_proposer_or_batch(llm: LLM, tiny_pair: Any, params: dict[str, Any]) -> None:
+    plain = texts(llm, speculative_tokens=0, **params)
+    for depth in (1, 4, 8):
+        assert texts(llm, speculative_tokens=depth, **params) == plain
+    assert [texts(llm, p, **params)[0] for p in PROMPTS] == plain
+    lookup = LLM(tiny_pair.target, speculative_config={"method": "ngram"}, dtype="float32")
+    assert texts(lookup, **params) == plain
+
+
+def test_seeds(llm: LLM, tiny_pair: Any) -> None:
+    assert texts(llm, seed=1) == texts(llm, seed=1) != texts(llm, seed=2)
+    again = [LLM(tiny_pair.target, dtype="float32", seed=5) for _ in range(2)]
+    assert texts(again[0]) == texts(again[1])
+    assert texts(again[0]) != texts(again[1], "y")
+
+
+def test_n_completions_differ_and_repeat(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=12, seed=4)
+    first, second = (llm.generate("abc", params)[0] for _ in range(2))
+    assert [o.index for o in first.outputs] == [0, 1, 2]
+    assert len({o.text for o in first.outputs}) == 3
+    assert [o.text for o in first.outputs] == [o.text for o in second.outputs]
+
+
+def test_streamed_pieces_join_to_the_output(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, seed=2, stop="zzzz")
+    pieces = list(llm.stream(PROMPTS, params))
+    whole = llm.generate(PROMPTS, params)
+    for i, expected in enumerate(whole):
+        mine = [p for p in pieces if p.request_id == pieces[0].request_id + i]
+        assert "".join(p.text for p in mine) == expected.outputs[0].text
+        assert tuple(t for p in mine for t in p.token_ids) == expected.outputs[0].token_ids
+        assert mine[-1].output is not None
+
+
+def test_a_consumer_who_walks_away_leaves_nothing_behind(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.engine.busy
+    assert not llm.engine.finished
+    assert texts(llm, seed=1) == texts(llm, seed=1)
+
+
+def test_stop_strings_and_reasons(llm: LLM) -> None:
+    long = texts(llm, "abc", seed=1)[0]
+    stop = long[5:8]
+    out = llm.generate("abc", SamplingParams(max_tokens=24, ignore_eos=True, seed=1, stop=[stop]))[0].outputs[0]
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    assert out.text == long[: long.index(stop)]
+    assert llm.generate("abc", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+
+
+def test_logprobs_are_the_targets_own(llm: LLM) -> None:
+    def recorded(depth: int) -> Any:
+        params = SamplingParams(max_tokens=10, temperature=0, logprobs=2, speculative_tokens=depth, ignore_eos=True)
+        return llm.generate("abc", params)[0].outputs[0]
+
+    plain, fast = recorded(0), recorded(6)
+    assert plain.logprobs == fast.logprobs
+    assert len(plain.logprobs) == 10
+    for token, row in zip(plain.token_ids, plain.logprobs, strict=True):
+        assert row[token].rank == 1
+        assert 2 <= len(row) <= 3
+
+
+def test_prompts_in_every_form(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("abc")
+    same = [texts(llm, form, seed=1) for form in ("abc", ids, [ids], {"prompt": "abc"}, [{"prompt_token_ids": ids}])]
+    assert all(s == same[0] for s in same)
+
+
+def test_parameters_one_per_prompt(llm: LLM) -> None:
+    outs = llm.generate(["a", "b"], [SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=5, ignore_eos=True)])
+    assert [len(o.outputs[0].token_ids) for o in outs] == [2, 5]
+
+
+def test_more_prompts_than_places(tiny_pair: Any) -> None:
+    narrow = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_num_seqs=2)
+    wide = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_num_seqs=16)
+    prompts = [f"f{i}" * (i + 1) for i in range(7)]
+    assert texts(narrow, prompts, seed=1) == texts(wide, prompts, seed=1)
+
+
+def test_lossy_outputs_say_so(llm: LLM) -> None:
+    out = llm.generate("abc", SamplingParams(max_tokens=8, exactness="lossy-typical"))[0].outputs[0]
+    assert out.exactness == "lossy-typical"
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted(tiny_pair: Any) -> None:
+    same = LLM(tiny_pair.target, tiny_pair.target, dtype="float32")
+    for params in ({"temperature": 0.0}, {"seed": 1}, {"temperature": 1.0}):
+        stats = same.generate("abc", SamplingParams(max_tokens=40, ignore_eos=True, **params))[0].stats
+        assert stats.accepted == stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([], "no prompts"),
+        ([5, 10**6], "integers from 0 to"),
+        ({"text": "a"}, "'prompt' or 'prompt_token_ids'"),
+        ("word " * 600, "raise max_model_len"),
+    ],
+)
+def test_bad_prompts(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(ForetokenError, match=message):
+        llm.generate(prompt)
+    assert not llm.engine.busy
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"top_p": 0.0}, "top_p must be"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"min_tokens": 50}, "exceeds max_tokens"),
+        ({"stop": ["a", ""]}, "stop strings"),
+        ({"exactness": "roughly"}, "distribution, trajectory"),
+        ({"seed": 1.5}, "seed must be"),
+        ({"n": True}, "n must be"),
+    ],
+)
+def test_bad_parameters(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ForetokenError, match=message):
+        SamplingParams(**params)
+
+
+def test_unknown_keys_name_the_known_ones() -> None:
+    with pytest.raises(ForetokenError, match=r"speculative_tokns.*known: method"):
+        SpeculativeConfig.of({"speculative_tokns": 4})
+
+
+def test_ids_outside_the_vocabulary(llm: LLM) -> None:
+    with pytest.raises(ForetokenError, match="outside the vocabulary"):
+        llm.generate("a", SamplingParams(logit_bias={10**6: 1.0}))
+
+
+def test_contradictory_configurations(tiny_pair: Any) -> None:
+    with pytest.raises(ForetokenError, match="takes no draft model"):
+        LLM(tiny_pair.target, tiny_pair.draft, speculative_config={"method": "ngram"})
+    with pytest.raises(ForetokenError, match="needs a draft"):
+        LLM(tiny_pair.target, speculative_config={"method": "draft_model"})
+
+
+def test_a_draft_with_another_tokenizer_is_refused(tiny_pair: Any, tmp_path: Any) -> None:
+    import json
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pair.draft, other)
+    file = other / "tokenizer.json"
+    data = json.loads(file.read_text())
+    vocab = data["model"]["vocab"]
+    a, b = list(vocab)[-2:]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    file.write_text(json.dumps(data))
+    with pytest.raises(ForetokenError, match="vocabulary mismatch"):
+        LLM(tiny_pair.target, other)
+
+
+def test_bad_words_and_bias_hold_under_speculation(llm: LLM) -> None:
+    out = llm.generate("abc", SamplingParams(max_tokens=20, seed=1, ignore_eos=True, logit_bias={65: 100.0}))[0]
+    assert set(out.outputs[0].token_ids) == {65}
+    word = llm.tokenizer.decode([65])
+    out = llm.generate("abc", SamplingParams(max_tokens=20, seed=1, ignore_eos=True, logit_bias={65: 100.0}, bad_words=[word]))[0]
+    assert 65 not in out.outputs[0].token_ids
+
+
+def test_chat_needs_a_template(llm: LLM) -> None:
+    with pytest.raises(ForetokenError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])

@@ -1,0 +1,16 @@
+"""A corpus of a few hundred lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken.train.data import Corpus
+
+
+def lines(first: int, count: int) -> str:
+    return "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(first, first + count))
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Corpus:
+    return Corpus("a few functions", tuple(lines(i * 20, 20) for i in range(6)), (lines(500, 20),))

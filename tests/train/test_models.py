@@ -1,0 +1,126 @@
+"""Target, draft and cards, end to end at a tiny size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.train import draft as drafting
+from foretoken.train import target as targets
+from foretoken.train.card import write_cards
+from foretoken.train.data import Corpus
+from foretoken.train.draft import DistillConfig, agreement, distillation_loss, load_teacher, train_draft
+from foretoken.train.target import train_target
+from foretoken.train.teacher import fixed_windows, teach
+
+from .tiny import STEPS, TINY
+
+
+@pytest.fixture(scope="module")
+def target(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("zoo") / "tiny-target"
+    train_target(out, corpus, TINY, STEPS, resume=False)
+    return out
+
+
+def test_a_target_loads_as_an_ordinary_checkpoint(target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert model.dtype == torch.bfloat16
+    assert model.config.tie_word_embeddings
+    assert tokenizer.decode(tokenizer("x = 1\n")["input_ids"]) == "x = 1\n"
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    facts = json.loads((target / "provenance.json").read_text())
+    assert facts["command"].startswith("foretoken train target tiny-target --hidden 32")
+    assert facts["steps"] == 6
+    assert facts["held_out_loss"] > 0
+    assert not list(target.parent.glob("*checkpoint*"))
+
+
+def test_a_full_disk_at_the_end_keeps_the_checkpoint(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(model: Any, tokenizer: Any, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    whole_save = targets.save
+    monkeypatch.setattr(targets, "save", full)
+    with pytest.raises(TrainingError, match="No space left"):
+        train_target(tmp_path / "out", corpus, TINY, STEPS, resume=False)
+    assert [f.name for f in tmp_path.iterdir()] == ["out.checkpoint"]
+    monkeypatch.setattr(targets, "save", whole_save)
+    figures = train_target(tmp_path / "out", corpus, TINY, STEPS, resume=True)
+    assert figures["step"] == 6
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_draft_is_distilled_and_described(target: Path, corpus: Corpus) -> None:
+    out = target.with_name("tiny-draft")
+    figures = train_draft(out, target, corpus, TINY, STEPS, False, DistillConfig(top=16, generated_share=0.25))
+    assert 0 < figures["overlap"] <= 1
+    assert 0 <= figures["argmax_agreement"] <= 1
+    assert sorted(f.name for f in target.parent.iterdir()) == ["tiny-draft", "tiny-target"]
+    draft_tokens = (out / "tokenizer.json").read_bytes()
+    assert draft_tokens == (target / "tokenizer.json").read_bytes()
+
+    cards = write_cards(target, out, corpus)
+    text = cards[1].read_text()
+    assert "temperature 0" in text
+    assert "Apache-2.0" in text
+    assert "foretoken train draft tiny-draft" in text
+    assert json.loads((out / "zoo.json").read_text()) == {"name": "tiny-draft", "role": "draft"}
+
+
+def test_distilling_lowers_the_loss_and_the_laws_are_reused(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher, tokenizer = load_teacher(target)
+    windows = fixed_windows(drafting.encode(corpus.train, tokenizer), 16, 0)[:8]
+    first = teach(teacher, windows, tmp_path / "laws", top=8, compile_model=False)
+    monkeypatch.setattr("foretoken.train.teacher._pass", lambda *a: pytest.fail("taught twice"))
+    again = teach(teacher, windows, tmp_path / "laws", top=8, compile_model=False)
+    assert (first.top_ids == again.top_ids).all()
+    exact = teacher(windows).logits.float().log_softmax(-1)
+    kept = torch.from_numpy(first.top_logp.astype("float32"))
+    ids = torch.from_numpy(first.top_ids.astype("int64"))
+    assert (exact[: len(ids)].gather(-1, ids) - kept).abs().max() < 0.02
+    ids_a, *_ = next(first.batches(4, seed=1, start=3))
+    source = first.batches(4, seed=1)
+    assert torch.equal([next(source) for _ in range(4)][3][0], ids_a)
+
+
+def test_the_loss_is_zero_for_the_target_itself_and_the_kl_when_all_is_kept() -> None:
+    torch.manual_seed(0)
+    p, q = torch.randn(2, 3, 11), torch.randn(2, 3, 11)
+    law = p.log_softmax(-1).topk(11, dim=-1)
+    ids_and_logs = (law.indices, law.values)
+    for acceptance in (0.0, 1.0):
+        assert distillation_loss(p, ids_and_logs, torch.tensor(acceptance)).abs() < 1e-4
+    kl = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1).mean()
+    assert distillation_loss(q, ids_and_logs, torch.tensor(0.0)) == pytest.approx(kl.item(), abs=1e-4)
+    overlap = torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1)
+    expected = -overlap.log().mean().item()
+    assert distillation_loss(q, ids_and_logs, torch.tensor(1.0)) == pytest.approx(expected, abs=1e-4)
+    assert agreement(p, p) == (pytest.approx(1.0), 1.0)
+    assert agreement(p, q)[0] == pytest.approx(overlap.mean().item())
+
+
+def test_a_target_that_is_none_is_refused(tmp_path: Path, corpus: Corpus) -> None:
+    with pytest.raises(ModelLoadError, match="cannot load the target"):
+        train_draft(tmp_path / "out", tmp_path / "nothing", corpus, TINY, STEPS)
+    with pytest.raises(InvalidRequest, match="provenance"):
+        write_cards(tmp_path, None, corpus)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_are_shipped_in_bfloat16(target: Path) -> None:
+    tensors = safetensors.torch.load_file(target / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.train.trainer import TrainConfig, Trainer
+
+from .tiny import STEPS
+
+
+def batches(start: int = 0) -> Iterator[torch.Tensor]:
+    while True:
+        yield torch.randn(2, 8, generator=torch.Generator().manual_seed(start))
+        start += 1
+
+
+def trainer(folder: Path, config: TrainConfig = STEPS) -> Trainer:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+    return Trainer(model, config, folder / "run.checkpoint")
+
+
+def run(t: Trainer, stop_at: int | None = None, by_signal: bool = False) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        if t.step == stop_at:
+            if not by_signal:
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
+        return (t.model(x) - x).square().mean()
+
+    t.run(batches(t.step), loss, lambda: {"held_out_loss": 1.0})
+
+
+def weights(t: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in t.model.parameters()])
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    whole = trainer(tmp_path / "a")
+    run(whole)
+    with pytest.raises(KeyboardInterrupt):
+        run(trainer(tmp_path), stop_at=3)
+    second = trainer(tmp_path)
+    assert second.resume()
+    assert second.step == 3
+    run(second)
+    assert torch.equal(weights(whole), weights(second))
+    assert [row["step"] for row in second.history] == [6]
+
+
+def test_ctrl_c_finishes_the_step_and_keeps_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(trainer(tmp_path), stop_at=2, by_signal=True)
+    resumed = trainer(tmp_path)
+    assert resumed.resume()
+    assert resumed.step == 3
+    assert "--resume" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [f.name for f in tmp_path.iterdir()] == ["run.checkpoint"]
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = trainer(tmp_path)
+    t.save_checkpoint()
+    before = t.checkpoint.read_bytes()
+
+    def full(state: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(TrainingError, match="No space left"):
+        t.save_checkpoint()
+    assert t.checkpoint.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path: Path) -> None:
+    t = trainer(tmp_path)
+    t.checkpoint.write_bytes(b"not a checkpoint")
+    with pytest.raises(TrainingError, match="damaged or was written with other settings"):
+        t.resume()
+    other = Trainer(torch.nn.Linear(3, 3), STEPS, t.checkpoint)
+    other.save_checkpoint()
+    with pytest.raises(TrainingError, match="other settings"):
+        t.resume()
+
+
+def test_a_diverged_run_says_so(tmp_path: Path) -> None:
+    t = trainer(tmp_path)
+    with pytest.raises(TrainingError, match="lower --learning-rate"):
+        t.run(batches(), lambda x: t.model(x).sum() * float("nan"), dict)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"batch": 0}, {"window": 1}, {"learning_rate": float("nan")}, {"minutes": -1.0}]
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        replace(STEPS, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_rate_warms_up_holds_and_falls_to_zero(tmp_path: Path) -> None:
+    t = trainer(tmp_path)
+    assert t.rate_factor(0.0) < 0.1
+    assert t.rate_factor(0.3) == 1.0
+    assert t.rate_factor(0.7) == pytest.approx(0.5)
+    assert t.rate_factor(1.0) == 0.0
