@@ -51,6 +51,12 @@ class Branching:
     def shared(self, position: int) -> BranchingStream:
         return BranchingStream(self, Purpose.SHARED, position)
 
+    def check_shared(self, before: int) -> None:
+        """Shared noise of a position not yet reached would be drawn again when the next round gets there."""
+        for purpose, position, *_ in self.used:
+            if purpose is Purpose.SHARED and position >= before:  # type: ignore[operator]
+                raise AddressReused(f"shared noise of position {position} drawn in a round that ends at {before}")
+
     def branch(self, address: tuple[object, ...], options: list[tuple[int, float]]) -> int:
         """Take one of ``options``, pairs of value and probability; impossible ones are no branches."""
         if address in self.used:
@@ -117,9 +123,16 @@ def exact_law(emit: Round, length: int, ended: Callable[[Text], bool] = lambda t
     open_texts: dict[int, Law] = defaultdict(lambda: defaultdict(float))
     open_texts[0][()] = 1.0
     done: Law = defaultdict(float)
+
+    def checked(text: Text, streams: Branching) -> Text:
+        emitted = emit(text, streams)
+        if not ended((text + emitted)[:length]):
+            streams.check_shared(before=len(text) + len(emitted))
+        return emitted
+
     for reached in range(length):
         for text, p in open_texts[reached].items():
-            for emitted, q in outcomes(partial(emit, text), position=reached).items():
+            for emitted, q in outcomes(partial(checked, text), position=reached).items():
                 if not emitted:
                     raise AssertionError(f"a round after {text} emitted nothing")
                 longer = (text + emitted)[:length]

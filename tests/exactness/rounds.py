@@ -18,7 +18,7 @@ from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import History, Law, SamplingLaw
-from foretoken.core.streams import Purpose, Streams
+from foretoken.core.streams import Purpose, Stream, Streams
 from foretoken.verify import Verifier, choose, stream_for
 
 from .enumerate import Branching, Text, autoregressive_law, exact_law, total_variation
@@ -63,7 +63,7 @@ def _row(model: Table, law: Law, tokens: Text, prompt_length: int, path: Text) -
 
 @dataclass(frozen=True)
 class Pair:
-    """What one enumeration needs. ``verifier``, ``target_rows`` and ``cut`` are where mistakes are planted."""
+    """What one enumeration needs. ``verifier``, ``target_rows``, ``stream`` and ``cut`` are where mistakes are planted."""
 
     target: Table
     propose: Propose
@@ -74,15 +74,23 @@ class Pair:
     cut: Cut = lambda text, added: added
     verifier: Verifier | None = None
     target_rows: Callable[[Context, Draft, Table], Tensor] | None = None
+    stream: Callable[[Exactness, Streams, int], Stream] = stream_for
 
-    def emit(self, text: Text, streams: Branching) -> Text:
+    def emit(self, text: Text, streams: Branching | Streams) -> Text:
         """One round after ``text``: budget, draft, score, law, verify, cut."""
         context = Context(0, [*PROMPT, *text], len(PROMPT), self.law, streams, self.exactness)  # type: ignore[arg-type]
         draft = self.propose(context, self.budget(len(text)))
         rows = (self.target_rows or target_rows)(context, draft, self.target)
         verifier = self.verifier or choose(draft.law, self.exactness, self.rejection)
-        verdict = verifier(draft, rows, stream_for(self.exactness, context.streams, context.generated))
+        verdict = verifier(draft, rows, self.stream(self.exactness, context.streams, context.generated))
         return self.cut(text, (*(draft.ids[i] for i in verdict.path), verdict.token))
+
+    def text(self, seed: int, length: int) -> Text:
+        """What one request with ``seed`` reads, through the real ``Streams``."""
+        text: Text = ()
+        while len(text) < length:
+            text += self.emit(text, Streams(seed))
+        return text[:length]
 
     def reference(self, length: int, ended: Callable[[Text], bool] = lambda text: False) -> TextLaw:
         """What the target alone would emit: every token judged with all before it committed."""

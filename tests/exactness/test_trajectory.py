@@ -14,7 +14,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 
 from .gtest import draws_needed, g_test
-from .rounds import PROMPT, Pair, Propose, Text, argmax, drawn, drawn_tree, fixed_tree, row_of, table, top_plus_tree
+from .rounds import PROMPT, Pair, Propose, argmax, drawn, drawn_tree, fixed_tree, row_of, table, top_plus_tree
 
 P, Q = table(4, seed=21), table(4, seed=22)
 GRADE = Exactness.TRAJECTORY
@@ -55,13 +55,6 @@ PROPOSERS = {
 LAWS = {"plain": SamplingLaw(), "penalties": SamplingLaw(temperature=0.8, frequency_penalty=0.9, top_p=0.9)}
 
 
-def text_of(pair: Pair, seed: int, length: int) -> Text:
-    text: Text = ()
-    while len(text) < length:
-        text += pair.emit(text, Streams(seed))  # type: ignore[arg-type]
-    return text[:length]
-
-
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_text_is_that_of_plain_decoding(law, proposer):
@@ -69,7 +62,7 @@ def test_text_is_that_of_plain_decoding(law, proposer):
     for depth in (1, 2, 4):
         pair = Pair(P, PROPOSERS[proposer], law=LAWS[law], exactness=GRADE, budget=lambda g: depth)  # noqa: B023
         for seed in range(8):
-            assert text_of(pair, seed, 10) == text_of(plain, seed, 10)
+            assert pair.text(seed, 10) == plain.text(seed, 10)
 
 
 @pytest.mark.parametrize("proposer", ["private noise", "argmax", "fixed tree"])
@@ -82,14 +75,14 @@ def test_law_over_seeds():
     pair = Pair(P, shared(Q), exactness=GRADE)
     reference = pair.reference(2)
     n = draws_needed(0.12, cells=len(reference))
-    result = g_test(Counter(text_of(pair, 1000 + seed, 2) for seed in range(n)), reference)
+    result = g_test(Counter(pair.text(1000 + seed, 2) for seed in range(n)), reference)
     assert result.p_value > 1e-3, result
 
 
 def test_equal_laws_with_equal_noise_always_match():
     pair = Pair(P, shared(P), exactness=GRADE, budget=lambda g: 5)
     for seed in range(20):
-        assert len(pair.emit((), Streams(seed))) == 6  # type: ignore[arg-type]
+        assert len(pair.emit((), Streams(seed))) == 6
 
 
 def test_shared_noise_matches_as_often_as_the_theory_says():
@@ -98,7 +91,7 @@ def test_shared_noise_matches_as_often_as_the_theory_says():
     expected = float((1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(-1)).sum())
     pair = Pair(P, shared(Q), exactness=GRADE, budget=lambda g: 1)
     n = 3000
-    matched = sum(len(pair.emit((), Streams(seed))) == 2 for seed in range(n))  # type: ignore[arg-type]
+    matched = sum(len(pair.emit((), Streams(seed))) == 2 for seed in range(n))
     assert abs(matched / n - expected) < 4 * (expected * (1 - expected) / n) ** 0.5
     tv = 0.5 * float((p - q).abs().sum())
     assert (1 - tv) / (1 + tv) <= expected <= 1 - tv
@@ -109,4 +102,4 @@ def test_law_of_the_draft_is_not_read():
     tokens = shared(Q)(context, 3).ids
     wrong = Sampled(torch.zeros(3, 4))
     pair = Pair(P, lambda context, budget: Draft.chain(tokens, wrong), exactness=GRADE)
-    assert pair.emit((), Streams(3)) == Pair(P, shared(Q), exactness=GRADE).emit((), Streams(3))  # type: ignore[arg-type]
+    assert pair.emit((), Streams(3)) == Pair(P, shared(Q), exactness=GRADE).emit((), Streams(3))

@@ -20,7 +20,9 @@ from .tiny import ARCHITECTURES, VOCAB
 
 TOLERANCE = 1e-4
 NATIVE = [(name, "native") for name, tiny in ARCHITECTURES.items() if tiny.native]
-ALL = NATIVE + [(name, "hf") for name in ARCHITECTURES]
+# The variants of one native family differ in nothing that transformers does not compute itself.
+VARIANTS = ("llama-tied", "qwen2", "qwen2-sliding")
+ALL = NATIVE + [(name, "hf") for name in ARCHITECTURES if name not in VARIANTS]
 
 
 @dataclass
@@ -182,12 +184,11 @@ def test_growing_tree(pair: Pair) -> None:
     pair.model.close(handle)
 
 
-def test_another_draft_replaces_the_first(pair: Pair) -> None:
+def test_another_draft_replaces_the_first_and_starts_over(pair: Pair) -> None:
     handle = pair.model.open(text(5, 120))
-    pair.model.score([handle], [Draft.chain(text(3, 121))])
-    other = Draft.chain(text(4, 122))
-    (scores,) = pair.model.score([handle], [other])
-    pair.check(handle, other, scores, list(range(4)))
+    for draft in (Draft.chain(text(3, 121)), Draft.chain(text(4, 122)), tree(123), tree(123), Draft.empty(), Draft.empty()):
+        (scores,) = pair.model.score([handle], [draft])
+        pair.check(handle, draft, scores, rows(draft))
     pair.model.close(handle)
 
 

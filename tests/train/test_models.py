@@ -75,7 +75,7 @@ def test_a_draft_is_distilled_and_described(target: Path, corpus: Corpus) -> Non
     text = cards[1].read_text()
     assert "temperature 0" in text
     assert "Apache-2.0" in text
-    assert "foretoken train draft tiny-draft" in text
+    assert "foretoken train draft tiny-draft tiny-target --top 16" in text
     assert json.loads((out / "zoo.json").read_text()) == {"name": "tiny-draft", "role": "draft"}
 
 

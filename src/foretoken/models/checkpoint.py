@@ -42,7 +42,7 @@ def resolve(name_or_path: str | Path) -> Path:
     Only json, safetensors and tokenizer files are fetched. Raises ModelLoadError when neither exists.
     """
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if path.is_dir() and str(name_or_path):
         return path
     if path.is_file():
         raise ModelLoadError(f"{path} is a file; expected the folder of a checkpoint (config.json and *.safetensors)")

@@ -110,8 +110,6 @@ class HFModel(Model):
             self._prefill(handle)
         done = [growing(h, d) for h, d in zip(handles, drafts, strict=True)]
         counts = [len(d) - n + bool(h.pending) for h, d, n in zip(handles, drafts, done, strict=True)]
-        if not all(counts):
-            raise ValueError("nothing to score: no pending token and no new draft node")
         rows = [len(h.pending) + len(d) - n for h, d, n in zip(handles, drafts, done, strict=True)]
         output, first = self._run(handles, drafts, done, taps)
         results = []

@@ -89,8 +89,6 @@ class ToyModel(Model):
         self._check(handle)
         done = growing(handle, draft)
         nodes = range(-1 if handle.pending else done, len(draft))
-        if not nodes:
-            raise ValueError("nothing to score: no pending token and no new draft node")
         reach = len(handle.tokens) + len(draft)
         if reach > self.max_length:
             raise InvalidRequest(f"a sequence reaches {reach} tokens, beyond this model's {self.max_length}")

@@ -8,8 +8,10 @@ from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.data import Corpus, encode, held_out_batches
-from foretoken.train.draft import load_teacher, measure
+from foretoken.train.draft import DistillConfig, load_teacher, measure
 from foretoken.train.files import PROVENANCE, write_json
+from foretoken.train.target import DRAFT_SHAPE, TARGET_SHAPE, Shape, command_line
+from foretoken.train.trainer import TrainConfig
 
 ZOO_ENTRY = "zoo.json"
 _DATA = {
@@ -33,9 +35,9 @@ def measure_pair(target: Path, draft: Path, corpus: Corpus, batch: int = 16, win
 
 def write_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
     """Write README.md and zoo.json beside the weights of ``target``, and of ``draft`` with its measured acceptance."""
-    written = [_write(target, "target", _card(target, _read(target)))]
+    written = [_write(target, "target", _card(target, _described(target)))]
     if draft is not None:
-        facts = _read(draft)
+        facts = _described(draft, target.name)
         figures = measure_pair(target, draft, corpus)
         write_json(draft / PROVENANCE, facts | {"measured": figures | {"target": target.name}})
         written.append(_write(draft, "draft", _card(draft, facts, target.name, figures)))
@@ -49,6 +51,20 @@ def _read(folder: Path) -> dict[str, Any]:
         raise InvalidRequest(
             f"cannot read {folder / PROVENANCE}: {error}; pass a folder written by 'foretoken train'"
         ) from error
+    return facts
+
+
+def _described(folder: Path, target: str | None = None) -> dict[str, Any]:
+    """The provenance, with the command under the folders' present names."""
+    facts, config = _read(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    usual, what = TARGET_SHAPE, f"target {folder.name}"
+    if target is not None:
+        usual = DRAFT_SHAPE
+        what = f"draft {folder.name} {target} {DistillConfig(**facts.get('distill', {})).arguments()}"
+    shape = Shape(**{name: config[name] for name in vars(usual)})
+    facts["role"] = "target" if target is None else "draft"
+    facts["command"] = command_line(what, shape, usual, TrainConfig(**facts["config"]), facts["corpus"])
+    write_json(folder / PROVENANCE, facts)
     return facts
 
 

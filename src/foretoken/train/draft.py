@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -18,7 +19,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
 from foretoken.train.progress import Reporter, quiet_transformers
-from foretoken.train.target import DRAFT_SHAPE, Shape, new_model, next_token_loss, save
+from foretoken.train.target import DRAFT_SHAPE, Shape, command_line, new_model, next_token_loss, save
 from foretoken.train.teacher import TaughtWindows, fixed_windows, teach
 from foretoken.train.trainer import TrainConfig, Trainer, provenance
 
@@ -36,6 +37,11 @@ class DistillConfig:
     teacher_share: float = 0.3  # of ``minutes``: the longest that the pass over the target may take
     disk_gigabytes: float = 2.0  # for the target's laws
     generated_share: float = 0.0  # of the windows: continued by the target itself (2310.08461, on its own output)
+
+    def arguments(self) -> str:
+        """The command line options that give these settings."""
+        share = f"--acceptance-share {self.acceptance_share:g} --generated-share {self.generated_share:g}"
+        return f"--top {self.top} {share} --disk-gigabytes {self.disk_gigabytes:g}"
 
 
 DISTILL = DistillConfig()
@@ -107,7 +113,8 @@ def train_draft(
     trainer.run(_with_acceptance(taught, trainer, distill), loss_fn, evaluate)
     with atomic_directory(out) as folder:
         save(model, tokenizer, folder)
-        command = f"train draft {out.name} {target.name} {shape.arguments(DRAFT_SHAPE)}".rstrip()
+        what = f"draft {out.name} {target.name} {distill.arguments()}"
+        command = command_line(what, shape, DRAFT_SHAPE, config, corpus.name)
         card = provenance(
             command, config, trainer, role="draft", corpus=corpus.name, corpus_tokens=len(stream), target=target.name,
             parameters=model.num_parameters(), taught_tokens=taught.ids.numel(),
@@ -168,12 +175,13 @@ def _taught(
 def _continued(teacher: LlamaForCausalLM, windows: torch.Tensor, seed: int) -> torch.Tensor:
     """Each window's first quarter, continued to its full length by draws from the target at temperature 1."""
     torch.manual_seed(seed)
+    generate: Any = teacher.generate
     length, rows = windows.shape[1], []
     with quiet_transformers(), Reporter("generating") as report:
         for i, part in enumerate(windows.split(64)):
             prompt = part[:, : max(1, length // 4)]
             # No end token: the stream goes on past the end of a file, and so must the windows.
-            text = teacher.generate(
+            text = generate(
                 prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
                 max_length=length, eos_token_id=None, pad_token_id=0,
             )  # fmt: skip

@@ -68,6 +68,8 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
+        for file in partial.iterdir():
+            file.chmod(0o644)  # safetensors leaves its files to their owner alone
         _exchange(partial, out, old)
     except ForetokenError:
         raise

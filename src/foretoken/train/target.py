@@ -63,7 +63,6 @@ def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Ll
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
         **vars(shape),
     )
     return LlamaForCausalLM(config)
@@ -108,7 +107,7 @@ def train_target(
     trainer.run(batches, loss_fn, evaluate)
     with atomic_directory(out) as folder:
         save(model, tokenizer, folder)
-        command = f"train target {out.name} {shape.arguments(TARGET_SHAPE)}".rstrip()
+        command = command_line(f"target {out.name}", shape, TARGET_SHAPE, config, corpus.name)
         card = provenance(
             command, config, trainer, role="target", corpus=corpus.name, corpus_tokens=len(stream),
             parameters=model.num_parameters(), **trainer.history[-1],
@@ -118,8 +117,14 @@ def train_target(
     return trainer.history[-1]
 
 
+def command_line(what: str, shape: Shape, usual: Shape, config: TrainConfig, corpus: str) -> str:
+    """The command that trains the same again; the user's own files are left for the user to name."""
+    texts = "" if "standard library" in corpus else "--corpus FILES"
+    return " ".join(f"foretoken train {what} {shape.arguments(usual)} {config.arguments()} {texts}".split())
+
+
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """bf16 safetensors, config and tokenizer, as every engine expects them."""
     with quiet_transformers():
-        model.to(torch.bfloat16).save_pretrained(folder)
+        model.bfloat16().save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -234,7 +234,7 @@ def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: obj
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
     return {
-        "command": f"foretoken {command} {config.arguments()}",
+        "command": command,
         "revision": git.stdout.strip() if git.returncode == 0 else None,
         "python": platform.python_version(),
         "torch": torch.__version__,

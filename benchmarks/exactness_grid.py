@@ -1,0 +1,178 @@
+"""Is the text the same whatever speculates? Every proposer, depth and batch against plain decoding.
+
+Greedy and the trajectory grade at temperature 1, in float32 (must be equal byte for byte) and bfloat16 (the share that
+is equal, and for each text that is not, whether a tie explains it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+
+from foretoken import LLM, CompletionOutput, SamplingParams, zoo
+from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.core.draft import Draft
+from foretoken.core.streams import Streams
+from setting import cores, setting, wide_console
+
+DEPTHS, BATCHES = (1, 4, 8), (1, 8)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token that differs, and whether two scores so close could change places by rounding.
+
+    margin: between the two best scores (logits, or log p + noise). delta: the largest change of any logit of
+    that row over passes of other sizes. A tie if margin <= 2 delta; otherwise a bug.
+    """
+
+    prompt: int
+    position: int
+    margin: float
+    delta: float
+
+    @property
+    def kind(self) -> str:
+        return "tie" if self.margin <= 2 * self.delta else "bug"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One proposer, depth and batch against plain decoding alone."""
+
+    temperature: float
+    dtype: str
+    method: str
+    depth: int
+    batch: int
+    equal: int
+    texts: int
+    divergences: list[Divergence] = field(default_factory=list)
+
+
+def own_prompts(count: int) -> list[str]:
+    """Our functions, cut after their second line, their third, and so on: as many as asked for."""
+    cut = ("".join(text.splitlines(keepends=True)[:lines]) for lines in range(2, 20) for text in FUNCTIONS)
+    return list(dict.fromkeys(cut))[:count]
+
+
+def complete(llm: LLM, prompts: Sequence[str], depth: int, temperature: float, max_tokens: int, batch: int) -> list[
+    CompletionOutput
+]:  # fmt: skip
+    """Each prompt with its own seed, ``batch`` of them at a time."""
+    outputs: list[CompletionOutput] = []
+    for start in range(0, len(prompts), batch):
+        chosen = range(start, min(start + batch, len(prompts)))
+        params = [
+            SamplingParams(
+                max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True, speculative_tokens=depth
+            )
+            for i in chosen
+        ]
+        results = llm.generate([prompts[i] for i in chosen], params, use_tqdm=False)
+        outputs += [result.outputs[0] for result in results]
+    return outputs
+
+
+def row_logits(llm: LLM, tokens: list[int], drafted: int) -> torch.Tensor:
+    """The logits after ``tokens``, from a pass over one token and ``drafted`` draft nodes. -> [V]"""
+    root = len(tokens) - 1 - drafted
+    handle = llm.target.open(tokens[:root])
+    try:
+        with torch.inference_mode():
+            llm.target.score([handle], [Draft.empty()])
+            llm.target.commit([handle], [tokens[root : root + 1]])
+            scores = llm.target.score([handle], [Draft.chain(tokens[root + 1 :])])
+        return scores[0].logits[-1].double()
+    finally:
+        llm.target.close(handle)
+
+
+def explain(llm: LLM, prompt: str, index: int, temperature: float, plain: Sequence[int], other: Sequence[int]) -> (
+    Divergence
+):  # fmt: skip
+    """Margin and delta where two texts of one seed part."""
+    position = next(
+        (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other))
+    )
+    tokens = [*llm.tokenizer(prompt)["input_ids"], *plain[:position]]
+    rows = [row_logits(llm, tokens, k) for k in (0, *DEPTHS) if k + 1 < len(tokens)]
+    delta = max(float((row - rows[0]).abs().max()) for row in rows)
+    scores = rows[0]
+    if temperature > 0:
+        probs = (scores / temperature).softmax(-1)
+        scores = Streams(index).shared(position).race(probs, 0).log() * temperature
+    best, second = scores.topk(2).values.tolist()
+    return Divergence(index, position, best - second, delta)
+
+
+def grid(prompts: Sequence[str], max_tokens: int, dtype: str, temperature: float) -> Iterator[Cell]:
+    """All cells of one dtype and temperature."""
+    pair = LLM(dtype=dtype)
+    lookup = LLM(zoo.path("target"), speculative_config={"method": "ngram"}, dtype=dtype)
+    plain = complete(pair, prompts, 0, temperature, max_tokens, batch=1)
+    cells = [("off", pair, 0), *(("draft_model", pair, k) for k in DEPTHS), *(("ngram", lookup, k) for k in DEPTHS)]
+    for method, llm, depth in cells:
+        for batch in BATCHES:
+            outputs = complete(llm, prompts, depth, temperature, max_tokens, batch)
+            apart = [i for i, (a, b) in enumerate(zip(plain, outputs, strict=True)) if a.token_ids != b.token_ids]
+            reasons = [
+                explain(pair, prompts[i], i, temperature, plain[i].token_ids, outputs[i].token_ids) for i in apart
+            ]
+            equal = len(prompts) - len(apart)
+            yield Cell(temperature, dtype, method, depth, batch, equal, len(prompts), reasons)
+
+
+def table(cells: Sequence[Cell]) -> Table:
+    """One line a cell."""
+    result = Table(box=box.MARKDOWN)
+    for head in ("temperature", "dtype", "proposer", "depth", "batch", "equal", "ties", "bugs"):
+        result.add_column(head, justify="left" if head in ("dtype", "proposer") else "right")
+    for c in cells:
+        kinds = [d.kind for d in c.divergences]
+        result.add_row(
+            f"{c.temperature:g}", c.dtype, c.method, str(c.depth or ""), str(c.batch), f"{c.equal}/{c.texts}",
+            str(kinds.count("tie")), str(kinds.count("bug")),
+        )  # fmt: skip
+    return result
+
+
+def main(
+    prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
+    count: Annotated[int, typer.Option(min=1)] = 50,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "bfloat16"],
+    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+) -> None:
+    """Compare texts over proposers, depths and batches on the bundled pair; exit 1 on a bug or unequal float32."""
+    torch.set_num_threads(cores())
+    console = wide_console()
+    texts = load_prompts(prompts, count) if prompts else own_prompts(count)
+    cells: list[Cell] = []
+    for kind in dtype:
+        for value in temperature:
+            with console.status(f"{kind}, temperature {value:g}"):
+                cells += grid(texts, max_tokens, kind, value)
+    console.print(table(cells))
+    facts = setting() | {"prompts": len(texts), "max_tokens": max_tokens}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        rows = [asdict(c) | {"divergences": [asdict(d) | {"kind": d.kind} for d in c.divergences]} for c in cells]
+        json_file.write_text(json.dumps({"setting": facts, "cells": rows}, indent=2) + "\n", encoding="utf-8")
+    wrong = [
+        c for c in cells if any(d.kind == "bug" for d in c.divergences) or (c.dtype == "float32" and c.divergences)
+    ]
+    raise typer.Exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

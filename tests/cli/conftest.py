@@ -1,0 +1,44 @@
+"""The command line in this process: arguments in; exit code, standard output and error out."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from foretoken.cli.main import main
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``run("generate", "text", "--json")``; ``stdin=`` is what ``-`` reads."""
+
+    def call(*args: str, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as exit_:
+            main(list(args))
+        out, err = capsys.readouterr()
+        return Result(int(exit_.value.code or 0), out, err)
+
+    return call
+
+
+@pytest.fixture
+def pair(tiny_pair: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tiny pair in the place of the bundled one."""
+    monkeypatch.setattr("foretoken.zoo.path", lambda role: getattr(tiny_pair, role))
+    return tiny_pair

@@ -1,0 +1,129 @@
+"""``foretoken generate`` on a tiny pair."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from foretoken.train.data import Corpus, train_tokenizer
+from foretoken.train.target import Shape, new_model, save
+
+LENGTH = ("--max-tokens", "12", "--dtype", "float32")
+
+
+@pytest.fixture
+def names(pair):
+    return ("--model", str(pair.target), "--draft-model", str(pair.draft))
+
+
+def test_without_names_it_is_the_bundled_pair(run, pair):
+    result = run("generate", "def f(x):", *LENGTH, "--json")
+    record = json.loads(result.out)
+    assert result.code == 0
+    assert (record["model"], record["draft_model"]) == (str(pair.target), str(pair.draft))
+
+
+def test_text_alone_goes_to_standard_output(run, names):
+    record = json.loads(run("generate", "def f(x):", *names, *LENGTH, "--json").out)
+    result = run("generate", "def f(x):", *names, *LENGTH)
+    text = record["text"]
+    assert result.out == (text if text.endswith("\n") else text + "\n")
+    assert result.err.startswith("12 tokens · ")
+    assert "mean acceptance" in result.err
+    assert "\x1b" not in result.out + result.err
+
+
+def test_json_is_one_object(run, names):
+    result = run("generate", "def f(x):", *names, *LENGTH, "--json")
+    record = json.loads(result.out)
+    assert set(record) == {
+        "model", "draft_model", "text", "token_ids", "finish_reason", "stop_reason", "exactness", "stats",
+    }  # fmt: skip
+    assert len(record["token_ids"]) == record["stats"]["tokens"] == 12
+    assert record["finish_reason"] == "length"
+    assert record["stats"]["drafts"] > 0
+    assert result.err == ""
+
+
+def test_json_holds_all_completions(run, names):
+    record = json.loads(run("generate", "a", *names, *LENGTH, "--n", "3", "--temperature", "1", "--json").out)
+    assert len(record["outputs"]) == 3
+    assert record["text"] == record["outputs"][0]["text"]
+
+
+def test_speculation_does_not_change_seeded_text(run, names):
+    seeded = ("generate", "class A:", *names, *LENGTH, "--temperature", "1", "--seed", "5", "--json")
+    texts = [json.loads(run(*seeded, "--speculative-tokens", k).out) for k in ("0", "1", "5")]
+    assert {tuple(t["token_ids"]) for t in texts} == {tuple(texts[0]["token_ids"])}
+    assert [t["exactness"] for t in texts] == ["trajectory"] * 3
+    assert texts[0]["stats"]["drafts"] == 0 < texts[1]["stats"]["drafts"]
+
+
+def test_runs_without_a_seed_differ(run, names):
+    args = ("generate", "a", *names, *LENGTH, "--temperature", "2", "--json")
+    assert len({json.loads(run(*args).out)["text"] for _ in range(3)}) > 1
+
+
+def test_a_dash_reads_standard_input(run, names):
+    assert run("generate", "-", *names, *LENGTH, stdin="def f(x):").out == run("generate", "def f(x):", *names, *LENGTH).out
+
+
+def test_several_completions_are_numbered(run, names):
+    result = run("generate", "a", *names, *LENGTH, "-n", "2", "--temperature", "1", "--no-stats")
+    assert "--- 2 of 2\n" in result.out
+    assert result.err == ""
+
+
+def test_lookup_needs_no_draft(run, pair):
+    args = ("generate", "x = 1\nx = 1\nx = 1\nx =", "--model", str(pair.target), *LENGTH)
+    record = json.loads(run(*args, "--speculative-config", '{"method": "ngram"}', "--json").out)
+    assert record["draft_model"] is None
+    assert record["stats"]["drafted"] > 0
+
+
+@pytest.mark.parametrize(
+    "mode, no_color, coloured",
+    [("always", None, True), ("always", "1", True), ("auto", "1", False), ("never", None, False), ("auto", None, False)],
+)
+def test_colours(run, names, monkeypatch, mode, no_color, coloured):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    result = run("generate", "def f(x):", *names, *LENGTH, "--color", mode)
+    assert ("\x1b[1m" in result.out) == coloured
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (("",), "empty"),
+        (("a", "--temperature", "nan"), "temperature"),
+        (("a", "--max-tokens", "0"), "max_tokens"),
+        (("a", "--top-p", "0"), "top_p"),
+        (("a", "--exactness", "perhaps"), "trajectory"),
+        (("a", "--model", "/no/such/folder"), "/no/such/folder"),
+        (("a", "--speculative-config", '{"metod": "ngram"}'), "known: method"),
+        (("a", "--speculative-config", "{"), "not JSON"),
+        (("a", "--speculative-config", "[]"), "must be a JSON object"),
+        (("a", "--speculative-config", '{"method": "magic"}'), "known: draft_model"),
+        (("a b c " * 400,), "tokens"),
+        (("a", "--dtype", "float7"), "float7"),
+        (("a", "--device", "abacus"), "abacus"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_1(run, pair, args, words):
+    result = run("generate", *args)
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("foretoken: error: ")
+    assert result.err.count("\n") == 1
+    assert words in result.err
+
+
+def test_a_draft_with_another_vocabulary_is_refused(run, pair, tmp_path):
+    text = ("def other():\n    return 0\n",)
+    tokenizer = train_tokenizer(Corpus("other", text * 3, text), vocab_size=300)
+    save(new_model(Shape(32, 48, 1, 2, 2, 16, 512), tokenizer, seed=3), tokenizer, tmp_path / "other")
+    result = run("generate", "a", "--model", str(pair.target), "--draft-model", str(tmp_path / "other"))
+    assert result.code == 1
+    assert "vocabulary" in result.err

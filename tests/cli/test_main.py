@@ -1,0 +1,112 @@
+"""How the command leaves: help, version, usage, errors, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+import foretoken
+from foretoken.cli import main as cli
+from foretoken.core.errors import InvalidRequest
+
+COMMANDS = ("generate", "demo", "zoo", "scale-up", "train")
+
+
+def test_help_lists_every_command(run):
+    result = run("--help")
+    assert result.code == 0
+    assert all(name in result.out for name in COMMANDS)
+    assert run().out == result.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(run, command):
+    result = run(command, "--help")
+    assert result.code == 0
+    assert f"foretoken {command}" in result.out
+
+
+def test_version(run):
+    assert run("--version").out == f"foretoken {foretoken.__version__}\n"
+
+
+@pytest.mark.parametrize("args", [("frobnicate",), ("generate",), ("generate", "x", "--frobnicate"), ("demo", "x")])
+def test_wrong_usage_is_one_line_and_exit_2(run, args):
+    result = run(*args)
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.startswith("foretoken: error: ")
+    assert result.err.count("\n") == 1
+
+
+def test_help_needs_no_heavy_import():
+    """Half a second is the goal; what costs more is torch and transformers, so those must not be there."""
+    code = (
+        "import sys, foretoken.cli.main as m\n"
+        "try: m.main(['generate', '--help'])\n"
+        "finally: print(sorted({'torch', 'transformers', 'numpy', 'rich.console'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+
+
+def raising(monkeypatch, error: BaseException) -> None:
+    def app(**_):
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (InvalidRequest("n must be\n  positive"), 1, "foretoken: error: n must be positive\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (typer.Abort(), 130, ""),
+        (
+            RuntimeError("out of memory"),
+            1,
+            "foretoken: error: unexpected RuntimeError: out of memory; FORETOKEN_DEBUG=1 shows where it came from\n",
+        ),
+    ],
+)
+def test_errors_leave_as_one_line(run, monkeypatch, error, code, line):
+    raising(monkeypatch, error)
+    result = run("zoo")
+    assert (result.code, result.err, result.out) == (code, line, "")
+
+
+def test_debug_keeps_the_traceback(monkeypatch):
+    raising(monkeypatch, InvalidRequest("no"))
+    monkeypatch.setenv("FORETOKEN_DEBUG", "1")
+    with pytest.raises(InvalidRequest):
+        cli.main(["zoo"])
+
+
+def test_a_reader_that_leaves_is_no_error():
+    script = (
+        f"{sys.executable} -c \"import foretoken.cli.main as m; m.app = lambda **_: [print('x' * 100) for _ in range(9999)]; "
+        'm.main([])" | head -n 1; echo ${PIPESTATUS[0]}'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str(cli.BROKEN_PIPE)
+    assert done.stderr == ""
+
+
+def test_ctrl_c_ends_quietly():
+    code = "import time, foretoken.cli.main as m; m.app = lambda **_: (print('ready', flush=True), time.sleep(60)); m.main([])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (cli.INTERRUPTED, "")

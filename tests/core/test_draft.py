@@ -1,0 +1,104 @@
+"""Drafts as trees: what is derived from tokens and parents, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.law import PointMass, Sampled
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+
+# 0 ─ 1 ─ 3
+#   └ 2   5
+# 4
+TREE = Draft(torch.tensor([10, 11, 12, 13, 14, 15]), (-1, 0, 0, 1, -1, 2))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Draft:
+    parents = [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(0, 12)))]
+    tokens = [draw(st.integers(0, 3)) for _ in parents]
+    return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents))
+
+
+def test_a_ragged_tree():
+    assert len(TREE) == 6
+    assert TREE.ids == (10, 11, 12, 13, 14, 15)
+    assert TREE.depths == (1, 2, 2, 3, 1, 3)
+    assert TREE.children == ((0, 4), (1, 2), (3,), (5,), (), (), ())
+    assert TREE.path(5) == (0, 2, 5)
+    assert TREE.path(-1) == ()
+    assert not TREE.is_chain
+    assert TREE.ancestors.int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [1, 0, 1, 0, 0, 1],
+    ]
+
+
+def test_a_chain():
+    law = Sampled(torch.full((3, 9), 1 / 9))
+    chain = Draft.chain([7, 8, 7], law)
+    assert chain.parents == (-1, 0, 1)
+    assert chain.tokens.dtype == torch.int64
+    assert chain.is_chain
+    assert chain.law is law
+    assert chain.depths == (1, 2, 3)
+    assert torch.equal(chain.ancestors, torch.ones(3, 3).tril().bool())
+    assert isinstance(Draft.chain(torch.tensor([1, 2])).law, PointMass)
+
+
+def test_the_empty_draft():
+    empty = Draft.empty()
+    assert len(empty) == 0
+    assert empty.is_chain
+    assert empty.children == ((),)
+    assert empty.depths == ()
+    assert empty.ancestors.shape == (0, 0)
+    assert len(Draft.chain([])) == 0
+
+
+@given(trees())
+def test_derived_views_agree(draft):
+    mask = draft.ancestors
+    for node in range(len(draft)):
+        path = draft.path(node)
+        assert path[-1] == node
+        assert len(path) == draft.depths[node] == int(mask[node].sum())
+        assert set(path) == set(mask[node].nonzero()[:, 0].tolist())
+        assert node in draft.children[draft.parents[node] + 1]
+    assert sum(map(len, draft.children)) == len(draft)
+    assert draft.is_chain == (draft.depths == tuple(range(1, len(draft) + 1)))
+
+
+@given(trees())
+def test_every_node_has_its_own_history(draft):
+    context = Context(0, [5, 6, 7], 2, SamplingLaw(), Streams(0))
+    histories = context.histories(draft)
+    assert len(histories) == len(draft) + 1
+    assert histories[0].path == ()
+    for node in range(len(draft)):
+        history = histories[node + 1]
+        assert history.path == tuple(draft.ids[i] for i in draft.path(node))
+        assert history.generated == 1 + draft.depths[node]
+        assert history.tail(2) == (5, 6, 7, *history.path)[-2:]
+
+
+@pytest.mark.parametrize("parents", [(0,), (-1, 1), (-1, 2, 0), (-2,), (-1,) * 3])
+def test_bad_parents_are_refused(parents):
+    tokens = torch.zeros(2 if parents == (-1,) * 3 else len(parents), dtype=torch.int64)
+    with pytest.raises(ValueError, match="parent"):
+        Draft(tokens, parents)
+
+
+def test_tokens_must_be_flat():
+    with pytest.raises(ValueError, match="shape"):
+        Draft(torch.zeros(1, 2, dtype=torch.int64), (-1,))

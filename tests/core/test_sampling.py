@@ -1,0 +1,184 @@
+"""The sampling law against a transparent reference, its ties, and rows that do not know of each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from foretoken.core.sampling import History, SamplingLaw
+
+VOCAB = 6
+
+
+def reference(law: SamplingLaw, logits: Sequence[float], prompt: Sequence[int], generated: Sequence[int]) -> list[float]:
+    """One row in plain Python, a paragraph for each parameter, in vLLM's order."""
+    row, history = list(logits), [*prompt, *generated]
+
+    for word in law.bad_words:
+        before = list(word[:-1])
+        if not before or history[-len(before) :] == before:
+            row[word[-1]] = -math.inf
+    if len(generated) < law.min_tokens:
+        for token in law.end_ids:
+            row[token] = -math.inf
+
+    for token, bias in law.logit_bias:
+        row[token] += bias
+
+    for token in set(history):
+        row[token] *= law.repetition_penalty if row[token] <= 0 else 1 / law.repetition_penalty
+    for token in set(generated):
+        row[token] -= law.frequency_penalty * generated.count(token) + law.presence_penalty
+
+    top = max(row)
+    assume(top > -math.inf)
+    if law.temperature == 0.0:
+        return [float(token == row.index(top)) for token in range(len(row))]
+    row = [x / law.temperature for x in row]
+
+    weights = [math.exp(x - max(row)) for x in row]
+    assume(all(abs(w - law.min_p) > 1e-9 for w in weights) or law.min_p == 0.0)
+    weights = [w if w >= law.min_p else 0.0 for w in weights]
+
+    if law.top_k:
+        kth = sorted(weights, reverse=True)[: law.top_k][-1]
+        near = [w for w in weights if w != kth and math.isclose(w, kth, rel_tol=1e-9)]
+        assume(not near)
+        weights = [w if w >= kth else 0.0 for w in weights]
+
+    if law.top_p < 1.0:
+        total, mass = sum(weights), 0.0
+        for token in sorted(range(len(weights)), key=lambda t: (-weights[t], t)):
+            assume(abs(mass - law.top_p) > 1e-9)
+            share = weights[token] / total
+            if mass >= law.top_p:
+                weights[token] = 0.0
+            mass += share
+
+    return [w / sum(weights) for w in weights]
+
+
+tokens = st.integers(0, VOCAB - 1)
+numbers = st.one_of(st.floats(-5, 5), st.sampled_from([-1.0, 0.0, 1.0, 2.0, -math.inf]))
+rows = st.lists(numbers, min_size=VOCAB, max_size=VOCAB)
+prompts = st.lists(tokens, min_size=1, max_size=4)
+outputs = st.lists(tokens, max_size=5)
+PARAMETERS: dict[str, st.SearchStrategy[object]] = {
+    "temperature": st.sampled_from([0.0, 0.3, 0.7, 1.5]),
+    "top_k": st.integers(0, VOCAB + 1),
+    "top_p": st.floats(0.05, 1.0),
+    "min_p": st.floats(0.0, 1.0),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.5, 2),
+    "logit_bias": st.dictionaries(tokens, st.floats(-3, 3), max_size=3).map(lambda d: tuple(d.items())),
+    "bad_words": st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    "min_tokens": st.integers(0, 6),
+}
+FIXED = {"min_tokens": {"end_ids": (1, 4)}}
+
+
+def agrees(law: SamplingLaw, row: list[float], prompt: list[int], output: list[int], split: int) -> None:
+    """The last ``split`` tokens of the output as a drafted path, the others committed."""
+    expected = reference(law, row, prompt, output)
+    cut = max(0, len(output) - split)
+    history = History([*prompt, *output[:cut]], len(prompt), tuple(output[cut:]))
+    found = law.probs(torch.tensor([row], dtype=torch.float64), [history])[0].tolist()
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), row=rows, prompt=prompts, output=outputs, split=st.integers(0, 3))
+def test_each_parameter_alone(name, data, row, prompt, output, split):
+    law = SamplingLaw(**{name: data.draw(PARAMETERS[name])}, **FIXED.get(name, {}))  # type: ignore[arg-type]
+    agrees(law, row, prompt, output, split)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.fixed_dictionaries(PARAMETERS), rows, prompts, outputs, st.integers(0, 3))
+def test_all_parameters_together(parameters, row, prompt, output, split):
+    agrees(SamplingLaw(**parameters, end_ids=(1, 4)), row, prompt, output, split)
+
+
+def test_rows_are_judged_with_their_own_histories():
+    law = SamplingLaw(frequency_penalty=1.0, repetition_penalty=1.4, bad_words=((2, 3),), min_tokens=3, end_ids=(0,))
+    logits = torch.randn(5, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    committed, others = [1, 2, 2], [4, 4, 4, 1]
+    histories = [
+        History(committed, 1),
+        History(committed, 1, (2,)),
+        History(committed, 1, (3, 2)),
+        History(others, 2, (2,)),
+        History(committed, 1, (5,)),
+    ]
+    together = law.probs(logits, histories)
+    for i, history in enumerate(histories):
+        output = [*history.tokens[history.prompt_length :], *history.path]
+        expected = reference(law, logits[i].tolist(), history.tokens[: history.prompt_length], output)
+        assert together[i].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_logits_are_left_as_they_were():
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(2))
+    kept = logits.clone()
+    law = SamplingLaw(frequency_penalty=1.0, logit_bias=((1, 2.0),), top_p=0.5, min_p=0.1, top_k=3)
+    law.probs(logits, [History([1, 2], 1)] * 2)
+    assert torch.equal(logits, kept)
+
+
+def test_as_many_histories_as_rows():
+    with pytest.raises(ValueError, match="1 histories for 2 rows"):
+        SamplingLaw(frequency_penalty=1.0).probs(torch.zeros(2, 3), [History([1], 1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [7, 4096, 151_936])
+def test_greedy_takes_the_lowest_id_on_ties(dtype, vocab):
+    logits = torch.zeros(3, vocab, dtype=dtype)
+    tied = [[2, 3, vocab - 1], [vocab // 2, vocab - 1], list(range(vocab))]
+    for row, ids in enumerate(tied):
+        logits[row, ids] = 5.0
+    probs = SamplingLaw(temperature=0.0).probs(logits, [])
+    assert probs.argmax(-1).tolist() == [2, vocab // 2, 0]
+    assert torch.equal(probs.sum(-1), torch.ones(3, dtype=probs.dtype))
+    assert probs.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+
+
+LAWS = {
+    "softmax": SamplingLaw(),
+    "temperature": SamplingLaw(temperature=0.7),
+    "top-k": SamplingLaw(top_k=50),
+    "top-p": SamplingLaw(top_p=0.9),
+    "min-p": SamplingLaw(min_p=0.05),
+    "penalties": SamplingLaw(temperature=0.8, frequency_penalty=0.5, repetition_penalty=1.2, top_k=40, top_p=0.95),
+    "greedy": SamplingLaw(temperature=0.0),
+}
+
+
+@pytest.mark.parametrize("vocab, counts", [(4096, (1, 2, 5, 16, 33)), (151_936, (1, 2, 9))])
+@pytest.mark.parametrize("name", LAWS)
+def test_a_row_does_not_depend_on_how_many_share_the_pass(name, vocab, counts):
+    """Bit for bit: the text of the trajectory grade may not hang on the batch or the draft's length."""
+    law, most = LAWS[name], max(counts)
+    logits = 3 * torch.randn(most, vocab, generator=torch.Generator().manual_seed(vocab))
+    tokens = [1, 5, 5, 7]
+    histories = [History(tokens, 2, tuple(range(i % 4))) for i in range(most)]
+    whole = law.probs(logits, histories)
+    for count in counts:
+        for start in {0, (most - count) // 2, most - count}:
+            part = slice(start, start + count)
+            assert torch.equal(law.probs(logits[part], histories[part]), whole[part])
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_rows_are_laws(name):
+    logits = 5 * torch.randn(4, 4096, generator=torch.Generator().manual_seed(3))
+    probs = LAWS[name].probs(logits, [History([1], 1)] * 4)
+    assert bool((probs >= 0).all())
+    assert probs.sum(-1).tolist() == pytest.approx([1.0] * 4, abs=2e-6)

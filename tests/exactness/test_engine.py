@@ -1,0 +1,86 @@
+"""The whole loop, enumerated: engine, proposer, models' caches, stopping and streams as a request meets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context, Exactness
+from foretoken.core.sampling import History, SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.engine.loop import Engine
+from foretoken.models.toy import ToyModel
+from foretoken.propose.base import Proposer
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.lookup import Lookup
+
+from .enumerate import Branching, Text, autoregressive_law, outcomes, total_variation
+from .enumerate import Law as TextLaw
+
+LIMIT = 1e-12
+PROMPT: Text = (0, 1, 1, 0, 1)
+
+
+@dataclass
+class Length:
+    """Ends at a number of tokens or at ``end``."""
+
+    room: int
+    end: int | None = None
+
+    def push(self, token: int) -> str | None:
+        self.room -= 1
+        return "stop" if token == self.end else "length" if self.room == 0 else None
+
+
+PROPOSERS = {
+    "plain": lambda target: (Proposer(), "block"),
+    "draft, block": lambda target: (DraftModel(target.perturbed(0.5)), "block"),
+    "draft, token": lambda target: (DraftModel(target.perturbed(0.5)), "token"),
+    "draft at its own temperature": lambda target: (
+        DraftModel(target.perturbed(0.5), DraftModelConfig(temperature=0.6)), "block",
+    ),
+    "draft by argmax": lambda target: (DraftModel(target.perturbed(0.5), DraftModelConfig(temperature=0.0)), "block"),
+    "lookup": lambda target: (Lookup(), "block"),
+}  # fmt: skip
+LAWS = {
+    "plain": SamplingLaw(),
+    "greedy": SamplingLaw(temperature=0.0),
+    "filters and penalties": SamplingLaw(
+        temperature=0.8, top_p=0.95, min_p=0.05, frequency_penalty=0.6, repetition_penalty=1.2, bad_words=((1, 1, 1),)
+    ),
+}
+
+
+def generate(target: ToyModel, proposer: Proposer, rejection: str, depth: int, law: SamplingLaw, length: int,
+             end: int | None, streams: Streams | Branching, exactness: Exactness = Exactness.DISTRIBUTION) -> Text:  # fmt: skip
+    """One request through a new engine."""
+    engine = Engine(target, proposer, Fixed(depth), rejection=rejection)
+    context = Context(0, list(PROMPT), len(PROMPT), law, streams, exactness)  # type: ignore[arg-type]
+    engine.add(context, Length(length, end))
+    while engine.busy:
+        engine.step()
+    return tuple(context.tokens[len(PROMPT) :])
+
+
+def reference(target: ToyModel, law: SamplingLaw, length: int, end: int | None) -> TextLaw:
+    def row(text: Text):
+        tokens = [*PROMPT, *text]
+        return law.probs(target.logits(tokens)[None], [History(tokens, len(PROMPT))])[0]
+
+    return autoregressive_law(row, length, lambda text: text[-1] == end)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("vocab, depth, length, end", [(2, 2, 4, None), (3, 2, 3, 2)])
+def test_law_of_the_engine(law, proposer, vocab, depth, length, end):
+    target = ToyModel(vocab, order=1, seed=5, sharpness=1.0)
+
+    def run(streams: Branching) -> Text:
+        speculation = PROPOSERS[proposer](target)
+        return generate(target, *speculation, depth, LAWS[law], length, end, streams)
+
+    assert total_variation(outcomes(run), reference(target, LAWS[law], length, end)) < LIMIT

@@ -1,0 +1,56 @@
+"""End to end with real random numbers: every proposer and grade against the target's law over all texts.
+
+The test's power is stated and held: with the draws made here, any law at total variation ``DELTA`` or more from
+the target's is found with probability 0.9 at alpha 1e-3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context, Exactness
+from foretoken.core.streams import Streams, random_seed_from
+from foretoken.engine.loop import Engine
+from foretoken.models.toy import ToyModel
+
+from .enumerate import Text
+from .gtest import GResult, draws_needed, g_test
+from .test_engine import LAWS, PROMPT, PROPOSERS, Length, reference
+
+VOCAB, LENGTH, DELTA = 3, 4, 0.07
+TARGET = ToyModel(VOCAB, order=2, seed=9, sharpness=1.0)
+
+
+def sample(proposer: str, grade: Exactness, law: str, draws: int, seed: int) -> GResult:
+    """``draws`` requests, served together in batches, each with its own seed."""
+    speculation, rejection = PROPOSERS[proposer](TARGET)
+    engine = Engine(TARGET, speculation, Fixed(3), rejection=rejection, max_sequences=32)
+    contexts = [
+        Context(i, list(PROMPT), len(PROMPT), LAWS[law], Streams(random_seed_from(seed, i)), grade, depth=i % 4)
+        for i in range(draws)
+    ]
+    for context in contexts:
+        engine.add(context, Length(LENGTH))
+    while engine.busy:
+        engine.step()
+    counts: Counter[Text] = Counter(tuple(context.tokens[len(PROMPT) :]) for context in contexts)
+    return g_test(counts, reference(TARGET, LAWS[law], LENGTH, None))
+
+
+@pytest.mark.parametrize("law", ["plain", "filters and penalties"])
+@pytest.mark.parametrize("grade", [Exactness.DISTRIBUTION, Exactness.TRAJECTORY])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_texts_follow_the_targets_law(proposer, grade, law):
+    draws = draws_needed(DELTA, cells=VOCAB**LENGTH)
+    result = sample(proposer, grade, law, draws, seed=17)
+    assert result.p_value > 1e-3, result
+    assert result.delta <= DELTA, result
+
+
+def test_the_lossy_grade_is_told_apart():
+    """The control: the same test with as many draws finds typical acceptance."""
+    draws = draws_needed(DELTA, cells=VOCAB**LENGTH)
+    assert sample("draft by argmax", Exactness.TYPICAL, "plain", draws, seed=17).p_value < 1e-3
