@@ -79,8 +79,14 @@ def summarise(system: System, temperature: float, repeats: list[list[Sample]], p
     )
 
 
-def race(systems: Sequence[System], prompts: Sequence[str], max_tokens: int, temperature: float, repeats: int,
-         console: Console) -> list[Row]:  # fmt: skip
+def race(
+    systems: Sequence[System],
+    prompts: Sequence[str],
+    max_tokens: int,
+    temperature: float,
+    repeats: int,
+    console: Console,
+) -> list[Row]:
     """All systems, interleaved. -> one row each"""
     for system in systems:
         system.run(prompts[0], WARM_UP)

@@ -103,7 +103,12 @@ def test_greedy_is_the_same_text_in_fewer_passes(target: Any, draft: Any) -> Non
 def test_itself_as_assistant_needs_one_pass_a_block(target: Any) -> None:
     target.generate(PROMPT, max_new_tokens=1, custom_generate=foretoken.custom_generate, assistant_model=target)
     other = copy.deepcopy(target)
-    kwargs = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "custom_generate": foretoken.custom_generate}
+    kwargs = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "eos_token_id": None,
+        "custom_generate": foretoken.custom_generate,
+    }
     target.generate(PROMPT, assistant_model=other, **{**kwargs, "max_new_tokens": 1})
     with Passes(target) as checked:
         target.generate(PROMPT, assistant_model=other, num_assistant_tokens=7, **kwargs)
@@ -263,6 +268,24 @@ def test_sampled_law_is_the_models_own(target: Any, draft: Any) -> None:
     assert set(counts) <= set(expected)
     statistic = sum((counts.get(k, 0) - total * p) ** 2 / (total * p) for k, p in expected.items())
     assert statistic < 37.7  # chi-square with 15 degrees of freedom, p = 0.001
+
+
+def test_the_models_length_ends_generation_with_a_warning(draft: Any) -> None:
+    torch.manual_seed(2)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2
+    )
+    short = GPT2LMHeadModel(config).eval()
+    with pytest.warns(UserWarning, match="16 positions"):
+        ours = short.generate(
+            PROMPT,
+            max_new_tokens=20,
+            eos_token_id=None,
+            pad_token_id=0,
+            custom_generate=foretoken.custom_generate,
+            assistant_model=draft,
+        )
+    assert ours.shape == (1, 16)
 
 
 def test_manual_seed_repeats_a_run(target: Any, draft: Any) -> None:

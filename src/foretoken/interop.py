@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,13 +34,16 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 1 << 40
 # Processors whose rows do not look at each other or at the row's number; others are given a whole batch.
-ROW_WISE = frozenset(
-    """MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
-    NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor ForcedBOSTokenLogitsProcessor
-    ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor ExponentialDecayLengthPenalty LogitNormalization
-    SuppressTokensLogitsProcessor SuppressTokensAtBeginLogitsProcessor TemperatureLogitsWarper TopKLogitsWarper
-    TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper""".split()
-)
+# fmt: off
+ROW_WISE = {
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper",
+    "TopPLogitsWarper", "TypicalLogitsWarper",
+}
+# fmt: on
 # These keep a state from call to call, which a rejected token could not take back.
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
@@ -196,10 +200,11 @@ def _drive(engine: Engine, rows: Sequence[Row], streamer: Any, pad: int) -> None
             _close(rows[step.sequence], step)
         if streamer is None:
             continue
-        while any(len(r.generated) > streamed for r in rows) and all(r.done or len(r.generated) > streamed for r in rows):
-            column = [r.generated[streamed] if len(r.generated) > streamed else pad for r in rows]
-            streamer.put(torch.tensor(column))
-            streamed += 1
+        # A column is ready when every row that goes on has its token; the last ones when all rows ended.
+        ready = min((len(r.generated) for r in rows if not r.done), default=max(len(r.generated) for r in rows))
+        for at in range(streamed, ready):
+            streamer.put(torch.tensor([r.generated[at] if at < len(r.generated) else pad for r in rows]))
+        streamed = max(streamed, ready)
     if streamer is not None:
         streamer.end()
 
@@ -240,13 +245,13 @@ def _outer_call() -> dict[str, Any]:
     For a callable ``custom_generate`` it keeps ``assistant_model`` and ``streamer`` to itself (transformers
     5.23, ``_extract_generation_mode_kwargs``), so they are read from its frame. Empty when called directly.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == "transformers.generation.utils":
             found = frame.f_locals
             given = dict(found.get("kwargs") or {})
             return {**given, "assistant_model": found.get("assistant_model"), "streamer": found.get("streamer")}
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return {}
 
 
@@ -312,4 +317,6 @@ def _refuse(model: Any, config: Any, processors: Any, kwargs: dict[str, Any], sy
         "an encoder-decoder model": bool(model.config.is_encoder_decoder),
     }
     if found := [name for name, present in reasons.items() if present]:
-        raise InvalidRequest(f"custom_generate does not take {', '.join(found)}; leave it out, or leave custom_generate out")
+        raise InvalidRequest(
+            f"custom_generate does not take {', '.join(found)}; leave that out, or generate without custom_generate"
+        )

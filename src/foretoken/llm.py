@@ -204,9 +204,7 @@ def _method(config: SpeculativeConfig, draft_model: str | Path | None) -> tuple[
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
+    items: list[Any] = list(prompts)
     if not items:
         raise InvalidRequest("no prompts were given; pass a string, token ids, or a list of them")
-    return items
+    return [items] if all(isinstance(item, int) for item in items) else items

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -65,7 +66,7 @@ def test_two_lanes_fill_on_a_terminal(pair):
     race = module.Race(None, prompts=1, max_tokens=10, temperature=0.0, speculative_tokens=3)
     show = lanes.stage(console)
     show.result(module.summarise(race, module._run(race, show)))
-    drawn = screen.getvalue()
+    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue())
     assert "╭─ plain · 10 tokens" in drawn
     assert "╭─ speculative · 10 tokens" in drawn
     assert "mean acceptance" in drawn

@@ -66,7 +66,10 @@ def test_runs_without_a_seed_differ(run, names):
 
 
 def test_a_dash_reads_standard_input(run, names):
-    assert run("generate", "-", *names, *LENGTH, stdin="def f(x):").out == run("generate", "def f(x):", *names, *LENGTH).out
+    assert (
+        run("generate", "-", *names, *LENGTH, stdin="def f(x):").out
+        == run("generate", "def f(x):", *names, *LENGTH).out
+    )
 
 
 def test_several_completions_are_numbered(run, names):
@@ -84,7 +87,13 @@ def test_lookup_needs_no_draft(run, pair):
 
 @pytest.mark.parametrize(
     "mode, no_color, coloured",
-    [("always", None, True), ("always", "1", True), ("auto", "1", False), ("never", None, False), ("auto", None, False)],
+    [
+        ("always", None, True),
+        ("always", "1", True),
+        ("auto", "1", False),
+        ("never", None, False),
+        ("auto", None, False),
+    ],
 )
 def test_colours(run, names, monkeypatch, mode, no_color, coloured):
     monkeypatch.delenv("NO_COLOR", raising=False)

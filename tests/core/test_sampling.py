@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from foretoken.core.sampling import History, SamplingLaw
@@ -15,7 +15,18 @@ from foretoken.core.sampling import History, SamplingLaw
 VOCAB = 6
 
 
-def reference(law: SamplingLaw, logits: Sequence[float], prompt: Sequence[int], generated: Sequence[int]) -> list[float]:
+class Undecided(Exception):
+    """The answer hangs on the last bit of a rounding, or no token is left."""
+
+
+def decided(condition: bool) -> None:
+    if not condition:
+        raise Undecided
+
+
+def reference(
+    law: SamplingLaw, logits: Sequence[float], prompt: Sequence[int], generated: Sequence[int]
+) -> list[float]:
     """One row in plain Python, a paragraph for each parameter, in vLLM's order."""
     row, history = list(logits), [*prompt, *generated]
 
@@ -31,30 +42,29 @@ def reference(law: SamplingLaw, logits: Sequence[float], prompt: Sequence[int], 
         row[token] += bias
 
     for token in set(history):
-        row[token] *= law.repetition_penalty if row[token] <= 0 else 1 / law.repetition_penalty
+        row[token] = row[token] / law.repetition_penalty if row[token] > 0 else row[token] * law.repetition_penalty
     for token in set(generated):
         row[token] -= law.frequency_penalty * generated.count(token) + law.presence_penalty
 
     top = max(row)
-    assume(top > -math.inf)
+    decided(top > -math.inf)
     if law.temperature == 0.0:
         return [float(token == row.index(top)) for token in range(len(row))]
     row = [x / law.temperature for x in row]
+    decided(all(x == y or abs(x - y) > 1e-9 for x in row for y in row))
 
     weights = [math.exp(x - max(row)) for x in row]
-    assume(all(abs(w - law.min_p) > 1e-9 for w in weights) or law.min_p == 0.0)
+    decided(all(w in (0.0, 1.0) or abs(w - law.min_p) > 1e-9 for w in weights))
     weights = [w if w >= law.min_p else 0.0 for w in weights]
 
     if law.top_k:
         kth = sorted(weights, reverse=True)[: law.top_k][-1]
-        near = [w for w in weights if w != kth and math.isclose(w, kth, rel_tol=1e-9)]
-        assume(not near)
         weights = [w if w >= kth else 0.0 for w in weights]
 
     if law.top_p < 1.0:
         total, mass = sum(weights), 0.0
         for token in sorted(range(len(weights)), key=lambda t: (-weights[t], t)):
-            assume(abs(mass - law.top_p) > 1e-9)
+            decided(abs(mass - law.top_p) > 1e-9)
             share = weights[token] / total
             if mass >= law.top_p:
                 weights[token] = 0.0
@@ -64,7 +74,7 @@ def reference(law: SamplingLaw, logits: Sequence[float], prompt: Sequence[int], 
 
 
 tokens = st.integers(0, VOCAB - 1)
-numbers = st.one_of(st.floats(-5, 5), st.sampled_from([-1.0, 0.0, 1.0, 2.0, -math.inf]))
+numbers = st.one_of(st.integers(-40, 40).map(lambda n: n / 8), st.just(-math.inf))  # ties are common
 rows = st.lists(numbers, min_size=VOCAB, max_size=VOCAB)
 prompts = st.lists(tokens, min_size=1, max_size=4)
 outputs = st.lists(tokens, max_size=5)
@@ -85,7 +95,10 @@ FIXED = {"min_tokens": {"end_ids": (1, 4)}}
 
 def agrees(law: SamplingLaw, row: list[float], prompt: list[int], output: list[int], split: int) -> None:
     """The last ``split`` tokens of the output as a drafted path, the others committed."""
-    expected = reference(law, row, prompt, output)
+    try:
+        expected = reference(law, row, prompt, output)
+    except Undecided:
+        reject()
     cut = max(0, len(output) - split)
     history = History([*prompt, *output[:cut]], len(prompt), tuple(output[cut:]))
     found = law.probs(torch.tensor([row], dtype=torch.float64), [history])[0].tolist()
@@ -93,14 +106,14 @@ def agrees(law: SamplingLaw, row: list[float], prompt: list[int], output: list[i
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data(), row=rows, prompt=prompts, output=outputs, split=st.integers(0, 3))
 def test_each_parameter_alone(name, data, row, prompt, output, split):
     law = SamplingLaw(**{name: data.draw(PARAMETERS[name])}, **FIXED.get(name, {}))  # type: ignore[arg-type]
     agrees(law, row, prompt, output, split)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.fixed_dictionaries(PARAMETERS), rows, prompts, outputs, st.integers(0, 3))
 def test_all_parameters_together(parameters, row, prompt, output, split):
     agrees(SamplingLaw(**parameters, end_ids=(1, 4)), row, prompt, output, split)

@@ -157,7 +157,7 @@ def test_any_integer_is_a_seed():
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1])
 def test_the_extreme_numbers_are_inside_the_open_interval(bits):
-    with mock.patch.object(module, "_splitmix", lambda z: bits):
+    with mock.patch.object(module, "_splitmix", return_value=bits):
         stream = Streams(0).private(Purpose.VERIFY, 0)
         assert stream.bernoulli(1.0, 0)
         assert not stream.bernoulli(0.0, 0)

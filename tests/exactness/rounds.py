@@ -28,9 +28,12 @@ Table = Callable[[Text], Tensor]  # all tokens so far -> logits [V]
 Propose = Callable[[Context, int], Draft]
 Cut = Callable[[Text, Text], Text]  # (text so far, what a verdict adds) -> what is emitted of it
 PROMPT: Text = (0, 1)
+PLAIN = SamplingLaw()
 
 
-def table(vocab: int, seed: int, sharpness: float = 1.0, zeros: float = 0.0, dtype: torch.dtype = torch.float64) -> Table:
+def table(
+    vocab: int, seed: int, sharpness: float = 1.0, zeros: float = 0.0, dtype: torch.dtype = torch.float64
+) -> Table:
     """Random logits for every history; each is -inf with probability ``zeros``, but never all of a row."""
 
     @cache
@@ -63,11 +66,11 @@ def _row(model: Table, law: Law, tokens: Text, prompt_length: int, path: Text) -
 
 @dataclass(frozen=True)
 class Pair:
-    """What one enumeration needs. ``verifier``, ``target_rows``, ``stream`` and ``cut`` are where mistakes are planted."""
+    """What one enumeration needs; mistakes are planted by replacing one of its parts."""
 
     target: Table
     propose: Propose
-    law: Law = SamplingLaw()
+    law: Law = PLAIN
     exactness: Exactness = Exactness.DISTRIBUTION
     rejection: str = "block"
     budget: Callable[[int], int] = lambda generated: 3

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from foretoken.control.fixed import Fixed
-from foretoken.core.context import Context, Exactness
+from foretoken.core.context import Context
 from foretoken.core.sampling import History, SamplingLaw
-from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
@@ -54,12 +53,10 @@ LAWS = {
 }
 
 
-def generate(target: ToyModel, proposer: Proposer, rejection: str, depth: int, law: SamplingLaw, length: int,
-             end: int | None, streams: Streams | Branching, exactness: Exactness = Exactness.DISTRIBUTION) -> Text:  # fmt: skip
+def generate(engine: Engine, law: SamplingLaw, stopping: Length, streams: Branching) -> Text:
     """One request through a new engine."""
-    engine = Engine(target, proposer, Fixed(depth), rejection=rejection)
-    context = Context(0, list(PROMPT), len(PROMPT), law, streams, exactness)  # type: ignore[arg-type]
-    engine.add(context, Length(length, end))
+    context = Context(0, list(PROMPT), len(PROMPT), law, streams)  # type: ignore[arg-type]
+    engine.add(context, stopping)
     while engine.busy:
         engine.step()
     return tuple(context.tokens[len(PROMPT) :])
@@ -80,7 +77,8 @@ def test_law_of_the_engine(law, proposer, vocab, depth, length, end):
     target = ToyModel(vocab, order=1, seed=5, sharpness=1.0)
 
     def run(streams: Branching) -> Text:
-        speculation = PROPOSERS[proposer](target)
-        return generate(target, *speculation, depth, LAWS[law], length, end, streams)
+        speculation, rejection = PROPOSERS[proposer](target)
+        engine = Engine(target, speculation, Fixed(depth), rejection=rejection)
+        return generate(engine, LAWS[law], Length(length, end), streams)
 
     assert total_variation(outcomes(run), reference(target, LAWS[law], length, end)) < LIMIT

@@ -24,7 +24,9 @@ def test_every_branch_is_taken_once():
 
 def test_impossible_outcomes_are_no_branches():
     one_hot = torch.tensor([0.0, 1.0])
-    law = outcomes(lambda s: (s.private(Purpose.DRAFT, 0).categorical(one_hot, 0), s.private(Purpose.DRAFT, 0).bernoulli(1.0, 0)))
+    law = outcomes(
+        lambda s: (s.private(Purpose.DRAFT, 0).categorical(one_hot, 0), s.private(Purpose.DRAFT, 0).bernoulli(1.0, 0))
+    )
     assert law == {(1, True): 1.0}
 
 
@@ -75,7 +77,9 @@ def test_rounds_of_any_length_are_continued_and_cut():
 
 
 def test_ended_texts_go_no_further():
-    law = exact_law(lambda text, s: (s.private(Purpose.VERIFY, len(text)).categorical(COIN, 0),), 2, lambda t: t[-1] == 0)
+    law = exact_law(
+        lambda text, s: (s.private(Purpose.VERIFY, len(text)).categorical(COIN, 0),), 2, lambda t: t[-1] == 0
+    )
     assert law == pytest.approx({(0,): 0.25, (1, 0): 0.1875, (1, 1): 0.5625})
 
 

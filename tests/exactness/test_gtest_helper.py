@@ -47,7 +47,7 @@ def test_power_at_the_stated_distance():
 
 
 def test_small_cells_are_pooled():
-    law = {i: 0.24 for i in range(4)} | {10 + i: 0.01 for i in range(4)}
+    law = dict.fromkeys(range(4), 0.24) | {10 + i: 0.01 for i in range(4)}
     counts = {0: 24, 1: 24, 2: 24, 3: 24, 10: 4}
     assert g_test(counts, law).dof == 4
     assert g_test(counts, law).p_value == pytest.approx(1.0, abs=1e-9)

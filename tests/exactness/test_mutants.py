@@ -51,7 +51,9 @@ def test_argmax_draft_with_softmax_q(honest):
 @pytest.mark.parametrize("honest", [TOKEN, BLOCK], ids=["token", "block"])
 def test_q_recomputed_at_another_temperature(honest):
     drew, reports = SamplingLaw(temperature=0.6), SamplingLaw()
-    caught(replace(honest, propose=drawn(Q, drew)), replace(honest, propose=mutants.reports_another_law(Q, drew, reports)))
+    caught(
+        replace(honest, propose=drawn(Q, drew)), replace(honest, propose=mutants.reports_another_law(Q, drew, reports))
+    )
 
 
 @pytest.mark.parametrize("honest", [TOKEN, BLOCK], ids=["token", "block"])
@@ -62,7 +64,9 @@ def test_q_recomputed_in_another_precision(honest):
 @pytest.mark.parametrize("honest", [TOKEN, BLOCK], ids=["token", "block"])
 def test_draft_top_k_silently_applied(honest):
     drew, reports = SamplingLaw(top_k=2), SamplingLaw()
-    caught(replace(honest, propose=drawn(Q, drew)), replace(honest, propose=mutants.reports_another_law(Q, drew, reports)))
+    caught(
+        replace(honest, propose=drawn(Q, drew)), replace(honest, propose=mutants.reports_another_law(Q, drew, reports))
+    )
 
 
 @pytest.mark.parametrize("honest", [TOKEN, BLOCK], ids=["token", "block"])

@@ -1,4 +1,4 @@
-"""Sampling parameters and stop rules under speculation: each node judged with its own history, text cut where it ends."""
+"""Sampling parameters and stop rules under speculation: each node has its own history, each text its end."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_auto_takes_the_native_decoder_where_it_fits(llama: Path, tmp_path: Path
     assert isinstance(load_model(str(llama), "float32", "cpu", "hf"), HFModel)
     gpt2 = ARCHITECTURES["gpt2"].save(tmp_path / "gpt2")
     assert isinstance(load_model(gpt2, "float32", "cpu"), HFModel)
-    with pytest.raises(ModelLoadError, match="gpt2.*backend='hf'"):
+    with pytest.raises(ModelLoadError, match=r"gpt2.*backend='hf'"):
         load(gpt2)
     with pytest.raises(InvalidRequest, match="backend"):
         load(gpt2, "fast")
@@ -156,7 +156,7 @@ def test_broken_shards(tmp_path: Path) -> None:
     parsed = json.loads(index.read_text())
     parsed["weight_map"]["extra.weight"] = next(iter(parsed["weight_map"].values()))
     index.write_text(json.dumps(parsed))
-    with pytest.raises(ModelLoadError, match="extra.weight"):
+    with pytest.raises(ModelLoadError, match="extra"):
         open_weights(tmp_path)
     next(tmp_path.glob("model-00002*")).unlink()
     with pytest.raises(ModelLoadError, match="shards"):

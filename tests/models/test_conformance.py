@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,9 @@ class Pair:
         last = (torch.arange(len(paths)), torch.tensor([len(path) - 1 for path in paths]))
         return output.logits[last], {i: output.hidden_states[i][last] for i in layers}
 
-    def check(self, handle: Handle, draft: Draft, scores: Scores, nodes: Sequence[int], layers: Sequence[int] = ()) -> None:
+    def check(
+        self, handle: Handle, draft: Draft, scores: Scores, nodes: Sequence[int], layers: Sequence[int] = ()
+    ) -> None:
         """``scores`` holds one row for each of ``nodes`` (-1 the root), each equal to a forward on its own path."""
         assert scores.logits.shape == (len(nodes), self.model.vocab_size)
         paths = [[*handle.tokens, *(draft.ids[i] for i in draft.path(node))] for node in nodes]
@@ -55,11 +57,11 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=ALL, ids=lambda p: f"{p[0]}-{p[1]}")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     name, backend = request.param
     tiny = ARCHITECTURES[name]
     path = tiny.save(tmp_path_factory.mktemp(name))
-    yield Pair(load_model(path, "float32", "cpu", backend), tiny.build())
+    return Pair(load_model(path, "float32", "cpu", backend), tiny.build())
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -186,7 +188,14 @@ def test_growing_tree(pair: Pair) -> None:
 
 def test_another_draft_replaces_the_first_and_starts_over(pair: Pair) -> None:
     handle = pair.model.open(text(5, 120))
-    for draft in (Draft.chain(text(3, 121)), Draft.chain(text(4, 122)), tree(123), tree(123), Draft.empty(), Draft.empty()):
+    for draft in (
+        Draft.chain(text(3, 121)),
+        Draft.chain(text(4, 122)),
+        tree(123),
+        tree(123),
+        Draft.empty(),
+        Draft.empty(),
+    ):
         (scores,) = pair.model.score([handle], [draft])
         pair.check(handle, draft, scores, rows(draft))
     pair.model.close(handle)

@@ -48,7 +48,7 @@ def resolve(name_or_path: str | Path) -> Path:
         raise ModelLoadError(f"{path} is a file; expected the folder of a checkpoint (config.json and *.safetensors)")
     name = str(name_or_path)
     if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelLoadError(f"there is no folder {name!r}; expected a local checkpoint folder or a hub id like 'org/name'")
+        raise ModelLoadError(f"there is no folder {name!r}; expected a checkpoint's folder or a hub id like 'org/name'")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -87,7 +87,7 @@ class Weights(Mapping[str, Tensor]):
         index = _index(path)
         for file in _weight_files(path, index):
             try:
-                handle = safe_open(str(path / file), framework="pt")
+                handle: Any = safe_open(str(path / file), framework="pt")
                 self._where.update(dict.fromkeys(handle.keys(), file))
             except Exception as error:  # safetensors raises its own and OSError kinds
                 raise ModelLoadError(
@@ -204,7 +204,7 @@ def load_model(
         return Decoder.load(path, kind, where, max_length)
     if backend == "native":
         raise ModelLoadError(
-            f"{path} is of type {config.get('model_type')!r}, which the native decoder does not compute; use backend='hf'"
+            f"the native decoder does not compute the type {config.get('model_type')!r} of {path}; use backend='hf'"
         )
     from foretoken.models.hf import HFModel
 
@@ -221,5 +221,5 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # tokenizers raise bare exceptions for broken files
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelLoadError(
-            f"no tokenizer can be loaded from {path} ({reason}); expected tokenizer.json or the model's own vocabulary files"
+            f"no tokenizer loads from {path} ({reason}); expected tokenizer.json or the model's vocabulary files"
         ) from error

@@ -22,7 +22,7 @@ from foretoken.models.attention import Plan, attend
 from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.models.kv import KVCache
 from foretoken.models.linear import Linear, can_pack
-from foretoken.models.rope import inverse_frequencies
+from foretoken.models.rope import KINDS, inverse_frequencies, rope_kind
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 PREFILL_ROWS = 256  # rows of one prefill pass
@@ -79,7 +79,7 @@ class Decoder(Model):
         return (
             config.get("model_type") in FAMILY
             and config.get("hidden_act", "silu") == "silu"
-            and inverse_frequencies(config, 2) is not None
+            and rope_kind(config) in KINDS
             and not config.get("quantization_config")
         )
 

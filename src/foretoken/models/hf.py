@@ -234,7 +234,7 @@ def _refuse(module: Any, config: Any) -> None:
     used = getattr(config, "_attn_implementation", None) or "eager"
     if used not in _ATTENTION:
         raise ModelLoadError(
-            f"{name} was loaded with attn_implementation={used!r}, which takes no tree mask; load it with 'sdpa' or 'eager'"
+            f"{name} has attn_implementation={used!r}, which takes no tree mask; load it with 'sdpa' or 'eager'"
         )
 
 

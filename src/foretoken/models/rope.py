@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 
-def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor | None:
-    """float32 [head_dim / 2], or None for a kind of scaling that is not computed here.
+KINDS = ("default", "linear", "llama3")
 
-    ``default`` (RoFormer, 2104.09864), ``linear`` and ``llama3`` (Llama 3.1's wavelength bands).
-    """
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+def rope_kind(config: Mapping[str, Any]) -> str:
+    """How the checkpoint scales its positions; only ``KINDS`` are computed here."""
+    settings = _settings(config)
+    return settings.get("rope_type") or settings.get("type") or "default"
+
+
+def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
+    """float32 [head_dim / 2]: plain (RoFormer, 2104.09864), ``linear``, or ``llama3`` (Llama 3.1's wavelength bands)."""
+    settings, kind = _settings(config), rope_kind(config)
     base = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
-    kind = settings.get("rope_type") or settings.get("type") or "default"
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (base**exponents)
     if kind == "default":
@@ -26,7 +31,11 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor | No
         return frequencies / settings["factor"]
     if kind == "llama3":
         return _llama3(frequencies, settings)
-    return None
+    raise ValueError(f"rope scaling {kind!r} is not computed here; known: {', '.join(KINDS)}")
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 def _llama3(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:

@@ -143,22 +143,23 @@ class Slots:
             self.place = self.index = None
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class SlotLayer(CacheLayerMixin):
     """One layer's rows [slots, kv_heads, rows, head_dim], zeros at first: a masked weight times a row must be 0."""
 
     is_sliding = False
+    keys: Tensor | None
+    values: Tensor | None
 
     def __init__(self, slots: Slots) -> None:
         super().__init__()
         self._slots = slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self._fit(self.keys, key_states), self._fit(self.values, value_states)
-        self.is_initialized = True
+        """Nothing to do: rows are made when they are first written."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the rows of the pass, [B, kv_heads, width, head_dim], and return all keys and values it sees."""
-        self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = self._fit(self.keys, key_states), self._fit(self.values, value_states)
         place, index = self._slots.place, self._slots.index
         if place is None or index is None:
             raise RuntimeError("this cache belongs to a foretoken model and is used outside of its pass")

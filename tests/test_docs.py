@@ -1,0 +1,109 @@
+"""What the documentation says is run: its Python, its commands, its links, its list of packages."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from foretoken import zoo
+from foretoken.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- (?P<marker>[\w: ]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
+# Names a reader puts an own model in for, and the bundled model that stands in for it here.
+STAND_INS = {"your-target-model": "target", "your-draft-model": "draft"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it is, what language, whether a marker asks for stand-ins."""
+
+    page: Path
+    number: int
+    marker: str | None
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.number}"
+
+
+def blocks(*languages: str) -> Iterator[Block]:
+    for page in PAGES:
+        for number, match in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")), 1):
+            if match["language"] in languages:
+                yield Block(page, number, match["marker"], match["language"], match["code"])
+
+
+def commands() -> list[str]:
+    lines = [line for block in blocks("console", "bash") for line in block.code.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+@pytest.mark.parametrize("block", list(blocks("python")), ids=str)
+def test_python_runs(block, capsys):
+    code = block.code
+    for name, role in STAND_INS.items():
+        assert (name in code) <= (block.marker == "models: bundled"), f"{block} needs its marker"
+        code = code.replace(f'"{name}"', repr(str(zoo.path(role))))
+    exec(compile(code, str(block), "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("line", [c for c in commands() if re.search(r"(^|\| )foretoken ", c)])
+def test_foretoken_commands_run(line, monkeypatch, capsys):
+    *before, command = line.split(" | ")
+    if before:
+        words = shlex.split(before[0])
+        assert words[0] == "echo"
+        monkeypatch.setattr(sys, "stdin", io.StringIO(" ".join(words[1:]) + "\n"))
+    with pytest.raises(SystemExit) as exit_:
+        main(shlex.split(command, comments=True)[1:])
+    out, err = capsys.readouterr()
+    assert not exit_.value.code, err
+    assert out.strip()
+
+
+@pytest.mark.parametrize("line", [c for c in commands() if not re.search(r"(^|\| )foretoken ", c)])
+def test_other_commands_exist(line):
+    """Installing and measuring take long: their targets, scripts and options must at least be there."""
+    words = shlex.split(line, comments=True)
+    if words[0] == "make":
+        subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, check=True)
+        return
+    assert words[0] == ".venv/bin/python", f"no way to check: {line}"
+    script = (ROOT / words[1]).read_text(encoding="utf-8")
+    for option in (word.removeprefix("--") for word in words if word.startswith("--")):
+        assert re.search(rf'^    {option.replace("-", "_")}: |"--{option}"', script, re.MULTILINE), option
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_named_commands_exist(page, capsys):
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    known = capsys.readouterr().out
+    for name in re.findall(r"`foretoken ([a-z-]+)", text):
+        assert re.search(rf"^  {name}\s", known, re.MULTILINE), name
+    for target in re.findall(r"`make ([a-z]+)", text):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/structure.md"])
+def test_every_package_is_introduced(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    packages = [p.parent.name for p in (ROOT / "src" / "foretoken").glob("*/__init__.py")]
+    assert "core" in packages
+    for name in packages:
+        assert re.search(rf"(^      {name}/|`{name}`)", text, re.MULTILINE), name
