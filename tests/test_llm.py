@@ -28,7 +28,9 @@ def test_the_readmes_call(llm: LLM) -> None:
     assert output[0].stats.rounds >= 1
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}, {"seed": 3, "top_p": 0.9, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"seed": 3}, {"seed": 3, "top_p": 0.9, "repetition_penalty": 1.2}]
+)
 def test_one_text_whatever_the_depth_proposer_or_batch(llm: LLM, tiny_pair: Any, params: dict[str, Any]) -> None:
     plain = texts(llm, speculative_tokens=0, **params)
     for depth in (1, 4, 8):
@@ -102,7 +104,7 @@ def test_prompts_in_every_form(llm: LLM) -> None:
 
 
 def test_parameters_one_per_prompt(llm: LLM) -> None:
-    outs = llm.generate(["a", "b"], [SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=5, ignore_eos=True)])
+    outs = llm.generate(["a", "b"], [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 5)])
     assert [len(o.outputs[0].token_ids) for o in outs] == [2, 5]
 
 
@@ -194,11 +196,12 @@ def test_a_draft_with_another_tokenizer_is_refused(tiny_pair: Any, tmp_path: Any
 
 
 def test_bad_words_and_bias_hold_under_speculation(llm: LLM) -> None:
-    out = llm.generate("abc", SamplingParams(max_tokens=20, seed=1, ignore_eos=True, logit_bias={65: 100.0}))[0]
-    assert set(out.outputs[0].token_ids) == {65}
-    word = llm.tokenizer.decode([65])
-    out = llm.generate("abc", SamplingParams(max_tokens=20, seed=1, ignore_eos=True, logit_bias={65: 100.0}, bad_words=[word]))[0]
-    assert 65 not in out.outputs[0].token_ids
+    def ids(**more: Any) -> set[int]:
+        params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, logit_bias={65: 100.0}, **more)
+        return set(llm.generate("abc", params)[0].outputs[0].token_ids)
+
+    assert ids() == {65}
+    assert 65 not in ids(bad_words=[llm.tokenizer.decode([65])])
 
 
 def test_chat_needs_a_template(llm: LLM) -> None:

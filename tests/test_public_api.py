@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 
@@ -34,7 +33,3 @@ def test_other_names_are_an_error():
 def test_importing_the_package_is_light():
     code = "import sys, foretoken; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
-def test_version_is_the_installed_one():
-    assert version("foretoken") == foretoken.__version__

@@ -137,7 +137,7 @@ class LLM:
         if len(settings) != len(each):
             raise InvalidRequest(f"{len(settings)} sampling_params for {len(each)} prompts; give one, or one each")
         built = [self._builder.build(prompt, p) for prompt, p in zip(each, settings, strict=True)]
-        for request, contexts in built:
+        for _, contexts in built:
             for context in contexts:
                 self.engine.check(context)
         for request, contexts in built:
@@ -191,7 +191,9 @@ def eos_ids(path: Path, tokenizer: Any) -> list[int]:
 def _method(config: SpeculativeConfig, draft_model: str | Path | None) -> tuple[str | Path | None, str]:
     """The draft to load, if any, and the method in force."""
     if config.model is not None and draft_model is not None and str(draft_model) != config.model:
-        raise InvalidRequest(f"two draft models given: draft_model={draft_model!s} and speculative_config's {config.model}")
+        raise InvalidRequest(
+            f"two drafts were given, draft_model={draft_model} and speculative_config's {config.model}"
+        )
     draft = draft_model if draft_model is not None else config.model
     method = config.method or ("draft_model" if draft is not None else "none")
     if method == "draft_model" and draft is None:

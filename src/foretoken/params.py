@@ -138,7 +138,9 @@ class SpeculativeConfig:
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(value) - set(known))
         if unknown:
-            raise InvalidRequest(f"unknown key(s) in speculative_config: {', '.join(unknown)}; known: {', '.join(known)}")
+            raise InvalidRequest(
+                f"unknown key(s) in speculative_config: {', '.join(unknown)}; known: {', '.join(known)}"
+            )
         return cls(**value)
 
 

@@ -36,7 +36,9 @@ class Length:
         return "stop" if token == self.end else "length" if self.room == 0 else None
 
 
-def context(identifier: int, seed: int, grade: Exactness, depth: int | None = None, temperature: float = 1.0) -> Context:
+def context(
+    identifier: int, seed: int, grade: Exactness, depth: int | None = None, temperature: float = 1.0
+) -> Context:
     prompt = [1, 2, 3, identifier % 6]
     return Context(identifier, prompt, len(prompt), SamplingLaw(temperature), Streams(seed), grade, depth)
 
@@ -193,7 +195,7 @@ def test_steps_count_what_was_emitted() -> None:
 
 
 def test_nothing_global_is_seeded() -> None:
-    torch.manual_seed(0)  # noqa: TID251
+    torch.manual_seed(0)
     before = torch.get_rng_state()
     run(Engine(TARGET, DraftModel(TARGET.perturbed(0.3)), Fixed(3)), [context(0, 1, Exactness.DISTRIBUTION)])
     assert torch.equal(before, torch.get_rng_state())

@@ -16,7 +16,9 @@ from scipy import optimize, stats
 
 @dataclass(frozen=True)
 class GResult:
-    """statistic: G = 2 sum O log(O/E). delta: the total variation this test detects with power 0.9 at alpha 1e-3."""
+    """statistic: G = 2 sum O log(O/E). delta: the total variation this test detects with power 0.9 at alpha 1e-3,
+    pooled cells counting as one.
+    """
 
     statistic: float
     dof: int

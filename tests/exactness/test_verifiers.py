@@ -126,7 +126,7 @@ def accepted(pair: Pair) -> float:
 
 @pytest.mark.parametrize("rejection, expected", [("token", 10 / 9), ("block", 11 / 9)])
 def test_accepted_length_of_the_paper(rejection, expected):
-    p, q = constant(1 / 3, 2 / 3), constant(2 / 3, 1 / 3)  # 2403.10444, section 2
+    p, q = constant(1 / 3, 2 / 3), constant(2 / 3, 1 / 3)  # 2403.10444
     pair = Pair(p, drawn(q), rejection=rejection, budget=lambda g: 2)
     assert accepted(pair) == pytest.approx(expected, abs=1e-12)
 

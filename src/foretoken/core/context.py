@@ -45,7 +45,4 @@ class Context:
 
     def histories(self, draft: Draft) -> list[History]:
         """One history per row of a pass over ``draft``: the root's, then each node's own."""
-        rows = [self.history()]
-        for node in range(len(draft)):
-            rows.append(self.history([draft.ids[i] for i in draft.path(node)]))
-        return rows
+        return [self.history([draft.ids[i] for i in draft.path(node)]) for node in range(-1, len(draft))]

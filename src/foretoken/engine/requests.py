@@ -81,9 +81,14 @@ class RequestBuilder:
             detokenizer = Detokenizer(self.tokenizer, ids, params.skip_special_tokens)
             stoppings.append(
                 TextStopping(
-                    detokenizer, params.max_tokens, params.min_tokens, eos, stop_ids, params.stops,
+                    detokenizer,
+                    params.max_tokens,
+                    params.min_tokens,
+                    eos,
+                    stop_ids,
+                    params.stops,
                     params.include_stop_str_in_output,
-                )  # fmt: skip
+                )
             )
             self._sequences += 1
         request = Request(
@@ -97,9 +102,7 @@ class RequestBuilder:
         if isinstance(prompt, Mapping):
             known = {"prompt", "prompt_token_ids"}
             if len(prompt) != 1 or not known.issuperset(prompt):
-                raise InvalidRequest(
-                    f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
-                )
+                raise InvalidRequest(f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
             prompt = next(iter(prompt.values()))
         if isinstance(prompt, str):
             ids = list(self.tokenizer(prompt)["input_ids"])
@@ -132,7 +135,5 @@ def _logprobs(recorded: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
         token: Logprob(value, rank, tokenizer.decode([token]))
         for rank, (token, value) in enumerate(recorded.top, start=1)
     }
-    entries.setdefault(
-        recorded.token, Logprob(recorded.logprob, recorded.rank, tokenizer.decode([recorded.token]))
-    )
+    entries.setdefault(recorded.token, Logprob(recorded.logprob, recorded.rank, tokenizer.decode([recorded.token])))
     return entries

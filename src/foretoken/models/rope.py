@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 KINDS = ("default", "linear", "llama3")
 
 
@@ -20,7 +19,7 @@ def rope_kind(config: Mapping[str, Any]) -> str:
 
 
 def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
-    """float32 [head_dim / 2]: plain (RoFormer, 2104.09864), ``linear``, or ``llama3`` (Llama 3.1's wavelength bands)."""
+    """float32 [head_dim / 2]: plain (RoFormer, 2104.09864), ``linear``, or ``llama3`` (wavelength bands)."""
     settings, kind = _settings(config), rope_kind(config)
     base = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim

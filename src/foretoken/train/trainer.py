@@ -115,8 +115,9 @@ class Trainer:
             torch.save(state, partial)
             os.replace(partial, self.checkpoint)
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError on a full disk
+            reason = str(error) if isinstance(error, OSError) else "the disk is full or refuses to write"
             raise TrainingError(
-                f"cannot write the checkpoint {self.checkpoint}: {error}; free some space and run again "
+                f"cannot write the checkpoint {self.checkpoint}: {reason}; free some space and run again "
                 "with --resume (an earlier checkpoint is untouched)"
             ) from error
         finally:

@@ -18,7 +18,7 @@ def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
     """tau = max{i : u_i <= h_i}, then one draw from norm((w_tau p_{tau+1} - q_{tau+1})+), or p_{n+1} if tau = n.
 
     h_n = w_n, else h_i = Z_i / (Z_i + 1 - w_i) with Z_i the mass of that excess. The rows are asked from the
-    deepest up, so nothing is computed for the rows above tau.
+    deepest up, so nothing is computed for rows nearer the root than tau.
 
     draft: a chain with law ``Sampled``; token i was drawn from row i of q. probs: [n+1, V].
     """

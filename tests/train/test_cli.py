@@ -1,0 +1,70 @@
+"""The commands, through the command line's own parser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from foretoken.cli.main import app
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.data import Corpus
+
+SIZES = [
+    "--hidden",
+    "32",
+    "--intermediate",
+    "48",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--kv-heads",
+    "1",
+    "--head-dim",
+    "16",
+    "--no-compile",
+]
+RUN = [*SIZES, "--steps", "2", "--batch", "2", "--window", "16"]
+
+
+def invoke(*args: object) -> Any:
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def texts(corpus: Corpus, tmp_path: Path) -> Path:
+    for i, text in enumerate((*corpus.train, *corpus.held_out)):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"f{i}.py").write_text(text)
+    return tmp_path / "texts"
+
+
+def test_target_draft_card_and_scale_up(texts: Path, tmp_path: Path) -> None:
+    target, draft, wide = tmp_path / "t", tmp_path / "d", tmp_path / "w"
+    out = json.loads(invoke("train", "target", target, "--corpus", texts, *RUN, "--json").stdout)
+    assert out["path"] == str(target)
+    assert out["held_out_loss"] > 0
+    assert "overlap" in invoke("train", "draft", draft, target, "--corpus", texts, *RUN).stdout
+    assert str(draft / "README.md") in invoke("train", "card", target, "--draft", draft, "--corpus", texts).stdout
+    assert "--corpus FILES" in (draft / "README.md").read_text()
+    sizes = ["--hidden", "64", "--intermediate", "96", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
+    assert json.loads(invoke("scale-up", target, wide, *sizes, "--json").stdout)["parameters"] > 20_000
+
+
+def test_what_cannot_be_done_is_refused_before_any_work(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    with pytest.raises(InvalidRequest, match="--force"):
+        invoke("train", "target", tmp_path / "mine", *RUN)
+    with pytest.raises(InvalidRequest, match="choose one"):
+        invoke("train", "target", tmp_path / "t", "--steps", 2, "--minutes", 1)
+    with pytest.raises(InvalidRequest, match="same folder"):
+        invoke("scale-up", tmp_path / "t", tmp_path / "t")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["mine", "texts"]
