@@ -3,8 +3,7 @@
 #   make test     everything for development, then the tests
 #   make check    formatting, lint, types and the import rule
 #   make bench    the figures of the README (minutes; leave the machine alone meanwhile)
-# On a machine without a GPU, the CPU build of torch is smaller:
-#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# PIP_ARGS goes to pip, for instance --extra-index-url with an index of smaller, CPU-only builds of torch.
 
 SHELL := /bin/sh
 VENV ?= .venv
@@ -12,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PIP_ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -q $(PIP_ARGS) -c constraints.txt
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 

@@ -60,7 +60,7 @@ class Cell:
 
 def own_prompts(count: int) -> list[str]:
     """Our functions, cut after their second line, their third, and so on: as many as asked for."""
-    cut = ("".join(text.splitlines(keepends=True)[:lines]) for lines in range(2, 20) for text in FUNCTIONS)
+    cut = ("\n".join(text.splitlines()[:lines]) for lines in range(2, 20) for text in FUNCTIONS)
     return list(dict.fromkeys(cut))[:count]
 
 

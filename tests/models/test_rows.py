@@ -94,6 +94,20 @@ def test_neighbours_change_no_bit(dtype: torch.dtype, other: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_slots_does_not_matter(dtype: torch.dtype) -> None:
+    """A sequence that joins late may take a lower slot than those before it in the batch."""
+    model = decoder(dtype)
+    prompts, rest = [tokens(20, seed=1), tokens(30, seed=2)], tokens(3, seed=9)
+    expected = [one_by_one(model, prompt, rest) for prompt in prompts]
+    handles = [model.open(prompt) for prompt in prompts]
+    for order in ([0, 1], [1, 0]):
+        got = model.score([handles[i] for i in order], [Draft.chain(rest[:2])] * 2)
+        for i, scores in zip(order, got, strict=True):
+            assert all(torch.equal(scores.logits[row], expected[i][row]) for row in range(3))
+        model.commit(handles, [[], []])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_path_of_a_tree_equals_plain_decoding(dtype: torch.dtype) -> None:
     model = decoder(dtype)
     prompt = tokens(150)

@@ -14,19 +14,8 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.train.data import Corpus
 
 SIZES = [
-    "--hidden",
-    "32",
-    "--intermediate",
-    "48",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--kv-heads",
-    "1",
-    "--head-dim",
-    "16",
-    "--no-compile",
+    *("--hidden", "32", "--intermediate", "48", "--layers", "1"),
+    *("--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--no-compile"),
 ]
 RUN = [*SIZES, "--steps", "2", "--batch", "2", "--window", "16"]
 

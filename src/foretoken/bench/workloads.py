@@ -7,14 +7,14 @@ from pathlib import Path
 
 from foretoken.core.errors import InvalidRequest
 
+# None ends with a line break: the next line's break and indentation are often one token.
 FUNCTIONS: tuple[str, ...] = (
     '''def read_settings(path, defaults=None):
     """Read ``key = value`` lines from the file at path into a dictionary.
 
     Blank lines and lines that start with ``#`` are skipped.  Keys that the
     file does not name take their value from defaults.
-    """
-''',
+    """''',
     '''class RingBuffer:
     """A fixed number of slots; the newest item overwrites the oldest."""
 
@@ -26,8 +26,7 @@ FUNCTIONS: tuple[str, ...] = (
         self._next = 0
 
     def append(self, item):
-        """Store item, dropping the oldest one when the buffer is full."""
-''',
+        """Store item, dropping the oldest one when the buffer is full."""''',
     '''import os
 
 
@@ -37,15 +36,13 @@ def find_files(root, suffix):
     Directories whose name starts with a dot are not entered.
     """
     found = []
-    for dirpath, dirnames, filenames in os.walk(root):
-''',
+    for dirpath, dirnames, filenames in os.walk(root):''',
     '''def parse_version(text):
     """Parse a version such as "3.11.7" into a tuple of integers.
 
     Raise ValueError if a part is not a number or there are none.
     """
-    parts = text.strip().split(".")
-''',
+    parts = text.strip().split(".")''',
     '''import threading
 
 
@@ -57,8 +54,7 @@ class Counter:
         self._value = start
 
     def increment(self, amount=1):
-        """Add amount and return the new value."""
-''',
+        """Add amount and return the new value."""''',
     '''def wrap_words(text, width=70):
     """Break text into lines of at most width characters, between words.
 
@@ -67,8 +63,7 @@ class Counter:
     lines = []
     current = []
     length = 0
-    for word in text.split():
-''',
+    for word in text.split():''',
     '''import socket
 
 
@@ -76,8 +71,7 @@ def wait_for_port(host, port, timeout=10.0):
     """Return True once a TCP connection to (host, port) succeeds.
 
     Return False if that has not happened within timeout seconds.
-    """
-''',
+    """''',
     '''def merge_sorted(left, right, key=None):
     """Merge two sorted lists into one sorted list.
 
@@ -86,8 +80,7 @@ def wait_for_port(host, port, timeout=10.0):
     if key is None:
         key = lambda item: item
     result = []
-    i = j = 0
-''',
+    i = j = 0''',
 )
 
 

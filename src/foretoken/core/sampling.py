@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foretoken.core.errors import InvalidRequest
+
 
 @dataclass(frozen=True, slots=True)
 class History:
@@ -96,7 +98,8 @@ class SamplingLaw:
             logits = self._adjust(logits.clone(), histories)
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = logits / self.temperature
+        # Relative to the top, so that no temperature, however small, overflows.
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if self.min_p > 0.0:
             floor = logits.amax(-1, keepdim=True) + torch.tensor(self.min_p, dtype=logits.dtype).log()
             logits = logits.masked_fill(logits < floor, -torch.inf)
@@ -117,6 +120,10 @@ class SamplingLaw:
             if history.generated < self.min_tokens:
                 banned += self.end_ids
             logits[row, banned] = -torch.inf
+            if banned and not bool((logits[row] > -torch.inf).any()):
+                raise InvalidRequest(
+                    "bad_words and min_tokens together forbid every token at one place; allow at least one"
+                )
         if self.logit_bias:
             ids, values = zip(*self.logit_bias, strict=True)
             logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)

@@ -88,7 +88,7 @@ class Plan:
         rows = [part.first + i for part in parts for i in range(part.count)]
         slots = [part.slot for part in parts for _ in range(part.count)]
         places = [(part.slot - low) * width + i for part in parts for i in range(part.count)]
-        whole = len(places) == (high - low) * width
+        whole = places == list(range((high - low) * width))  # no gap, and parts in the order of their slots
         return Geometry(
             tokens=torch.tensor(tokens, device=device),
             positions=torch.tensor(positions, device=device),
