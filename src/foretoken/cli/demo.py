@@ -47,7 +47,7 @@ def demo(
     prompts: Annotated[int, typer.Option(min=1, max=len(FUNCTIONS), help="Functions to complete.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each.")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    speculative_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = 6,
+    speculative_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = 4,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
