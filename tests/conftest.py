@@ -7,8 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and their children with them.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -17,6 +15,9 @@ import torch
 
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.target import Shape, new_model, save
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and their children with them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXT = (
     "def greet(name):\n    return f'hello {name}, größe 5 €'\n\n",
