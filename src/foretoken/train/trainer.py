@@ -68,8 +68,7 @@ class Trainer:
         self.model, self.config, self.checkpoint = model, config, checkpoint
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, float]] = []
-        # Orthogonalised momentum for matrices (Muon), AdamW for embeddings and gains: about a third fewer
-        # tokens to the same loss than AdamW alone on this corpus.
+        # Orthogonalised momentum (Muon) is for matrices; embeddings and gains take AdamW.
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and _is_matrix(n)]
         ids = {id(p) for p in matrices}
         others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
