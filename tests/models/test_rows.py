@@ -40,6 +40,7 @@ def decoder(dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, dim: int = 32
         }
     config = {
         "model_type": "llama", "vocab_size": VOCAB, "hidden_size": hidden, "num_hidden_layers": layers,
+        "intermediate_size": width,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096, "tie_word_embeddings": True,
     }  # fmt: skip

@@ -10,103 +10,16 @@ the sums over keys run in float64 (the cache holds it), so that their order does
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from foretoken.core.draft import Draft
-from foretoken.models.base import Handle
+from foretoken.models.architecture import Architecture
 from foretoken.models.kv import KVCache, padded
-
-if TYPE_CHECKING:
-    from foretoken.models.decoder import Decoder
+from foretoken.models.plan import Part, Plan
 
 KEY_MULTIPLE, KEY_BLOCK = 64, 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One sequence's rows in a pass: where they lie in its slot, and the tree among the last of them."""
-
-    slot: int
-    first: int  # the cache row of the first new row
-    count: int
-    nodes_at: int  # the cache row of draft node 0
-    draft: Draft
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one pass computes, on the host: the rows of every sequence one after another."""
-
-    tokens: list[int]
-    positions: list[int]
-    parts: list[Part]
-    outputs: list[int]
-    output_counts: list[int]
-    reach: int  # the highest cache row in use, plus one
-
-    @staticmethod
-    def of(handles: Sequence[Handle], drafts: Sequence[Draft], scored: Sequence[int]) -> Plan:
-        """Everything pending, then the draft nodes from ``scored[i]`` on; logits from the root down."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        parts: list[Part] = []
-        outputs: list[int] = []
-        counts: list[int] = []
-        for handle, draft, done in zip(handles, drafts, scored, strict=True):
-            pending, length = handle.pending, len(handle.tokens)
-            start = len(tokens)
-            tokens += [*pending, *draft.ids[done:]]
-            positions += [*range(handle.cached, length), *(length - 1 + d for d in draft.depths[done:])]
-            count = len(tokens) - start
-            if not count:
-                raise ValueError("nothing to score: no pending token and no new draft node")
-            wanted = len(draft) - done + (1 if pending else 0)
-            outputs += range(len(tokens) - wanted, len(tokens))
-            counts.append(wanted)
-            first = handle.cached if pending else length + done
-            parts.append(Part(handle.slot, first, count, length, draft))
-        reach = max(part.first + part.count for part in parts)
-        return Plan(tokens, positions, parts, outputs, counts, reach)
-
-    def geometry(self, model: Decoder) -> Geometry:
-        """The plan as tensors on the model's device; a lone row is doubled (see ``linear.py``)."""
-        tokens, positions, parts = self.tokens, self.positions, self.parts
-        if len(tokens) == 1:
-            tokens, positions = tokens * 2, positions * 2
-            lone = parts[0]
-            parts = [Part(lone.slot, lone.first, 2, lone.nodes_at, lone.draft)]
-        group = model.heads // model.kv_heads
-        width = max(part.count for part in parts)
-        low = min(part.slot for part in parts)
-        high = max(part.slot for part in parts) + 1
-        keys = padded(max(part.first + part.count for part in parts), KEY_MULTIPLE)
-        device = model.device
-        rows = [part.first + i for part in parts for i in range(part.count)]
-        slots = [part.slot for part in parts for _ in range(part.count)]
-        places = [(part.slot - low) * width + i for part in parts for i in range(part.count)]
-        whole = places == list(range((high - low) * width))  # no gap, and parts in the order of their slots
-        return Geometry(
-            tokens=torch.tensor(tokens, device=device),
-            positions=torch.tensor(positions, device=device),
-            rows=torch.tensor(rows, device=device),
-            slots=torch.tensor(slots, device=device),
-            places=None if whole else torch.tensor(places, device=device),
-            low=low,
-            high=high,
-            width=width,
-            keys=keys,
-            group=group,
-            single=(parts[0].slot, parts[0].first, parts[0].count) if len(parts) == 1 else None,
-            mask=_mask(parts, positions, low, high, width, keys, 0).to(device),
-            windowed={
-                w: _mask(parts, positions, low, high, width, keys, w).to(device)
-                for w in {layer.window for layer in model._layers} - {0}
-            },
-        )
 
 
 @dataclass(frozen=True)
@@ -122,10 +35,40 @@ class Geometry:
     high: int
     width: int
     keys: int
-    group: int
     single: tuple[int, int, int] | None
-    mask: Tensor  # [S, 1, width, 1, keys] float32, 0 or -inf
-    windowed: dict[int, Tensor]
+    masks: dict[int, Tensor]  # by window (0 sees all): [S, 1, width, 1, keys] float32, 0 or -inf
+
+    @staticmethod
+    def of(plan: Plan, architecture: Architecture, device: torch.device) -> Geometry:
+        """The plan as tensors; a lone row is doubled (see ``linear.py``)."""
+        tokens, positions, parts = plan.tokens, plan.positions, plan.parts
+        if len(tokens) == 1:
+            tokens, positions = tokens * 2, positions * 2
+            parts = [replace(parts[0], count=2)]
+        width = max(part.count for part in parts)
+        low = min(part.slot for part in parts)
+        high = max(part.slot for part in parts) + 1
+        keys = padded(max(part.first + part.count for part in parts), KEY_MULTIPLE)
+        rows = [part.first + i for part in parts for i in range(part.count)]
+        slots = [part.slot for part in parts for _ in range(part.count)]
+        places = [(part.slot - low) * width + i for part in parts for i in range(part.count)]
+        whole = places == list(range((high - low) * width))  # no gap, and parts in the order of their slots
+        return Geometry(
+            tokens=torch.tensor(tokens, device=device),
+            positions=torch.tensor(positions, device=device),
+            rows=torch.tensor(rows, device=device),
+            slots=torch.tensor(slots, device=device),
+            places=None if whole else torch.tensor(places, device=device),
+            low=low,
+            high=high,
+            width=width,
+            keys=keys,
+            single=(parts[0].slot, parts[0].first, parts[0].count) if len(parts) == 1 else None,
+            masks={
+                window: _mask(parts, positions, low, high, width, keys, window).to(device)
+                for window in set(architecture.windows)
+            },
+        )
 
 
 def _mask(
@@ -155,10 +98,12 @@ def _mask(
     return mask[:, None, :, None, :]
 
 
-def attend(cache: KVCache, layer: int, queries_keys: Tensor, values: Tensor, g: Geometry, window: int) -> Tensor:
+def attend(
+    cache: KVCache, layer: int, queries_keys: Tensor, values: Tensor, g: Geometry, architecture: Architecture
+) -> Tensor:
     """Write the new keys and values, then attend. -> [R, heads * head_dim]"""
-    kv_heads, dim = values.shape[1:]
-    queries, keys = queries_keys.split((queries_keys.shape[1] - kv_heads, kv_heads), dim=1)
+    heads, kv_heads, dim = architecture.heads, architecture.kv_heads, architecture.head_dim
+    queries, keys = queries_keys.split((heads, kv_heads), dim=1)
     key_cache, value_cache = cache.keys[layer], cache.values[layer]
     if g.single is not None:
         slot, first, count = g.single
@@ -167,23 +112,29 @@ def attend(cache: KVCache, layer: int, queries_keys: Tensor, values: Tensor, g: 
     else:
         key_cache[g.slots, :, g.rows] = keys.to(key_cache.dtype)
         value_cache[g.slots, :, g.rows] = values.to(value_cache.dtype)
-    sequences = g.high - g.low
+    sequences, group = g.high - g.low, heads // kv_heads
     if g.places is not None:
-        spread = queries.new_zeros(sequences * g.width, *queries.shape[1:])
+        spread = queries.new_zeros(sequences * g.width, heads, dim)
         spread[g.places] = queries
         queries = spread
-    queries = queries.view(sequences, g.width, kv_heads, g.group, dim).transpose(1, 2)
-    queries = queries.reshape(sequences * kv_heads, g.width * g.group, dim).to(key_cache.dtype)
+    queries = queries.view(sequences, g.width, kv_heads, group, dim).transpose(1, 2)
+    queries = queries.reshape(sequences * kv_heads, g.width * group, dim).to(key_cache.dtype)
     seen_keys = key_cache[g.low : g.high, :, : g.keys].flatten(0, 1)
     seen_values = value_cache[g.low : g.high, :, : g.keys].flatten(0, 1)
-    scores = torch.bmm(queries, seen_keys.transpose(1, 2))
-    scores = scores.view(sequences, kv_heads, g.width, g.group, g.keys)
-    mask = g.windowed[window] if window else g.mask
-    weights = torch.add(mask, scores, alpha=dim**-0.5).softmax(-1).to(value_cache.dtype)
-    mixed = _mix(weights.view(sequences * kv_heads, g.width * g.group, g.keys), seen_values)
-    mixed = mixed.view(sequences, kv_heads, g.width, g.group, dim).transpose(1, 2)
-    mixed = mixed.reshape(sequences * g.width, kv_heads * g.group * dim).to(values.dtype)
+    scores = torch.bmm(queries, seen_keys.transpose(1, 2)).view(sequences, kv_heads, g.width, group, g.keys)
+    weights = _soft(scores, g.masks[architecture.windows[layer]], architecture).to(value_cache.dtype)
+    mixed = _mix(weights.view(sequences * kv_heads, g.width * group, g.keys), seen_values)
+    mixed = mixed.view(sequences, kv_heads, g.width, group, dim).transpose(1, 2)
+    mixed = mixed.reshape(sequences * g.width, heads * dim).to(values.dtype)
     return mixed if g.places is None else mixed[g.places]
+
+
+def _soft(scores: Tensor, mask: Tensor, architecture: Architecture) -> Tensor:
+    """Scale, cap (Gemma 2, 2408.00118: cap * tanh(x / cap)), mask and softmax, in float32 at least."""
+    scale, cap = architecture.scale, architecture.attention_softcap
+    if cap:
+        scores, scale = (scores.to(torch.promote_types(scores.dtype, mask.dtype)) * (scale / cap)).tanh_(), cap
+    return torch.add(mask, scores, alpha=scale).softmax(-1)
 
 
 def _mix(weights: Tensor, values: Tensor) -> Tensor:

@@ -12,18 +12,34 @@ from torch import Tensor
 KINDS = ("default", "linear", "llama3")
 
 
-def rope_kind(config: Mapping[str, Any]) -> str:
-    """How the checkpoint scales its positions; only ``KINDS`` are computed here."""
-    settings = _settings(config)
-    return settings.get("rope_type") or settings.get("type") or "default"
+def rope_settings(config: Mapping[str, Any], layer_type: str = "full_attention") -> dict[str, Any]:
+    """What config.json says of positions, as one flat dict with ``rope_type`` and ``rope_theta``.
+
+    Older files keep the base beside ``rope_scaling``, newer ones all of it in ``rope_parameters``; Gemma 3 has one
+    such set for each kind of layer, or, in older files, a base of its own for the sliding ones.
+    """
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = config.get("rope_theta")
+    if "full_attention" in settings or "sliding_attention" in settings:
+        settings = settings.get(layer_type) or {}
+    elif layer_type == "sliding_attention":
+        settings, base = {}, config.get("rope_local_base_freq")
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    theta = settings.get("rope_theta") or base or 10000.0
+    partial = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    return {**settings, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": partial}
 
 
-def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
+def computes_rope(settings: Mapping[str, Any]) -> bool:
+    """Whether ``inverse_frequencies`` knows these settings: whole heads, and frequencies that no length changes."""
+    return settings["rope_type"] in KINDS and settings["partial_rotary_factor"] == 1.0
+
+
+def inverse_frequencies(settings: Mapping[str, Any], head_dim: int) -> Tensor:
     """float32 [head_dim / 2]: plain (RoFormer, 2104.09864), ``linear``, or ``llama3`` (wavelength bands)."""
-    settings, kind = _settings(config), rope_kind(config)
-    base = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = settings["rope_type"]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (base**exponents)
+    frequencies = 1.0 / (settings["rope_theta"] ** exponents)
     if kind == "default":
         return frequencies
     if kind == "linear":
@@ -31,10 +47,6 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     if kind == "llama3":
         return _llama3(frequencies, settings)
     raise ValueError(f"rope scaling {kind!r} is not computed here; known: {', '.join(KINDS)}")
-
-
-def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 def _llama3(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:

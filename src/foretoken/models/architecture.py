@@ -1,0 +1,178 @@
+"""What a checkpoint's config.json asks a runner to compute, with every family's habits spelled out as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.models.rope import computes_rope, inverse_frequencies, rope_settings
+
+Activation = Literal["silu", "gelu_tanh"]
+
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
+# What transformers takes where config.json is silent. The keys are all that is computed here.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096, "use_sliding_window": True},
+    "phi3": {"use_sliding_window": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA
+    | {
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": _GEMMA
+    | {
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Architecture:
+    """A decoder of the Llama family, and what its relatives do otherwise.
+
+    hidden = x + post_attention_norm(attention(norm(x))); x = hidden + post_mlp_norm(mlp(mlp_norm(hidden))), where
+    only Gemma 2 and 3 have the two post norms. mlp = down(activation(gate) * up).
+    """
+
+    family: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    layers: int
+    vocab: int
+    eps: float
+    activation: Activation
+    scale: float  # scores = scale * (queries . keys)
+    attention_softcap: float  # scores = cap * tanh(scores / cap); 0 for none
+    final_softcap: float  # the same for logits
+    embedding_scale: float  # embeddings are multiplied by it, rounded to the model's dtype
+    norm_offset: float  # what a checkpoint's norm weights lack: Gemma stores weight - 1
+    windows: tuple[int, ...]  # by layer: how many positions back it sees, itself included; 0 sees all
+    rope: tuple[int, ...]  # by layer: its row of ``frequencies``; -1 rotates nothing (SmolLM3)
+    frequencies: tuple[Tensor, ...]  # each float32 [head_dim / 2]
+    max_length: int
+    tied: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any], max_length: int | None = None) -> Architecture:
+        """Of a config.json that ``supports`` accepts. Raises ModelLoadError where a size is missing from it.
+
+        max_length: tokens of a sequence at most; the checkpoint's own limit is never exceeded.
+        """
+        c = _filled(config)
+        try:
+            heads, positions = int(c["num_attention_heads"]), int(c["max_position_embeddings"])
+            head_dim = c.get("head_dim") or c["hidden_size"] // heads
+            gemma = c["model_type"].startswith("gemma")
+            rope, tables = _rope(c, head_dim)
+            return Architecture(
+                family=c["model_type"],
+                hidden=c["hidden_size"],
+                heads=heads,
+                kv_heads=c.get("num_key_value_heads") or heads,
+                head_dim=head_dim,
+                intermediate=c["intermediate_size"],
+                layers=c["num_hidden_layers"],
+                vocab=c["vocab_size"],
+                eps=c["rms_norm_eps"],
+                activation=_ACTIVATIONS[_activation(c)],
+                scale=(c.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+                attention_softcap=c.get("attn_logit_softcapping") or 0.0,
+                final_softcap=c.get("final_logit_softcapping") or 0.0,
+                embedding_scale=c["hidden_size"] ** 0.5 if gemma else 1.0,
+                norm_offset=1.0 if gemma else 0.0,
+                windows=_windows(c),
+                rope=rope,
+                frequencies=tables,
+                max_length=min(max_length or positions, positions),
+                tied=bool(c.get("tie_word_embeddings")),
+            )
+        except KeyError as error:
+            raise ModelLoadError(f"config.json lacks {error.args[0]!r}, so the model cannot be built") from None
+
+
+def supports(config: Mapping[str, Any]) -> bool:
+    """Whether the native decoder computes that architecture exactly."""
+    if config.get("model_type") not in _DEFAULTS:
+        return False
+    c = _filled(config)
+    return (
+        _activation(c) in _ACTIVATIONS
+        and set(c.get("layer_types") or ()) <= _LAYER_TYPES
+        and all(computes_rope(rope_settings(c, kind)) for kind in _LAYER_TYPES)
+        and not c.get("mlp_bias")
+        and not c.get("use_bidirectional_attention")
+        and not c.get("quantization_config")
+    )
+
+
+def _filled(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_DEFAULTS[config["model_type"]], **config}
+
+
+def _activation(c: Mapping[str, Any]) -> str:
+    name = c.get("hidden_activation") if c["model_type"] in ("gemma2", "gemma3_text") else c.get("hidden_act")
+    if c["model_type"] == "gemma" and name in (None, "gelu"):
+        return "gelu_pytorch_tanh"  # the first Gemma's files say gelu and mean its tanh form
+    return str(name or "silu")
+
+
+def _layer_types(c: Mapping[str, Any]) -> list[str]:
+    """Which layers slide, for the families that mix both kinds."""
+    if c.get("layer_types"):
+        return list(c["layer_types"])
+    layers, family = range(c["num_hidden_layers"]), c["model_type"]
+    if family in ("gemma2", "gemma3_text"):
+        every = 2 if family == "gemma2" else c.get("sliding_window_pattern", 6)
+        full = [bool((i + 1) % every == 0) for i in layers]
+    elif family in ("qwen2", "qwen3"):
+        full = [i < c.get("max_window_layers", 28) for i in layers]
+    elif family == "smollm3":
+        full = [bool(rotates) for rotates in _rotating(c)]
+    else:
+        full = [family not in ("mistral", "phi3") for _ in layers]
+    return ["full_attention" if whole else "sliding_attention" for whole in full]
+
+
+def _windows(c: Mapping[str, Any]) -> tuple[int, ...]:
+    window = (c.get("sliding_window") or 0) if c.get("use_sliding_window") else 0
+    return tuple(window if kind == "sliding_attention" else 0 for kind in _layer_types(c))
+
+
+def _rotating(c: Mapping[str, Any]) -> list[int]:
+    """SmolLM3: 1 for layers with rotary positions, 0 for those without."""
+    every = c["no_rope_layer_interval"]
+    return c.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(c["num_hidden_layers"])]
+
+
+def _rope(c: Mapping[str, Any], head_dim: int) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Each layer's table, and the tables: one, but in Gemma 3 another for the sliding layers."""
+    tables = [inverse_frequencies(rope_settings(c), head_dim)]
+    if c["model_type"] == "gemma3_text":
+        tables.append(inverse_frequencies(rope_settings(c, "sliding_attention"), head_dim))
+        rope = [int(kind == "sliding_attention") for kind in _layer_types(c)]
+    elif c["model_type"] == "smollm3":
+        rope = [0 if rotates else -1 for rotates in _rotating(c)]
+    else:
+        rope = [0] * c["num_hidden_layers"]
+    return tuple(rope), tuple(tables)

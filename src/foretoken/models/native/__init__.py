@@ -1,0 +1,1 @@
+"""The compiled runtime: one call computes a whole pass (see csrc/decoder.cpp)."""

@@ -1,0 +1,188 @@
+// Products of a few rows with a packed matrix, y[r, n] = sum_k x[r, k] w[n, k].
+//
+// A matrix is packed into blocks of sixteen outputs; a block is `steps` vectors, one for each word of the input.
+// Each output element is summed over k in one fixed order, whatever the number of rows: that is why a row's
+// result does not depend on its neighbours. Where the CPU has tiles (AMX), the same layout is read as tiles of
+// sixteen vectors.
+#pragma once
+
+#include "simd.hpp"
+
+constexpr int BLOCKS = 2;         // blocks of sixteen outputs that are computed together: one unit of work
+constexpr int TILE_STEPS = 16;    // steps are padded to this
+constexpr int MOST_ROWS = 14;     // rows of one register tile: 28 sums, 2 weights, 1 input
+
+struct Matrix {
+    const Word* data;        // [blocks][steps][16], 64-byte aligned
+    const float* scales;     // [outputs] or null: int8 only
+    const float* bias;       // [outputs] or null
+    const int32_t* sums;     // [outputs] or null: sum of a row of int8 weights, for the offset of activations
+    int64_t units;           // blocks / BLOCKS
+    int64_t steps;
+};
+
+// A thread's share [first, last) of n items.
+struct Share {
+    int64_t first, last;
+    Share(int64_t n, int thread, int threads) : first(n * thread / threads), last(n * (thread + 1) / threads) {}
+};
+
+inline __m512 finish(const Matrix& w, int64_t block, __m512 v) {
+    return w.bias ? _mm512_add_ps(v, _mm512_loadu_ps(w.bias + block * LANES)) : v;
+}
+
+inline __m512 finish(const Matrix& w, int64_t block, __m512i v, float scale) {
+    if (OFFSET) {
+        __m512i sums = _mm512_loadu_si512(w.sums + block * LANES);
+        v = _mm512_sub_epi32(v, _mm512_slli_epi32(sums, 7));
+    }
+    __m512 scales = _mm512_mul_ps(_mm512_loadu_ps(w.scales + block * LANES), _mm512_set1_ps(scale));
+    return finish(w, block, _mm512_mul_ps(_mm512_cvtepi32_ps(v), scales));
+}
+
+#ifndef PREFETCH
+#define PREFETCH 1024  // bytes ahead in each of the unit's streams
+#endif
+
+// One unit times `R` rows in registers. store(row, unit, low, high) gets sixteen and sixteen outputs.
+template <Kind kind, int R, class Store>
+inline void register_tile(const Matrix& w, const Word* x, int64_t stride, const float* scales, int row, int64_t unit,
+                          Store& store) {
+    using U = Unit<kind>;
+    const Word* low = w.data + unit * BLOCKS * w.steps * LANES;
+    const Word* high = low + w.steps * LANES;
+    typename U::Sum sums[R][BLOCKS];
+    for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = U::zero();
+    for (int64_t k = 0; k < w.steps; k++) {
+        _mm_prefetch((const char*)(low + k * LANES) + PREFETCH, _MM_HINT_T0);
+        _mm_prefetch((const char*)(high + k * LANES) + PREFETCH, _MM_HINT_T0);
+        __m512i a = _mm512_load_si512(low + k * LANES), b = _mm512_load_si512(high + k * LANES);
+#pragma GCC unroll 14
+        for (int r = 0; r < R; r++) {
+            Word value = x[r * stride + k];
+            sums[r][0] = U::add(sums[r][0], a, value);
+            sums[r][1] = U::add(sums[r][1], b, value);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        int64_t block = unit * BLOCKS;
+        if constexpr (kind == INT8)
+            store(row + r, unit, finish(w, block, sums[r][0], scales[r]), finish(w, block + 1, sums[r][1], scales[r]));
+        else
+            store(row + r, unit, finish(w, block, sums[r][0]), finish(w, block + 1, sums[r][1]));
+    }
+}
+
+template <Kind kind, int R, class Store>
+inline void pick_tile(int rows, const Matrix& w, const Word* x, int64_t stride, const float* scales, int row,
+                      int64_t unit, Store& store) {
+    if (rows == R)
+        register_tile<kind, R>(w, x, stride, scales, row, unit, store);
+    else if constexpr (R > 1)
+        pick_tile<kind, R - 1>(rows, w, x, stride, scales, row, unit, store);
+}
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+constexpr bool TILES = true;
+
+#define MULTIPLY(c, a, b)                        \
+    do {                                         \
+        if constexpr (kind == BF16)              \
+            _tile_dpbf16ps(c, a, b);             \
+        else                                     \
+            _tile_dpbssd(c, a, b);               \
+    } while (0)
+
+// Tiles 0-3 sum, 4 and 5 hold rows of x, 6 and 7 blocks of w. `upper` rows in tile 4, `lower` in tile 5.
+inline void configure_tiles(int upper, int lower) {
+    alignas(64) uint8_t config[64] = {1};
+    uint16_t* bytes = (uint16_t*)(config + 16);
+    const int rows[8] = {upper, upper, lower, lower, upper, lower, TILE_STEPS, TILE_STEPS};
+    for (int t = 0; t < 8; t++) {
+        config[48 + t] = (uint8_t)(rows[t] ? rows[t] : 1);
+        bytes[t] = 64;
+    }
+    _tile_loadconfig(config);
+}
+
+template <Kind kind, class Store>
+inline void emit_tile(const Matrix& w, const Word* low, const Word* high, int rows, const float* scales, int row,
+                      int64_t unit, Store& store) {
+    for (int r = 0; r < rows; r++) {
+        __m512i a = _mm512_load_si512(low + r * LANES), b = _mm512_load_si512(high + r * LANES);
+        int64_t block = unit * BLOCKS;
+        if constexpr (kind == INT8)
+            store(row + r, unit, finish(w, block, a, scales[r]), finish(w, block + 1, b, scales[r]));
+        else
+            store(row + r, unit, finish(w, block, _mm512_castsi512_ps(a)), finish(w, block + 1, _mm512_castsi512_ps(b)));
+    }
+}
+
+// Up to 32 rows times every unit of the share. Sixteen rows or fewer leave two sums free: two units at once.
+template <Kind kind, class Store>
+inline void tile_rows(const Matrix& w, const Word* x, int64_t stride, const float* scales, int row, int rows,
+                      Share share, Store& store) {
+    alignas(64) Word sums[4][TILE_STEPS * LANES];
+    const int upper = rows < TILE_STEPS ? rows : TILE_STEPS, lower = rows - upper;
+    const int64_t bytes = stride * (int64_t)sizeof(Word), block = w.steps * LANES;
+    const bool paired = lower == 0;
+    configure_tiles(upper, paired ? upper : lower);
+    for (int64_t unit = share.first; unit < share.last; unit += paired ? 2 : 1) {
+        const Word* at = w.data + unit * BLOCKS * block;
+        const bool second = paired && unit + 1 < share.last;
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+        for (int64_t k = 0; k < w.steps; k += TILE_STEPS) {
+            _tile_loadd(4, x + k, bytes);
+            _tile_loadd(6, at + k * LANES, 64);
+            MULTIPLY(0, 4, 6);
+            _tile_loadd(7, at + block + k * LANES, 64);
+            MULTIPLY(1, 4, 7);
+            if (second) {
+                _tile_loadd(6, at + 2 * block + k * LANES, 64);
+                MULTIPLY(2, 4, 6);
+                _tile_loadd(7, at + 3 * block + k * LANES, 64);
+                MULTIPLY(3, 4, 7);
+            } else if (lower) {
+                _tile_loadd(5, x + TILE_STEPS * stride + k, bytes);
+                MULTIPLY(2, 5, 6);
+                MULTIPLY(3, 5, 7);
+            }
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        emit_tile<kind>(w, sums[0], sums[1], upper, scales, row, unit, store);
+        if (second || lower) {
+            _tile_stored(2, sums[2], 64);
+            _tile_stored(3, sums[3], 64);
+            if (second) emit_tile<kind>(w, sums[2], sums[3], upper, scales, row, unit + 1, store);
+            else emit_tile<kind>(w, sums[2], sums[3], lower, scales + upper, row + upper, unit, store);
+        }
+    }
+    _tile_release();
+}
+#else
+constexpr bool TILES = false;
+
+template <Kind kind, class Store>
+inline void tile_rows(const Matrix&, const Word*, int64_t, const float*, int, int, Share, Store&) {}
+#endif
+
+// All rows of x [rows][stride words] times this thread's share of the matrix.
+template <Kind kind, class Store>
+inline void product(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, int thread,
+                    int threads, Store store) {
+    Share share(w.units, thread, threads);
+    if constexpr (TILES && kind != F32) {
+        for (int row = 0; row < rows; row += 2 * TILE_STEPS) {
+            int count = rows - row < 2 * TILE_STEPS ? rows - row : 2 * TILE_STEPS;
+            tile_rows<kind>(w, x + row * stride, stride, scales + row, row, count, share, store);
+        }
+    } else {
+        const int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        for (int64_t unit = share.first; unit < share.last; unit++)
+            for (int t = 0; t < tiles; t++) {
+                int first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
+                pick_tile<kind, MOST_ROWS>(count, w, x + first * stride, stride, scales + first, first, unit, store);
+            }
+    }
+}

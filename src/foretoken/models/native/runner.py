@@ -1,0 +1,193 @@
+"""The compiled runner: weights packed once, pages of keys and values, one call a pass."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.models.architecture import Architecture
+from foretoken.models.native.bindings import LANES, PAGE, UNIT, BatchSpec, LayerSpec, Matrix, ModelSpec
+from foretoken.models.native.build import Kind, Unavailable, library
+from foretoken.models.native.memory import Arena, Pages, pack, padded
+from foretoken.models.plan import Part, Plan
+from foretoken.models.runner import Pass
+from foretoken.models.weights import Ends, LayerWeights
+
+_KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
+
+
+class NativeRunner:
+    """See ``runner.Runner``. Raises ``Unavailable`` where the kernels cannot serve.
+
+    Every element of every product, score and mix is summed in an order of its own, whatever shares the pass, so rows
+    are bit-equal by construction: over row counts, trees and neighbours, in every kind of number.
+    """
+
+    rows_independent = True
+
+    def __init__(
+        self, architecture: Architecture, layers: Iterable[LayerWeights], ends: Ends, dtype: torch.dtype
+    ) -> None:
+        a = self._architecture = architecture
+        if dtype not in _KINDS:
+            raise Unavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
+        if a.head_dim % LANES or a.head_dim > 512:
+            raise Unavailable(f"the kernels need heads of a multiple of {LANES} and at most 512, not {a.head_dim}")
+        cache = _KINDS[dtype]
+        self._library = library(cache, cache)
+        self._arena = Arena(self._library)
+        self._held: list[object] = []  # tensors and structures that the specification points to
+        self._workspace = self._library.foretoken_open()
+        self._spec = self._describe(layers, ends)
+        words = a.layers * a.kv_heads * 2 * PAGE * a.head_dim * dtype.itemsize
+        self._pages = Pages(self._arena, words)
+        self._reach = 0
+        self.threads = torch.get_num_threads()
+
+    def __del__(self) -> None:
+        if workspace := getattr(self, "_workspace", None):
+            self._library.foretoken_close(workspace)
+
+    # the seam
+
+    def acquire(self) -> int:
+        return self._pages.acquire()
+
+    def release(self, slot: int) -> None:
+        self._pages.release(slot)
+
+    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        if not sources or (sources[0] == destination and sources[-1] == destination + len(sources) - 1):
+            return
+        rows = array("i", sources)
+        pages = self._pages.reserve(slot, 0)
+        self._library.foretoken_move(self._spec, pages, destination, rows.buffer_info()[0], len(rows))
+
+    def nbytes(self) -> int:
+        return self._pages.nbytes()
+
+    def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
+        a, outputs = self._architecture, len(plan.outputs)
+        self._rotate_up_to(plan.reach)
+        scores = torch.empty(outputs, padded(a.vocab, UNIT)) if logits else None
+        tapped = {layer: torch.empty(outputs, a.hidden) for layer in taps}
+        arrays = _arrays(plan)
+        arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first + p.count) for p in plan.parts])
+        arrays["tap_layers"] = array("i", tapped)
+        arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
+        batch = BatchSpec(
+            **{name: values.buffer_info()[0] for name, values in arrays.items()},
+            logits=scores.data_ptr() if scores is not None else None,
+            rows=len(plan.tokens), sequences=len(plan.parts), output_count=outputs, tap_count=len(tapped),
+            reach=plan.reach,
+        )  # fmt: skip
+        if self._library.foretoken_run(self._spec, batch, self._workspace, self.threads):
+            raise MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")
+        return Pass(scores[:, : a.vocab] if scores is not None else None, tapped)
+
+    def floor(self, rows: int) -> None:
+        """Every product of a pass and nothing else: what a pass is measured against."""
+        self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
+
+    # the model as the kernels read it
+
+    def _describe(self, layers: Iterable[LayerWeights], ends: Ends) -> ModelSpec:
+        a = self._architecture
+        specs = (LayerSpec * a.layers)()
+        for number, weights in enumerate(layers):
+            specs[number] = self._layer(number, weights)
+        tied = ends.head is ends.embedding
+        self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
+        return ModelSpec(
+            layers=specs,
+            embedding=None if tied else self._keep(F.pad(ends.embedding, (0, -a.hidden % UNIT))),
+            norm=self._keep(ends.norm),
+            head=pack(self._arena, [ends.head]),
+            ropes=self._ropes,
+            layer_count=a.layers, hidden=a.hidden, heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim,
+            half=len(a.frequencies[0]), inner=a.intermediate, vocab=a.vocab, gelu=a.activation == "gelu_tanh",
+            eps=a.eps, scale=a.scale, score_cap=a.attention_softcap, logit_cap=a.final_softcap,
+            embedding_scale=a.embedding_scale,
+        )  # fmt: skip
+
+    def _layer(self, number: int, weights: LayerWeights) -> LayerSpec:
+        a = self._architecture
+        return LayerSpec(
+            qkv=self._matrix([weights.qkv], weights.qkv_bias),
+            out=self._matrix([weights.out], weights.out_bias),
+            gate_up=self._matrix(list(weights.gate_up.split(a.intermediate)), None, interleave=True),
+            down=self._matrix([weights.down], None),
+            norm=self._keep(weights.norm),
+            q_norm=self._keep(weights.q_norm),
+            k_norm=self._keep(weights.k_norm),
+            after_attention=self._keep(weights.post_attention_norm),
+            mlp_norm=self._keep(weights.mlp_norm),
+            after_mlp=self._keep(weights.post_mlp_norm),
+            window=a.windows[number],
+            rope=a.rope[number],
+        )
+
+    def _matrix(self, parts: list[Tensor], bias: Tensor | None, interleave: bool = False) -> Matrix:
+        matrix = pack(self._arena, parts, interleave)
+        if bias is not None:
+            matrix.bias = self._keep(F.pad(bias.float(), (0, matrix.units * UNIT - len(bias))))
+        return matrix
+
+    def _keep(self, tensor: Tensor | None) -> int | None:
+        """The address of a tensor that lives as long as the runner."""
+        if tensor is None:
+            return None
+        tensor = tensor.contiguous()
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def _rotate_up_to(self, reach: int) -> None:
+        """Tables of cosines and sines, [positions, 2 * half] float32, grown by doubling."""
+        if reach <= self._reach:
+            return
+        self._reach = max(512, 2 * reach)
+        self._tables = []
+        for number, frequencies in enumerate(self._architecture.frequencies):
+            angles = torch.outer(torch.arange(self._reach).float(), frequencies)
+            self._tables.append(torch.cat((angles.cos(), angles.sin()), dim=-1).contiguous())
+            self._ropes[number] = self._tables[-1].data_ptr()
+
+
+def _arrays(plan: Plan) -> dict[str, array[int]]:
+    """The plan as the kernels read it: where each row's keys go, and which keys it sees."""
+    places, prefix, branch_from, branches = array("i"), array("i"), array("i", [0]), array("i")
+    sequence_from = array("i", [0])
+    for part in plan.parts:
+        rows = range(part.first, part.first + part.count)
+        places.extend(rows)
+        if part.draft.is_chain:
+            prefix.extend(range(part.first + 1, part.first + part.count + 1))
+            branch_from.extend([len(branches)] * part.count)
+        else:
+            _add_tree(part, prefix, branch_from, branches)
+        sequence_from.append(len(places))
+    return {
+        "tokens": array("i", plan.tokens),
+        "positions": array("i", plan.positions),
+        "places": places,
+        "prefix": prefix,
+        "branch_from": branch_from,
+        "branches": branches,
+        "sequence_from": sequence_from,
+        "outputs": array("i", plan.outputs),
+    }
+
+
+def _add_tree(part: Part, prefix: array[int], branch_from: array[int], branches: array[int]) -> None:
+    """A tree's rows see the committed rows and their own ancestors."""
+    for place in range(part.first, part.first + part.count):
+        node = place - part.nodes_at
+        prefix.append(min(place + 1, part.nodes_at))
+        if node >= 0:
+            branches.extend(part.nodes_at + above for above in part.draft.path(node))
+        branch_from.append(len(branches))
