@@ -6,12 +6,16 @@ import ctypes
 import heapq
 import weakref
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.native.bindings import LANES, PAGE, TILE_STEPS, UNIT, Matrix
+from foretoken.models.quantize import Int8
+from foretoken.models.quantize import Matrix as AnyMatrix
 
 WORD = 4  # bytes
 
@@ -43,32 +47,56 @@ def _free(library: ctypes.CDLL, held: list[tuple[int, int]]) -> None:
         library.foretoken_free(address, size)
 
 
-def pack(arena: Arena, parts: list[Tensor], interleave: bool = False) -> Matrix:
-    """Matrices [out, in] below one another, or with their blocks of sixteen rows taking turns, as one product.
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed matrix, and the tensors that it points to and that must outlive it."""
 
-    float32, bfloat16 or int8; the kind decides how many inputs share a word. Biases and scales are the caller's.
+    matrix: Matrix
+    held: tuple[Tensor, ...]
+
+
+def pack(arena: Arena, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Packed:
+    """Matrices [out, in] as one product: below one another, or with their blocks of sixteen rows taking turns.
+
+    All float32, all bfloat16 or all int8: the kind decides how many inputs share a word. bias: [out], only of
+    products that are not interleaved. Several parts have multiples of sixteen rows, or are interleaved.
     """
-    size = parts[0].element_size()
-    words = padded(parts[0].shape[1], WORD // size) * size // WORD
-    steps = padded(words, TILE_STEPS)
-    blocks = [padded(part.shape[0], LANES) // LANES for part in parts]
-    if not interleave and any(part.shape[0] % LANES for part in parts[:-1]):
-        parts, blocks = [torch.cat(parts)], [padded(sum(p.shape[0] for p in parts), LANES) // LANES]
+    values = [part.values if isinstance(part, Int8) else part for part in parts]
+    per_word = WORD // values[0].element_size()
+    inputs = padded(values[0].shape[1], per_word)
+    steps = padded(inputs // per_word, TILE_STEPS)
+    blocks = [padded(part.shape[0], LANES) // LANES for part in values]
     outputs = padded(sum(blocks) * LANES, UNIT)
-    data = arena.allocate(outputs * steps * WORD)
+    matrix = Matrix(data=arena.allocate(outputs * steps * WORD), units=outputs // UNIT, steps=steps)
     first = 0
-    for number, part in enumerate(parts):
-        whole = (
-            part.contiguous()
-            if part.shape[1] % (WORD // size) == 0
-            else F.pad(part, (0, -part.shape[1] % (WORD // size)))
-        )
-        start, step = (number, len(parts)) if interleave else (first, 1)
+    for number, part in enumerate(values):
+        whole = F.pad(part, (0, inputs - part.shape[1])) if inputs != part.shape[1] else part.contiguous()
+        start, step = (number, len(values)) if interleave else (first, 1)
         arena.library.foretoken_pack(
-            whole.data_ptr(), part.shape[0], words, data, steps, start, step, torch.get_num_threads()
-        )
+            whole.data_ptr(), whole.shape[0], inputs // per_word, matrix.data, steps, start, step,
+            torch.get_num_threads(),
+        )  # fmt: skip
         first += blocks[number]
-    return Matrix(data=data, units=outputs // UNIT, steps=steps)
+    held: dict[str, Tensor] = {}
+    if bias is not None:
+        held["bias"] = _by_output([bias.float()], outputs, False)
+    quantised = [part for part in parts if isinstance(part, Int8)]
+    if quantised:
+        held["scales"] = _by_output([part.scales for part in quantised], outputs, interleave)
+        held["sums"] = _by_output([part.values.sum(1, dtype=torch.int32) for part in quantised], outputs, interleave)
+    for name, tensor in held.items():
+        setattr(matrix, name, tensor.data_ptr())
+    return Packed(matrix, tuple(held.values()))
+
+
+def _by_output(vectors: Sequence[Tensor], outputs: int, interleave: bool) -> Tensor:
+    """One number per output, in the order of the packed blocks, zeros where there is no output."""
+    whole = [F.pad(vector, (0, -len(vector) % LANES)) for vector in vectors]
+    if interleave:
+        joined = torch.stack([vector.view(-1, LANES) for vector in whole], dim=1).flatten()
+    else:
+        joined = torch.cat(whole)
+    return F.pad(joined, (0, outputs - len(joined))).contiguous()
 
 
 class Pages:

@@ -15,6 +15,8 @@ from foretoken.models.native.bindings import LANES, PAGE, UNIT, BatchSpec, Layer
 from foretoken.models.native.build import Kind, Unavailable, library
 from foretoken.models.native.memory import Arena, Pages, pack, padded
 from foretoken.models.plan import Part, Plan
+from foretoken.models.quantize import Int8
+from foretoken.models.quantize import Matrix as AnyMatrix
 from foretoken.models.runner import Pass
 from foretoken.models.weights import Ends, LayerWeights
 
@@ -39,7 +41,7 @@ class NativeRunner:
         if a.head_dim % LANES or a.head_dim > 512:
             raise Unavailable(f"the kernels need heads of a multiple of {LANES} and at most 512, not {a.head_dim}")
         cache = _KINDS[dtype]
-        self._library = library(cache, cache)
+        self._library = library(Kind.INT8 if isinstance(ends.head, Int8) else cache, cache)
         self._arena = Arena(self._library)
         self._held: list[object] = []  # tensors and structures that the specification points to
         self._workspace = self._library.foretoken_open()
@@ -107,7 +109,7 @@ class NativeRunner:
             layers=specs,
             embedding=None if tied else self._keep(F.pad(ends.embedding, (0, -a.hidden % UNIT))),
             norm=self._keep(ends.norm),
-            head=pack(self._arena, [ends.head]),
+            head=self._matrix([ends.head]),
             ropes=self._ropes,
             layer_count=a.layers, hidden=a.hidden, heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim,
             half=len(a.frequencies[0]), inner=a.intermediate, vocab=a.vocab, gelu=a.activation == "gelu_tanh",
@@ -120,8 +122,8 @@ class NativeRunner:
         return LayerSpec(
             qkv=self._matrix([weights.qkv], weights.qkv_bias),
             out=self._matrix([weights.out], weights.out_bias),
-            gate_up=self._matrix(list(weights.gate_up.split(a.intermediate)), None, interleave=True),
-            down=self._matrix([weights.down], None),
+            gate_up=self._matrix(_halves(weights.gate_up), interleave=True),
+            down=self._matrix([weights.down]),
             norm=self._keep(weights.norm),
             q_norm=self._keep(weights.q_norm),
             k_norm=self._keep(weights.k_norm),
@@ -132,11 +134,10 @@ class NativeRunner:
             rope=a.rope[number],
         )
 
-    def _matrix(self, parts: list[Tensor], bias: Tensor | None, interleave: bool = False) -> Matrix:
-        matrix = pack(self._arena, parts, interleave)
-        if bias is not None:
-            matrix.bias = self._keep(F.pad(bias.float(), (0, matrix.units * UNIT - len(bias))))
-        return matrix
+    def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
+        packed = pack(self._arena, parts, bias, interleave)
+        self._held.extend(packed.held)
+        return packed.matrix
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         """The address of a tensor that lives as long as the runner."""
@@ -156,6 +157,14 @@ class NativeRunner:
             angles = torch.outer(torch.arange(self._reach).float(), frequencies)
             self._tables.append(torch.cat((angles.cos(), angles.sin()), dim=-1).contiguous())
             self._ropes[number] = self._tables[-1].data_ptr()
+
+
+def _halves(matrix: AnyMatrix) -> list[AnyMatrix]:
+    """Gate and up."""
+    middle = matrix.shape[0] // 2
+    if isinstance(matrix, Int8):
+        return [Int8(matrix.values[at : at + middle], matrix.scales[at : at + middle]) for at in (0, middle)]
+    return list(matrix.split(middle))
 
 
 def _arrays(plan: Plan) -> dict[str, array[int]]:
