@@ -41,12 +41,15 @@ class Unavailable(Exception):
     """Why the compiled kernels cannot serve here, in words."""
 
 
-@functools.cache
 def library(weights: Kind, cache: Kind) -> ctypes.CDLL:
     """The kernels for these weights and this kind of cache. Raises ``Unavailable``."""
     if os.environ.get(SWITCH) == "0":
         raise Unavailable(f"{SWITCH}=0 is set")
-    flags = [*_FLAGS, *_instructions(weights), f"-DFORETOKEN_KIND={weights:d}", f"-DFORETOKEN_KV={cache:d}"]
+    return _loaded((*_FLAGS, *_instructions(weights), f"-DFORETOKEN_KIND={weights:d}", f"-DFORETOKEN_KV={cache:d}"))
+
+
+@functools.cache
+def _loaded(flags: tuple[str, ...]) -> ctypes.CDLL:
     loaded = declare(ctypes.CDLL(str(_compiled(flags))))
     if not loaded.foretoken_ready():
         raise Unavailable("the system does not hand out the CPU's tile registers")
@@ -74,7 +77,7 @@ def _instructions(weights: Kind) -> list[str]:
     return [f"-m{flag}" for name, flag in named.items() if name in flags]
 
 
-def _compiled(flags: list[str]) -> Path:
+def _compiled(flags: tuple[str, ...]) -> Path:
     """The shared library for these flags, from the cache or made now; a half-written one is never seen."""
     sources = sorted(SOURCES.glob("*.[ch]pp"))
     text = b"\0".join([*(source.read_bytes() for source in sources), " ".join(flags).encode()])

@@ -1,0 +1,163 @@
+"""The compiled kernels: every instruction set this machine has, beside float64; and what happens without them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.core.draft import Draft
+from foretoken.models.decoder import Decoder
+from foretoken.models.native import build
+from foretoken.models.native.build import Kind, Unavailable
+from foretoken.models.native.memory import Arena, pack
+from foretoken.models.native.runner import NativeRunner
+from foretoken.models.torch_runner import TorchRunner
+
+VOCAB = 131  # no multiple of anything
+WITHOUT = {"everything": [], "no tiles": ["amx_tile"], "no bf16": ["amx_tile", "avx512_bf16"]}
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 72, "num_hidden_layers": 2, "intermediate_size": 88,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def available(kind: Kind = Kind.BFLOAT16) -> bool:
+    try:
+        build.library(kind, kind)
+    except Unavailable:
+        return False
+    return True
+
+
+needs_kernels = pytest.mark.skipif(not available(), reason="no compiler, or no AVX-512")
+
+
+@pytest.fixture(params=WITHOUT)
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    flags = build.cpu_flags() - set(WITHOUT[request.param])
+    monkeypatch.setattr(build, "cpu_flags", lambda: flags)
+    return request.param
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.2
+
+    tensors = {"model.embed_tokens.weight": random(VOCAB, 72) * 5, "model.norm.weight": 1 + random(72)}
+    for i in range(2):
+        at = f"model.layers.{i}"
+        shapes = {"self_attn.q_proj": (288, 72), "self_attn.k_proj": (96, 72), "self_attn.v_proj": (96, 72),
+                  "self_attn.o_proj": (72, 288), "mlp.gate_proj": (88, 72), "mlp.up_proj": (88, 72),
+                  "mlp.down_proj": (72, 88)}  # fmt: skip
+        tensors |= {f"{at}.{name}.weight": random(*shape) for name, shape in shapes.items()}
+        norms = {"input_layernorm": 72, "post_attention_layernorm": 72, "self_attn.q_norm": 48, "self_attn.k_norm": 48}
+        tensors |= {f"{at}.{name}.weight": 1 + random(size) for name, size in norms.items()}
+    return tensors
+
+
+def decoder(dtype: torch.dtype, quantization: str | None = None) -> Decoder:
+    return Decoder(CONFIG, weights(), dtype, torch.device("cpu"), quantization=quantization)
+
+
+def scores(model: Decoder) -> torch.Tensor:
+    """A prompt, then a tree."""
+    handle = model.open(list(range(3, 90)))
+    draft = Draft(torch.tensor([5, 6, 7, 8, 9]), (-1, -1, 0, 1, 2))
+    return model.score([handle], [draft])[0].logits.float()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-4), (torch.bfloat16, 0.4)])
+def test_every_instruction_set_agrees_with_the_torch_runner(
+    instructions: str, dtype: torch.dtype, near: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = decoder(dtype)
+    assert isinstance(compiled.runner, NativeRunner)
+    monkeypatch.setenv(build.SWITCH, "0")
+    reference = decoder(torch.float32)
+    assert isinstance(reference.runner, TorchRunner)
+    assert (scores(compiled) - scores(reference)).abs().max() < near
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "dtype, quantization", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+)
+def test_every_instruction_set_has_independent_rows(
+    instructions: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    model = decoder(dtype, quantization)
+    assert model.rows_independent
+    prompt, rest = list(range(3, 50)), list(range(60, 100))
+    plain, handle = [], model.open(prompt)
+    for token in rest:
+        plain.append(model.score([handle], [Draft.empty()])[0].logits[0])
+        model.commit([handle], [[token]])
+    for depth in (1, 3, 5, 14, 15, 16, 17, 31, 33, 39):
+        other, handle = model.open(list(range(100))), model.open(prompt)
+        got = model.score([other, handle], [Draft.chain([1, 2, 3]), Draft.chain(rest[:depth])])[1].logits
+        for row in range(depth + 1):
+            assert torch.equal(got[row], plain[row]), (depth, row)
+
+
+@needs_kernels
+def test_int8_is_near_and_its_bits_are_the_same_on_tiles_and_vectors(instructions: str) -> None:
+    """Sums of integers know no rounding, so instruction sets cannot differ; bf16 attention of "no bf16" does."""
+    got = scores(decoder(torch.bfloat16, "int8"))
+    assert (got - scores(decoder(torch.float32))).abs().max() < 1.5
+    if instructions != "no bf16":
+        _SEEN.append(got)
+        assert all(torch.equal(got, seen) for seen in _SEEN)
+
+
+_SEEN: list[torch.Tensor] = []
+
+
+@needs_kernels
+@pytest.mark.parametrize("shapes, interleave", [([(40, 24)], False), ([(24, 10), (24, 10)], True), ([(16, 7)], False)])
+def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) -> None:
+    arena = Arena(build.library(Kind.FLOAT32, Kind.FLOAT32))
+    parts = [torch.randn(shape) for shape in shapes]
+    matrix = pack(arena, parts, interleave=interleave).matrix
+    count = matrix.units * 32 * matrix.steps
+    flat = torch.frombuffer(bytearray(ctypes.string_at(matrix.data, count * 4)), dtype=torch.float32)
+    blocks = flat.view(-1, matrix.steps, 16).transpose(1, 2)  # [blocks, 16, steps]
+    for number, part in enumerate(parts):
+        mine = blocks[number :: len(parts)] if interleave else blocks
+        rows = mine.reshape(-1, matrix.steps)
+        assert torch.equal(rows[: part.shape[0], : part.shape[1]], part)
+        assert not rows[: part.shape[0], part.shape[1] :].any()
+
+
+@pytest.mark.parametrize("flag", ["avx512f", "avx512bw"])
+def test_a_lesser_processor_takes_the_torch_runner(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset())
+    with pytest.raises(Unavailable, match=flag):
+        build.library(Kind.BFLOAT16, Kind.BFLOAT16)
+    assert isinstance(decoder(torch.float32).runner, TorchRunner)
+
+
+@needs_kernels
+def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    build._loaded.cache_clear()
+    with pytest.raises(Unavailable, match=r"no C\+\+ compiler"):
+        build.library(Kind.BFLOAT16, Kind.BFLOAT16)
+    assert isinstance(decoder(torch.bfloat16).runner, TorchRunner)
+
+
+@needs_kernels
+def test_a_compiler_that_fails_is_named_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_FLAGS", ("-no-such-flag",))
+    with pytest.raises(Unavailable, match="does not compile"):
+        build.library(Kind.BFLOAT16, Kind.BFLOAT16)
+    assert not list((tmp_path / "native").iterdir())
