@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from foretoken.core.sampling import History, SamplingLaw
+from foretoken.core import sampling as module
+from foretoken.core.sampling import History, Rows, SamplingLaw
 
 VOCAB = 6
 
@@ -195,3 +196,90 @@ def test_rows_are_laws(name):
     probs = LAWS[name].probs(logits, [History([1], 1)] * 4)
     assert bool((probs >= 0).all())
     assert probs.sum(-1).tolist() == pytest.approx([1.0] * 4, abs=2e-6)
+
+
+def tied_scores(vocab: int, rows: int = 3) -> torch.Tensor:
+    """Rows on a coarse grid, so that ties lie at every border; the last row is flat."""
+    scores = (4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab))).round() / 4
+    scores[-1] = 0.0
+    scores[0, ::5] = -torch.inf
+    return scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [2, 7, 300, 4096])
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999, 1 - 1e-7])
+def test_the_nucleus_is_that_of_the_whole_order(vocab, top_p, dtype):
+    scores = tied_scores(vocab).to(dtype)
+    assert torch.equal(module._nucleus(scores, top_p), module._nucleus_sorted(scores, top_p))
+
+
+def test_the_nucleus_of_a_large_vocabulary():
+    scores = tied_scores(151_936, rows=2)
+    assert torch.equal(module._nucleus(scores, 0.9), module._nucleus_sorted(scores, 0.9))
+
+
+@pytest.mark.parametrize("vocab, k", [(7, 1), (7, 6), (4096, 50), (151_936, 50)])
+def test_the_kth_largest_is_that_of_the_whole_order(vocab, k):
+    scores = tied_scores(vocab)
+    assert torch.equal(module._kth_largest(scores, k), scores.sort(descending=True).values[:, k - 1 : k])
+
+
+# Rows that are computed when asked for
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_rows_read_like_the_tensor(name):
+    logits = 3 * torch.randn(5, 300, generator=torch.Generator().manual_seed(4))
+    histories = [History([1, 5, 5, 7], 2, tuple(range(i))) for i in range(5)]
+    whole, rows = LAWS[name].probs(logits, histories), Rows(LAWS[name], logits, histories.__getitem__)
+    assert rows.shape == whole.shape
+    for i in (3, 0, 4, 3):
+        assert torch.equal(rows[i], whole[i])
+        assert rows.certain(i) == (int(whole[i].argmax()) if LAWS[name].greedy else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_certain_token_is_the_lowest_of_the_best(dtype):
+    logits = torch.zeros(2, 4096, dtype=dtype)
+    logits[0, [7, 9, 4095]] = 5.0
+    rows = Rows(SamplingLaw(temperature=0.0), logits, lambda row: History([1], 1))
+    assert [rows.certain(0), rows.certain(1)] == [7, 0]
+
+
+def test_a_row_that_nobody_reads_costs_nothing():
+    asked: list[int] = []
+
+    def history(row: int) -> History:
+        asked.append(row)
+        return History([1, 2], 1, (3,) * row)
+
+    logits = torch.zeros(6, VOCAB)
+    rows = Rows(SamplingLaw(presence_penalty=1.0), logits, history)
+    assert rows[2] is rows[2]
+    assert asked == [2]
+    Rows(SamplingLaw(), logits, history)[3]
+    Rows(SamplingLaw(temperature=0.0), logits, history).certain(3)
+    assert asked == [2]
+
+
+def test_the_certain_token_knows_its_own_history():
+    law = SamplingLaw(temperature=0.0, bad_words=((2, 3),))
+    rows = Rows(law, torch.tensor([[0.0, 0.0, 0.0, 9.0]] * 2), lambda row: History([1], 1, (2,) * row))
+    assert [rows.certain(0), rows.certain(1)] == [3, 0]
+
+
+def test_other_laws_than_ours_have_rows_too():
+    class Plain:
+        greedy = True
+
+        def probs(self, logits: torch.Tensor, histories: Sequence[History]) -> torch.Tensor:
+            assert len(histories) == len(logits)
+            return SamplingLaw(temperature=0.0).probs(logits, histories)
+
+        def with_temperature(self, temperature: float) -> Plain:
+            return self
+
+    rows = Rows(Plain(), torch.tensor([[0.0, 2.0, 1.0]]), lambda row: History([1], 1))
+    assert rows.certain(0) == 1
+    assert rows[0].tolist() == [0.0, 1.0, 0.0]

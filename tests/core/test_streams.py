@@ -183,3 +183,64 @@ def test_seeds_of_requests_differ():
     assert len(seeds) == 900
     assert random_seed_from(1, 23) != random_seed_from(12, 3)
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+# The race over large vocabularies, where only tokens that can win are given noise
+
+WEIGHTS: dict[str, Callable[[int], torch.Tensor]] = {
+    "flat": lambda size: torch.ones(size),
+    "peaked": lambda size: (4 * torch.randn(size, generator=torch.Generator().manual_seed(size))).softmax(-1),
+    "a long tail": lambda size: torch.arange(1, size + 1).double().pow(-1.2).flip(0),
+    "half of it": lambda size: (torch.arange(size) % 2).float(),
+    "a few": lambda size: (torch.arange(size) % 97 == 5).double() * 1e-30,
+    "one": lambda size: (torch.arange(size) == size - 1).float(),
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("size, seeds", [(6, 300), (300, 300), (20_000, 60)])
+def test_the_winner_is_that_of_the_whole_race(weights, size, seeds):
+    law = WEIGHTS[weights](size)
+    with mock.patch.object(module, "_SMALL", 0):
+        for seed in range(seeds):
+            stream = Streams(seed).shared(2)
+            assert stream.categorical(law, 1) == int(stream.race(law, 1).argmax())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_at_the_very_bound_is_not_left_out(dtype):
+    """Its weight over the bound equals the best score so far, and its id is lower: it wins the tie."""
+    noise = np.array([module._EARLY, 0.5 * module._EARLY])
+    early = (np.array([1]), noise[1:])
+    weights = torch.tensor([2.0, 1.0], dtype=dtype)
+    with (
+        mock.patch.object(module, "_SMALL", 0),
+        mock.patch.object(module, "_early_exponentials", return_value=early),
+        mock.patch.object(module, "_exponentials", side_effect=lambda key, ids: noise[ids]),
+    ):
+        assert SharedStream(0, 0).categorical(weights, 0) == 0
+
+
+def test_early_exponentials_are_all_that_lie_under_the_bound():
+    for key in range(20):
+        noise = exponentials(key, 20_000).numpy()
+        ids, values = module._early_exponentials(key, 20_000)
+        assert np.array_equal(values, noise[ids])
+        assert set(np.flatnonzero(noise < module._EARLY)) <= set(ids.tolist())
+        assert ids.size < 2 * 20_000 * module._EARLY
+
+
+@pytest.mark.parametrize("small", [0, 100])
+def test_a_race_without_mass_is_an_error_at_any_size(small):
+    with mock.patch.object(module, "_SMALL", small):
+        for weights in (torch.zeros(50), torch.full((50,), torch.nan)):
+            with pytest.raises(ValueError, match="cannot draw"):
+                Streams(0).shared(0).categorical(weights, 0)
+
+
+def test_what_is_kept_of_the_noise_cannot_be_changed_from_outside():
+    key = module._key(3, Purpose.SHARED, 4)
+    before = Streams(3).shared(4).categorical(FLAT, 0)
+    exponentials(key, 8).fill_(1.0)
+    Streams(3).shared(4).race(FLAT, 0).zero_()
+    assert Streams(3).shared(4).categorical(FLAT, 0) == before

@@ -45,4 +45,8 @@ class Context:
 
     def histories(self, draft: Draft) -> list[History]:
         """One history per row of a pass over ``draft``: the root's, then each node's own."""
-        return [self.history([draft.ids[i] for i in draft.path(node)]) for node in range(-1, len(draft))]
+        return [self.history_at(draft, row) for row in range(len(draft) + 1)]
+
+    def history_at(self, draft: Draft, row: int) -> History:
+        """The history of one row: 0 is the root's, row i + 1 node i's."""
+        return self.history([draft.ids[i] for i in draft.path(row - 1)])

@@ -7,11 +7,13 @@ temperature, min-p, top-k, top-p. Temperature 0 is the one-hot law of the argmax
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
@@ -53,6 +55,44 @@ class Law(Protocol):
         ...
 
 
+class Rows:
+    """The laws at the root and at every node of a draft, each computed when it is first asked for.
+
+    Reads as the tensor [n+1, V] would: ``rows[i]`` is one law, [V], and ``shape``. A verifier that stops early
+    never pays for the rows below. ``history(i)`` is the history of row i; it is asked for only where the law looks.
+    """
+
+    def __init__(self, law: Law, logits: Tensor, history: Callable[[int], History]) -> None:
+        self.shape = logits.shape
+        self._law, self._logits, self._history = law, logits, history
+        self._looks = law.needs_history if isinstance(law, SamplingLaw) else True
+        self._known: dict[int, Tensor] = {}
+        self._best: list[int] | None = None
+
+    def __getitem__(self, row: int) -> Tensor:
+        known = self._known.get(row)
+        if known is None:
+            known = self._known[row] = self._law.probs(self._logits[row : row + 1], self._histories(row))[0]
+        return known
+
+    def certain(self, row: int) -> int | None:
+        """The only token that row ``row`` can draw if the law is greedy; no one-hot row is made for it."""
+        if not self._law.greedy:
+            return None
+        if not isinstance(self._law, SamplingLaw):
+            return int(self[row].argmax())
+        if self._logits.is_cpu:
+            # numpy compares many numbers at once and, like the law, takes the lowest id on ties.
+            return int(self._law.scores(self._logits[row : row + 1], self._histories(row)).numpy().argmax())
+        if self._best is None:  # elsewhere every wait costs more than the rows: all of them in one
+            every = [self._history(i) for i in range(self.shape[0])] if self._looks else []
+            self._best = self._law.scores(self._logits, every).argmax(-1).tolist()
+        return self._best[row]
+
+    def _histories(self, row: int) -> Sequence[History]:
+        return (self._history(row),) if self._looks else ()
+
+
 @dataclass(frozen=True)
 class SamplingLaw:
     """The usual sampling parameters as one pure function.
@@ -92,23 +132,33 @@ class SamplingLaw:
 
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """[rows, V] logits to probabilities; row r is judged with ``histories[r]``."""
+        scores = self.scores(logits, histories)
+        if self.greedy:
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        if self.temperature != 1.0 or self.min_p > 0.0 or self.top_k > 0:
+            # Relative to the top, so that no temperature, however small, overflows.
+            scores = scores - scores.amax(-1, keepdim=True)
+        if self.temperature != 1.0:
+            scores /= self.temperature
+        if self.min_p > 0.0:
+            floor = scores.amax(-1, keepdim=True) + torch.tensor(self.min_p, dtype=scores.dtype).log()
+            scores.masked_fill_(scores < floor, -torch.inf)
+        if 0 < self.top_k < scores.shape[-1]:
+            scores.masked_fill_(scores < _kth_largest(scores, self.top_k), -torch.inf)
+        if self.top_p < 1.0:
+            scores = _nucleus(scores, self.top_p)
+        return scores.softmax(-1)
+
+    def scores(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
+        """Logits after all that speaks of single tokens, before temperature: the largest is the greedy token.
+
+        float32, float64 stays float64; ``logits`` itself where nothing changes it.
+        """
         if logits.dtype != torch.float64:
             logits = logits.float()
         if self.needs_history or self.logit_bias:
-            logits = self._adjust(logits.clone(), histories)
-        if self.greedy:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        # Relative to the top, so that no temperature, however small, overflows.
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
-        if self.min_p > 0.0:
-            floor = logits.amax(-1, keepdim=True) + torch.tensor(self.min_p, dtype=logits.dtype).log()
-            logits = logits.masked_fill(logits < floor, -torch.inf)
-        if 0 < self.top_k < logits.shape[-1]:
-            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < kth, -torch.inf)
-        if self.top_p < 1.0:
-            logits = _nucleus(logits, self.top_p)
-        return logits.softmax(-1)
+            return self._adjust(logits.clone(), histories)
+        return logits
 
     def _adjust(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """Everything that speaks of single tokens, row by row, in place."""
@@ -151,9 +201,52 @@ class SamplingLaw:
                 logits[row, ids] -= self.frequency_penalty * times + self.presence_penalty
 
 
-def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of most probable tokens whose mass reaches ``top_p``, at least one."""
-    ordered, ids = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+def _kth_largest(scores: Tensor, k: int) -> Tensor:
+    """[rows, V] to [rows, 1]. numpy selects where torch would order all k."""
+    if not scores.is_cpu:
+        return scores.topk(k, dim=-1).values[..., -1:]
+    return torch.from_numpy(np.partition(scores.numpy(), -k, axis=-1)[:, -k, None])
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most probable tokens whose mass reaches ``top_p``, at least one.
+
+    Equals ``_nucleus_sorted`` bit for bit, and orders the head of each row alone.
+    """
+    if not scores.is_cpu:
+        return _nucleus_sorted(scores, top_p)
+    kept = torch.full_like(scores, -torch.inf)
+    for row, source, target in zip(scores.softmax(-1).numpy(), scores.numpy(), kept.numpy(), strict=True):
+        ids = _head(row, top_p)
+        target[ids] = source[ids]
+    return kept
+
+
+def _head(probs: NDArray[Any], top_p: float) -> NDArray[np.int64]:
+    """Ids of one row's nucleus: the tokens before which less than ``top_p`` of the mass lies, lowest ids on ties.
+
+    Tokens under (1 - top_p) / V cannot be among them, save for rounding; mostly far fewer are ordered.
+    """
+    for floor in (1e-3, (1.0 - top_p) / probs.size, 0.0):
+        head = np.sort(probs[probs >= floor])[::-1]
+        # As torch sums a row: in float64, rounded at every entry.
+        before = head.cumsum(dtype=np.float64).astype(head.dtype) - head
+        count = int(np.searchsorted(before, head.dtype.type(top_p)))
+        if 0 < count < head.size or floor == 0.0:
+            break
+    if count == 0:  # a row of NaN, which the draw will refuse
+        return np.arange(0)
+    least = head[count - 1]
+    ids = np.flatnonzero(probs >= least)
+    if ids.size > count:
+        tied = np.flatnonzero(probs[ids] == least)
+        ids = np.delete(ids, tied[count - ids.size :])
+    return ids
+
+
+def _nucleus_sorted(scores: Tensor, top_p: float) -> Tensor:
+    """The nucleus by ordering whole rows, lowest id first on ties: no waiting where that matters."""
+    ordered, ids = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
     dropped = torch.empty_like(before, dtype=torch.bool).scatter_(-1, ids, before >= top_p)
-    return logits.masked_fill(dropped, -torch.inf)
+    return scores.masked_fill(dropped, -torch.inf)

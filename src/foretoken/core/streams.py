@@ -8,16 +8,25 @@ one only when they share all of it on purpose (the trajectory grade, 2408.07978)
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_SMALL = 1 << 14  # vocabularies up to this have all their noise made at once
+_EARLY = 2.0**-8  # in larger ones exponentials under this are listed first; a power of two divides exactly
+
+Reals = NDArray[np.floating[Any]]
+Ids = NDArray[np.int64]
 
 
 class Purpose(IntEnum):
@@ -72,8 +81,7 @@ class PrivateStream:
         total = float(cumulative[-1])
         if not total > 0.0:
             raise ValueError(f"cannot draw from weights that sum to {total}")
-        point = torch.tensor(self._uniform(2 * index + 1) * total, dtype=torch.float64)
-        drawn = int(torch.searchsorted(cumulative, point.to(cumulative.device), right=True))
+        drawn = int(torch.searchsorted(cumulative, self._uniform(2 * index + 1) * total, right=True))
         # Rounding can put the point at the very end; the last token with any mass is then the right one.
         return drawn if drawn < weights.shape[-1] else int(weights.nonzero()[-1])
 
@@ -93,23 +101,106 @@ class SharedStream:
         raise TypeError("shared noise answers categorical draws only; the coupled rule needs no other")
 
     def categorical(self, weights: Tensor, index: int) -> int:
+        if weights.is_cpu:
+            return _winner(weights.numpy(), self._key(index))
         return int(self.race(weights, index).argmax())
 
     def race(self, weights: Tensor, index: int) -> Tensor:
         """weights / E for every token, float64 [V]; the largest wins, the next largest are the likeliest rivals."""
         if not bool((weights > 0).any()):
-            raise ValueError("cannot draw from weights that are all zero")
-        key = _key(self.seed, Purpose.SHARED, self.position + index)
-        return weights.double() / exponentials(key, weights.shape[-1], weights.device)
+            _nothing_to_draw()
+        return weights.double() / exponentials(self._key(index), weights.shape[-1], weights.device)
+
+    def _key(self, index: int) -> int:
+        return _key(self.seed, Purpose.SHARED, self.position + index)
 
 
 def exponentials(key: int, size: int, device: torch.device | str = "cpu") -> Tensor:
     """``size`` standard exponentials of one key, float64; entry i depends on (key, i) alone."""
+    if torch.device(device).type == "cpu":
+        return torch.from_numpy(_finished(_mixed(key, _counters(size))))
     z = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN) + _signed(key)
     for shift, multiplier in _MIX:
         z = (z ^ _shift_right(z, shift)) * _signed(multiplier)
     bits = _shift_right(z ^ _shift_right(z, 31), 12)
     return -torch.log((bits.double() + 0.5) * 2.0**-52)
+
+
+def _winner(weights: Reals, key: int) -> int:
+    """The argmax of weights / E, lowest id on ties, with noise only for tokens that can win.
+
+    Where most weights are zero, those are the others. Else first the tokens whose E is under ``_EARLY``: let the best
+    of them score b. Every other token's score is at most weight / ``_EARLY``, so it can win only if its weight is
+    b ``_EARLY`` or more. Both bounds are exact, and so is the winner.
+    """
+    if weights.size <= _SMALL:
+        scores = weights / _all_exponentials(key, weights.size)
+        best = int(scores.argmax())
+        return best if scores[best] > 0.0 else _nothing_to_draw()
+    possible = weights > 0.0
+    count = np.count_nonzero(possible)
+    if count == 0:
+        return _nothing_to_draw()
+    if count * 16 < weights.size:
+        ids = np.flatnonzero(possible)
+        return int(ids[(weights[ids] / _exponentials(key, ids)).argmax()])
+    early, noise = _early_exponentials(key, weights.size)
+    scores = weights[early] / noise
+    # Rounded down, so that no rounding of the bound to the weights' type leaves a token out.
+    least = np.nextafter(weights.dtype.type(scores.max(initial=0.0) * _EARLY), -1.0)
+    ids = np.flatnonzero(weights > max(0.0, least))
+    scores = np.concatenate((scores, weights[ids] / _exponentials(key, ids)))
+    return int(np.concatenate((early, ids))[scores == scores.max()].min())
+
+
+def _nothing_to_draw() -> NoReturn:
+    raise ValueError("cannot draw from weights that are all zero")
+
+
+# What a draft looked up, its target finds again: both ask for the noise of the same positions.
+
+
+@lru_cache(maxsize=128)
+def _all_exponentials(key: int, size: int) -> Reals:
+    return _finished(_mixed(key, _counters(size)))
+
+
+@lru_cache(maxsize=1024)
+def _early_exponentials(key: int, size: int) -> tuple[Ids, Reals]:
+    """Ids under ``size`` whose exponential is under ``_EARLY``, and those exponentials.
+
+    A few more may be among them: only the upper 31 bits are looked at, which the hash's last step leaves alone.
+    """
+    mixed = _mixed(key, _counters(size))
+    ids = np.flatnonzero(mixed >= np.uint64(math.floor(math.exp(-_EARLY) * 2**31) << 33))
+    return ids, _finished(mixed[ids])
+
+
+@lru_cache(maxsize=8)
+def _counters(size: int) -> NDArray[np.uint64]:
+    """What a key is added to, for ids under ``size``."""
+    return np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+
+
+def _exponentials(key: int, ids: Ids) -> Reals:
+    """The standard exponentials of ``ids`` under one key, float64."""
+    return _finished(_mixed(key, (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)))
+
+
+def _mixed(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64 of ``counters`` under one key, but for its last step."""
+    z = counters + np.uint64(key & _MASK)
+    for shift, multiplier in _MIX:
+        z ^= z >> np.uint64(shift)
+        z *= np.uint64(multiplier)
+    return z
+
+
+def _finished(z: NDArray[np.uint64]) -> Reals:
+    """The last step of the hash, and its number in (0, 1) as an exponential."""
+    z = (z ^ z >> np.uint64(31)) >> np.uint64(12)
+    noise = np.log((z + 0.5) * 2.0**-52)
+    return np.negative(noise, out=noise)
 
 
 def random_seed_from(*parts: int) -> int:

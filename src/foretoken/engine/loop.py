@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from foretoken.control.base import Controller
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import Rows
 from foretoken.core.step import Step, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.engine.sequence import Sequence
@@ -107,7 +109,7 @@ class Engine:
 
     def _judge(self, context: Context, draft: Draft, scores: Scores) -> Verdict:
         """The law at every node, then the rule that the draft's own law and the request's grade call for."""
-        probs = context.law.probs(scores.logits, context.histories(draft))
+        probs = Rows(context.law, scores.logits, partial(context.history_at, draft))
         stream = stream_for(context.exactness, context.streams, context.generated)
         return choose(draft.law, context.exactness, self.rejection)(draft, probs, stream)
 

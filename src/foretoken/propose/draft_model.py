@@ -12,7 +12,7 @@ from torch import Tensor
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
-from foretoken.core.sampling import Law
+from foretoken.core.sampling import Law, Rows
 from foretoken.core.streams import Purpose, Stream
 from foretoken.models.base import Handle, Model
 from foretoken.propose.base import Observation, Proposer
@@ -44,16 +44,17 @@ class _Chain:
 
     def extend(self, logits: Tensor) -> None:
         """Draw the next token from the newest row of logits [1, V]."""
-        row = self.law.probs(logits, [self.context.history(self.tokens)])
-        if self.law.greedy:
-            self.tokens.append(int(row[0].argmax()))
+        rows = Rows(self.law, logits, lambda row: self.context.history(self.tokens))
+        certain = rows.certain(0)
+        if certain is not None:
+            self.tokens.append(certain)
             return
-        self.tokens.append(self.stream.categorical(row[0], len(self.tokens)))
+        self.tokens.append(self.stream.categorical(rows[0], len(self.tokens)))
         if self.drawn:
-            self.rows.append(row)
+            self.rows.append(rows[0])
 
     def draft(self) -> Draft:
-        law: ProposalLaw = Sampled(torch.cat(self.rows)) if self.rows else PointMass()
+        law: ProposalLaw = Sampled(torch.stack(self.rows)) if self.rows else PointMass()
         return Draft.chain(self.tokens, law)
 
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from torch import Tensor
-
 from foretoken.core.context import Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -26,17 +24,19 @@ from foretoken.core.law import PointMass, ProposalLaw, Sampled, TopPlusSampled, 
 from foretoken.core.streams import Purpose, Stream, Streams
 from foretoken.core.verdict import Verdict
 from foretoken.verify import block, coupled, token, tree, typical, walk
+from foretoken.verify.rows import Probs
 
 __all__ = ["VERIFIERS", "Verifier", "choose", "stream_for"]
 
-Verifier = Callable[[Draft, Tensor, Stream], Verdict]
-"""(draft, probs [n+1, V], stream) -> verdict. Row 0 is the target's law at the root, row i + 1 at node i."""
+Verifier = Callable[[Draft, Probs, Stream], Verdict]
+"""(draft, probs [n+1, V], stream) -> verdict. Row 0 is the target's law at the root, row i + 1 at node i; ``Rows``
+are computed as they are read."""
 
 
 def _by_shape(chain: Verifier) -> Verifier:
     """A chain rule for drawn chains; drawn trees go to recursive rejection."""
 
-    def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+    def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
         return chain(draft, probs, stream) if draft.is_chain else tree.recursive(draft, probs, stream)
 
     return verify

@@ -12,22 +12,23 @@ from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, ratio
+from foretoken.verify.rows import Probs, draw
 
 
-def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """tau = max{i : u_i <= h_i}, then one draw from norm((w_tau p_{tau+1} - q_{tau+1})+), or p_{n+1} if tau = n.
 
-    h_n = w_n, else h_i = Z_i / (Z_i + 1 - w_i) with Z_i the mass of that excess. The rows are asked from the
-    deepest up, so nothing is computed for rows nearer the root than tau.
+    h_n = w_n, else h_i = Z_i / (Z_i + 1 - w_i) with Z_i the mass of that excess. Once w_i is 0 it stays so, and no row
+    below is read; the others are asked from the deepest up, so no excess is computed nearer the root than tau.
 
     draft: a chain with law ``Sampled``; token i was drawn from row i of q. probs: [n+1, V].
     """
     n = len(draft)
     q = drawn_rows(draft, probs)
     w = _weights(draft, probs, q)
-    if n == 0 or stream.bernoulli(w[n], index=n):
-        return Verdict(tuple(range(n)), stream.categorical(probs[n], index=n))
-    for tau in range(n - 1, -1, -1):
+    if n == 0 or (len(w) > n and stream.bernoulli(w[n], index=n)):
+        return Verdict(tuple(range(n)), draw(probs, n, stream, index=n))
+    for tau in range(min(len(w), n) - 1, -1, -1):
         rest, mass = excess(probs[tau], q[tau], w[tau])
         exit_mass = mass + (1.0 - w[tau])
         if tau == 0 or stream.bernoulli(mass / exit_mass if exit_mass > 0.0 else 1.0, index=tau):
@@ -35,12 +36,13 @@ def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
     raise AssertionError("row 0 always yields a token")
 
 
-def _weights(draft: Draft, probs: Tensor, q: Tensor) -> list[float]:
-    """w_0 ... w_n, in float64."""
-    rows = range(len(draft))
-    p_drawn = probs[rows, draft.ids].tolist() if rows else []
-    q_drawn = q[rows, draft.ids].tolist() if rows else []
+def _weights(draft: Draft, probs: Probs, q: Tensor) -> list[float]:
+    """w_0, w_1, ... in float64, as far as they are not 0."""
     w = [1.0]
-    for p_x, q_x in zip(p_drawn, q_drawn, strict=True):
-        w.append(min(1.0, w[-1] * ratio(p_x, q_x)))
+    q_drawn = q[range(len(draft)), draft.ids].tolist() if len(draft) else []
+    for i, (token, q_x) in enumerate(zip(draft.ids, q_drawn, strict=True)):
+        weight = min(1.0, w[-1] * ratio(float(probs[i][token]), q_x))
+        if weight == 0.0:
+            break
+        w.append(weight)
     return w

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify import walk
+from foretoken.verify.rows import Probs
 
 
-def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """The walk over the noise of ``Streams.shared(position)``.
 
     The walk addresses its draw at depth d by d, which the shared stream maps to position + d: the address at

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass
+from foretoken.verify.rows import Probs
 
 
-def drawn_rows(draft: Draft, probs: Tensor) -> Tensor:
+def drawn_rows(draft: Draft, probs: Probs) -> Tensor:
     """q: [rows, V], row r the law at node r - 1 that the draft's tokens were drawn from.
 
     Raises ValueError for fixed candidates, which have no q, and for rows that do not fit ``probs`` [n+1, V].
     """
     if len(draft) == 0:
-        return probs[:0]
+        return torch.empty(0, probs.shape[1])
     if isinstance(draft.law, PointMass):
         raise ValueError("this rule needs the law the tokens were drawn from, but the draft holds fixed candidates")
     q = draft.law.probs
@@ -37,7 +39,7 @@ def excess(p: Tensor, q: Tensor, weight: float = 1.0) -> tuple[Tensor, float]:
 
     The mass is never had by subtracting from 1: where p and q nearly agree that leaves only rounding.
     """
-    rest = (p.double() * weight - q.double()).clamp_(min=0.0)
+    rest = (p.double() * weight).sub_(q).clamp_(min=0.0)
     return rest, float(rest.sum())
 
 

@@ -11,9 +11,10 @@ from foretoken.core.law import WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, normalised, ratio
+from foretoken.verify.rows import Probs
 
 
-def recursive(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """Recursive rejection (SpecInfer, 2305.09781; without replacement: Sequoia, 2402.12374).
 
     Children in turn: accept with min(1, p/q), else p <- norm((p - q)+); siblings drawn without replacement also
@@ -41,7 +42,7 @@ def recursive(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
     raise AssertionError("a tree has a deepest node")
 
 
-def greedy_multi(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+def greedy_multi(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """Greedy multi-draft (2502.18779): k-1 fixed siblings T and a last one drawn from q' = q outside T.
 
     Accept the drawn one with min(1, p/q'), else y ~ norm((p - q')+), which may land in T and go on from there.

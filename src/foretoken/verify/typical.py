@@ -6,29 +6,30 @@ Only for requests that ask for it by name, and their outputs are labelled with i
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
+from foretoken.verify.rows import Probs, dense
 
 EPSILON = 0.09
 DELTA = 0.3
 
 
-def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """Accept a node where p(x) > min(EPSILON, DELTA exp(-H(p))), H in nats; keep the longest accepted path.
 
     The target's token is then drawn from the row at its end. Under the greedy law only the argmax passes, and
     the rule is exact. probs: [n+1, V].
     """
-    threshold = (DELTA * torch.exp(-torch.special.entr(probs).sum(-1))).clamp(max=EPSILON)  # [n+1]
-    rows = [parent + 1 for parent in draft.parents]
-    likely = (probs[rows, draft.ids] > threshold[rows]).tolist() if rows else []
+    rows = dense(probs)
+    threshold = (DELTA * torch.exp(-torch.special.entr(rows).sum(-1))).clamp(max=EPSILON)  # [n+1]
+    above = [parent + 1 for parent in draft.parents]
+    likely = (rows[above, draft.ids] > threshold[above]).tolist() if above else []
     alive: list[bool] = []
     best, depth = -1, 0
     for node, parent in enumerate(draft.parents):
         alive.append(likely[node] and (parent < 0 or alive[parent]))
         if alive[node] and draft.depths[node] > depth:
             best, depth = node, draft.depths[node]
-    return Verdict(draft.path(best), stream.categorical(probs[best + 1], index=depth))
+    return Verdict(draft.path(best), stream.categorical(rows[best + 1], index=depth))

@@ -1,0 +1,207 @@
+"""What laws and verdicts cost beside the models: microseconds a round, by rule, rows, vocabulary and parameters.
+
+A chain of rows - 1 tokens is drafted from a law near the target's, as the rule would have it, and its verdict is timed
+from the target's logits on, one request at a time. ``draft step`` is one draft token, from its logits to its id.
+Noise is made anew each time, although a round finds what its own draft has looked up.
+The logits are made: the k-th likeliest token lies ``slope`` log k below the top, in an order of its own for each row.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+from foretoken.core import streams
+from foretoken.core.context import Context, Exactness
+from foretoken.core.draft import Draft
+from foretoken.core.law import PointMass, Sampled
+from foretoken.core.sampling import Rows, SamplingLaw
+from foretoken.core.streams import Purpose, Streams
+from foretoken.verify import choose, stream_for
+from setting import cores, setting, wide_console
+
+LAWS = {
+    "greedy": SamplingLaw(temperature=0.0),
+    "temperature 1": SamplingLaw(),
+    "top-p .9": SamplingLaw(top_p=0.9),
+    "top-k 50": SamplingLaw(top_k=50),
+}
+SEEDS = 64  # texts that take turns
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of request. ``drawn``: the draft's tokens are draws whose law travels with them."""
+
+    law: str
+    grade: Exactness = Exactness.DISTRIBUTION
+    drawn: bool = False
+
+    @property
+    def rule(self) -> str:
+        if self.grade is Exactness.TRAJECTORY:
+            return "coupled"
+        return "block" if self.drawn else "walk"
+
+
+CASES = (
+    Case("greedy"),
+    *(Case(law, drawn=drawn) for law in list(LAWS)[1:] for drawn in (True, False)),
+    *(Case(law, Exactness.TRAJECTORY) for law in list(LAWS)[1:]),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Microseconds: median and the quarter points. ``accepted``: drafted tokens that stood, on average."""
+
+    rule: str
+    law: str
+    vocabulary: int
+    rows: int
+    median: float
+    low: float
+    high: float
+    accepted: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a verdict is made from."""
+
+    context: Context
+    draft: Draft
+    logits: Tensor  # [rows, V]
+
+
+def made_logits(rows: int, vocabulary: int, slope: float, generator: torch.Generator) -> Tensor:
+    """[rows, V]: the shape of a language model's laws, some tokens likely and a long tail."""
+    ranked = -slope * torch.arange(1, vocabulary + 1).log()
+    return torch.stack([ranked[torch.randperm(vocabulary, generator=generator)] for _ in range(rows)])
+
+
+def draft_step(context: Context, law: SamplingLaw, logits: Tensor, index: int) -> tuple[int, Tensor | None]:
+    """One token as a draft model draws it, and the law it was drawn from."""
+    rows = Rows(law, logits, lambda row: context.history())
+    certain = rows.certain(0)
+    if certain is not None:
+        return certain, None
+    shared = context.exactness is Exactness.TRAJECTORY
+    position = context.generated
+    stream = context.streams.shared(position) if shared else context.streams.private(Purpose.DRAFT, position)
+    return stream.categorical(rows[0], index), rows[0]
+
+
+def new_round(case: Case, logits: Tensor, near: Tensor, seed: int) -> Round:
+    """A chain below a short text; a fixed candidate is the draft's argmax, or its draw from the shared noise."""
+    context = Context(seed, [1, 2, 3], 3, LAWS[case.law], Streams(seed), case.grade)
+    law = LAWS[case.law] if case.drawn or case.grade is Exactness.TRAJECTORY else LAWS["greedy"]
+    steps = [draft_step(context, law, near[i : i + 1], i) for i in range(len(near) - 1)]
+    rows = [row for _, row in steps if row is not None]
+    made_by = Sampled(torch.stack(rows)) if case.drawn and rows else PointMass()
+    return Round(context, Draft.chain([token for token, _ in steps], made_by), logits)
+
+
+def verdict(state: Round) -> int:
+    """As the engine's loop does it. -> accepted tokens"""
+    context, draft = state.context, state.draft
+    probs = Rows(context.law, state.logits, partial(context.history_at, draft))
+    stream = stream_for(context.exactness, context.streams, context.generated)
+    return len(choose(draft.law, context.exactness)(draft, probs, stream).path)
+
+
+def timed(run: Callable[[int], int], repeats: int) -> tuple[list[float], float]:
+    """Microseconds of each call, sorted, and the mean of what they return; no call finds noise that is kept."""
+    taken, results = [], []
+    for i in range(repeats + 3):
+        streams._all_exponentials.cache_clear()
+        streams._early_exponentials.cache_clear()
+        started = time.perf_counter()
+        results.append(run(i))
+        taken.append((time.perf_counter() - started) * 1e6)
+    return sorted(taken[3:]), statistics.fmean(results[3:])
+
+
+@torch.inference_mode()
+def grid(rows: Sequence[int], vocabularies: Sequence[int], repeats: int, slope: float, apart: float) -> Iterator[Cell]:
+    """All cells; ``apart`` is the spread of the noise between draft and target logits."""
+    for vocabulary in vocabularies:
+        generator = torch.Generator().manual_seed(vocabulary)
+        for count in rows:
+            logits = made_logits(count, vocabulary, slope, generator)
+            near = logits + apart * torch.randn(logits.shape, generator=generator)
+            for case in CASES:
+                rounds = [new_round(case, logits, near, seed) for seed in range(min(SEEDS, repeats + 3))]
+                yield cell(case.rule, case.law, logits, *timed(lambda i: verdict(rounds[i % len(rounds)]), repeats))  # noqa: B023
+        for case in CASES:
+            if case.rule != "walk" or case.law == "greedy":
+                step = partial(one_step, case, near[:1])
+                yield cell("draft step", f"{case.law}{' seeded' * (case.rule == 'coupled')}", near[:1],
+                           *timed(step, repeats))  # fmt: skip
+
+
+def one_step(case: Case, logits: Tensor, seed: int) -> int:
+    """A draft's own law and draw, at a position nobody has been at."""
+    context = Context(seed, [1, 2, 3], 3, LAWS[case.law], Streams(-1 - seed), case.grade)
+    draft_step(context, LAWS[case.law], logits, 0)
+    return 0
+
+
+def cell(rule: str, law: str, logits: Tensor, taken: Sequence[float], accepted: float) -> Cell:
+    quarter, half = len(taken) // 4, len(taken) // 2
+    count, vocabulary = logits.shape
+    return Cell(rule, law, vocabulary, count, taken[half], taken[quarter], taken[-1 - quarter], accepted)
+
+
+def table(cells: Sequence[Cell], rows: Sequence[int]) -> Table:
+    """A line for each vocabulary, rule and law; a column for each number of rows."""
+    result = Table(box=box.MARKDOWN)
+    for head in ("vocabulary", "rule", "law", *(f"{count} row{'s' * (count > 1)}" for count in rows)):
+        result.add_column(head, justify="left" if head in ("rule", "law") else "right")
+    found = {(c.vocabulary, c.rule, c.law, c.rows): c for c in cells}
+    for vocabulary, rule, law in dict.fromkeys((c.vocabulary, c.rule, c.law) for c in cells):
+        line = [found.get((vocabulary, rule, law, count)) for count in rows]
+        result.add_row(str(vocabulary), rule, law, *(f"{c.median:,.0f} ({c.accepted:.1f})" if c else "" for c in line))
+    return result
+
+
+def main(
+    rows: Annotated[list[int], typer.Option(min=1, help="Rows of a pass, the root's included. May be repeated.")] = [
+        1, 5, 16, 64,
+    ],
+    vocabulary: Annotated[list[int], typer.Option(min=2, help="May be repeated.")] = [4096, 151_936],
+    repeats: Annotated[int, typer.Option(min=4)] = 100,
+    slope: Annotated[float, typer.Option(help="How fast a law falls: p of rank k goes as k to the minus this.")] = 2.0,
+    apart: Annotated[float, typer.Option(min=0.0, help="Standard deviation of the draft's logits from these.")] = 0.5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+) -> None:  # fmt: skip
+    """Median microseconds a round of laws and verdicts, and in brackets the drafted tokens that stood."""
+    torch.set_num_threads(cores())
+    console = wide_console()
+    cells: list[Cell] = []
+    with console.status("") as status:
+        for one in grid(rows, vocabulary, repeats, slope, apart):
+            cells.append(one)
+            status.update(f"{one.vocabulary} tokens, {one.rows} rows, {one.rule}")
+    console.print(table(cells, rows))
+    facts = setting() | {"repeats": repeats, "slope": slope, "apart": apart}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        result = {"setting": facts, "cells": [asdict(c) for c in cells]}
+        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
