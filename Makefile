@@ -2,7 +2,8 @@
 #   make demo     runtime only, then the race of plain and speculative decoding
 #   make test     everything for development, then the tests
 #   make check    formatting, lint, types and the import rule
-#   make bench    the figures of the README (minutes; leave the machine alone meanwhile)
+#   make peers    OpenVINO GenAI and vLLM, each in an environment of its own, for the race (gigabytes)
+#   make bench    the figures of the README (two hours; leave the machine alone meanwhile)
 # PIP_ARGS goes to pip, for instance --extra-index-url with an index of smaller, CPU-only builds of torch.
 
 SHELL := /bin/sh
@@ -10,13 +11,15 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PIP_ARGS ?=
+PEERS ?= openvino vllm
+RESULTS ?= benchmarks/results
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -q $(PIP_ARGS) -c constraints.txt
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench install clean
+.PHONY: help demo test check format peers bench install clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -37,8 +40,16 @@ format: $(DEV)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
+peers: $(RUNTIME)
+	@$(BIN)/python benchmarks/peers/setup.py $(PEERS) $(PIP_ARGS)
+
 bench: $(DEV)
-	$(BIN)/python benchmarks/race.py $(ARGS)
+	@mkdir -p $(RESULTS)
+	$(BIN)/foretoken bench race --temperature 0 --temperature 1 --json $(RESULTS)/race.json --html $(RESULTS)/race.html $(ARGS)
+	$(BIN)/foretoken bench race --quantization int8 --json $(RESULTS)/int8.json --html $(RESULTS)/int8.html $(ARGS)
+	$(BIN)/foretoken bench race --prompts ragged --batch 8 --json $(RESULTS)/batch.json --html $(RESULTS)/batch.html $(ARGS)
+	$(BIN)/foretoken bench costs
+	$(BIN)/foretoken bench costs --quantization int8 --parts passes,rounds
 	$(BIN)/python benchmarks/exactness_grid.py
 
 install: $(DEV)

@@ -18,10 +18,10 @@ from rich import box
 from rich.table import Table
 
 from foretoken import LLM, CompletionOutput, SamplingParams, zoo
+from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.core.draft import Draft
 from foretoken.core.streams import Streams
-from setting import cores, setting, wide_console
 
 DEPTHS, BATCHES = (1, 4, 8), (1, 8)
 

@@ -30,7 +30,7 @@ from foretoken.core.law import PointMass, Sampled
 from foretoken.core.sampling import Rows, SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import choose, stream_for
-from setting import cores, setting, wide_console
+from foretoken.bench.setting import cores, setting, wide_console
 
 LAWS = {
     "greedy": SamplingLaw(temperature=0.0),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken import LLM, ForetokenError, SamplingParams
+from foretoken.core.draft import Draft
 from foretoken.params import SpeculativeConfig
 
 PROMPTS = ["def greet(name):\n", "x", "class Ü:  # 🙂\n" * 9]
@@ -207,3 +209,22 @@ def test_bad_words_and_bias_hold_under_speculation(llm: LLM) -> None:
 def test_chat_needs_a_template(llm: LLM) -> None:
     with pytest.raises(ForetokenError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_an_int8_target_is_exact_with_respect_to_itself(llm: LLM, tiny_pair: Any) -> None:
+    """Another target than the plain one, and one text for each seed whatever is proposed."""
+    int8 = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", quantization="int8")
+    prompt = llm.tokenizer.encode(PROMPTS[0])
+    plain, quantised = (one.target.score([one.target.open(prompt)], [Draft.empty()])[0].logits for one in (llm, int8))
+    assert not torch.equal(plain, quantised)
+    for params in ({"temperature": 0.0}, {"seed": 5}):
+        expected = texts(int8, speculative_tokens=0, **params)
+        assert all(texts(int8, speculative_tokens=depth, **params) == expected for depth in (1, 4))
+        assert [texts(int8, p, **params)[0] for p in PROMPTS] == expected
+
+
+def test_an_unknown_quantization_names_the_known(tiny_pair: Any) -> None:
+    with pytest.raises(ForetokenError, match=r"'int4' is not known; known: int8"):
+        LLM(tiny_pair.target, quantization="int4")
+    with pytest.raises(ForetokenError, match="needs the native decoder"):
+        LLM(tiny_pair.target, quantization="int8", backend="hf")

@@ -32,6 +32,8 @@ class LLM:
     seed: where requests without a seed of their own get their random numbers from.
     backend: "native" is our runtime, "hf" transformers' modules, "auto" ours where it knows the architecture.
     max_num_seqs: sequences that share a pass; more wait.
+    quantization: "int8" quantises the target's weights and, row by row, what they multiply. It is then another
+    target, and exact with respect to itself. None leaves the checkpoint as it is stored.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LLM:
         seed: int = 0,
         backend: str = "auto",
         max_num_seqs: int = 16,
+        quantization: str | None = None,
     ) -> None:
         config = SpeculativeConfig.of(speculative_config)
         if model is None:
@@ -60,7 +63,7 @@ class LLM:
         drafts_from = resolve(draft) if draft is not None else None
         if drafts_from is not None:
             check_vocabulary(self.tokenizer, path, drafts_from)
-        self.target: Model = load_model(path, max_length=max_model_len, **options)
+        self.target: Model = load_model(path, max_length=max_model_len, quantization=quantization, **options)
         self.model, self.draft_model = str(model), str(draft) if draft is not None else None
         self.speculative_config = config
         proposer: Proposer = Proposer()

@@ -81,7 +81,7 @@ def test_sharded_equals_single(llama: Path, tmp_path: Path, backend: str) -> Non
 def test_weights_are_a_lazy_mapping(llama: Path) -> None:
     weights = open_weights(llama)
     assert "model.norm.weight" in weights and "nope" not in weights
-    assert weights["model.norm.weight"].shape == (32,)
+    assert weights["model.norm.weight"].shape == (64,)
     with pytest.raises(KeyError):
         weights["nope"]
 

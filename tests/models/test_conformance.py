@@ -16,10 +16,10 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.checkpoint import load_model
 
-from .tiny import ARCHITECTURES, VOCAB
+from .tiny import ARCHITECTURES, VOCAB, only_runner
 
 TOLERANCE = 1e-4
-NATIVE = [(name, "native") for name, tiny in ARCHITECTURES.items() if tiny.native]
+NATIVE = [(name, runner) for name, tiny in ARCHITECTURES.items() if tiny.native for runner in ("compiled", "torch")]
 # The variants of one native family differ in nothing that transformers does not compute itself.
 VARIANTS = ("llama-tied", "qwen2", "qwen2-sliding")
 ALL = NATIVE + [(name, "hf") for name in ARCHITECTURES if name not in VARIANTS]
@@ -58,10 +58,12 @@ class Pair:
 
 @pytest.fixture(scope="module", params=ALL, ids=lambda p: f"{p[0]}-{p[1]}")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    name, backend = request.param
+    name, runner = request.param
     tiny = ARCHITECTURES[name]
     path = tiny.save(tmp_path_factory.mktemp(name))
-    return Pair(load_model(path, "float32", "cpu", backend), tiny.build())
+    with only_runner(runner):
+        model = load_model(path, "float32", "cpu", "hf" if runner == "hf" else "native")
+    return Pair(model, tiny.build())
 
 
 def text(length: int, seed: int) -> list[int]:

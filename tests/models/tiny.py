@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+
+from foretoken.models.native.build import SWITCH, Kind, Unavailable, library
 
 VOCAB = 101
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -40,7 +45,7 @@ class Tiny:
 
     family: str
     config: dict[str, Any]
-    native: bool = False
+    native: bool = False  # computed by our own decoder
     eager: bool = False  # soft-capped attention, which sdpa would leave out
 
     def build(self) -> Any:
@@ -58,6 +63,20 @@ class Tiny:
     def save(self, path: Path) -> Path:
         self.build().save_pretrained(path)
         return path
+
+
+@contextmanager
+def only_runner(name: str) -> Iterator[None]:
+    """Decoders built inside run on "torch" operators, or on the "compiled" kernels, which must be there."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "torch":
+            patch.setenv(SWITCH, "0")
+        elif name == "compiled":
+            try:
+                library(Kind.FLOAT32, Kind.FLOAT32)
+            except Unavailable as reason:
+                pytest.skip(f"no compiled kernels here: {reason}")
+        yield
 
 
 def hash_of(name: str) -> int:
@@ -78,7 +97,7 @@ GPT2: dict[str, Any] = {
 OPT: dict[str, Any] = {
     **{k: v for k, v in COMMON.items() if k not in ("intermediate_size", "initializer_range", "pad_token_id")},
     "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
+    "word_embed_proj_dim": 64,
     "init_std": 0.2,
     "pad_token_id": 1,
 }
@@ -89,28 +108,37 @@ FALCON: dict[str, Any] = {
     "multi_query": True,
     "parallel_attn": True,
 }
-GEMMA: dict[str, Any] = {**GROUPED, "head_dim": 8}
+GEMMA: dict[str, Any] = {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 24}
+CAPPED: dict[str, Any] = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}
+TWO_ROPES: dict[str, Any] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
 
 ARCHITECTURES: dict[str, Tiny] = {
     "llama": Tiny("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}, native=True),
-    "llama-tied": Tiny("Llama", {**COMMON, "tie_word_embeddings": True, "head_dim": 16}, native=True),
+    "llama-tied": Tiny("Llama", {**COMMON, "tie_word_embeddings": True, "head_dim": 32}, native=True),
     "mistral": Tiny("Mistral", {**GROUPED, "sliding_window": 6}, native=True),
     "qwen2": Tiny("Qwen2", GROUPED, native=True),
     "qwen2-sliding": Tiny(
         "Qwen2", {**GROUPED, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, native=True
     ),
-    "qwen3": Tiny("Qwen3", {**GROUPED, "head_dim": 16}, native=True),
+    "qwen3": Tiny("Qwen3", {**GROUPED, "head_dim": 32}, native=True),
+    "phi3": Tiny("Phi3", {**GROUPED, "sliding_window": 6}, native=True),
+    "smollm3": Tiny("SmolLM3", {**GROUPED, "no_rope_layers": [1, 0]}, native=True),
+    "gemma": Tiny("Gemma", {k: v for k, v in GEMMA.items() if k != "query_pre_attn_scalar"}, native=True),
+    "gemma2": Tiny(
+        "Gemma2", {**GEMMA, **CAPPED, "sliding_window": 6, "layer_types": ALTERNATING}, native=True, eager=True
+    ),
+    "gemma3": Tiny(
+        "Gemma3Text",
+        {**GEMMA, "sliding_window": 6, "layer_types": ALTERNATING, "rope_parameters": TWO_ROPES},
+        native=True,
+    ),
     "gpt2": Tiny("GPT2", GPT2),
     "gpt-neox": Tiny("GPTNeoX", COMMON),
     "opt": Tiny("OPT", OPT),
     "phi": Tiny("Phi", COMMON),
     "falcon": Tiny("Falcon", FALCON),
     "falcon-new": Tiny("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "gemma": Tiny("Gemma", GEMMA),
-    "gemma2": Tiny(
-        "Gemma2",
-        {**GEMMA, "sliding_window": 6, "layer_types": ALTERNATING, "attn_logit_softcapping": 5.0},
-        eager=True,
-    ),
-    "gemma3": Tiny("Gemma3Text", {**GEMMA, "sliding_window": 6, "layer_types": ALTERNATING}),
 }

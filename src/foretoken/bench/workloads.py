@@ -1,8 +1,9 @@
-"""What is raced on: our own Python functions to complete, or prompts from a file."""
+"""What is raced on: our own Python functions to complete, alone or behind more text, or prompts from a file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from foretoken.core.errors import InvalidRequest
@@ -82,6 +83,35 @@ def wait_for_port(host, port, timeout=10.0):
     result = []
     i = j = 0''',
 )
+
+CONTEXTS = ("textwrap", "shlex", "queue", "bisect", "heapq", "sched", "fnmatch", "copy")  # of the standard library
+
+
+def ragged(encode: Callable[[str], list[int]], count: int = 16, low: int = 20, high: int = 1000) -> list[list[int]]:
+    """Our functions behind as much of a library module as makes prompts of ``low`` to ``high`` tokens.
+
+    Lengths grow by a constant factor and come in mixed order. The modules are those of the running Python. -> token ids
+    """
+    lengths = [round(low * (high / low) ** (i / max(1, count - 1))) for i in range(count)]
+    prompts: list[list[int]] = []
+    for i in range(count):
+        text = FUNCTIONS[i % len(FUNCTIONS)]
+        at = i
+        while len(ids := encode(text)) < high:
+            text = f"{_module(CONTEXTS[at % len(CONTEXTS)])}\n\n{text}"
+            at += 1
+        prompts.append(ids[-lengths[i * 7 % count if count % 7 else i] :])
+    return prompts
+
+
+def _module(name: str) -> str:
+    """The source of a module of the standard library."""
+    import importlib.util
+
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise InvalidRequest(f"this Python lacks the source of {name!r}; pass --prompts with a file of prompts")
+    return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def load_prompts(path: Path, count: int | None = None) -> list[str]:

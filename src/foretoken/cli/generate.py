@@ -41,6 +41,9 @@ def generate(
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures at the end, on standard error.")] = True,
@@ -63,7 +66,7 @@ def generate(
         exactness=exactness,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    llm = _load(model, draft_model, config, dtype, device, max_model_len, color)
+    llm = _load(model, draft_model, config, dtype, device, quantization, max_model_len, color)
     try:
         if as_json:
             outputs = llm.generate(text, params)[0].outputs
@@ -96,6 +99,7 @@ def _load(
     config: dict[str, Any] | None,
     dtype: str,
     device: str,
+    quantization: str | None,
     max_model_len: int | None,
     color: ColorMode,
 ) -> LLM:
@@ -111,6 +115,7 @@ def _load(
             speculative_config=config,
             dtype=dtype,
             device=device,
+            quantization=quantization,
             max_model_len=max_model_len,
             seed=secrets.randbits(32),
         )

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from foretoken import __version__
+from foretoken.cli.bench import app as bench_app
 from foretoken.cli.demo import demo
 from foretoken.cli.generate import generate
 from foretoken.cli.scale_up import scale_up
@@ -24,6 +25,7 @@ app.command()(demo)
 app.command()(zoo)
 app.command("scale-up")(scale_up)
 app.add_typer(train_app, name="train")
+app.add_typer(bench_app, name="bench")
 
 INTERRUPTED, BROKEN_PIPE, USAGE = 130, 141, 2  # 128 + the signal's number, as shells report it
 

@@ -112,7 +112,7 @@ class Architecture:
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Whether the native decoder computes that architecture exactly."""
+    """Whether the native decoder computes that architecture exactly; how weights are stored is not asked."""
     if config.get("model_type") not in _DEFAULTS:
         return False
     c = _filled(config)
@@ -122,7 +122,6 @@ def supports(config: Mapping[str, Any]) -> bool:
         and all(computes_rope(rope_settings(c, kind)) for kind in _LAYER_TYPES)
         and not c.get("mlp_bias")
         and not c.get("use_bidirectional_attention")
-        and not c.get("quantization_config")
     )
 
 

@@ -2,7 +2,7 @@
 
 ``scaled_dot_product_attention`` splits its work by query and key counts, so its rows change with both. In bf16
 two batched products around a float32 softmax do not, once the keys are padded to a multiple of 64 under a mask,
-the heads of a group are folded into the rows, and sums over keys run in blocks of 1,024. In float32 every
+the heads of a group are folded into the rows, and sums over keys run in blocks of 256. In float32 every
 product chooses its kernel by rows and keys, and a tree's path lies in other rows than plain decoding's; there
 the sums over keys run in float64 (the cache holds it), so that their order does not reach float32.
 """
@@ -19,7 +19,7 @@ from foretoken.models.architecture import Architecture
 from foretoken.models.kv import KVCache, padded
 from foretoken.models.plan import Part, Plan
 
-KEY_MULTIPLE, KEY_BLOCK = 64, 1024
+KEY_MULTIPLE, KEY_BLOCK = 64, 256
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def _soft(scores: Tensor, mask: Tensor, architecture: Architecture) -> Tensor:
 
 
 def _mix(weights: Tensor, values: Tensor) -> Tensor:
-    """weights @ values, summed over keys in blocks of fixed size."""
-    if values.shape[1] <= KEY_BLOCK or values.dtype == torch.float64:
+    """weights @ values, on the CPU summed over keys in blocks of fixed size; elsewhere no row is promised its bits."""
+    if values.shape[1] <= KEY_BLOCK or values.dtype == torch.float64 or not values.is_cpu:
         return torch.bmm(weights, values)
     total: Tensor | None = None
     for start in range(0, values.shape[1], KEY_BLOCK):

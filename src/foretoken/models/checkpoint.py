@@ -12,6 +12,9 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
+from foretoken.models.memory import check_fits, weight_bytes
+from foretoken.models.prequantized import check_prequantized
+from foretoken.models.quantize import check_quantization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,35 +74,43 @@ def load_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def open_weights(path: Path) -> Mapping[str, Tensor]:
+def open_weights(path: Path) -> Weights:
     """All tensors of a single or sharded checkpoint by name, each read from disk when it is asked for."""
     return Weights(Path(path))
 
 
 class Weights(Mapping[str, Tensor]):
-    """Lazily read tensors, memory-mapped; every file's header is checked when it is opened."""
+    """Lazily read tensors, memory-mapped; every file's header is checked at once.
+
+    Each tensor has a mapping of its own, which goes when the tensor goes, so that what was read and packed does
+    not stay resident a second time.
+    """
 
     def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
-
-        self._files: dict[str, Any] = {}
+        self._path = path
         self._where: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         index = _index(path)
         for file in _weight_files(path, index):
             try:
-                handle: Any = safe_open(str(path / file), framework="pt")
-                self._where.update(dict.fromkeys(handle.keys(), file))
+                handle = self._open(file)
+                for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                    self._where[name], self.shapes[name] = file, tuple(handle.get_slice(name).get_shape())
             except Exception as error:  # safetensors raises its own and OSError kinds
                 raise ModelLoadError(
                     f"{path / file} is truncated or not a safetensors file ({error}); download or save it again"
                 ) from error
-            self._files[file] = handle
         if lost := sorted(set(index or {}) - set(self._where)):
             raise ModelLoadError(f"{path / INDEX} lists the tensor {lost[0]!r}, which is in none of its files")
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
         return tensor
+
+    def _open(self, file: str) -> Any:
+        from safetensors import safe_open
+
+        return safe_open(str(self._path / file), framework="pt")
 
     def __contains__(self, name: object) -> bool:
         return name in self._where
@@ -184,24 +195,35 @@ def load_model(
     device: str | torch.device = "auto",
     backend: str = "auto",
     max_length: int | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """Load a causal language model from a folder or hub id.
 
     backend: ``"native"`` is our own decoder for the Llama family, ``"hf"`` transformers' module for any other,
-    ``"auto"`` the first that fits. Raises ModelLoadError or InvalidRequest, each one line.
+    ``"auto"`` the first that fits. quantization: ``"int8"`` quantises the native decoder's matrices and, row by
+    row, what they multiply. Raises ModelLoadError or InvalidRequest, each one line; also where the weights are
+    larger than the memory that is free.
     """
+    quantise = check_quantization(quantization)
     if backend not in BACKENDS:
         raise InvalidRequest(f"backend {backend!r} is not known; known: {', '.join(BACKENDS)}")
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     path = resolve(name)
     config = load_config(path)
-    open_weights(path)
+    weights = open_weights(path)
     from foretoken.models.decoder import Decoder
 
     native = backend != "hf" and Decoder.supports(config)
+    int8 = quantise or (native and check_prequantized(config))
+    check_fits(weight_bytes(weights.shapes, kind, int8), where, str(path))
     if native:
-        return Decoder.load(path, kind, where, max_length)
+        return Decoder(config, weights, kind, where, max_length, quantization)
+    if quantise:
+        raise InvalidRequest(
+            f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "
+            "would run on backend 'hf'; leave it out, or quantise the checkpoint with transformers"
+        )
     if backend == "native":
         raise ModelLoadError(
             f"the native decoder does not compute the type {config.get('model_type')!r} of {path}; use backend='hf'"
@@ -213,13 +235,27 @@ def load_model(
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """The checkpoint's own tokenizer; no remote code."""
-    from transformers import AutoTokenizer
-
     path = resolve(name)
     try:
+        if _is_plain_tokenizer(path):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raise bare exceptions for broken files
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelLoadError(
             f"no tokenizer loads from {path} ({reason}); expected tokenizer.json or the model's vocabulary files"
         ) from error
+
+
+def _is_plain_tokenizer(path: Path) -> bool:
+    """Whether tokenizer.json says it all, so that nobody has to import every model to know the class (seconds)."""
+    settings = path / "tokenizer_config.json"
+    if not settings.is_file() or not (path / "tokenizer.json").is_file():
+        return False
+    config = _read_json(settings, "it was there a moment ago")
+    plain = ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return isinstance(config, dict) and config.get("tokenizer_class") in plain and "auto_map" not in config

@@ -19,15 +19,16 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.architecture import Architecture, supports
 from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.models.plan import Plan
+from foretoken.models.prequantized import check_prequantized
+from foretoken.models.quantize import check_quantization
 from foretoken.models.runner import Pass, build
-from foretoken.models.weights import read_ends, read_layer
+from foretoken.models.weights import Layers, Source, read_ends
 
 PREFILL_ROWS = 256  # rows of one prefill pass
-JOINT_ROWS = 32  # a sequence with more pending rows than this is prefilled by itself
 
 
 class Decoder(Model):
-    """See the module. ``config`` is the checkpoint's config.json as a dict."""
+    """See the module. ``config`` is the checkpoint's config.json as a dict; quantization is None or "int8"."""
 
     def __init__(
         self,
@@ -36,13 +37,16 @@ class Decoder(Model):
         dtype: torch.dtype,
         device: torch.device,
         max_length: int | None = None,
+        quantization: str | None = None,
     ) -> None:
+        quantise = check_quantization(quantization)
+        check_prequantized(config)
         self.architecture = a = Architecture.of(config, max_length)
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length = a.max_length
-        layers = (read_layer(weights, a, dtype, i) for i in range(a.layers))
-        self.runner = build(a, layers, read_ends(weights, a, dtype), dtype, device)
+        source = Source(weights, a, dtype, quantise)
+        self.runner = build(a, Layers(source), read_ends(source), dtype, device)
         self.rows_independent = self.runner.rows_independent
 
     @staticmethod
@@ -51,10 +55,17 @@ class Decoder(Model):
         return supports(config)
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype, device: torch.device, max_length: int | None = None) -> Self:
+    def load(
+        cls,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int | None = None,
+        quantization: str | None = None,
+    ) -> Self:
         from foretoken.models.checkpoint import load_config, open_weights
 
-        return cls(load_config(path), open_weights(path), dtype, device, max_length)
+        return cls(load_config(path), open_weights(path), dtype, device, max_length, quantization)
 
     # the contract
 
@@ -90,13 +101,11 @@ class Decoder(Model):
     # passes
 
     def _prefill(self, handle: Handle) -> None:
-        """Bring a long pending stretch into the cache, all but its last token, in passes of fixed size.
+        """Bring a long pending stretch into the cache in passes of fixed size, all but what the runner lets share one.
 
         What is cut where depends on this sequence alone, never on its neighbours.
         """
-        if len(handle.pending) <= JOINT_ROWS:
-            return
-        while len(handle.pending) > 1:
+        while len(handle.pending) > self.runner.joint_rows:
             rows = min(PREFILL_ROWS, len(handle.pending) - 1)
             part = Handle(handle.slot, handle.tokens[: handle.cached + rows], handle.cached)
             self._run(Plan.of([part], [Draft.empty()], [0]), (), logits=False)

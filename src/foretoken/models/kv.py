@@ -53,7 +53,8 @@ class KVCache:
         """Bring rows ``sources`` to ``destination`` onward, in order; used after a tree's verdict."""
         if list(sources) == list(range(destination, destination + len(sources))):
             return
-        index = torch.tensor(sources, device=self._device)
+        pinned = self._device.type == "cuda"  # the copy to the device is then not waited for
+        index = torch.tensor(sources, pin_memory=pinned).to(self._device, non_blocking=True)
         for buffer in (*self.keys, *self.values):
             buffer[slot, :, destination : destination + len(sources)] = buffer[slot].index_select(1, index)
 

@@ -17,7 +17,7 @@ from foretoken.core.errors import InvalidRequest
 KNOWN = ("int8",)
 LIMIT = 127.0  # symmetric: -128 is not used
 _TINY = 1e-30  # the scale of a row of zeros; any number that divides them
-_ROWS = 1024  # rows quantised at once, so that no float32 copy of a whole matrix is made
+_AT_ONCE = 2**18  # weights quantised at once, so that no float32 copy of a whole matrix is made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +53,9 @@ def quantise(weight: Tensor) -> Int8:
     """Each output channel by its largest magnitude, rounded half to even. weight [out, in], any float dtype"""
     values = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0])
-    for start in range(0, weight.shape[0], _ROWS):
-        rows = slice(start, start + _ROWS)
+    step = max(1, _AT_ONCE // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
         values[rows], scale = quantise_rows(weight[rows])
         scales[rows] = scale[:, 0]
     return Int8(values, scales)

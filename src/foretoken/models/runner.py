@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foretoken.models.architecture import Architecture
 from foretoken.models.plan import Plan
+from foretoken.models.quantize import Int8
 from foretoken.models.weights import Ends, LayerWeights
 
 _log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 class Pass:
     """What a pass gives for the plan's ``outputs``, in their order.
 
-    logits: [outputs, V], None when they were not asked for. taps: hidden states by layer, [outputs, H]; index i
+    logits: float32 [outputs, V], None when they were not asked for. taps: hidden states by layer, [outputs, H]; index i
     is the input of layer i, the number of layers the normed output.
     """
 
@@ -33,6 +34,7 @@ class Runner(Protocol):
     """Everything below ``Decoder``: slots of key/value rows, and passes over them."""
 
     rows_independent: bool
+    joint_rows: int  # a sequence with more pending rows than this is prefilled by itself
 
     def acquire(self) -> int:
         """A free slot, the lowest one."""
@@ -47,7 +49,10 @@ class Runner(Protocol):
         """Bytes held by keys and values."""
 
     def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
-        """Compute every row of the plan and keep its keys and values."""
+        """Compute every row of the plan and keep its keys and values.
+
+        Without ``logits`` and ``taps`` the rows are a piece of one prompt, whose cut depends on that sequence alone.
+        """
 
 
 def build(
@@ -57,14 +62,33 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Runner:
-    """The fastest runner here for that model. ``layers`` is read one at a time, so that only one is held twice."""
+    """The fastest runner here for that model.
+
+    ``layers`` is read one at a time, so that only one is held twice, and again from the start where the compiled
+    kernels turn out not to serve.
+    """
+    from foretoken.models.graphs import GraphRunner
     from foretoken.models.native.build import Unavailable
     from foretoken.models.native.runner import NativeRunner
     from foretoken.models.torch_runner import TorchRunner
 
     if device.type == "cpu":
         try:
-            return NativeRunner(architecture, layers, ends, dtype)
+            return NativeRunner(architecture, _of_one_kind(layers, ends), ends, dtype)
         except Unavailable as reason:
             _log.info("torch operators compute the model: %s", reason)
+    if device.type == "cuda":
+        return GraphRunner(architecture, layers, ends, dtype, device)
     return TorchRunner(architecture, layers, ends, dtype, device)
+
+
+def _of_one_kind(layers: Iterable[LayerWeights], ends: Ends) -> Iterator[LayerWeights]:
+    """The layers, as long as all matrices are int8 or none is: kernels are compiled for one kind."""
+    from foretoken.models.native.build import Unavailable
+
+    int8 = isinstance(ends.head, Int8)
+    for layer in layers:
+        if any(isinstance(matrix, Int8) != int8 for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)):
+            raise Unavailable("only some of its matrices are int8; quantization='int8' makes the others so")
+        yield layer
+        del layer  # before the next is read

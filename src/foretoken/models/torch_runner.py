@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor
 from foretoken.models.architecture import Architecture
 from foretoken.models.attention import Geometry, attend
 from foretoken.models.kv import KVCache
-from foretoken.models.linear import Linear, can_pack
+from foretoken.models.linear import Product, can_pack, product
 from foretoken.models.plan import Plan
 from foretoken.models.runner import Pass
 from foretoken.models.weights import Ends, LayerWeights
@@ -27,37 +28,39 @@ class Layer:
     """One decoder layer on the device, its matrices packed."""
 
     norm: Tensor
-    qkv: Linear
+    qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Linear
+    out: Product
     post_attention_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Product
+    down: Product
     post_mlp_norm: Tensor | None
 
     @staticmethod
-    def of(weights: LayerWeights, device: torch.device) -> Layer:
+    def of(device: torch.device, weights: LayerWeights) -> Layer:
         def to(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
         return Layer(
             norm=weights.norm.to(device),
-            qkv=Linear(weights.qkv.to(device), to(weights.qkv_bias)),
+            qkv=product(weights.qkv.to(device), to(weights.qkv_bias)),
             q_norm=to(weights.q_norm),
             k_norm=to(weights.k_norm),
-            out=Linear(weights.out.to(device), to(weights.out_bias)),
+            out=product(weights.out.to(device), to(weights.out_bias)),
             post_attention_norm=to(weights.post_attention_norm),
             mlp_norm=weights.mlp_norm.to(device),
-            gate_up=Linear(weights.gate_up.to(device)),
-            down=Linear(weights.down.to(device)),
+            gate_up=product(weights.gate_up.to(device)),
+            down=product(weights.down.to(device)),
             post_mlp_norm=to(weights.post_mlp_norm),
         )
 
 
 class TorchRunner:
     """See ``runner.Runner``; works on every device and dtype that torch has."""
+
+    joint_rows = 32
 
     def __init__(
         self,
@@ -71,8 +74,8 @@ class TorchRunner:
         self._dtype, self._device = dtype, device
         self.rows_independent = can_pack(dtype, device)
         self._embedding = ends.embedding.to(device)
-        self._layers = [Layer.of(weights, device) for weights in layers]
-        self._norm, self._head = ends.norm.to(device), Linear(ends.head.to(device))
+        self._layers = list(map(partial(Layer.of, device), layers))  # no name holds a layer while the next is read
+        self._norm, self._head = ends.norm.to(device), product(ends.head.to(device))
         self._tables = [self._table(frequencies) for frequencies in a.frequencies]
         kept = torch.float64 if dtype == torch.float32 and self.rows_independent else dtype  # see attention.py
         self._cache = KVCache(a.layers, a.kv_heads, a.head_dim, kept, device)
@@ -92,29 +95,42 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
-        a = self._architecture
         self._cache.reserve(plan.reach + 1)
-        geometry = Geometry.of(plan, a, self._device)
+        geometry = Geometry.of(plan, self._architecture, self._device)
+        outputs = torch.tensor(plan.outputs, device=self._device)
+        alone = not logits and len(plan.parts) == 1  # a piece of one prompt, cut where it always is
+        return self._read(self._states(geometry, taps, alone), outputs, taps, logits)
+
+    def _states(self, geometry: Geometry, taps: Sequence[int], alone: bool = False) -> dict[int, Tensor]:
+        """Every row through every layer. -> hidden states [R, H] by layer: ``taps``, and the last, not yet normed"""
+        a = self._architecture
         hidden = F.embedding(geometry.tokens, self._embedding)
         if a.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(a.embedding_scale, dtype=self._dtype)
         turns = [(cos[geometry.positions], sin[geometry.positions]) for cos, sin in self._tables]
-        outputs = torch.tensor(plan.outputs, device=self._device)
-        tapped: dict[int, Tensor] = {}
+        states: dict[int, Tensor] = {}
         for number in range(a.layers):
             if number in taps:
-                tapped[number] = hidden.index_select(0, outputs)
-            hidden = self._layer(number, hidden, turns, geometry)
-        if not logits and a.layers not in taps:
-            return Pass(None, tapped)
-        hidden = self._normalise(hidden.index_select(0, outputs), self._norm)
-        if a.layers in taps:
-            tapped[a.layers] = hidden
-        return Pass(self._logits(hidden) if logits else None, tapped)
+                states[number] = hidden
+            hidden = self._layer(number, hidden, turns, geometry, alone)
+        states[a.layers] = hidden
+        return states
 
-    def _layer(self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Geometry) -> Tensor:
+    def _read(self, states: dict[int, Tensor], outputs: Tensor, taps: Sequence[int], logits: bool) -> Pass:
+        """What is wanted of the rows ``outputs`` [outputs], in tensors of its own."""
+        last = self._architecture.layers
+        wanted = {*taps, last} if logits else set(taps)
+        tapped = {number: states[number].index_select(0, outputs) for number in sorted(wanted)}
+        if last in wanted:
+            tapped[last] = self._normalise(tapped[last], self._norm)
+        scores = self._logits(tapped[last]) if logits else None
+        return Pass(scores, {number: tapped[number] for number in taps})
+
+    def _layer(
+        self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Geometry, alone: bool
+    ) -> Tensor:
         a, layer = self._architecture, self._layers[number]
-        heads = layer.qkv(self._normalise(hidden, layer.norm)).view(hidden.shape[0], -1, a.head_dim)
+        heads = layer.qkv(self._normalise(hidden, layer.norm), alone).view(hidden.shape[0], -1, a.head_dim)
         queries_keys, values = heads.split((a.heads + a.kv_heads, a.kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             queries, keys = queries_keys.split((a.heads, a.kv_heads), dim=1)
@@ -122,13 +138,13 @@ class TorchRunner:
             queries_keys = torch.cat(parts, dim=1)
         if a.rope[number] >= 0:
             queries_keys = rotate(queries_keys, *turns[a.rope[number]])
-        mixed = layer.out(attend(self._cache, number, queries_keys, values, g, a))
+        mixed = layer.out(attend(self._cache, number, queries_keys, values, g, a), alone)
         if layer.post_attention_norm is not None:
             mixed = self._normalise(mixed, layer.post_attention_norm)
         hidden = hidden + mixed
-        gate, up = layer.gate_up(self._normalise(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+        gate, up = layer.gate_up(self._normalise(hidden, layer.mlp_norm), alone).chunk(2, dim=-1)
         active = F.silu(gate) if a.activation == "silu" else F.gelu(gate, approximate="tanh")
-        mixed = layer.down(active * up)
+        mixed = layer.down(active * up, alone)
         if layer.post_mlp_norm is not None:
             mixed = self._normalise(mixed, layer.post_mlp_norm)
         return hidden + mixed
@@ -138,9 +154,9 @@ class TorchRunner:
         return F.rms_norm(x.float(), weight.shape, weight, self._architecture.eps).to(x.dtype)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[outputs, H] -> [outputs, V]; a lone row is doubled (see ``linear.py``)."""
+        """[outputs, H] -> float32 [outputs, V]; a lone row is doubled (see ``linear.py``)."""
         count, cap = hidden.shape[0], self._architecture.final_softcap
-        logits = self._head(hidden if count > 1 else hidden.repeat(2, 1))[:count]
+        logits = self._head(hidden if count > 1 else hidden.repeat(2, 1))[:count].float()
         return logits.div(cap).tanh_().mul_(cap) if cap else logits
 
     def _table(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:

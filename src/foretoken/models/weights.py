@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,27 +10,31 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.architecture import Architecture
+from foretoken.models.memory import give_back
+from foretoken.models.prequantized import read_int8
+from foretoken.models.quantize import Int8, Matrix, quantise
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer, on the CPU. Matrices are [out, in] row-major in the model's dtype.
+    """One decoder layer, on the CPU. Matrices are [out, in] row-major in the model's dtype, or int8.
 
-    Norm weights are float32 [n], Gemma's offset of 1 included; a norm is computed in float32 and rounded once.
-    ``qkv`` holds the rows of queries, keys, values; ``gate_up`` those of gate, up.
+    A matrix may be a view of a mapped file, so copy or pack it; the mapping goes with it. Norm weights are float32
+    [n], Gemma's offset of 1 included; a norm is computed in float32 and rounded once. ``qkv`` holds the rows of
+    queries, keys, values; ``gate_up`` those of gate, up.
     """
 
     norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
+    out: Matrix
     out_bias: Tensor | None
     post_attention_norm: Tensor | None  # Gemma 2 and 3: on the attention's output, before it is added
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     post_mlp_norm: Tensor | None
 
 
@@ -40,28 +44,47 @@ class Ends:
 
     embedding: Tensor  # [V, H]
     norm: Tensor  # float32 [H]
-    head: Tensor  # [V, H]
+    head: Matrix  # [V, H]
 
 
-def read_layer(
-    weights: Mapping[str, Tensor], architecture: Architecture, dtype: torch.dtype, index: int
-) -> LayerWeights:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where weights come from and what they become. quantise: matrices to int8 that are not so already."""
+
+    weights: Mapping[str, Tensor]
+    architecture: Architecture
+    dtype: torch.dtype
+    quantise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """All layers in turn, each read when it is asked for; iterating again reads again."""
+
+    source: Source
+
+    def __iter__(self) -> Iterator[LayerWeights]:
+        for index in range(self.source.architecture.layers):
+            yield read_layer(self.source, index)
+            give_back()
+
+
+def read_layer(source: Source, index: int) -> LayerWeights:
     """Layer ``index``. Raises ModelLoadError when a tensor is missing or has the wrong shape."""
-    a, reader = architecture, _Reader(weights, architecture, dtype)
+    a, reader = source.architecture, _Reader(source)
     at = f"model.layers.{index}"
     attention, mlp = f"{at}.self_attn", f"{at}.mlp"
     wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    fused = f"{attention}.qkv_proj.weight" in weights
+    fused, sandwich = a.family == "phi3", a.family in ("gemma2", "gemma3_text")
     qkv = (f"{attention}.qkv_proj",) if fused else tuple(f"{attention}.{p}_proj" for p in "qkv")
-    fused = f"{mlp}.gate_up_proj.weight" in weights
     gate_up = (f"{mlp}.gate_up_proj",) if fused else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
-    sandwich = a.family in ("gemma2", "gemma3_text")
+    heads = a.family in ("qwen3", "gemma3_text")
     return LayerWeights(
         norm=reader.norm(f"{at}.input_layernorm", a.hidden),
         qkv=reader.matrix(qkv, wide + 2 * narrow, a.hidden),
         qkv_bias=reader.bias(qkv),
-        q_norm=reader.norm(f"{attention}.q_norm", a.head_dim) if f"{attention}.q_norm.weight" in weights else None,
-        k_norm=reader.norm(f"{attention}.k_norm", a.head_dim) if f"{attention}.k_norm.weight" in weights else None,
+        q_norm=reader.norm(f"{attention}.q_norm", a.head_dim) if heads else None,
+        k_norm=reader.norm(f"{attention}.k_norm", a.head_dim) if heads else None,
         out=reader.matrix((f"{attention}.o_proj",), a.hidden, wide),
         out_bias=reader.bias((f"{attention}.o_proj",)),
         post_attention_norm=reader.norm(f"{at}.post_attention_layernorm", a.hidden) if sandwich else None,
@@ -72,51 +95,70 @@ def read_layer(
     )
 
 
-def read_ends(weights: Mapping[str, Tensor], architecture: Architecture, dtype: torch.dtype) -> Ends:
+def read_ends(source: Source) -> Ends:
     """Embedding, last norm and head."""
-    a, reader = architecture, _Reader(weights, architecture, dtype)
-    embedding = reader.matrix(("model.embed_tokens",), a.vocab, a.hidden)
-    tied = a.tied or "lm_head.weight" not in weights
-    return Ends(
-        embedding=embedding,
-        norm=reader.norm("model.norm", a.hidden),
-        head=embedding if tied else reader.matrix(("lm_head",), a.vocab, a.hidden),
-    )
+    a, reader = source.architecture, _Reader(source)
+    stored = reader.get("model.embed_tokens.weight")
+    reader.check(stored, ("model.embed_tokens",), a.vocab, a.hidden)
+    embedding = stored.to(source.dtype, copy=True)
+    head: Matrix = embedding
+    if not a.tied and ("lm_head.weight" in source.weights or "lm_head._weight_qdata" in source.weights):
+        head = reader.matrix(("lm_head",), a.vocab, a.hidden)
+    elif source.quantise:
+        head = quantise(stored)
+    return Ends(embedding, reader.norm("model.norm", a.hidden), head)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    weights: Mapping[str, Tensor]
-    architecture: Architecture
-    dtype: torch.dtype
+    source: Source
 
-    def matrix(self, names: tuple[str, ...], rows: int, columns: int) -> Tensor:
+    def matrix(self, names: tuple[str, ...], rows: int, columns: int) -> Matrix:
         """[rows, columns]: the weights of these products below one another."""
-        parts = [self._get(f"{name}.weight") for name in names]
-        if any(part.ndim != 2 for part in parts):
-            raise ModelLoadError(f"the tensor {names[0] + '.weight'!r} is not a matrix; is the checkpoint damaged?")
-        whole = torch.cat([part.to(self.dtype) for part in parts]) if len(parts) > 1 else parts[0].to(self.dtype)
-        if whole.shape != (rows, columns):
-            raise ModelLoadError(
-                f"{' and '.join(names)} have the shape {tuple(whole.shape)}, but config.json says {(rows, columns)}"
-            )
+        parts = [self._part(name) for name in names]
+        whole: Matrix
+        if all(isinstance(part, Int8) for part in parts):
+            whole = Int8.cat([part for part in parts if isinstance(part, Int8)])
+        elif all(isinstance(part, Tensor) for part in parts):
+            plain = [part for part in parts if isinstance(part, Tensor)]
+            whole = torch.cat(plain) if len(plain) > 1 else plain[0]
+        else:
+            raise ModelLoadError(f"of {' and '.join(names)} only some are quantised; they are one product here")
+        self.check(whole, names, rows, columns)
         return whole
+
+    def check(self, matrix: Matrix, names: tuple[str, ...], rows: int, columns: int) -> None:
+        if tuple(matrix.shape) != (rows, columns):
+            raise ModelLoadError(
+                f"{' and '.join(names)} have the shape {tuple(matrix.shape)}, but config.json says {(rows, columns)}"
+            )
 
     def bias(self, names: tuple[str, ...]) -> Tensor | None:
         """The biases of these products in one vector, None where they have none."""
-        if not any(f"{name}.bias" in self.weights for name in names):
+        if not any(f"{name}.bias" in self.source.weights for name in names):
             return None
-        return torch.cat([self._get(f"{name}.bias") for name in names]).to(self.dtype)
+        return torch.cat([self.get(f"{name}.bias") for name in names]).to(self.source.dtype)
 
     def norm(self, name: str, size: int) -> Tensor:
         """float32 [size]; Gemma stores weights minus 1."""
-        weight = self._get(f"{name}.weight").to(torch.float32, copy=True)
+        weight = self.get(f"{name}.weight").to(torch.float32, copy=True)
         if weight.shape != (size,):
             raise ModelLoadError(f"{name}.weight has the shape {tuple(weight.shape)}, but config.json says {(size,)}")
-        return weight.add_(self.architecture.norm_offset)
+        return weight.add_(self.source.architecture.norm_offset)
 
-    def _get(self, name: str) -> Tensor:
+    def get(self, name: str) -> Tensor:
         try:
-            return self.weights[name]
+            return self.source.weights[name]
         except KeyError:
             raise ModelLoadError(f"the checkpoint lacks the tensor {name!r}; is it complete?") from None
+
+    def _part(self, name: str) -> Matrix:
+        stored = read_int8(self.source.weights, name)
+        if stored is not None:
+            return stored
+        weight = self.get(f"{name}.weight")
+        if weight.ndim != 2 or not weight.is_floating_point():
+            raise ModelLoadError(
+                f"the tensor {name + '.weight'!r} is not a matrix of floats; is the checkpoint damaged?"
+            )
+        return quantise(weight) if self.source.quantise else weight.to(self.source.dtype)

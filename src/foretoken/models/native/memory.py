@@ -83,10 +83,15 @@ def pack(arena: Arena, parts: Sequence[AnyMatrix], bias: Tensor | None = None, i
     quantised = [part for part in parts if isinstance(part, Int8)]
     if quantised:
         held["scales"] = _by_output([part.scales for part in quantised], outputs, interleave)
-        held["sums"] = _by_output([part.values.sum(1, dtype=torch.int32) for part in quantised], outputs, interleave)
+        held["sums"] = _by_output([_sums(part.values) for part in quantised], outputs, interleave)
     for name, tensor in held.items():
         setattr(matrix, name, tensor.data_ptr())
     return Packed(matrix, tuple(held.values()))
+
+
+def _sums(values: Tensor) -> Tensor:
+    """int32 [out]: the sum of each row of int8, some rows at a time, since torch widens what it sums."""
+    return torch.cat([rows.sum(1, dtype=torch.int32) for rows in values.split(1024)])
 
 
 def _by_output(vectors: Sequence[Tensor], outputs: int, interleave: bool) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
+from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ class NativeRunner:
     """
 
     rows_independent = True
+    joint_rows = 256  # any cut gives the same bits, so the last piece of a prompt shares the first round's pass
 
     def __init__(
         self, architecture: Architecture, layers: Iterable[LayerWeights], ends: Ends, dtype: torch.dtype
@@ -92,17 +94,20 @@ class NativeRunner:
             raise MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")
         return Pass(scores[:, : a.vocab] if scores is not None else None, tapped)
 
-    def floor(self, rows: int) -> None:
-        """Every product of a pass and nothing else: what a pass is measured against."""
+    def floor(self, rows: int) -> float:
+        """Seconds for every product of a pass and nothing else: what a pass is measured against."""
+        started = perf_counter()
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
+        return perf_counter() - started
 
     # the model as the kernels read it
 
     def _describe(self, layers: Iterable[LayerWeights], ends: Ends) -> ModelSpec:
         a = self._architecture
         specs = (LayerSpec * a.layers)()
-        for number, weights in enumerate(layers):
-            specs[number] = self._layer(number, weights)
+        for number, layer in enumerate(map(self._layer, layers)):  # map lets go of a layer before it asks for the next
+            layer.window, layer.rope = a.windows[number], a.rope[number]
+            specs[number] = layer
         tied = ends.head is ends.embedding
         self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
         return ModelSpec(
@@ -117,8 +122,7 @@ class NativeRunner:
             embedding_scale=a.embedding_scale,
         )  # fmt: skip
 
-    def _layer(self, number: int, weights: LayerWeights) -> LayerSpec:
-        a = self._architecture
+    def _layer(self, weights: LayerWeights) -> LayerSpec:
         return LayerSpec(
             qkv=self._matrix([weights.qkv], weights.qkv_bias),
             out=self._matrix([weights.out], weights.out_bias),
@@ -130,8 +134,6 @@ class NativeRunner:
             after_attention=self._keep(weights.post_attention_norm),
             mlp_norm=self._keep(weights.mlp_norm),
             after_mlp=self._keep(weights.post_mlp_norm),
-            window=a.windows[number],
-            rope=a.rope[number],
         )
 
     def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:

@@ -1,0 +1,109 @@
+"""From what the user asks for to who runs: our configurations and each peer, plain and at every depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from foretoken.bench.peers.export import exported
+from foretoken.bench.peers.protocol import Setup
+from foretoken.bench.peers.registry import OURS, Peer
+from foretoken.bench.race import Entrant
+from foretoken.bench.setting import cores
+from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.params import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The models and how they are asked. quantization "" is bf16."""
+
+    target: Path
+    draft: Path
+    depths: tuple[int, ...]
+    batch: int = 1
+    quantization: str = ""
+    max_length: int = 2048
+
+    def setup(self, peer: Peer, method: str) -> Setup:
+        return Setup(
+            system=peer.name,
+            method=method,
+            target=str(self.target),
+            draft=str(self.draft) if method == "draft_model" else "",
+            quantization=self.quantization,
+            max_length=self.max_length,
+            batch=self.batch,
+            threads=cores(),
+        )
+
+
+Config = dict[str, object]  # a speculative_config, as users write it
+
+
+def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
+    """Plain decoding once, and every configuration at its own depth or at all of them. Raises InvalidRequest."""
+    entrants: list[Entrant] = []
+    for config in configs:
+        method = _method(config)
+        if method not in OURS.methods:
+            raise InvalidRequest(f"speculative method {method!r} cannot be raced; known: {', '.join(OURS.methods)}")
+        named = {k: v for k, v in config.items() if k not in ("model", "num_speculative_tokens")}
+        setup = replace(pairing.setup(OURS, method), options=tuple(sorted((named | {"method": method}).items())))
+        if "model" in config:
+            setup = replace(setup, draft=str(config["model"]))
+        if not entrants:
+            entrants.append(Entrant(OURS.name, "plain", 0, setup))
+        entrants += [Entrant(OURS.name, method, depth, setup) for depth in _depths(config, pairing.depths)]
+    return entrants
+
+
+def peers(
+    pairing: Pairing, configs: Sequence[Config], wanted: Sequence[Peer], say: Callable[[str], None]
+) -> list[Entrant]:
+    """Each peer plain and with the methods that it shares with us; ``say`` hears why one sits out."""
+    entrants: list[Entrant] = []
+    depths = {_method(config): _depths(config, pairing.depths) for config in configs}
+    for peer in wanted:
+        if refusal := peer.refusal(pairing.batch, pairing.quantization):
+            say(refusal)
+            continue
+        try:
+            theirs = _converted(pairing) if peer.name == "openvino" else pairing
+        except ForetokenError as error:
+            say(f"{error}. Racing without it.")
+            continue
+        entrants += _entrants(peer, theirs, {m: d for m, d in depths.items() if m in peer.methods})
+    return entrants
+
+
+def _entrants(peer: Peer, pairing: Pairing, depths: dict[str, tuple[int, ...]]) -> list[Entrant]:
+    """A process can be shared where it takes the depth with every question, and plain decoding is depth 0."""
+    shared = not peer.fixed_depth and peer.name != "openvino"  # OpenVINO's pipeline with a draft always drafts
+    plain = pairing.setup(peer, next(iter(depths)) if shared and depths else "plain")
+    entrants = [Entrant(peer.name, "plain", 0, plain)]
+    for method, each in depths.items():
+        setup = pairing.setup(peer, method)
+        entrants += [
+            Entrant(peer.name, method, k, replace(setup, depth=k) if peer.fixed_depth else setup) for k in each
+        ]
+    return entrants
+
+
+def _converted(pairing: Pairing) -> Pairing:
+    """The pair as OpenVINO reads it; only the target is quantised, as ours."""
+    return replace(
+        pairing, target=exported(pairing.target, pairing.quantization or "fp16"), draft=exported(pairing.draft)
+    )
+
+
+def _method(config: Config) -> str:
+    SpeculativeConfig.of(config)
+    return str(config.get("method") or "draft_model")
+
+
+def _depths(config: Config, depths: tuple[int, ...]) -> tuple[int, ...]:
+    """A configuration that names its depth is raced at that one."""
+    given = config.get("num_speculative_tokens")
+    return (int(str(given)),) if given is not None else depths

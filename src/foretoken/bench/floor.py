@@ -1,0 +1,59 @@
+"""What a pass cannot beat: the same weights streamed once through the bare packed products, back to back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, int]  # [out, in]
+
+
+def matrices(config: Mapping[str, Any]) -> list[Shape]:
+    """The products of one pass of a Llama-like model, queries, keys and values as one and gate and up as one."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    layer = [
+        ((heads + 2 * kv_heads) * size, hidden),
+        (hidden, heads * size),
+        (2 * config["intermediate_size"], hidden),
+        (hidden, config["intermediate_size"]),
+    ]
+    return layer * config["num_hidden_layers"] + [(config["vocab_size"], hidden)]
+
+
+def kv_bytes(config: Mapping[str, Any], context: int, dtype: torch.dtype) -> int:
+    """Keys and values of ``context`` tokens."""
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * size
+    return int(per_token * context * dtype.itemsize)
+
+
+class Floor:
+    """Weights of these shapes, packed for oneDNN where it can, each its own memory; their values do not matter."""
+
+    def __init__(self, shapes: list[Shape], dtype: torch.dtype) -> None:
+        self._packed = dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        self._dtype = dtype
+        self._weights = [(shape, self._weight(shape)) for shape in shapes]
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+
+    def _weight(self, shape: Shape) -> Tensor:
+        plain = torch.full(shape, 0.01, dtype=self._dtype)
+        return torch.ops.mkldnn._reorder_linear_weight(plain) if self._packed else plain
+
+    @torch.inference_mode()
+    def __call__(self, rows: int) -> None:
+        """Every product once, ``rows`` rows each."""
+        for (_, width), weight in self._weights:
+            x = self._inputs.get((rows, width))
+            if x is None:
+                x = self._inputs[rows, width] = torch.full((rows, width), 0.01, dtype=self._dtype)
+            if self._packed:
+                torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+            else:
+                torch.nn.functional.linear(x, weight)

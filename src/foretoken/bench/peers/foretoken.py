@@ -1,0 +1,43 @@
+"""Foretoken, asked as its users ask it: ``LLM.stream`` on one prompt or several."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, Watch
+
+
+def load(setup: Setup) -> tuple[Complete, str]:
+    """``options`` is the speculative config."""
+    import torch
+
+    from foretoken import LLM, SamplingParams, __version__
+
+    torch.set_num_threads(setup.threads)
+    options: dict[str, Any] = {"quantization": setup.quantization} if setup.quantization else {}
+    llm = LLM(
+        setup.target,
+        setup.draft or None,
+        speculative_config=dict(setup.options),
+        dtype="bfloat16",
+        max_model_len=setup.max_length,
+        max_num_seqs=max(16, setup.batch),
+        **options,
+    )
+
+    def complete(ask: Ask) -> Answer:
+        params = SamplingParams(
+            max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True, speculative_tokens=ask.depth
+        )
+        watch, outputs = Watch(len(ask.prompts)), {}
+        started = perf_counter()
+        for piece in llm.stream(ask.prompts, params):
+            watch.saw(piece.request_id, len(piece.token_ids), perf_counter() - started)
+            if piece.output is not None:
+                outputs[piece.request_id] = piece.output
+        seconds = perf_counter() - started
+        done = [outputs[request] for request in sorted(outputs)]
+        return watch.answer([list(o.token_ids) for o in done], seconds, sum(o.stats.rounds for o in done))
+
+    return complete, __version__

@@ -1,0 +1,55 @@
+"""OpenVINO GenAI on a model that optimum-intel exported (see ``export.py``)."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, Watch
+
+KV_GIGABYTES = 1
+
+
+def load(setup: Setup) -> tuple[Complete, str]:
+    """bf16 through the precision hint; prefix caching off, or repeats would find their prompts computed."""
+    import numpy
+    import openvino  # type: ignore[import-not-found]
+    import openvino_genai as genai  # type: ignore[import-not-found]
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = KV_GIGABYTES
+    scheduler.enable_prefix_caching = False
+    precision = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": setup.threads}
+    drafting = {"draft_model": genai.draft_model(setup.draft, "CPU", **precision)} if setup.draft else {}
+    pipeline = genai.LLMPipeline(setup.target, "CPU", scheduler_config=scheduler, **precision, **drafting)
+
+    class Streamer(genai.StreamerBase):
+        """Called once a round, with the round's tokens."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.watch, self.calls, self.started = Watch(1), 0, perf_counter()
+
+        def write(self, tokens: Any) -> Any:
+            self.watch.saw(0, 1 if isinstance(tokens, int) else len(tokens), perf_counter() - self.started)
+            self.calls += 1
+            return genai.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            return
+
+    def complete(ask: Ask) -> Answer:
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.apply_chat_template = ask.max_tokens, True, False
+        config.do_sample = ask.temperature > 0
+        if ask.temperature:
+            config.temperature, config.top_p, config.top_k = ask.temperature, 1.0, 0
+        if ask.depth:
+            config.num_assistant_tokens = ask.depth
+        ids = openvino.Tensor(numpy.array([ask.prompts[0]], dtype=numpy.int64))
+        streamer = Streamer()
+        result = pipeline.generate(ids, config, streamer)
+        seconds = perf_counter() - streamer.started
+        return streamer.watch.answer([list(result.tokens[0])], seconds, streamer.calls)
+
+    return complete, genai.__version__.partition("-")[0]  # without the build

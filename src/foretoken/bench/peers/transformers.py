@@ -1,0 +1,74 @@
+"""transformers' ``generate``, as its documentation says: plain, with an assistant model, with prompt lookup."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, Watch
+
+
+def load(setup: Setup) -> tuple[Complete, str]:
+    """A constant depth, no confidence threshold, and no top-k on the draft, whose default would bend the law."""
+    import torch
+    import transformers
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(setup.threads)
+    paths = [setup.target, *([setup.draft] if setup.draft else [])]
+    models: list[Any] = [
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval() for path in paths
+    ]
+    for model in models:
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+    if setup.draft:
+        assistant = models[1].generation_config
+        assistant.num_assistant_tokens_schedule = "constant"
+        assistant.assistant_confidence_threshold = 0.0
+        assistant.top_k = 0
+
+    def complete(ask: Ask) -> Answer:
+        options: dict[str, Any] = {"do_sample": False}
+        if ask.temperature:
+            options = {"do_sample": True, "temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
+        if ask.depth and setup.method == "ngram":
+            options["prompt_lookup_num_tokens"] = ask.depth
+        elif ask.depth:
+            models[1].generation_config.num_assistant_tokens = ask.depth
+            options["assistant_model"] = models[1]
+        return _generate(models[0], ask.prompts[0], ask.max_tokens, options)
+
+    return complete, transformers.__version__
+
+
+def _generate(model: Any, prompt: list[int], max_tokens: int, options: dict[str, Any]) -> Answer:
+    """One ``generate``; stopping criteria are asked after every round, which tells prefill from decoding."""
+    import torch
+
+    ids = torch.tensor([prompt])
+    watch, seen, passes = Watch(1), len(prompt), 0
+
+    def look(all_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        nonlocal seen
+        watch.saw(0, all_ids.shape[1] - seen, perf_counter() - started)
+        seen = all_ids.shape[1]
+        return torch.zeros(1, dtype=torch.bool)
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    hook = model.register_forward_pre_hook(count)
+    try:
+        with torch.inference_mode():
+            started = perf_counter()
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, stopping_criteria=[look], **options
+            )
+            seconds = perf_counter() - started
+    finally:
+        hook.remove()
+    return watch.answer([out[0, len(prompt) :].tolist()], seconds, passes)

@@ -1,0 +1,69 @@
+"""vLLM's CPU build, step by step through its engine, prefix caching off (repeats would find their prompts computed)."""
+
+from __future__ import annotations
+
+import os
+from time import perf_counter
+from typing import Any
+
+from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, Watch
+
+KV_GIGABYTES = 1
+
+
+def load(setup: Setup) -> tuple[Complete, str]:
+    """The depth is fixed when an engine is made, so every depth is a process of its own."""
+    cores = sorted(os.sched_getaffinity(0))[: setup.threads]
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIGABYTES),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # its own choice leaves a core out
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    import vllm  # type: ignore[import-not-found]
+
+    speculation: dict[str, Any] | None = None
+    if setup.method == "draft_model":
+        speculation = {"method": "draft_model", "model": setup.draft, "num_speculative_tokens": setup.depth}
+    elif setup.method == "ngram":
+        speculation = {
+            "method": "ngram",
+            "num_speculative_tokens": setup.depth,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 4,
+            **dict(setup.options),
+        }
+    llm = vllm.LLM(
+        setup.target,
+        dtype="bfloat16",
+        max_model_len=setup.max_length,
+        max_num_seqs=max(8, setup.batch),
+        enable_prefix_caching=False,
+        speculative_config=speculation,
+    )
+
+    def complete(ask: Ask) -> Answer:
+        params = vllm.SamplingParams(
+            max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True, detokenize=False
+        )
+        return _drain(llm.llm_engine, ask, params)
+
+    return complete, vllm.__version__
+
+
+def _drain(engine: Any, ask: Ask, params: Any) -> Answer:
+    """All prompts in, then step until they are done. Every output of a step is one pass of one sequence."""
+    watch, passes = Watch(len(ask.prompts)), 0
+    done: dict[int, list[int]] = {}
+    started = perf_counter()
+    for number, prompt in enumerate(ask.prompts):
+        engine.add_request(f"{started}-{number}", {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            number, tokens = int(output.request_id.rpartition("-")[2]), list(output.outputs[0].token_ids)
+            watch.saw(number, len(tokens) - len(done.get(number, ())), perf_counter() - started)
+            done[number] = tokens
+            passes += 1
+    return watch.answer([done[i] for i in range(len(ask.prompts))], perf_counter() - started, passes)

@@ -1,0 +1,97 @@
+"""A peer's process from outside: started once, asked, and asleep while others are measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from foretoken.bench.peers.protocol import Answer, Ask, Setup
+from foretoken.core.errors import ForetokenError
+
+
+class PeerError(ForetokenError):
+    """A peer that could not load or answer; the race goes on without it."""
+
+
+class Worker:
+    """Loads ``setup`` in a process of its own and then sleeps until it is asked.
+
+    Asleep is stopped (SIGSTOP, the whole process group): a thread pool that spins while it waits would take time
+    from whoever is measured. What the process prints goes to the file ``log``. Raises PeerError.
+    """
+
+    def __init__(self, command: Sequence[str], setup: Setup, log: Path) -> None:
+        self.setup, self._log = setup, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w", encoding="utf-8") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                encoding="utf-8", start_new_session=True,
+            )  # fmt: skip
+        try:
+            self.version = str(self._exchange(asdict(setup))["ready"])
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, question: Ask) -> Answer:
+        """Wake, complete, sleep."""
+        return Answer(**self._exchange(asdict(question)))
+
+    def close(self) -> None:
+        """End the process and all it started; twice does nothing."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue  # what it no longer reads need not be flushed
+
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise PeerError(f"{self._name} stopped: {self._last_words()} (all of it: {self._log})")
+        self._signal(signal.SIGSTOP)
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise PeerError(f"{self._name}: {' '.join(str(reply['error']).split())[:300]} (more: {self._log})")
+        return reply
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return  # it is gone, which the next read finds out
+
+    @property
+    def _name(self) -> str:
+        return f"{self.setup.system} {self.setup.method}"
+
+    def _last_words(self) -> str:
+        lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip()[:300] if lines else f"exit code {self._process.wait()}"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,75 @@
+"""What every figure is published with: machine, versions, date and command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def wide_console() -> Console:
+    """A console that does not fold tables where output goes to a file."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def setting() -> dict[str, Any]:
+    """Facts that make a row repeatable."""
+    import torch
+    import transformers
+
+    import foretoken
+
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": processor(),
+        "cores": cores(),
+        "memory_gib": round(memory("MemTotal") / 2**30, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "foretoken": foretoken.__version__,
+        "command": command(sys.argv),
+    }
+
+
+def command(argv: list[str]) -> str:
+    """The command line as a reader would type it."""
+    program = Path(argv[0])
+    installed = program.stem in ("foretoken", "__main__", "main")
+    return shlex.join([*(["foretoken"] if installed else ["python", argv[0]]), *argv[1:]])
+
+
+def processor() -> str:
+    """The processor's name; where the system hides it, its architecture."""
+    lines = _lines(Path("/proc/cpuinfo"))
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def memory(what: str) -> int:
+    """Bytes: ``MemTotal``, ``MemAvailable`` of the machine, ``VmHWM`` (the peak) of this process; 0 if hidden."""
+    file = Path("/proc/self/status" if what.startswith("Vm") else "/proc/meminfo")
+    sizes = (line.split()[1] for line in _lines(file) if line.startswith(f"{what}:"))
+    return int(next(sizes, "0")) * 1024
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,63 @@
+"""From nothing to the first token, in a fresh process, imports included."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+from foretoken.core.errors import ForetokenError
+
+_PROGRAM = """
+import json, sys
+from foretoken import LLM, SamplingParams
+from foretoken.bench.setting import memory
+imported = memory("VmHWM")
+llm = LLM(**json.loads(sys.argv[1]))
+next(iter(llm.stream("def", SamplingParams(max_tokens=1, temperature=0))))
+print(json.dumps({"imported": imported, "peak": memory("VmHWM")}), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Startup:
+    """seconds: median, from the interpreter's start. peak_bytes: resident at most; imported_bytes: before loading."""
+
+    name: str
+    seconds: float
+    low: float
+    high: float
+    peak_bytes: int
+    imported_bytes: int
+
+
+def startup(name: str, options: dict[str, str], times: int = 3) -> Startup:
+    """``LLM(**options)`` and one token, ``times`` times after one that warms the disk cache. Raises ForetokenError."""
+    seconds: list[float] = []
+    said = {"peak": 0, "imported": 0}
+    for _ in range(times + 1):
+        took, said = _run([sys.executable, "-c", _PROGRAM, json.dumps(options)])
+        seconds.append(took)
+    warm = seconds[1:]
+    return Startup(name, median(warm), min(warm), max(warm), said["peak"], said["imported"])
+
+
+def _run(command: Sequence[str]) -> tuple[float, dict[str, int]]:
+    """-> seconds until the process says that it has its token, and what it says"""
+    with tempfile.TemporaryFile("w+") as errors:
+        started = perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            seconds = perf_counter() - started
+        if process.returncode or not line:
+            errors.seek(0)
+            reason = (errors.read().strip().splitlines() or ["no reason given"])[-1]
+            raise ForetokenError(f"a fresh process could not produce a token: {reason}")
+    answer: dict[str, int] = json.loads(line)
+    return seconds, answer

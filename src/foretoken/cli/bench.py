@@ -1,0 +1,154 @@
+"""``foretoken bench race``: ours and the peers, turn by turn in one run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.costs import Color, Quantization, costs, tracker, wide_console
+from foretoken.cli.theme import ColorMode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foretoken.bench.entrants import Pairing
+    from foretoken.bench.race import Row
+
+app = typer.Typer(help="Measure: the race against other engines, the cost of a pass.", no_args_is_help=True)
+
+app.command()(costs)
+
+
+@app.command()
+def race(
+    target: Annotated[Path | None, typer.Option(help="Target model. [the bundled one, widened to 0.7b]")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model. [the bundled one]")] = None,
+    speculative_config: Annotated[
+        list[str] | None, typer.Option(metavar="JSON", help="How to speculate (repeatable). [the draft model]")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help='JSON lines with a "prompt" each, or the word ragged. [our own functions]')
+    ] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Prompts to take from the start. [all, 16 ragged]")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.")] = 96,
+    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable. [0]")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts completed at once.")] = 1,
+    depth: Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens (repeatable). [2, 4, 6, 8]")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of every system.")] = 3,
+    peers: Annotated[str, typer.Option(help="Comma-separated, or none.")] = "transformers,openvino,vllm",
+    quantization: Quantization = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write setting and rows.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,
+    color: Color = ColorMode.AUTO,
+) -> None:
+    """Race plain and speculative decoding, ours and the peers', one run, turn by turn; each peer at its best depth."""
+    from foretoken import zoo
+    from foretoken.bench.entrants import Pairing
+    from foretoken.bench.peers.registry import chosen
+    from foretoken.bench.setting import setting
+    from foretoken.train.scale_up import scaled
+
+    configs = _configs(speculative_config)
+    wanted = chosen(peers)
+    if target is None:
+        target, draft = scaled("0.7b"), draft or zoo.path("draft")
+    if draft is None:
+        from foretoken.core.errors import InvalidRequest
+
+        raise InvalidRequest("--target was given without --draft; name its draft too")
+    ids, source = _prompts(target, prompts, count)
+    longest = max(map(len, ids)) + max_tokens + 32
+    depths = tuple(dict.fromkeys(depth or (2, 4, 6, 8)))
+    pairing = Pairing(target, draft, depths, batch, quantization or "", longest)
+    groups = [ids[i : i + batch] for i in range(0, len(ids), batch)]
+    console, notes = wide_console(color), wide_console(color, stderr=True)
+    rows = _race(pairing, configs, wanted, groups, (max_tokens, temperature or [0.0], repeats), notes)
+    facts = setting() | {
+        "target": target.name, "draft": draft.name, "prompts": f"{len(ids)} of {source}", "max_tokens": max_tokens,
+        "repeats": repeats, "peers": {row.system: row.version for row in rows if row.system != "foretoken"},
+    }  # fmt: skip
+    _publish(facts, rows, console, json_file, html_file)
+    if not any(row.system == "foretoken" for row in rows):
+        raise typer.Exit(1)
+
+
+def _race(
+    pairing: Pairing, configs: list[dict[str, Any]], wanted: Sequence[Any], groups: list[list[list[int]]],
+    course: tuple[int, list[float], int], notes: Console,
+) -> list[Row]:  # fmt: skip
+    """From options to rows."""
+    from foretoken.bench.costs import Loaded
+    from foretoken.bench.entrants import own, peers
+    from foretoken.bench.law import judged
+    from foretoken.bench.peers.protocol import Setup
+    from foretoken.bench.peers.registry import OURS, PEERS, folder
+    from foretoken.bench.peers.worker import Worker
+    from foretoken.bench.race import Course, race
+    from foretoken.cli.theme import waiting
+    from foretoken.core.errors import ForetokenError
+
+    def say(text: str) -> None:
+        notes.print(text, style="yellow", markup=False, soft_wrap=True)
+
+    def start(setup: Setup) -> Worker:
+        log = folder() / "logs" / f"{setup.system}-{setup.method}-{setup.depth}.log"
+        return Worker((PEERS | {OURS.name: OURS})[setup.system].command, setup, log)
+
+    with waiting(notes, "setting up"):
+        entrants = own(pairing, configs) + peers(pairing, configs, wanted, say)
+    max_tokens, temperatures, repeats = course
+    courses = [Course(groups, max_tokens, value) for value in dict.fromkeys(temperatures)]
+    rows, heats = race(entrants, courses, repeats, start, say, tracker(notes, "race"))
+    try:
+        with waiting(notes, "comparing laws"):
+            return judged(rows, heats, courses, lambda: Loaded.of(pairing.target, pairing.quantization).model)
+    except ForetokenError as error:  # an hour's race is not thrown away for it
+        say(f"the laws of drawn texts were not compared: {error}")
+        return rows
+
+
+def _publish(
+    facts: dict[str, Any], rows: Sequence[Row], console: Console, json_file: Path | None, html_file: Path | None
+) -> None:
+    from dataclasses import asdict
+
+    from foretoken.bench import tables
+    from foretoken.bench.page import page
+
+    for part in tables.race(rows):
+        console.print(part)
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+    if json_file is not None:
+        record = {"setting": facts, "rows": [asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if html_file is not None:
+        html_file.write_text(page(facts, rows), encoding="utf-8")
+
+
+# what the options say
+
+
+def _configs(texts: Sequence[str] | None) -> list[dict[str, Any]]:
+    from foretoken.cli.generate import _config
+
+    return [_config(text) or {} for text in texts] if texts else [{"method": "draft_model"}]
+
+
+def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[list[int]], str]:
+    """The prompts as token ids, so that every system gets the same, and where they are from."""
+    from foretoken.bench.workloads import FUNCTIONS, load_prompts, ragged
+    from foretoken.models.checkpoint import load_tokenizer
+
+    tokenizer = load_tokenizer(target)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, verbose=False)["input_ids"])
+
+    if name == "ragged":
+        return ragged(encode, count or 16), "ragged prompts of 20 to 1,000 tokens"
+    texts = load_prompts(Path(name), count) if name else list(FUNCTIONS)[:count]
+    return [encode(text) for text in texts], Path(name).name if name else "our own functions"

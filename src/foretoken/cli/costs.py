@@ -1,0 +1,174 @@
+"""``foretoken bench costs``: what a pass costs, where a round's time goes, how long the way to the first token is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.theme import ColorMode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foretoken.bench.costs import Loaded
+
+Quantization = Annotated[str | None, typer.Option(help="Quantise the target: int8.")]
+Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
+PARTS = ("passes", "steps", "rounds", "startup")
+
+
+def costs(
+    model: Annotated[Path | None, typer.Option(help="Target model. [the bundled one, widened to 0.7b]")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model. [the bundled one]")] = None,
+    rows: Annotated[str, typer.Option(help="Rows of a pass, comma-separated.")] = "1,2,4,8,16,32",
+    context: Annotated[str, typer.Option(help="Tokens before them, comma-separated.")] = "512,4096",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that share a pass, each with so many rows.")] = 1,
+    turns: Annotated[int, typer.Option(min=1, help="Passes of each kind, interleaved.")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt whose rounds are measured.")] = 64,
+    quantization: Quantization = None,
+    parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    color: Color = ColorMode.AUTO,
+) -> None:
+    """Time passes beside their floor and transformers' step, the parts of a round, and the way to the first token."""
+    from foretoken import zoo
+    from foretoken.bench.setting import cores, setting
+    from foretoken.core.errors import InvalidRequest
+    from foretoken.train.scale_up import scaled
+
+    chosen = [part.strip() for part in parts.split(",")]
+    if unknown := [part for part in chosen if part not in PARTS]:
+        raise InvalidRequest(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
+    import torch
+
+    torch.set_num_threads(cores())
+    bundled = [] if model else [zoo.path("target")]
+    wide, small = model or scaled("0.7b"), draft or zoo.path("draft")
+    sizes, contexts = _numbers("--rows", rows), _numbers("--context", context)
+    notes = wide_console(color, stderr=True)
+    record: dict[str, Any] = {"setting": setting() | {"target": wide.name, "draft": small.name}}
+    shown: list[Any] = []
+    measures: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
+        "passes": lambda: _passes(wide, quantization or "", sizes, contexts, turns, batch, notes),
+        "steps": lambda: _steps([small, *bundled, wide], min(contexts), turns, notes),
+        "rounds": lambda: _rounds(wide, small, quantization, max_tokens, notes),
+        "startup": lambda: _startup(wide, small, bool(bundled), quantization, min(3, turns), notes),
+    }
+    for part in chosen:
+        record[part], tables = measures[part]()
+        shown += tables
+    if as_json:
+        print(json.dumps(record, indent=2))
+        return
+    console = wide_console(color)
+    for each in shown:
+        console.print(each)
+    console.print(", ".join(f"{key} {value}" for key, value in record["setting"].items()), style="dim", markup=False)
+
+
+def _passes(
+    wide: Path, quantization: str, rows: list[int], contexts: list[int], turns: int, batch: int, notes: Console
+) -> tuple[Any, list[Any]]:
+    from dataclasses import asdict
+
+    from foretoken.bench import tables
+    from foretoken.bench.costs import Loaded, pass_costs
+
+    loaded = Loaded.of(wide, quantization)
+    found = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
+    title = f"\na pass of {wide.name}, {_precision(loaded)}, products read {loaded.weights_bytes / 1e6:.0f} MB"
+    facts = [asdict(cost) | {"over_floor": cost.over_floor, "over_read": cost.over_read} for cost in found]
+    return facts, [title + (f", batch {batch}" if batch > 1 else ""), tables.passes(found)]
+
+
+def _precision(loaded: Loaded) -> str:
+    return loaded.quantization or str(loaded.model.dtype).removeprefix("torch.")
+
+
+def _steps(folders: Sequence[Path], context: int, turns: int, notes: Console) -> tuple[Any, list[Any]]:
+    from dataclasses import asdict
+
+    from foretoken.bench import tables
+    from foretoken.bench.costs import Loaded, step_cost
+
+    found = [step_cost(Loaded.of(f), context, turns, tracker(notes, f"a step of {f.name}")) for f in folders]
+    facts = [asdict(cost) | {"ratio": cost.ratio} for cost in found]
+    return facts, ["\none step: one row through Model.score, and transformers' module", tables.steps(found)]
+
+
+def _rounds(
+    wide: Path, small: Path, quantization: str | None, max_tokens: int, notes: Console
+) -> tuple[Any, list[Any]]:
+    """Over a few prompts, after one that warms up, greedy and drawn."""
+    from dataclasses import asdict
+
+    from foretoken import LLM, SamplingParams
+    from foretoken.bench import tables
+    from foretoken.bench.rounds import rounds
+    from foretoken.bench.workloads import FUNCTIONS
+    from foretoken.cli.theme import waiting
+
+    options: dict[str, Any] = {"quantization": quantization} if quantization else {}
+    llm = LLM(wide, small, **options)
+    found = {}
+    with waiting(notes, "rounds"):
+        for name, extra in {"temperature 0": {"temperature": 0.0}, "temperature 1": {}, "seeded": {"seed": 1}}.items():
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, speculative_tokens=4, **extra)  # type: ignore[arg-type]
+            rounds(llm, FUNCTIONS[:1], params)
+            found[name] = rounds(llm, FUNCTIONS[:4], params)
+    facts = {name: asdict(r) | {"outside": r.outside, "per_round": r.per_round()} for name, r in found.items()}
+    return facts, ["\nthe parts of a round at depth 4, ms", tables.breakdown(found)]
+
+
+def _startup(
+    wide: Path, small: Path, bundled: bool, quantization: str | None, times: int, notes: Console
+) -> tuple[Any, list[Any]]:
+    from dataclasses import asdict
+
+    from foretoken.bench import tables
+    from foretoken.bench.startup import startup
+    from foretoken.cli.theme import waiting
+
+    options = {"model": str(wide), "draft_model": str(small)}
+    if quantization:
+        options["quantization"] = quantization
+    with waiting(notes, "starting fresh processes"):
+        found = [startup("bundled pair", {}, times)] if bundled else []
+        found.append(startup(wide.name, options, times))
+    return [asdict(each) for each in found], [
+        "\nfrom nothing to the first token, a fresh process",
+        tables.startups(found),
+    ]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    from foretoken.core.errors import InvalidRequest
+
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise InvalidRequest(f"{option} must be whole numbers above 0 with commas between them, got {text!r}")
+    return list(dict.fromkeys(numbers))
+
+
+def wide_console(color: ColorMode, stderr: bool = False) -> Console:
+    """Tables are not folded where output goes to a file."""
+    from foretoken.cli.theme import console
+
+    made = console(color, stderr=stderr)
+    if not made.is_terminal:
+        made.width = 150
+    return made
+
+
+def tracker(notes: Console, title: str) -> Callable[[Sequence[int]], Iterable[int]]:
+    """A progress bar, only where somebody watches."""
+    from rich.progress import track
+
+    return lambda turns: track(turns, title, console=notes, disable=not notes.is_terminal)

@@ -1,0 +1,271 @@
+"""The runner for CUDA: passes laid out in padded buckets, captured once as graphs and replayed.
+
+A pass launches hundreds of small kernels, which costs more than a short pass computes; a graph launches them at
+once. It reads and writes fixed addresses, so a pass is laid out as one table of integers, copied in one go, and
+everything else, masks too, is made of it on the device. Long passes and pieces of prompts run as ``TorchRunner``'s do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.architecture import Architecture
+from foretoken.models.attention import Geometry
+from foretoken.models.plan import Part, Plan
+from foretoken.models.runner import Pass
+from foretoken.models.torch_runner import TorchRunner
+from foretoken.models.weights import Ends, LayerWeights
+
+WIDTHS = (2, 4, 8, 16, 32, 64)  # rows per sequence
+LEAST_KEYS = 256  # doubled until all rows fit
+MOST_ROWS = 256  # about from here on a GPU's time goes into products, and launches hide behind them
+MOST_GRAPHS = 128  # they hold memory; when there are more, all are forgotten
+WARM_UPS = 2  # libraries choose kernels and take workspaces before a capture, which must not see that
+WORD = 32  # draft nodes in one integer
+
+# Rows of the table. OUTPUTS are places in the layout. A row sees the keys before PREFIX and, from cache row NODES on,
+# the draft nodes whose bits are set in its words, which begin at SEEN: for each window as many as the bucket has.
+TOKENS, POSITIONS, CACHE_ROWS, OUTPUTS, PREFIX, NODES, SEEN = range(7)
+
+States = dict[int, Tensor]
+
+
+class Capture(Protocol):
+    """Records what a function asks of the device. Its graphs share memory, so one is read before another is run."""
+
+    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
+        """-> the same work on what the same tensors hold by then; it always gives the same tensors, overwritten."""
+
+
+class CudaCapture:
+    """CUDA graphs in one private pool of memory, as torch.cuda.graphs documents them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
+        with torch.cuda.device(self._device):
+            side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    function()
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                states = function()
+
+        def replay() -> States:
+            graph.replay()
+            return states
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What a graph depends on. Sequences of slots ``low`` to ``high``, ``width`` rows each, over ``keys`` cache rows.
+
+    words: integers that hold which draft nodes a row sees, 0 where all drafts are chains.
+    """
+
+    low: int
+    high: int
+    width: int
+    keys: int
+    words: int
+    taps: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return (self.high - self.low) * self.width
+
+    @staticmethod
+    def of(plan: Plan, taps: Sequence[int], widths: Sequence[int], cached: int) -> Bucket | None:
+        """The smallest that holds the plan, None where it is too large. cached: the rows that the cache has"""
+        slots = [part.slot for part in plan.parts]
+        longest = max(part.count for part in plan.parts)
+        nodes = max(0 if part.draft.is_chain else len(part.draft) for part in plan.parts)
+        bucket = Bucket(
+            low=min(slots),
+            high=max(slots) + 1,
+            width=next((width for width in widths if width >= longest), MOST_ROWS + 1),
+            keys=min(doubled(plan.reach, LEAST_KEYS), cached),
+            words=doubled(-(-nodes // WORD), 1) if nodes else 0,
+            taps=tuple(sorted(set(taps))),
+        )
+        return bucket if bucket.rows <= MOST_ROWS else None
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured bucket and the table that it reads, int32 [rows of the table, rows of the bucket]."""
+
+    table: Tensor
+    replay: Callable[[], States]
+
+
+@dataclass(slots=True)
+class Graphs:
+    """All graphs over the cache's buffers of one shape, [slots, rows]; in others they would read freed memory."""
+
+    shape: tuple[int, int]
+    capture: Capture
+    known: dict[Bucket, Graph] = field(default_factory=dict)
+
+
+class GraphRunner(TorchRunner):
+    """See ``runner.Runner``. What a pass gives is its own: later passes leave it as it is.
+
+    widths: rows per sequence that graphs are made for, those where the measured cost of a pass rises.
+    capture: makes what records graphs, anew when the old ones are forgotten; CUDA's own by default.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Iterable[LayerWeights],
+        ends: Ends,
+        dtype: torch.dtype,
+        device: torch.device,
+        widths: Sequence[int] = WIDTHS,
+        capture: Callable[[torch.device], Capture] = CudaCapture,
+    ) -> None:
+        if not widths or min(widths) < 1:
+            raise InvalidRequest(f"graphs need at least one width, and each of at least one row; got {tuple(widths)}")
+        super().__init__(architecture, layers, ends, dtype, device)
+        self.rows_independent = False  # the libraries choose kernels by the number of rows
+        self._widths, self._new_capture = sorted(set(widths)), capture
+        self._windows = sorted(set(architecture.windows))
+        self._graphs: Graphs | None = None
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
+        self._cache.reserve(plan.reach + 1)  # the cache's last row is never in use: padding is written there
+        bucket = Bucket.of(plan, taps, self._widths, self._cache.rows) if logits or taps else None
+        if bucket is None:
+            return super().run(plan, taps, logits)
+        filled = self._fill(plan, bucket)
+        graph = self._graph(bucket, filled)
+        graph.table.copy_(filled, non_blocking=True)
+        # The head is left out of graphs: it takes as many rows as are wanted, and is launched while the graph runs.
+        outputs = graph.table[OUTPUTS, : len(plan.outputs)]
+        return self._read(graph.replay(), outputs, taps, logits)
+
+    def _graph(self, bucket: Bucket, filled: Tensor) -> Graph:
+        """The bucket's graph; captured on first use, over a table with the content ``filled``."""
+        shape = (self._cache.slots, self._cache.rows)
+        graphs = self._graphs
+        if graphs is None or graphs.shape != shape or (bucket not in graphs.known and len(graphs.known) >= MOST_GRAPHS):
+            self._graphs = graphs = None  # frees the memory of the old ones first
+            self._graphs = graphs = Graphs(shape, self._new_capture(self._device))
+        known = graphs.known
+        if bucket not in known:
+            table = filled.to(self._device, copy=True)
+            replay = graphs.capture.capture(lambda: self._states(self._geometry(table, bucket), bucket.taps))
+            known[bucket] = Graph(table, replay)
+        return known[bucket]
+
+    def _fill(self, plan: Plan, bucket: Bucket) -> Tensor:
+        """The plan as a table in page-locked memory, which torch keeps from reuse until it has been copied.
+
+        Padding is token 0 at position 0, seeing key 0 alone: finite, and written where nobody looks.
+        """
+        shape = (SEEN + len(self._windows) * bucket.words, bucket.rows)
+        filled = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        table = filled.numpy().view(np.uint32)
+        table[CACHE_ROWS], table[PREFIX] = self._cache.rows - 1, 1
+        places: list[int] = []
+        for part in plan.parts:
+            at, start = len(places), (part.slot - bucket.low) * bucket.width
+            own = table[:, start : start + part.count]
+            own[TOKENS] = plan.tokens[at : at + part.count]
+            own[POSITIONS] = plan.positions[at : at + part.count]
+            own[CACHE_ROWS] = range(part.first, part.first + part.count)
+            own[PREFIX] = own[CACHE_ROWS] + 1
+            if not part.draft.is_chain:
+                self._fill_tree(own, part, bucket.words)
+            places += range(start, start + part.count)
+        table[OUTPUTS, : len(plan.outputs)] = [places[row] for row in plan.outputs]
+        return filled
+
+    def _fill_tree(self, own: NDArray[np.uint32], part: Part, words: int) -> None:
+        """The last of a part's rows are nodes: they see what is committed, and of the draft their own ancestors."""
+        scored = max(0, part.first - part.nodes_at)  # nodes whose rows an earlier pass computed
+        nodes = own[:, part.count - (len(part.draft) - scored) :]
+        nodes[PREFIX] = nodes[NODES] = part.nodes_at
+        for number, window in enumerate(self._windows):
+            seen = b"".join(bits.to_bytes(words * WORD // 8, "little") for bits in ancestors(part.draft, window))
+            start = SEEN + number * words
+            nodes[start : start + words] = np.frombuffer(seen, "<u4").reshape(-1, words)[scored:].T
+
+    def _geometry(self, table: Tensor, b: Bucket) -> Geometry:
+        """The pass as ``attend`` takes it, made of the table by the device."""
+        fields = table.long()
+        slots = torch.arange(b.low, b.high, device=self._device)
+        return Geometry(
+            tokens=fields[TOKENS],
+            positions=fields[POSITIONS],
+            rows=fields[CACHE_ROWS],
+            slots=slots[:, None].expand(-1, b.width).reshape(-1),
+            places=None,
+            low=b.low,
+            high=b.high,
+            width=b.width,
+            keys=b.keys,
+            single=None,
+            masks=self._masks(fields, b),
+        )
+
+    def _masks(self, fields: Tensor, b: Bucket) -> dict[int, Tensor]:
+        """By window [S, 1, width, 1, keys], 0 or -inf; committed keys lie at their positions."""
+        by_row = fields.view(-1, b.high - b.low, b.width, 1)
+        keys = torch.arange(b.keys, device=self._device)
+        masks: dict[int, Tensor] = {}
+        for number, window in enumerate(self._windows):
+            seen = keys < by_row[PREFIX]
+            if window:
+                seen &= keys > by_row[POSITIONS] - window
+            if b.words:
+                start = SEEN + number * b.words
+                seen |= chosen(by_row[start : start + b.words, ..., 0].movedim(0, -1), keys - by_row[NODES])
+            mask = torch.zeros(seen.shape, device=self._device).masked_fill_(~seen, -torch.inf)
+            masks[window] = mask[:, None, :, None, :]
+        return masks
+
+
+def chosen(words: Tensor, nodes: Tensor) -> Tensor:
+    """Whether a row's bit is set for each of ``nodes`` [..., keys], False beyond its ``words`` [..., words]; int64."""
+    bits = words.shape[-1] * WORD
+    word = words.gather(-1, nodes.clamp(0, bits - 1) // WORD)
+    return (nodes >= 0) & (nodes < bits) & ((word >> nodes % WORD) & 1).bool()
+
+
+def doubled(count: int, start: int) -> int:
+    """``start`` doubled until it is ``count`` or more."""
+    while start < count:
+        start *= 2
+    return start
+
+
+def ancestors(draft: Draft, window: int) -> Iterator[int]:
+    """For each node, bit i says whether it sees node i: itself and those above it, the nearest ``window`` unless 0."""
+    if window and window < max(draft.depths):
+        yield from (sum(1 << i for i in draft.path(node)[-window:]) for node in range(len(draft)))
+        return
+    seen: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        seen.append(1 << node | (seen[parent] if parent >= 0 else 0))
+        yield seen[-1]

@@ -1,0 +1,32 @@
+"""A peer that counts: started like a real one, with no library behind it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, serve
+
+
+def load(setup: Setup) -> tuple[Complete, str]:
+    if setup.method == "broken":
+        raise ValueError("no such model")
+    if setup.method == "crash":
+        print("out of memory", file=sys.stderr)
+        os._exit(3)
+    print("a library that prints to standard output")
+
+    def complete(ask: Ask) -> Answer:
+        if ask.max_tokens == 13:
+            raise ValueError("thirteen")
+        if setup.method == "sleeps":
+            time.sleep(0.2)
+        tokens = [[prompt[-1] + i for i in range(ask.max_tokens)] for prompt in ask.prompts]
+        return Answer(tokens, 1.0 / (1 + ask.depth), 0.1, len(tokens), max(1, ask.max_tokens // (1 + ask.depth)))
+
+    return complete, "1.0"
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,111 @@
+"""Clocks, floors, the parts of a round, and the test of a law."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.bench.clock import Spread, Task, interleaved
+from foretoken.bench.costs import Loaded, pass_costs, step_cost
+from foretoken.bench.floor import Floor, kv_bytes, matrices
+from foretoken.bench.law import surprise
+from foretoken.bench.rounds import rounds
+from foretoken.bench.workloads import FUNCTIONS, ragged
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.scale_up import like
+
+
+def test_turns_are_interleaved_and_reset_is_not_timed():
+    log: list[str] = []
+    tasks = {name: Task(lambda name=name: log.append(name), lambda: log.append("-")) for name in "abc"}
+    spreads = interleaved(tasks, 3)
+    runs = "".join(log).replace("-", "")
+    assert runs == "abc" + "abc" + "bca" + "cab"
+    assert log[1::2] == ["-"] * 12
+    assert all(spread.turns == 3 for spread in spreads.values())
+    assert interleaved({"told": Task(lambda: 2.0, burst=3)}, 2)["told"] == Spread(2.0, 2.0, 2.0, 2)
+
+
+def test_the_floor_streams_every_weight_of_the_model():
+    config = {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 3, "vocab_size": 400,
+    }  # fmt: skip
+    shapes = matrices(config)
+    by_hand = 3 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96) + 400 * 64
+    assert sum(o * i for o, i in shapes) == by_hand
+    assert kv_bytes(config, 10, torch.bfloat16) == 2 * 3 * 2 * 16 * 10 * 2
+    for dtype in (torch.float32, torch.bfloat16):
+        Floor(shapes, dtype)(4)
+
+
+def test_the_scaled_pair_has_the_matrices_of_its_size():
+    wide = like("0.7b")
+    shapes = matrices(vars(wide) | {"head_dim": 64, "vocab_size": 4096})
+    assert 0.6e9 < sum(o * i for o, i in shapes) < 0.8e9
+
+
+def test_pass_costs_keep_the_context(tiny_pair):
+    loaded = Loaded.of(tiny_pair.target)
+    opened: list[object] = []
+    original = loaded.model.open
+    loaded.model.open = lambda prompt: opened.append(original(prompt)) or opened[-1]
+    costs = pass_costs(loaded, [1, 3], [8, 40], turns=2, batch=2)
+    assert [(c.context, c.rows) for c in costs] == [(8, 1), (8, 3), (40, 1), (40, 3)]
+    assert all(len(handle.tokens) in (8, 40) for handle in opened)
+    assert all(c.seconds.median > 0 and c.floor and c.over_floor > c.over_read for c in costs)
+    with pytest.raises(InvalidRequest, match="does not fit"):
+        pass_costs(loaded, [1], [10_000], turns=1)
+
+
+def test_a_models_own_floor_is_preferred(tiny_pair):
+    loaded = Loaded.of(tiny_pair.target)
+    loaded.model.floor = lambda rows: rows / 1000
+    (cost,) = pass_costs(loaded, [4], [8], turns=2)
+    assert cost.floor.median == 0.004
+
+
+def test_a_step_beside_transformers(tiny_pair):
+    cost = step_cost(Loaded.of(tiny_pair.draft), context=16, turns=2)
+    assert cost.ratio == cost.ours.median / cost.theirs.median > 0
+
+
+def test_the_parts_of_a_round_add_up(tiny_pair):
+    llm = LLM(tiny_pair.target, tiny_pair.draft)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, speculative_tokens=2)
+    found = rounds(llm, ["def f(", "class"], params)
+    assert found.rounds >= 2 and found.tokens <= 22
+    parts = found.per_round()
+    total = parts.pop("total")
+    assert sum(parts.values()) == pytest.approx(total)
+    assert min(parts["target"], parts["draft"], parts["rest"]) > 0
+    assert 0 < found.outside < 1
+    assert "score" not in vars(llm.engine.proposer.model)
+
+
+def test_a_bent_law_shows(tiny_pair, tokenizer):
+    """Draws at temperature 1 pass; texts drawn at 0.7, or greedily, and judged at 1 do not."""
+    llm = LLM(tiny_pair.target)
+    prompt = tokenizer.encode("def greet(")
+
+    def z(temperature: float) -> float:
+        params = SamplingParams(max_tokens=60, temperature=temperature, ignore_eos=True)
+        texts = [o.outputs[0].token_ids for o in llm.generate([prompt] * 8, params)]
+        first, *rest = (surprise(llm.target, prompt, text, 1.0) for text in texts)
+        return sum(rest, first).z
+
+    assert abs(z(1.0)) < 4
+    assert z(0.7) < -5
+    assert z(0.0) < -5
+
+
+def test_ragged_prompts_span_their_range():
+    def encode(text: str) -> list[int]:
+        return list(text.encode())
+
+    prompts = ragged(encode, count=16)
+    assert sorted(map(len, prompts))[0] == 20 and sorted(map(len, prompts))[-1] == 1000
+    assert len({len(prompt) for prompt in prompts[:4]}) == 4
+    assert all(bytes(prompt).decode() in FUNCTIONS[i % 8] for i, prompt in enumerate(prompts) if len(prompt) < 100)
+    assert prompts == ragged(encode, count=16)

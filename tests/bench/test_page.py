@@ -1,0 +1,54 @@
+"""The page: well-formed, self-contained, and honest about where its figures are from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from foretoken.bench import tables
+from foretoken.bench.page import page
+from foretoken.bench.race import Row
+
+ROW = Row(
+    "foretoken", "1", "draft_model", 4, "bf16", 0.0, 1, 50.0, (45.0, 55.0), 60.0, (55.0, 65.0), 0.1, 2.7, True, 6, 6, 3,
+    best=True,
+)  # fmt: skip
+ROWS = [
+    ROW,
+    replace(ROW, num_speculative_tokens=8, tokens_per_second=40.0, best=False),
+    replace(ROW, system="a<b>", method="plain", num_speculative_tokens=0, tokens_per_second=25.0),
+    replace(ROW, temperature=1.0, identical_to_plain=None, identical_texts=None, law_z=-0.7),
+]
+SETTING = {
+    "date": "2026-01-01", "processor": "a <fast> one", "cores": 2, "command": 'foretoken bench race --prompts "a&b"',
+    "peers": {"vllm": "0.32"},
+}  # fmt: skip
+
+
+def test_well_formed_and_self_contained():
+    text = page(SETTING, ROWS)
+    root = ElementTree.fromstring(text.partition("\n")[2])
+    for element in root.iter():
+        assert element.tag not in ("script", "link", "img", "iframe")
+        assert not {"href", "src"} & set(element.attrib)
+    assert "http" not in text and "url(" not in text
+    assert len(root.findall(".//svg")) == 2
+    bars = root.findall(".//svg")[0].findall("rect")
+    widths = [float(bar.get("width")) for bar in bars]
+    assert len(widths) == 2 and widths[0] == pytest.approx(2 * widths[1], abs=0.2)
+
+
+def test_it_says_where_its_figures_are_from():
+    text = page(SETTING, ROWS)
+    for said in ("a &lt;fast&gt; one", "2026-01-01", "a&amp;b", "vllm 0.32", "prefers-color-scheme: dark"):
+        assert said in text
+    assert "2.00x a&lt;b&gt; plain" in text
+    assert page(SETTING, [])
+
+
+def test_terminal_tables_say_the_same():
+    parts = list(tables.race(ROWS))
+    assert sum(isinstance(part, str) and part.startswith("\ntemperature") for part in parts) == 2
+    assert any(isinstance(part, str) and "over a<b> plain: 2.00x" in part for part in parts)

@@ -1,0 +1,115 @@
+"""The peers' processes: they answer, sleep between turns, fail in one line, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from foretoken.bench.peers.protocol import Ask, Setup, Watch
+from foretoken.bench.peers.registry import BOOT
+from foretoken.bench.peers.worker import PeerError, Worker
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake.py"))]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def worker(tmp_path: Path, method: str = "plain") -> Worker:
+    return Worker(FAKE, Setup("fake", method, "target", options=(("key", 1),)), tmp_path / "fake.log")
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def eventually(pid: int, wanted: str) -> None:
+    deadline = time.monotonic() + 5
+    while state(pid) != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert state(pid) == wanted
+
+
+def test_it_answers_whatever_its_libraries_print(tmp_path):
+    with worker(tmp_path) as asked:
+        assert asked.version == "1.0"
+        answer = asked.ask(Ask([[5], [1, 9]], 3, depth=1))
+        assert answer.tokens == [[5, 6, 7], [9, 10, 11]]
+        assert answer.total == 6
+        assert answer.seconds == 0.5
+    assert "a library that prints" in (tmp_path / "fake.log").read_text()
+
+
+@linux
+def test_it_sleeps_between_turns_and_is_gone_afterwards(tmp_path):
+    asked = worker(tmp_path, "sleeps")
+    pid = asked._process.pid
+    eventually(pid, "T")
+    asked.ask(Ask([[1]], 2))
+    eventually(pid, "T")
+    asked.close()
+    asked.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_failures_are_one_line_and_what_can_answer_goes_on(tmp_path):
+    with pytest.raises(PeerError, match=r"fake broken: ValueError: no such model"):
+        worker(tmp_path, "broken")
+    with pytest.raises(PeerError, match=r"fake crash stopped: out of memory"):
+        worker(tmp_path, "crash")
+    with worker(tmp_path) as asked:
+        with pytest.raises(PeerError, match="thirteen"):
+            asked.ask(Ask([[1]], 13))
+        assert asked.ask(Ask([[1]], 2)).tokens == [[1, 2]]
+
+
+@linux
+def test_a_killed_race_leaves_no_sleeper(tmp_path):
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from foretoken.bench.peers.protocol import Setup\n"
+        "from foretoken.bench.peers.worker import Worker\n"
+        f"asked = Worker({FAKE!r}, Setup('fake', 'plain', 't'), Path({str(tmp_path / 'log')!r}))\n"
+        "print(asked._process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    race = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert race.stdout is not None
+    pid = int(race.stdout.readline())
+    race.kill()
+    race.wait()
+    race.stdout.close()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and state(pid) != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists() or state(pid) == "Z"
+
+
+def test_a_peers_process_sees_the_package_and_nothing_beside_it(tmp_path):
+    """An environment without foretoken: -S leaves out site-packages, and with them the installed package."""
+    (tmp_path / "peer.py").write_text("")
+    code = (
+        f"import runpy, sys; boot = runpy.run_path({str(BOOT)!r})['boot']\n"
+        "try: boot('vllm')\n"
+        "finally: print(sorted(n for n in sys.modules if n.split('.')[0] in ('torch', 'foretoken')), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", code], input="", capture_output=True, text=True, check=True,
+        env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert "foretoken.bench.peers.vllm" in done.stderr
+    assert "torch" not in done.stderr
+
+
+def test_watch_waits_for_every_sequence():
+    watch = Watch(2)
+    watch.saw(0, 3, 0.1)
+    watch.saw(0, 1, 0.2)
+    watch.saw(1, 2, 0.3)
+    watch.saw(1, 2, 0.4)
+    answer = watch.answer([[0] * 4, [0] * 4], 0.5, 3)
+    assert (answer.first_seconds, answer.first_tokens) == (0.3, 6)

@@ -1,0 +1,107 @@
+"""``foretoken bench`` on the tiny pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foretoken.bench.peers import registry
+
+REQUIRED = {
+    "system", "method", "num_speculative_tokens", "temperature", "batch", "tokens_per_second",
+    "decode_tokens_per_second", "tokens_per_pass", "identical_to_plain", "quantization", "tokens_per_second_spread",
+}  # fmt: skip
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "folder", lambda: tmp_path / "peers")
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+
+
+def short(pair) -> tuple[str, ...]:
+    return ("--target", str(pair.target), "--draft", str(pair.draft), "--count", "2", "--max-tokens", "8")
+
+
+def test_race(run, tiny_pair, nowhere, tmp_path):
+    """Ours and transformers, each in a process of its own; a peer that is not set up is one line."""
+    files = tmp_path / "race.json", tmp_path / "race.html"
+    result = run(
+        "bench", "race", *short(tiny_pair), "--depth", "2", "--repeats", "1", "--temperature", "0", "--temperature",
+        "1", "--peers", "transformers,vllm", "--json", str(files[0]), "--html", str(files[1]),
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert result.err.count("\n") == 1 and "vllm is not set up" in result.err
+    record = json.loads(files[0].read_text())
+    rows = record["rows"]
+    assert set(rows[0]) >= REQUIRED
+    assert [(r["system"], r["method"], r["num_speculative_tokens"], r["temperature"]) for r in rows] == [
+        (system, *rest, t) for t in (0, 1) for system in ("foretoken", "transformers")
+        for rest in (("plain", 0), ("draft_model", 2))
+    ]  # fmt: skip
+    assert rows[1]["identical_to_plain"] is True and rows[-1]["identical_to_plain"] is None
+    assert all(row["tokens_per_second"] > 0 and row["tokens_per_pass"] >= 1 for row in rows)
+    assert record["setting"]["peers"].keys() == {"transformers"}
+    assert "foretoken at its best depth over transformers speculative" in result.out
+    assert files[1].read_text().startswith("<!DOCTYPE html>")
+
+
+def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
+    file = tmp_path / "race.json"
+    result = run(
+        "bench", "race", *short(tiny_pair), "--count", "4", "--prompts", str(prompts(tmp_path)), "--batch", "3",
+        "--depth", "2", "--repeats", "1", "--peers", "none", "--json", str(file),
+        "--speculative-config", '{"method": "ngram", "prompt_lookup_max": 2}',
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["method"], r["batch"], r["identical_texts"], r["texts"]) for r in rows] == [
+        ("plain", 3, 4, 4), ("ngram", 3, 4, 4),
+    ]  # fmt: skip
+
+
+def prompts(folder: Path) -> Path:
+    file = folder / "prompts.jsonl"
+    texts = ["def f(", "import os\n" * 9, "class A:\n    pass\n", "x = 1"]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("race", "--peers", "vlm"), "unknown peer 'vlm'; known: transformers, openvino, vllm, or none"),
+        (("race", "--target", "."), "--target was given without --draft; name its draft too"),
+        (("race", "--speculative-config", "{"), "--speculative-config is not JSON"),
+        (("costs", "--parts", "pases"), "unknown part 'pases'; known: passes, steps, rounds, startup"),
+    ],
+)
+def test_wrong_requests_are_one_line(run, nowhere, args, said):
+    result = run("bench", *args)
+    assert result.code == 1
+    assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1
+
+
+def test_rows_must_be_numbers(run, tiny_pair):
+    result = run("bench", "costs", "--model", str(tiny_pair.target), "--rows", "1,x")
+    assert result.code == 1 and "--rows must be whole numbers" in result.err
+
+
+def test_costs(run, tiny_pair):
+    models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
+    small = ("--rows", "1,2", "--context", "16,32", "--turns", "2")
+    result = run("bench", "costs", *models, *small, "--parts", "passes,steps,startup")
+    assert result.code == 0, result.err
+    for word in ("x floor", "transformers ms", "start to first token", "processor"):
+        assert word in result.out
+    assert result.err == ""
+
+
+def test_costs_as_json(run, tiny_pair):
+    models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
+    record = json.loads(run("bench", "costs", *models, "--parts", "rounds", "--json").out)
+    assert set(record["rounds"]) == {"temperature 0", "temperature 1", "seeded"}
+    assert 0 < record["rounds"]["seeded"]["outside"] < 1
+    assert record["setting"]["command"]

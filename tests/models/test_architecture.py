@@ -1,0 +1,101 @@
+"""What config.json means where files of several ages say it in several ways, or say nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.models.architecture import Architecture, supports
+
+from .tiny import ARCHITECTURES
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES = {
+    "llama": "Llama", "mistral": "Mistral", "phi3": "Phi3", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
+    "gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3Text",
+}  # fmt: skip
+
+
+def bare(family: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": family, **SIZES, **more}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_file_leaves_out_is_what_transformers_takes(family: str) -> None:
+    """A file of sizes alone means the same as the full one that transformers writes of it."""
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**SIZES)
+    silent, full = Architecture.of(bare(family)), Architecture.of(json.loads(config.to_json_string(use_diff=False)))
+    assert supports(bare(family)) and supports(config.to_dict())
+    for name in Architecture.__slots__:
+        if name != "frequencies":
+            assert getattr(silent, name) == getattr(full, name), name
+    assert len(silent.frequencies) == len(full.frequencies)
+    assert all(torch.equal(a, b) for a, b in zip(silent.frequencies, full.frequencies, strict=True))
+
+
+def test_the_older_form_of_gemma_3() -> None:
+    old = bare(
+        "gemma3_text", rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"rope_type": "linear", "factor": 8}
+    )
+    a = Architecture.of(old | {"sliding_window_pattern": 3, "sliding_window": 16})
+    assert a.windows == (16, 16, 0, 16, 16, 0, 16) and a.rope == (1, 1, 0, 1, 1, 0, 1)
+    exponents = torch.arange(0, 256, 2).float() / 256
+    assert torch.allclose(a.frequencies[0], 1 / (5e5**exponents) / 8)
+    assert torch.allclose(a.frequencies[1], 1 / (2e4**exponents))
+
+
+def test_windows_and_positions_by_layer() -> None:
+    assert Architecture.of(bare("llama", sliding_window=8)).windows == (0,) * 7  # Llama has no such thing
+    assert Architecture.of(bare("mistral", sliding_window=None)).windows == (0,) * 7
+    assert Architecture.of(bare("qwen2", sliding_window=8)).windows == (0,) * 7
+    some = bare("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=5)
+    assert Architecture.of(some).windows == (0, 0, 0, 0, 0, 8, 8)
+    assert Architecture.of(bare("gemma2", sliding_window=8)).windows == (8, 0, 8, 0, 8, 0, 8)
+    assert Architecture.of(bare("smollm3")).rope == (0, 0, 0, -1, 0, 0, 0)
+    assert Architecture.of(bare("llama"), max_length=50).max_length == 50
+    assert Architecture.of(bare("llama"), max_length=500).max_length == 128
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        bare("mamba"),
+        bare("llama", hidden_act="relu"),
+        bare("llama", mlp_bias=True),
+        bare("llama", rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        bare("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}),
+        bare("phi3", partial_rotary_factor=0.75),
+        bare("gemma3_text", use_bidirectional_attention=True),
+        bare("qwen3", layer_types=["chunked_attention"] * 7),
+    ],
+    ids=lambda c: str(c["model_type"]),
+)
+def test_what_is_not_computed_here_is_left_to_transformers(config: dict[str, Any]) -> None:
+    assert not supports(config)
+
+
+@pytest.mark.parametrize("lost", ["hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps"])
+def test_a_missing_size_is_named(lost: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"config.json lacks '{lost}'"):
+        Architecture.of({k: v for k, v in bare("llama").items() if k != lost})
+
+
+def test_shapes_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
+    from foretoken.models.checkpoint import load_model
+
+    path = ARCHITECTURES["llama"].save(tmp_path / "llama")
+    config = json.loads((path / "config.json").read_text())
+    for change in ({"intermediate_size": 50}, {"num_key_value_heads": 4}, {"vocab_size": 99}):
+        (path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelLoadError, match=r"have the shape .* but config.json says"):
+            load_model(path, "float32", "cpu")

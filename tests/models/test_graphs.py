@@ -1,0 +1,406 @@
+"""The runner for CUDA, tested without one: a stand-in for CUDA graphs runs the recorded work again on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.models import graphs
+from foretoken.models.architecture import Architecture
+from foretoken.models.base import Handle, Scores
+from foretoken.models.checkpoint import load_config, open_weights
+from foretoken.models.decoder import Decoder
+from foretoken.models.graphs import Bucket, GraphRunner, States, ancestors
+from foretoken.models.plan import Plan
+from foretoken.models.runner import build
+from foretoken.models.torch_runner import TorchRunner
+from foretoken.models.weights import Layers, Source, read_ends
+
+from .test_conformance import text, tree
+from .tiny import ARCHITECTURES, only_runner
+
+CPU = torch.device("cpu")
+NATIVE = [name for name, tiny in ARCHITECTURES.items() if tiny.native]
+META = torch.device("meta")  # no data: whoever reads a value of it is refused, as in a capture
+
+
+class NothingMixed(TorchDispatchMode):
+    """Refuses operators that see tensors of the host, numbers aside: a capture would wait for their copies."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor) and t.ndim]
+        assert all(t.is_meta for t in found), f"{func.name()} reads the host's tensors"
+        return result
+
+
+class NothingListed(TorchFunctionMode):
+    """Refuses tensors made of lists, which no operator shows."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert func not in (torch.tensor, torch.as_tensor) or not result.is_meta, "a list is copied to the device"
+        return result
+
+
+class Recorder:
+    """Runs the function again at every replay and, as a graph does, writes over the tensors of the first time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.captured = self.replayed = 0
+
+    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
+        self.captured += 1
+        static = {number: state.clone() for number, state in function().items()}
+
+        def replay() -> States:
+            self.replayed += 1
+            for number, state in function().items():
+                static[number].copy_(state)
+            return static
+
+        return replay
+
+
+class Guarded(Recorder):
+    """Looks at what is captured; on the meta device there is nothing to replay."""
+
+    def capture(self, function: Callable[[], States]) -> Callable[[], States]:
+        with NothingListed(), NothingMixed():
+            states = function()
+        return lambda: states
+
+
+class Two:
+    """The same model on the torch runner and on graphs, taken through the same calls."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, quantise: bool = False, **options: Any) -> None:
+        self.recorders: list[Recorder] = []
+        with only_runner("torch"):
+            self.plain, self.graphed = (
+                Decoder.load(path, dtype, CPU, None, "int8" if quantise else None) for _ in "ab"
+            )
+        assert isinstance(self.plain.runner, TorchRunner)
+        architecture = Architecture.of(load_config(path))
+        source = Source(open_weights(path), architecture, dtype, quantise)
+        self.runner = self.graphed.runner = GraphRunner(
+            architecture, Layers(source), read_ends(source), dtype, CPU, capture=self._recorder, **options
+        )
+        self.tolerance = 1e-5
+
+    def _recorder(self, device: torch.device) -> Recorder:
+        self.recorders.append(Recorder(device))
+        return self.recorders[-1]
+
+    @property
+    def captured(self) -> int:
+        return sum(recorder.captured for recorder in self.recorders)
+
+    @property
+    def replayed(self) -> int:
+        return sum(recorder.replayed for recorder in self.recorders)
+
+    def open(self, prompt: Sequence[int]) -> tuple[Handle, Handle]:
+        return self.plain.open(prompt), self.graphed.open(prompt)
+
+    def score(
+        self, pairs: Sequence[tuple[Handle, Handle]], drafts: Sequence[Draft], taps: Sequence[int] = ()
+    ) -> list[Scores]:
+        expected = self.plain.score([a for a, _ in pairs], drafts, taps)
+        results = self.graphed.score([b for _, b in pairs], drafts, taps)
+        for one, other in zip(expected, results, strict=True):
+            torch.testing.assert_close(other.logits, one.logits, rtol=self.tolerance, atol=self.tolerance)
+            assert set(other.taps) == set(taps)
+            for layer in taps:
+                torch.testing.assert_close(other.taps[layer], one.taps[layer], rtol=self.tolerance, atol=self.tolerance)
+        return results
+
+    def commit(self, pairs: Sequence[tuple[Handle, Handle]], tokens: Sequence[Sequence[int]]) -> None:
+        self.plain.commit([a for a, _ in pairs], tokens)
+        self.graphed.commit([b for _, b in pairs], tokens)
+
+    def close(self, *pairs: tuple[Handle, Handle]) -> None:
+        for a, b in pairs:
+            self.plain.close(a)
+            self.graphed.close(b)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ARCHITECTURES["llama"].save(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def two(path: Path) -> Two:
+    return Two(path)
+
+
+def deep_tree(size: int, seed: int) -> Draft:
+    """A long path with a leaf beside every node: deeper than the windows of the tiny models."""
+    parents = [-1, -1, *(i - 2 if i % 2 == 0 else i - 3 for i in range(2, size))]
+    return Draft(torch.tensor(text(size, seed)), tuple(parents))
+
+
+def rounds(two: Two) -> None:
+    """A ragged batch of chains, trees and nothing, taps, commits that keep a tree's path, a tree that grows."""
+    pairs = [two.open(text(n, n)) for n in (3, 12, 1, 7)]
+    every = range(two.plain.num_layers + 1)
+    two.score(pairs, [Draft.chain(text(4, 20)), Draft.empty(), Draft.chain(text(1, 21)), tree(22)], every)
+    two.commit(pairs, [[5], [6], [7], [8]])
+    drafts = [tree(30), deep_tree(16, 31), Draft.chain(text(7, 32)), Draft.empty()]
+    two.score(pairs, drafts)
+    paths = [draft.path(len(draft) - 1) for draft in drafts]
+    two.commit(pairs, [[*(d.ids[i] for i in p), 9] for d, p in zip(drafts, paths, strict=True)])
+    whole = deep_tree(18, 40)
+    for end in (2, 5, 18):
+        two.score(pairs[1:3], [Draft(whole.tokens[:end], whole.parents[:end]), Draft.chain(text(end, 41))])
+    two.close(pairs[1])
+    two.score([pairs[3], pairs[0]], [deep_tree(14, 50), Draft.chain(text(3, 51))], (1,))  # an idle slot in between
+    two.close(pairs[0], pairs[2], pairs[3])
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
+    two = Two(ARCHITECTURES[name].save(tmp_path))
+    rounds(two)
+    assert two.captured > 0
+    before = two.captured
+    rounds(two)
+    assert two.captured == before and two.replayed >= 2 * 6  # the second time everything is known
+
+
+@pytest.mark.parametrize(
+    "dtype, quantise, tolerance",
+    [(torch.float16, False, 0.02), (torch.bfloat16, False, 0.2), (torch.float32, True, 1e-4)],
+    ids=["float16", "bfloat16", "int8"],
+)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_other_numbers(name: str, dtype: torch.dtype, quantise: bool, tolerance: float, tmp_path: Path) -> None:
+    two = Two(ARCHITECTURES[name].save(tmp_path), dtype, quantise)
+    two.tolerance = tolerance
+    rounds(two)
+
+
+@pytest.mark.parametrize("size", [31, 32, 33, 60, 100])
+def test_trees_beyond_one_word(two: Two, size: int) -> None:
+    pairs = [two.open(text(5, 1)), two.open(text(40, 2))]
+    two.score(pairs, [Draft.empty(), Draft.empty()])
+    two.commit(pairs, [[3], [4]])
+    two.score(pairs, [deep_tree(size, 3), tree(4, size)])
+    part = Draft(deep_tree(size, 3).tokens, deep_tree(size, 3).parents)
+    grown = Draft(torch.tensor([*part.ids, 7, 8]), (*part.parents, size - 1, 0))
+    two.score(pairs, [grown, Draft.chain(text(2, 5))])
+
+
+@pytest.mark.parametrize("quantise", [False, True], ids=["float16", "int8"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_captured_work_never_needs_the_host(name: str, quantise: bool, tmp_path: Path) -> None:
+    path = ARCHITECTURES[name].save(tmp_path)
+    architecture = Architecture.of(load_config(path))
+    source = Source(open_weights(path), architecture, torch.float16, quantise)
+    runner = GraphRunner(architecture, Layers(source), read_ends(source), torch.float16, META, capture=Guarded)
+    assert [runner.acquire(), runner.acquire()] == [0, 1]
+    result = runner.run(plan((0, 300, 1, deep_tree(9, 1)), (1, 7, 1, CHAIN)), (0, 1), True)
+    assert result.logits is not None and result.logits.shape == (14, architecture.vocab)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.tolist(),
+        lambda x: x[torch.tensor([0, 1])],
+        lambda x: x + torch.tensor([1.0, 2.0], device=META),
+        lambda x: x + torch.ones(2).to(META),
+    ],
+    ids=["item", "mask", "list", "index", "tensor", "to"],
+)
+def test_the_guard_itself_refuses(waits: Callable[[torch.Tensor], Any]) -> None:
+    with torch.inference_mode(), pytest.raises((AssertionError, RuntimeError)), NothingListed(), NothingMixed():
+        waits(torch.zeros(2, device=META))
+
+
+def test_what_a_pass_gave_outlives_later_passes(two: Two) -> None:
+    pair = two.open(text(4, 1))
+    kept = two.score([pair], [Draft.chain(text(3, 2))], (0, 1, 2))[0]
+    copies = kept.logits.clone(), {layer: state.clone() for layer, state in kept.taps.items()}
+    two.commit([pair], [[9]])
+    two.score([pair], [Draft.chain(text(3, 3))], (0, 1, 2))
+    assert torch.equal(kept.logits, copies[0])
+    assert all(torch.equal(kept.taps[layer], copies[1][layer]) for layer in copies[1])
+
+
+def test_one_graph_a_bucket(two: Two) -> None:
+    pair = two.open(text(1, 1))
+    for step, (nodes, captured) in enumerate([(1, 1), (0, 1), (2, 2), (3, 2), (1, 2), (4, 3), (7, 3), (0, 3)]):
+        two.score([pair], [Draft.chain(text(nodes, step))])
+        two.commit([pair], [[step + 3]])
+        assert two.captured == captured, f"after {step + 1} passes"
+    two.score([pair], [Draft.chain(text(1, 20))], (1,))
+    assert two.captured == 4  # taps are another graph
+    two.commit([pair], [[3]])
+    two.score([pair], [tree(21, 3)], (1,))
+    assert two.captured == 5  # and so are trees
+
+
+def test_growing_buffers_drop_the_graphs(two: Two) -> None:
+    pair = two.open(text(20, 1))
+    two.score([pair], [Draft.empty()])
+    two.commit([pair], [[4]])
+    two.score([pair], [Draft.chain(text(1, 2))])
+    assert len(two.recorders) == 1
+    other = two.open(text(3, 3))  # a second slot
+    two.commit([pair], [[5]])
+    two.score([pair, other], [Draft.empty(), Draft.empty()])
+    assert len(two.recorders) == 2
+    two.commit([pair, other], [text(300, 4), [6]])  # more rows than the buffers had
+    two.score([pair, other], [tree(5), Draft.chain(text(2, 6))])
+    two.commit([pair, other], [[7], [8]])
+    two.score([pair, other], [tree(7), Draft.chain(text(2, 8))])
+    assert len(two.recorders) == 3 and two.recorders[-1].captured == 1
+
+
+def test_pieces_of_prompts_and_long_passes_are_not_captured(two: Two) -> None:
+    pairs = [two.open(text(n, n)) for n in (300, 40, 60)]
+    for pair in pairs:
+        for model, handle in zip((two.plain, two.graphed), pair, strict=True):
+            model._prefill(handle)
+    assert two.captured == 0
+    two.score(pairs, [tree(1, 90), Draft.empty(), Draft.empty()])
+    assert two.captured == 0
+    two.score(pairs[:1], [tree(1, 60)])
+    assert two.captured == 1
+
+
+def test_the_last_cache_row_stays_free(two: Two) -> None:
+    """Padding is written there, also when sequences end right below a bucket of keys and of the buffers."""
+    pairs = [two.open(text(250, 1)), two.open(text(3, 2))]
+    for step in range(12):
+        two.score(pairs, [Draft.empty(), Draft.chain(text(2, step))])
+        assert two.runner._cache.rows > len(pairs[0][1].tokens)
+        two.commit(pairs, [[step + 3], [step + 4]])
+
+
+def test_neighbours_keep_their_rows(two: Two) -> None:
+    pairs = [two.open(text(n, n)) for n in (5, 9, 6)]
+    two.score(pairs, [Draft.empty()] * 3)
+    cache = two.runner._cache
+    before = [buffer[1, :, : cache.rows - 1].clone() for buffer in (*cache.keys, *cache.values)]
+    two.commit([pairs[0], pairs[2]], [[3], [4]])
+    two.score([pairs[2], pairs[0]], [tree(1), Draft.chain(text(2, 2))])
+    after = [buffer[1, :, : cache.rows - 1] for buffer in (*cache.keys, *cache.values)]
+    assert all(map(torch.equal, before, after))
+
+
+def test_many_graphs_are_forgotten(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    pair = two.open(text(1, 1))
+    for step, (nodes, captured) in enumerate([(1, [1]), (3, [2]), (1, [2]), (3, [2]), (7, [2, 1]), (1, [2, 2])]):
+        two.score([pair], [Draft.chain(text(nodes, step))])
+        two.commit([pair], [[step + 3]])
+        assert [recorder.captured for recorder in two.recorders] == captured
+
+
+def plan(*parts: tuple[int, int, int, Draft]) -> Plan:
+    """Of (slot, cached, pending, draft)."""
+    handles = [Handle(slot, [5] * (cached + pending), cached) for slot, cached, pending, _ in parts]
+    return Plan.of(handles, [draft for *_, draft in parts], [0] * len(parts))
+
+
+CHAIN = Draft.chain([3, 4, 5])
+WIDTHS = graphs.WIDTHS
+BUCKETS = [
+    (plan((0, 7, 1, Draft.empty())), WIDTHS, Bucket(0, 1, 2, 256, 0, ())),
+    (plan((2, 7, 1, CHAIN), (0, 0, 1, Draft.empty())), WIDTHS, Bucket(0, 3, 4, 256, 0, ())),
+    (plan((3, 7, 2, CHAIN)), WIDTHS, Bucket(3, 4, 8, 256, 0, ())),
+    (plan((0, 255, 1, Draft.empty())), WIDTHS, Bucket(0, 1, 2, 256, 0, ())),
+    (plan((0, 256, 1, Draft.empty())), WIDTHS, Bucket(0, 1, 2, 512, 0, ())),
+    (plan((0, 900, 1, Draft.empty())), WIDTHS, Bucket(0, 1, 2, 768, 0, ())),  # no more than the cache has
+    (plan((0, 7, 1, tree(1, 33))), WIDTHS, Bucket(0, 1, 64, 256, 2, ())),
+    (plan((0, 7, 1, tree(1, 8)), (1, 7, 1, CHAIN)), (3, 9, 12), Bucket(0, 2, 9, 256, 1, ())),
+    (plan((0, 7, 60, tree(1, 8))), WIDTHS, None),
+    (plan((0, 7, 30, CHAIN), (9, 7, 1, CHAIN)), WIDTHS, None),  # ten sequences of 64 rows
+]
+
+
+@pytest.mark.parametrize("plan, widths, expected", BUCKETS, ids=range(len(BUCKETS)))
+def test_buckets(plan: Plan, widths: Sequence[int], expected: Bucket | None) -> None:
+    assert Bucket.of(plan, (), widths, 768) == expected
+
+
+def test_taps_in_any_order_are_one_bucket() -> None:
+    one = plan((0, 7, 1, CHAIN))
+    assert Bucket.of(one, (2, 0, 2), WIDTHS, 256) == Bucket.of(one, (0, 2), WIDTHS, 256)
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 5, 100])
+def test_ancestors_as_bits(window: int) -> None:
+    for draft in (deep_tree(11, 1), tree(2, 40), Draft.chain(text(4, 3))):
+        depths = torch.tensor(draft.depths)
+        near = depths[None, :] > depths[:, None] - window if window else torch.ones(1, 1, dtype=torch.bool)
+        expected = (draft.ancestors & near).tolist()
+        assert [[bool(bits >> i & 1) for i in range(len(draft))] for bits in ancestors(draft, window)] == expected
+
+
+def test_widths_of_ones_own(path: Path) -> None:
+    two = Two(path, widths=(5, 1))
+    pair = two.open(text(1, 1))
+    for step, nodes in enumerate((0, 4, 3, 0, 6)):
+        two.score([pair], [Draft.chain(text(nodes, step))])
+        two.commit([pair], [[step + 3]])
+    assert two.captured == 2 and two.replayed == 4  # seven rows fit nowhere
+
+
+@pytest.mark.parametrize("widths", [(), (0, 2)])
+def test_widths_that_make_no_sense(path: Path, widths: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequest, match="width"):
+        Two(path, widths=widths)
+
+
+def test_promises_no_independent_rows(two: Two) -> None:
+    assert not two.runner.rows_independent
+
+
+def test_cuda_takes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(graphs, "GraphRunner", lambda *arguments: made.append(arguments))
+    build(*[None] * 3, torch.float16, torch.device("cuda"))  # type: ignore[arg-type]
+    assert made == [(None, None, None, torch.float16, torch.device("cuda"))]
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here; its graphs are played by a stand-in in the other tests")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2", "gemma3"])
+def test_on_cuda(name: str, cuda: torch.device, tmp_path: Path) -> None:
+    two = Two(ARCHITECTURES[name].save(tmp_path))
+    two.graphed = Decoder.load(tmp_path, torch.float32, cuda)
+    assert isinstance(two.graphed.runner, GraphRunner)
+    two.tolerance = 1e-3
+    plain_score = two.plain.score
+
+    def score(*arguments: Any) -> list[Scores]:
+        results = plain_score(*arguments)
+        return [Scores(s.logits.to(cuda), {i: t.to(cuda) for i, t in s.taps.items()}) for s in results]
+
+    two.plain.score = score  # type: ignore[method-assign]
+    rounds(two)
+    rounds(two)

@@ -1,0 +1,230 @@
+"""Int8: what it does to numbers, what it refuses, and checkpoints that other libraries quantised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.base import Model
+from foretoken.models.checkpoint import load_model
+from foretoken.models.linear import Int8Linear, Linear, can_pack_int8, exact_product
+from foretoken.models.quantize import Int8, quantise, quantise_rows
+
+from .tiny import ARCHITECTURES, only_runner
+
+CPU = torch.device("cpu")
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS}},
+    "ignore": ["lm_head"],
+}
+PER_ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+TORCHAO: dict[str, Any] = {
+    "quant_method": "torchao",
+    "quant_type": {
+        "default": {
+            "_type": "Int8DynamicActivationInt8WeightConfig",
+            "_version": 2,
+            "_data": {
+                "act_mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+                "granularity": PER_ROW,
+                "weight_only_decode": False,
+            },
+        }
+    },
+    "include_input_output_embeddings": False,
+}
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return ARCHITECTURES["llama"].save(tmp_path / "llama")
+
+
+def store(path: Path, settings: dict[str, Any], skip: tuple[str, ...] = ("lm_head",)) -> None:
+    """Rewrite a checkpoint as compressed-tensors or torchao would have saved it."""
+    tensors = load_file(path / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight") or n == "lm_head.weight"]:
+        module = name.removesuffix(".weight")
+        if any(part in module for part in skip):
+            continue
+        int8 = quantise(tensors.pop(name))
+        scales = int8.scales[:, None].contiguous()
+        if settings["quant_method"] == "torchao":
+            zeros = torch.zeros(scales.shape, dtype=torch.int8)
+            tensors |= {f"{module}._weight_qdata": int8.values, f"{module}._weight_scale": scales}
+            tensors[f"{module}._weight_zero_point"] = zeros
+        else:
+            tensors |= {f"{module}.weight": int8.values, f"{module}.weight_scale": scales}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+def logits(model: Model) -> torch.Tensor:
+    handle = model.open([5, 6, 7, 8])
+    scores = model.score([handle], [Draft.chain([9, 10, 11])])[0].logits
+    model.close(handle)
+    return scores
+
+
+# numbers
+
+
+def test_channels_are_scaled_by_their_largest_weight() -> None:
+    weight = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [254.0, 1.0, 3.0]])
+    int8 = quantise(weight)
+    assert int8.values.tolist() == [[64, -127, 32], [0, 0, 0], [127, 0, 2]]  # halves go to the even neighbour
+    assert torch.allclose(int8.scales[[0, 2]], torch.tensor([2 / 127, 2.0]))
+    assert torch.isfinite(int8.dequantised()).all()
+
+
+def test_the_error_is_at_most_half_a_step() -> None:
+    weight = numbers(2100, 33)  # more rows than are quantised at once
+    int8 = quantise(weight)
+    assert ((int8.dequantised() - weight).abs() <= int8.scales[:, None] * 0.5001).all()
+    values, scales = quantise_rows(weight.bfloat16())
+    assert values.dtype == torch.int8 and scales.shape == (2100, 1)
+
+
+def test_stacking_keeps_each_channel() -> None:
+    first, second = quantise(numbers(3, 8)), quantise(numbers(5, 8, seed=1))
+    both = Int8.cat([first, second])
+    assert both.shape == (8, 8)
+    assert torch.equal(both.dequantised(), torch.cat([first.dequantised(), second.dequantised()]))
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (37, 50), (101, 2048), (64, 3000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_bit_equal_over_row_counts_and_kernels(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if not can_pack_int8(CPU):
+        pytest.skip("this machine has no exact packed int8 products")
+    weight, bias = quantise(numbers(*shape) * 0.1), numbers(shape[0]).to(dtype)
+    product, x = Int8Linear(weight, bias), numbers(70, shape[1], seed=3).to(dtype)
+    whole = product(x)
+    for rows in (1, 2, 3, 8, 17, 33, 64):
+        assert torch.equal(product(x[:rows]), whole[:rows]), rows
+    values, scales = quantise_rows(x)
+    exact = torch.addcmul(bias.float(), exact_product(values, weight.values) * weight.scales, scales)
+    assert torch.equal(exact.to(dtype), whole)
+    plain = Linear(weight.dequantised().to(dtype), bias)(x)
+    assert (plain.float() - whole.float()).abs().max() < 0.05 * plain.float().std()
+
+
+def test_exact_sums_do_not_round() -> None:
+    """All products at their largest: a float32 sum over the whole row would not hold them."""
+    x = torch.full((2, 4100), 127, dtype=torch.int8)
+    x[:, 0] = 1
+    assert exact_product(x, x).tolist() == [[float(4099 * 127 * 127 + 1)] * 2] * 2
+
+
+# models
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("runner", ["compiled", "torch"])
+def test_a_quantised_model_is_near_the_plain_one(name: str, runner: str, tmp_path: Path) -> None:
+    path = ARCHITECTURES[name].save(tmp_path / name)
+    with only_runner(runner):
+        plain = logits(load_model(path, "float32", "cpu", "native"))
+        int8 = logits(load_model(path, "float32", "cpu", "native", quantization="int8"))
+    assert not torch.equal(plain, int8)
+    assert (plain - int8).abs().mean() < 0.12 * plain.std()
+
+
+def test_what_cannot_be_quantised_says_so(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"quantization 'int3' is not known; known: int8"):
+        load_model(llama, "float32", "cpu", quantization="int3")
+    with pytest.raises(InvalidRequest, match="needs the native decoder"):
+        load_model(llama, "float32", "cpu", "hf", quantization="int8")
+    gpt2 = ARCHITECTURES["gpt2"].save(tmp_path / "gpt2")
+    with pytest.raises(InvalidRequest, match=r"needs the native decoder.*gpt2"):
+        load_model(gpt2, "float32", "cpu", quantization="int8")
+
+
+# checkpoints quantised before
+
+
+@pytest.mark.parametrize("settings", [COMPRESSED, TORCHAO], ids=["compressed-tensors", "torchao"])
+@pytest.mark.parametrize("skip", [(), ("lm_head",), ("lm_head", "layers.0")], ids=["all", "no-head", "some"])
+@pytest.mark.parametrize("runner", ["compiled", "torch"])
+def test_stored_int8_computes_what_quantising_on_loading_does(
+    llama: Path, settings: dict[str, Any], skip: tuple[str, ...], runner: str
+) -> None:
+    """Quantising on loading makes the rest int8 as well, so both ways lead to one model, bit for bit."""
+    with only_runner(runner):
+        expected = logits(load_model(llama, "float32", "cpu", quantization="int8"))
+        plain = logits(load_model(llama, "float32", "cpu"))
+        store(llama, settings, skip)
+        stored = logits(load_model(llama, "float32", "cpu"))
+        finished = logits(load_model(llama, "float32", "cpu", quantization="int8"))
+    assert torch.equal(finished, expected)
+    assert torch.equal(stored, expected) == (not skip)
+    assert (stored - plain).abs().mean() < 0.12 * plain.std()
+
+
+@pytest.mark.parametrize(
+    "group, reason",
+    [
+        ({"weights": {**WEIGHTS, "num_bits": 4}}, "weights with num_bits 4"),
+        ({"weights": {**WEIGHTS, "strategy": "group"}}, "weights with strategy group"),
+        ({"weights": {**WEIGHTS, "symmetric": False}}, "weights with symmetric False"),
+        ({"weights": {**WEIGHTS, "type": "float"}}, "weights with type float"),
+        ({"input_activations": None}, "input_activations with num_bits None"),
+        ({"input_activations": {**ACTIVATIONS, "strategy": "tensor"}}, "input_activations with strategy tensor"),
+        ({"format": "pack-quantized"}, "format pack-quantized"),
+    ],
+)
+def test_other_compressed_tensors_are_refused(llama: Path, group: dict[str, Any], reason: str) -> None:
+    base = COMPRESSED["config_groups"]["group_0"]
+    store(llama, COMPRESSED | {"config_groups": {"group_0": {**base, **group}}})
+    with pytest.raises(ModelLoadError, match=rf"{reason}.*read are int8 weights"):
+        load_model(llama, "float32", "cpu")
+
+
+def test_other_quantisers_are_refused(llama: Path) -> None:
+    store(llama, COMPRESSED)
+    config = json.loads((llama / "config.json").read_text())
+    weight_only = {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}
+    for settings, reason in (
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        (TORCHAO | {"quant_type": weight_only}, "Int8WeightOnlyConfig"),
+        (TORCHAO | {"include_input_output_embeddings": True}, "embedding"),
+        (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (COMPRESSED | {"config_groups": {}}, "format int-quantized"),
+    ):
+        (llama / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+        with pytest.raises(ModelLoadError, match=rf"{reason}.*read are int8 weights") as error:
+            load_model(llama, "float32", "cpu")
+        assert "\n" not in str(error.value)
+
+
+def test_zero_points_and_torn_matrices_are_refused(llama: Path) -> None:
+    store(llama, TORCHAO)
+    file = llama / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.mlp.down_proj"
+    save_file({**tensors, f"{name}._weight_zero_point": torch.ones(64, 1, dtype=torch.int8)}, file)
+    with pytest.raises(ModelLoadError, match=r"down_proj.*zero points"):
+        load_model(llama, "float32", "cpu")
+    save_file({**tensors, f"{name}._weight_scale": torch.ones(3, 1)}, file)
+    with pytest.raises(ModelLoadError, match=r"down_proj.*one scale per channel"):
+        load_model(llama, "float32", "cpu")
+    name = "model.layers.1.self_attn.v_proj"
+    whole = {n: t for n, t in tensors.items() if not n.startswith(name)}
+    save_file({**whole, f"{name}.weight": numbers(32, 64)}, file)
+    with pytest.raises(ModelLoadError, match=r"v_proj only some are quantised"):
+        load_model(llama, "float32", "cpu")
