@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,8 @@ def pass_costs(
             for handle in handles:
                 stack.callback(model.close, handle)
             tasks |= {(context, m): _scoring(model, handles, m, loaded.burst) for m in rows}
-        bare = _bare(loaded)
-        if bare is not None:
-            tasks |= {(-1, m): Task(_floor(bare, m * batch), burst=loaded.burst) for m in rows}
+        for number, bare in enumerate(_bare(loaded), start=1):
+            tasks |= {(-number, m): Task(partial(bare, m * batch), burst=loaded.burst) for m in rows}
         spreads = interleaved(tasks, turns, track)
     return [
         PassCost(
@@ -105,7 +105,7 @@ def pass_costs(
             context=context,
             batch=batch,
             seconds=spreads[context, m],
-            floor=spreads.get((-1, m)),
+            floor=min((spreads[at] for at in ((-1, m), (-2, m)) if at in spreads), key=_median, default=None),
             kv_bytes=batch * kv_bytes(config, context, model.dtype),
             weights_bytes=loaded.weights_bytes,
         )
@@ -124,18 +124,17 @@ def _scoring(model: Model, handles: list[Any], rows: int, burst: int) -> Task:
     return Task(run, lambda: model.commit(handles, [()] * len(handles)), burst)
 
 
-def _bare(loaded: Loaded) -> Callable[[int], float | None] | None:
-    """The model's own floor where it offers one, else the packed products of its matrices; None if neither can be."""
-    own = getattr(loaded.model, "floor", None)
-    if own is not None:
-        return own
-    if loaded.model.device.type != "cpu" or loaded.quantization:
-        return None
-    return Floor(matrices(loaded.config), loaded.model.dtype)
+def _bare(loaded: Loaded) -> list[Callable[[int], float | None]]:
+    """The bare products that there are: the compiled runner's own, and oneDNN's. The faster is the floor."""
+    own = getattr(getattr(loaded.model, "runner", None), "floor", None)
+    found: list[Callable[[int], float | None]] = [] if own is None else [own]
+    if loaded.model.device.type == "cpu" and not loaded.quantization:
+        found.append(Floor(matrices(loaded.config), loaded.model.dtype))
+    return found
 
 
-def _floor(bare: Callable[[int], float | None], rows: int) -> Callable[[], float | None]:
-    return lambda: bare(rows)
+def _median(spread: Spread) -> float:
+    return spread.median
 
 
 @dataclass(frozen=True)

@@ -170,13 +170,16 @@ inline void tile_rows(const Matrix& w, const Word* x, int64_t stride, const floa
             else emit_tile<kind>(w, sums[2], sums[3], lower, scales + upper, row + upper, unit, store);
         }
     }
-    _tile_release();
 }
+
+inline void release_tiles() { _tile_release(); }
 #else
 constexpr bool TILES = false;
 
 template <Kind kind, class Store>
 inline void tile_rows(const Matrix&, const Word*, int64_t, const float*, int, int, Share, Store&) {}
+
+inline void release_tiles() {}
 #endif
 
 // All rows of x [rows][stride words] times this thread's share of the matrix.
@@ -185,10 +188,16 @@ inline void product(const Matrix& w, const Word* x, int64_t stride, const float*
                     int threads, Store store) {
     Share share(w.units, thread, threads);
     if constexpr (TILES && kind != F32) {
-        for (int row = 0; row < rows; row += 2 * TILE_STEPS) {
-            int count = rows - row < 2 * TILE_STEPS ? rows - row : 2 * TILE_STEPS;
-            tile_rows<kind>(w, x + row * stride, stride, scales + row, row, count, share, store);
+        // Few rows: the whole share at once. Many: two units for all rows, so that weights are read from memory once.
+        const int64_t step = rows <= 2 * TILE_STEPS ? w.units : 2;
+        for (Share part = share; part.first < share.last; part.first += step) {
+            part.last = part.first + step < share.last ? part.first + step : share.last;
+            for (int row = 0; row < rows; row += 2 * TILE_STEPS) {
+                int count = rows - row < 2 * TILE_STEPS ? rows - row : 2 * TILE_STEPS;
+                tile_rows<kind>(w, x + row * stride, stride, scales + row, row, count, part, store);
+            }
         }
+        release_tiles();
     } else {
         const int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
         for (int64_t unit = share.first; unit < share.last; unit++)
