@@ -21,6 +21,7 @@ from foretoken.models.quantize import Matrix as AnyMatrix
 from foretoken.models.runner import Pass
 from foretoken.models.weights import Ends, LayerWeights
 
+MOST_GROUP = 32  # TILE_QUERIES of csrc/attention.hpp
 _KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
 
 
@@ -42,6 +43,8 @@ class NativeRunner:
             raise Unavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
         if a.head_dim % LANES or a.head_dim > 512:
             raise Unavailable(f"the kernels need heads of a multiple of {LANES} and at most 512, not {a.head_dim}")
+        if a.heads // a.kv_heads > MOST_GROUP:
+            raise Unavailable(f"the kernels take at most {MOST_GROUP} heads to a head of keys")
         cache = _KINDS[dtype]
         self._library = library(Kind.INT8 if isinstance(ends.head, Int8) else cache, cache)
         self._arena = Arena(self._library)

@@ -8,16 +8,18 @@
 #include "specs.hpp"
 
 constexpr int TILE_QUERIES = 32;
+constexpr float no_scales[TILE_QUERIES] = {};  // scales of a product that has none
 
 template <Kind kv>
 struct Attention {
     const ModelSpec& m;
     const BatchSpec& b;
     const PageLayout& layout;
-    const Word* queries;  // [rows][heads][words of a head]
-    float* scores;        // [TILE_QUERIES][length]
-    float* mixed;         // [TILE_QUERIES][head_dim]
-    int64_t length;       // keys that a row of scores has room for
+    const Word* all_queries;  // [rows][heads][words of a head]
+    Word* queries;            // [TILE_QUERIES][words of a head] those of one run
+    float* scores;            // [TILE_QUERIES][length]
+    float* mixed;             // [TILE_QUERIES][head_dim]
+    int64_t length;           // keys that a row of scores has room for
 
     // Rows [first, last) of a sequence with one head of keys; store(row, head, mixed [head_dim]).
     template <class Store>
@@ -29,14 +31,19 @@ struct Attention {
             if (b.prefix[row] > most) most = b.prefix[row];
             if (start(row, layer) < least) least = start(row, layer);
         }
-        for (int64_t block = least / LANES; block * LANES < most; block++) {
-            const Word* keys = layout.keys(pages, layer, kv_head, block);
-            for (int q = 0; q < count; q += 8) pick_scores<8>(count - q < 8 ? count - q : 8, keys, first, kv_head, q, block);
-        }
+        for (int q = 0; q < count; q++)
+            std::memcpy(queries + q * layout.key_words, query(first, kv_head, q), sizeof(Word) * layout.key_words);
+        for (int64_t page = least / PAGE; page * PAGE < most; page++)
+            product<kv>(keys_of_page(pages, layer, kv_head, page * PAGE), queries, layout.key_words, no_scales, count, 0, 1,
+                        [&](int q, int64_t unit, __m512 low, __m512 high) {
+                            float* at = scores + q * length + page * PAGE + unit * BLOCKS * LANES;
+                            _mm512_storeu_ps(at, scaled(low));
+                            _mm512_storeu_ps(at + LANES, scaled(high));
+                        });
         float scale[TILE_QUERIES];
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
-            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, layer, kv_head, row, q, first, j);
+            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, layer, kv_head, row, q, j);
             scale[q] = soften(scores + q * length, start(row, layer), keys_of(row), least, most);
         }
         std::memset(mixed, 0, sizeof(float) * count * m.head_dim);
@@ -72,7 +79,7 @@ struct Attention {
 
     const Word* query(int first, int kv_head, int q) const {
         const int group = m.heads / m.kv_heads;
-        return queries + ((int64_t)(first + q / group) * m.heads + kv_head * group + q % group) * layout.key_words;
+        return all_queries + ((int64_t)(first + q / group) * m.heads + kv_head * group + q % group) * layout.key_words;
     }
 
     __m512 scaled(__m512 v) const {
@@ -82,33 +89,24 @@ struct Attention {
         return _mm512_mul_ps(cap, hyperbolic_tangent(_mm512_div_ps(v, cap)));
     }
 
-    template <int Q>
-    void pick_scores(int count, const Word* keys, int first, int kv_head, int q, int64_t block) {
-        if (count == Q) {
-            const Word* x[Q];
-            __m512 sums[Q];
-            for (int i = 0; i < Q; i++) x[i] = query(first, kv_head, q + i), sums[i] = _mm512_setzero_ps();
-            for (int64_t k = 0; k < layout.key_words; k++) {
-                __m512i vector = _mm512_load_si512(keys + k * LANES);
-#pragma GCC unroll 8
-                for (int i = 0; i < Q; i++) sums[i] = Unit<kv>::add(sums[i], vector, x[i][k]);
-            }
-            for (int i = 0; i < Q; i++) _mm512_storeu_ps(scores + (q + i) * length + block * LANES, scaled(sums[i]));
-        } else if constexpr (Q > 1) {
-            pick_scores<Q - 1>(count, keys, first, kv_head, q, block);
-        }
+    // The keys of a page from cache row `from` on, as what they are: a packed matrix with one output per key.
+    Matrix keys_of_page(Word* const* pages, int layer, int kv_head, int64_t from) const {
+        return {layout.keys(pages, layer, kv_head, from / LANES), nullptr, nullptr, nullptr,
+                (PAGE - from % PAGE) / LANES / BLOCKS, layout.key_words};
     }
 
-    // The score of one key beyond the prefix: its whole block is computed and one lane kept, so that the lane
-    // holds the bits it would hold in a prefix.
-    void branch(Word* const* pages, int layer, int kv_head, int row, int q, int first, int j) {
-        const int place = b.branches[j];
-        const Word *keys = layout.keys(pages, layer, kv_head, place / LANES), *x = query(first, kv_head, q);
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t k = 0; k < layout.key_words; k++) sum = Unit<kv>::add(sum, _mm512_load_si512(keys + k * LANES), x[k]);
-        alignas(64) float lanes[LANES];
-        _mm512_store_ps(lanes, scaled(sum));
-        scores[q * length + b.prefix[row] + j - b.branch_from[row]] = lanes[place % LANES];
+    // The score of one key beyond the prefix, by the same product as in a prefix: so it holds the same bits.
+    void branch(Word* const* pages, int layer, int kv_head, int row, int q, int j) {
+        const int width = BLOCKS * LANES, place = b.branches[j];
+        Matrix keys = keys_of_page(pages, layer, kv_head, place / width * width);
+        keys.units = 1;
+        alignas(64) float lanes[BLOCKS * LANES];
+        product<kv>(keys, queries + q * layout.key_words, layout.key_words, no_scales, 1, 0, 1,
+                    [&](int, int64_t, __m512 low, __m512 high) {
+                        _mm512_store_ps(lanes, scaled(low));
+                        _mm512_store_ps(lanes + LANES, scaled(high));
+                    });
+        scores[q * length + b.prefix[row] + j - b.branch_from[row]] = lanes[place % width];
     }
 
     // exp(score - largest) of keys [from, count) and zero around them. -> 1 / their sum

@@ -64,7 +64,7 @@ struct Pass {
     Word *queries, *own;
     Input normed, attended, activated;
 
-    static int64_t score_length(const BatchSpec& b) { return padded(b.reach + b.rows + LANES, LANES); }
+    static int64_t score_length(const BatchSpec& b) { return padded(b.reach, PAGE) + LANES; }
 
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, int thread, int threads)
         : m(m), b(b), thread(thread), threads(threads), width(padded(m.hidden, 32)),
@@ -97,7 +97,7 @@ struct Pass {
         const int64_t widest = std::max({m.layers[0].qkv.steps, m.layers[0].out.steps, m.layers[0].down.steps});
         for (int t = 0; t < threads; t++) {
             w.own_words[t].room<Word>(3 * REPEATED_ROWS * (widest + LANES) + width);
-            w.own_scores[t].room<float>(TILE_QUERIES * (score_length(b) + m.head_dim));
+            w.own_scores[t].room<float>(TILE_QUERIES * (score_length(b) + 2 * m.head_dim));
         }
     }
 
@@ -233,7 +233,9 @@ struct Pass {
 
     void attend(int number) {
         const int group = m.heads / m.kv_heads, tile = std::max(1, TILE_QUERIES / group);
-        Attention<kv> attention{m, b, layout, queries, scores, scores + TILE_QUERIES * score_length(b), score_length(b)};
+        float* mixed = scores + TILE_QUERIES * score_length(b);
+        Word* own_queries = (Word*)(mixed + TILE_QUERIES * m.head_dim);
+        Attention<kv> attention{m, b, layout, queries, own_queries, scores, mixed, score_length(b)};
         int64_t item = 0;
         for (int s = 0; s < b.sequences; s++)
             for (int first = b.sequence_from[s]; first < b.sequence_from[s + 1]; first += tile)
@@ -333,6 +335,7 @@ struct Pass {
         }
         tap(m.layer_count);
         if (b.logits) head();
+        release_tiles();
     }
 };
 
@@ -443,6 +446,7 @@ void foretoken_floor(const ModelSpec* m, void* workspace, int rows, int threads)
             all(m->layers[i].down);
         }
         all(m->head);
+        release_tiles();
     }
 }
 

@@ -93,16 +93,26 @@ constexpr bool TILES = true;
             _tile_dpbssd(c, a, b);               \
     } while (0)
 
-// Tiles 0-3 sum, 4 and 5 hold rows of x, 6 and 7 blocks of w. `upper` rows in tile 4, `lower` in tile 5.
+// Tiles 0-3 sum, 4 and 5 hold rows of x, 6 and 7 blocks of w. `upper` rows in tile 4, `lower` in tile 5. A thread keeps
+// its configuration between products: setting it costs as much as a small product.
+thread_local int configured = -1;
+
 inline void configure_tiles(int upper, int lower) {
+    if (configured == upper * 32 + lower) return;
+    configured = upper * 32 + lower;
     alignas(64) uint8_t config[64] = {1};
     uint16_t* bytes = (uint16_t*)(config + 16);
     const int rows[8] = {upper, upper, lower, lower, upper, lower, TILE_STEPS, TILE_STEPS};
     for (int t = 0; t < 8; t++) {
-        config[48 + t] = (uint8_t)(rows[t] ? rows[t] : 1);
+        config[48 + t] = (uint8_t)rows[t];
         bytes[t] = 64;
     }
     _tile_loadconfig(config);
+}
+
+inline void release_tiles() {
+    _tile_release();
+    configured = -1;
 }
 
 // A tile's load asks for its lines one after another and waits; asking for all of a step's beforehand overlaps them.
@@ -172,12 +182,24 @@ inline void tile_rows(const Matrix& w, const Word* x, int64_t stride, const floa
     }
 }
 
-inline void release_tiles() { _tile_release(); }
+// Few rows: the whole share at once. Many: two units for all rows, so that weights are read from memory once.
+template <Kind kind, class Store>
+inline void tile_product(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, Share share,
+                         Store& store) {
+    const int64_t step = rows <= 2 * TILE_STEPS ? w.units : 2;
+    for (Share part = share; part.first < share.last; part.first += step) {
+        part.last = part.first + step < share.last ? part.first + step : share.last;
+        for (int row = 0; row < rows; row += 2 * TILE_STEPS) {
+            int count = rows - row < 2 * TILE_STEPS ? rows - row : 2 * TILE_STEPS;
+            tile_rows<kind>(w, x + row * stride, stride, scales + row, row, count, part, store);
+        }
+    }
+}
 #else
 constexpr bool TILES = false;
 
 template <Kind kind, class Store>
-inline void tile_rows(const Matrix&, const Word*, int64_t, const float*, int, int, Share, Store&) {}
+inline void tile_product(const Matrix&, const Word*, int64_t, const float*, int, Share, Store&) {}
 
 inline void release_tiles() {}
 #endif
@@ -188,22 +210,12 @@ inline void product(const Matrix& w, const Word* x, int64_t stride, const float*
                     int threads, Store store) {
     Share share(w.units, thread, threads);
     if constexpr (TILES && kind != F32) {
-        // Few rows: the whole share at once. Many: two units for all rows, so that weights are read from memory once.
-        const int64_t step = rows <= 2 * TILE_STEPS ? w.units : 2;
-        for (Share part = share; part.first < share.last; part.first += step) {
-            part.last = part.first + step < share.last ? part.first + step : share.last;
-            for (int row = 0; row < rows; row += 2 * TILE_STEPS) {
-                int count = rows - row < 2 * TILE_STEPS ? rows - row : 2 * TILE_STEPS;
-                tile_rows<kind>(w, x + row * stride, stride, scales + row, row, count, part, store);
-            }
-        }
-        release_tiles();
-    } else {
-        const int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-        for (int64_t unit = share.first; unit < share.last; unit++)
-            for (int t = 0; t < tiles; t++) {
-                int first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
-                pick_tile<kind, MOST_ROWS>(count, w, x + first * stride, stride, scales + first, first, unit, store);
-            }
+        if (w.steps % TILE_STEPS == 0) return tile_product<kind>(w, x, stride, scales, rows, share, store);
     }
+    const int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t unit = share.first; unit < share.last; unit++)
+        for (int t = 0; t < tiles; t++) {
+            int first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
+            pick_tile<kind, MOST_ROWS>(count, w, x + first * stride, stride, scales + first, first, unit, store);
+        }
 }
