@@ -23,6 +23,7 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
+from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.core import streams
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
@@ -30,7 +31,6 @@ from foretoken.core.law import PointMass, Sampled
 from foretoken.core.sampling import Rows, SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import choose, stream_for
-from foretoken.bench.setting import cores, setting, wide_console
 
 LAWS = {
     "greedy": SamplingLaw(temperature=0.0),
