@@ -59,11 +59,12 @@ def test_pass_costs_keep_the_context(tiny_pair):
         pass_costs(loaded, [1], [10_000], turns=1)
 
 
-def test_a_models_own_floor_is_preferred(tiny_pair):
+@pytest.mark.parametrize("own, taken", [(1e-9, True), (1e3, False)])
+def test_the_floor_is_the_faster_of_two_bare_products(tiny_pair, own, taken):
     loaded = Loaded.of(tiny_pair.target)
-    loaded.model.floor = lambda rows: rows / 1000
+    loaded.model.runner.floor = lambda rows: rows * own
     (cost,) = pass_costs(loaded, [4], [8], turns=2)
-    assert cost.floor.median == 0.004
+    assert (cost.floor.median == 4 * own) is taken
 
 
 def test_a_step_beside_transformers(tiny_pair):
