@@ -129,6 +129,15 @@ class ProcessorLaw:
     def greedy(self) -> bool:
         return not self.sample
 
+    @property
+    def needs_history(self) -> bool:
+        return True
+
+    def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
+        """See ``Law``."""
+        found: list[int] = self.probs(logits, histories).argmax(-1).tolist()
+        return found
+
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         logits = logits.to(self.device, torch.float32)
         scores = logits

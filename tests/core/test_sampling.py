@@ -271,7 +271,10 @@ def test_the_certain_token_knows_its_own_history():
 
 def test_other_laws_than_ours_have_rows_too():
     class Plain:
-        greedy = True
+        greedy, needs_history = True, True
+
+        def best(self, logits: torch.Tensor, histories: Sequence[History]) -> list[int]:
+            return self.probs(logits, histories).argmax(-1).tolist()
 
         def probs(self, logits: torch.Tensor, histories: Sequence[History]) -> torch.Tensor:
             assert len(histories) == len(logits)

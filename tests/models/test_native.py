@@ -108,16 +108,19 @@ def test_every_instruction_set_has_independent_rows(
 
 
 @needs_kernels
-def test_int8_is_near_and_its_bits_are_the_same_on_tiles_and_vectors(instructions: str) -> None:
-    """Sums of integers know no rounding, so instruction sets cannot differ; bf16 attention of "no bf16" does."""
-    got = scores(decoder(torch.bfloat16, "int8"))
-    assert (got - scores(decoder(torch.float32))).abs().max() < 1.5
-    if instructions != "no bf16":
-        _SEEN.append(got)
-        assert all(torch.equal(got, seen) for seen in _SEEN)
+def test_int8_is_near(instructions: str) -> None:
+    assert (scores(decoder(torch.bfloat16, "int8")) - scores(decoder(torch.float32))).abs().max() < 1.5
 
 
-_SEEN: list[torch.Tensor] = []
+@needs_kernels
+def test_int8_bits_are_the_same_on_tiles_and_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of integers know no rounding; heads of 48 keep this model's bf16 attention on vectors in both."""
+    flags = build.cpu_flags()
+    if "amx_tile" not in flags:
+        pytest.skip("no tiles here")
+    tiles = scores(decoder(torch.bfloat16, "int8"))
+    monkeypatch.setattr(build, "cpu_flags", lambda: flags - {"amx_tile"})
+    assert torch.equal(scores(decoder(torch.bfloat16, "int8")), tiles)
 
 
 @needs_kernels

@@ -46,6 +46,15 @@ class Law(Protocol):
         """Whether every row is one-hot."""
         ...
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether rows with the same logits may have different laws; if not, histories may be left out."""
+        ...
+
+    def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
+        """Each row's likeliest token, the lowest id on ties: of a greedy law the only one."""
+        ...
+
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """[rows, V] logits to [rows, V] probabilities, float32 (float64 stays float64)."""
         ...
@@ -65,7 +74,6 @@ class Rows:
     def __init__(self, law: Law, logits: Tensor, history: Callable[[int], History]) -> None:
         self.shape = logits.shape
         self._law, self._logits, self._history = law, logits, history
-        self._looks = law.needs_history if isinstance(law, SamplingLaw) else True
         self._known: dict[int, Tensor] = {}
         self._best: list[int] | None = None
 
@@ -79,18 +87,14 @@ class Rows:
         """The only token that row ``row`` can draw if the law is greedy; no one-hot row is made for it."""
         if not self._law.greedy:
             return None
-        if not isinstance(self._law, SamplingLaw):
-            return int(self[row].argmax())
         if self._logits.is_cpu:
-            # numpy compares many numbers at once and, like the law, takes the lowest id on ties.
-            return int(self._law.scores(self._logits[row : row + 1], self._histories(row)).numpy().argmax())
+            return self._law.best(self._logits[row : row + 1], self._histories(row))[0]
         if self._best is None:  # elsewhere every wait costs more than the rows: all of them in one
-            every = [self._history(i) for i in range(self.shape[0])] if self._looks else []
-            self._best = self._law.scores(self._logits, every).argmax(-1).tolist()
+            self._best = self._law.best(self._logits, self._histories(*range(self.shape[0])))
         return self._best[row]
 
-    def _histories(self, row: int) -> Sequence[History]:
-        return (self._history(row),) if self._looks else ()
+    def _histories(self, *rows: int) -> Sequence[History]:
+        return [self._history(row) for row in rows] if self._law.needs_history else ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class SamplingLaw:
 
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """[rows, V] logits to probabilities; row r is judged with ``histories[r]``."""
-        scores = self.scores(logits, histories)
+        scores = self._scores(logits, histories)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         if self.temperature != 1.0 or self.min_p > 0.0 or self.top_k > 0:
@@ -149,7 +153,13 @@ class SamplingLaw:
             scores = _nucleus(scores, self.top_p)
         return scores.softmax(-1)
 
-    def scores(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
+    def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
+        """See ``Law``. On the CPU numpy compares many numbers at once; it too takes the lowest id on ties."""
+        scores = self._scores(logits, histories)
+        found: list[int] = (scores.numpy() if scores.is_cpu else scores).argmax(-1).tolist()
+        return found
+
+    def _scores(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """Logits after all that speaks of single tokens, before temperature: the largest is the greedy token.
 
         float32, float64 stays float64; ``logits`` itself where nothing changes it.

@@ -16,7 +16,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
     cores = sorted(os.sched_getaffinity(0))[: setup.threads]
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIGABYTES),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # its own choice leaves a core out
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # the cores that all systems have
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

@@ -50,9 +50,8 @@ class NativeRunner:
         self._arena = Arena(self._library)
         self._held: list[object] = []  # tensors and structures that the specification points to
         self._workspace = self._library.foretoken_open()
-        self._spec = self._describe(layers, ends)
-        words = a.layers * a.kv_heads * 2 * PAGE * a.head_dim * dtype.itemsize
-        self._pages = Pages(self._arena, words)
+        self._spec = self._describe(layers, ends, dtype)
+        self._pages = Pages(self._arena, a.layers * a.kv_heads * 2 * PAGE * a.head_dim * dtype.itemsize)
         self._reach = 0
         self.threads = torch.get_num_threads()
 
@@ -105,7 +104,7 @@ class NativeRunner:
 
     # the model as the kernels read it
 
-    def _describe(self, layers: Iterable[LayerWeights], ends: Ends) -> ModelSpec:
+    def _describe(self, layers: Iterable[LayerWeights], ends: Ends, dtype: torch.dtype) -> ModelSpec:
         a = self._architecture
         specs = (LayerSpec * a.layers)()
         for number, layer in enumerate(map(self._layer, layers)):  # map lets go of a layer before it asks for the next
@@ -122,7 +121,7 @@ class NativeRunner:
             layer_count=a.layers, hidden=a.hidden, heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim,
             half=len(a.frequencies[0]), inner=a.intermediate, vocab=a.vocab, gelu=a.activation == "gelu_tanh",
             eps=a.eps, scale=a.scale, score_cap=a.attention_softcap, logit_cap=a.final_softcap,
-            embedding_scale=a.embedding_scale,
+            embedding_scale=float(torch.tensor(a.embedding_scale, dtype=dtype)),
         )  # fmt: skip
 
     def _layer(self, weights: LayerWeights) -> LayerSpec:

@@ -46,7 +46,6 @@ struct Attention {
             for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, layer, kv_head, row, q, j);
             scale[q] = soften(scores + q * length, start(row, layer), keys_of(row), least, most);
         }
-        std::memset(mixed, 0, sizeof(float) * count * m.head_dim);
         for (int at = 0; at < m.head_dim; at += 4 * LANES) {
             const int vectors = (m.head_dim - at) / LANES;
             for (int q = 0; q < count; q += 6) {

@@ -9,10 +9,6 @@
 
 namespace {
 
-#ifndef FORETOKEN_KIND
-#define FORETOKEN_KIND 1
-#define FORETOKEN_KV 1
-#endif
 constexpr Kind WEIGHTS = (Kind)FORETOKEN_KIND, CACHE = (Kind)FORETOKEN_KV;  // one library serves one pair of kinds
 
 }  // namespace

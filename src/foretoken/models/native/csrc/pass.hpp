@@ -12,7 +12,7 @@
 
 constexpr int REPEATED_ROWS = 4;  // so few rows are prepared by every thread for itself, which saves a barrier
 
-int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Aligned memory that only grows; zeroed, because padding must be zero.
 struct Buffer {

@@ -40,9 +40,9 @@ inline __m512 finish(const Matrix& w, int64_t block, __m512i v, float scale) {
     return finish(w, block, _mm512_mul_ps(_mm512_cvtepi32_ps(v), scales));
 }
 
-#ifndef PREFETCH
-#define PREFETCH 1024  // bytes ahead in each of the unit's streams
-#endif
+// Bytes ahead in each of a unit's two streams. Measured without tiles on a Xeon, ms for the products of a 0.74 B model at
+// one and four rows: 0 ahead 45 and 59, 1024 51 and 43, 2048 41 and 39, 4096 41 and 42.
+constexpr int PREFETCH = 2048;
 
 // One unit times `R` rows in registers. store(row, unit, low, high) gets sixteen and sixteen outputs.
 template <Kind kind, int R, class Store>
