@@ -9,7 +9,7 @@ import torch
 
 from foretoken import LLM, ForetokenError, SamplingParams
 from foretoken.core.draft import Draft
-from foretoken.params import SpeculativeConfig
+from foretoken.speculation import SpeculativeConfig
 
 PROMPTS = ["def greet(name):\n", "x", "class Ü:  # 🙂\n" * 9]
 

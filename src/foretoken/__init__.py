@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from foretoken.interop import custom_generate
     from foretoken.llm import LLM
     from foretoken.outputs import CompletionOutput, RequestOutput, SpeculationStats, StreamPiece
-    from foretoken.params import SamplingParams, SpeculativeConfig
+    from foretoken.params import SamplingParams
+    from foretoken.speculation import SpeculativeConfig
 
 __version__ = "0.1.0"
 
@@ -35,7 +36,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "SamplingParams": "params",
     "SpeculationStats": "outputs",
-    "SpeculativeConfig": "params",
+    "SpeculativeConfig": "speculation",
     "StreamPiece": "outputs",
     "custom_generate": "interop",
 }

@@ -24,9 +24,8 @@ from foretoken.core.sampling import History
 from foretoken.core.step import Step
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
-from foretoken.params import SpeculativeConfig
 from foretoken.propose.base import Proposer
-from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.draft_model import METHOD, DraftModel
 from foretoken.propose.lookup import Lookup, LookupConfig
 
 if TYPE_CHECKING:
@@ -271,7 +270,7 @@ def _depth(asked: int | None, call: dict[str, Any], config: Any, assistant: Any)
     for holder in (config, getattr(assistant, "generation_config", None)):
         value = getattr(holder, "num_assistant_tokens", None)
         wishes.append(None if value == default else value)
-    return int(next((w for w in wishes if w is not None), SpeculativeConfig().num_speculative_tokens))
+    return int(next((w for w in wishes if w is not None), METHOD.tokens))
 
 
 def _proposer(target: Model, assistant: Any, config: Any, depth: int) -> tuple[Proposer, int]:
@@ -283,7 +282,7 @@ def _proposer(target: Model, assistant: Any, config: Any, depth: int) -> tuple[P
                 f"the assistant has a vocabulary of {draft.vocab_size} and the model one of {target.vocab_size}; "
                 "a draft must share its target's tokenizer"
             )
-        return DraftModel(draft, DraftModelConfig(vocab_size=target.vocab_size)), depth
+        return DraftModel(draft, vocab_size=target.vocab_size), depth
     if config.prompt_lookup_num_tokens is not None:
         lookup = Lookup(LookupConfig(1, config.max_matching_ngram_size or 2))
         return lookup, int(config.prompt_lookup_num_tokens)

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from foretoken import zoo
-from foretoken.control.base import Controller
 from foretoken.control.fixed import Fixed
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import atomic_directory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.requests import Prompt, Request, RequestBuilder
 from foretoken.models.base import Model
 from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
-from foretoken.params import SamplingParams, SpeculativeConfig
-from foretoken.propose.base import Proposer
-from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.lookup import Lookup, LookupConfig
+from foretoken.params import SamplingParams
+from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
+from foretoken.speculation import Builder, SpeculativeConfig, with_draft
 
 
 class LLM:
@@ -34,6 +33,7 @@ class LLM:
     max_num_seqs: sequences that share a pass; more wait.
     quantization: "int8" quantises the target's weights and, row by row, what they multiply. It is then another
     target, and exact with respect to itself. None leaves the checkpoint as it is stored.
+    adapt: the draft model learns from what the target verifies, in the background; True, or keys of ``AdaptConfig``.
     """
 
     def __init__(
@@ -50,34 +50,30 @@ class LLM:
         backend: str = "auto",
         max_num_seqs: int = 16,
         quantization: str | None = None,
+        adapt: bool | Mapping[str, Any] = False,
     ) -> None:
         config = SpeculativeConfig.of(speculative_config)
         if model is None:
             model = zoo.path("target")
             if draft_model is None and config.model is None and config.method in (None, "draft_model"):
                 draft_model = zoo.path("draft")
-        draft, method = _method(config, draft_model)
+        self.speculative_config = config = with_draft(config, draft_model)
         path = resolve(model)
         options = {"dtype": dtype, "device": device, "backend": backend}
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
-        drafts_from = resolve(draft) if draft is not None else None
-        if drafts_from is not None:
-            check_vocabulary(self.tokenizer, path, drafts_from)
         self.target: Model = load_model(path, max_length=max_model_len, quantization=quantization, **options)
-        self.model, self.draft_model = str(model), str(draft) if draft is not None else None
-        self.speculative_config = config
-        proposer: Proposer = Proposer()
-        controller: Controller = Fixed(config.num_speculative_tokens)
-        if drafts_from is not None:
-            drafter = load_model(drafts_from, **options)
-            proposer = DraftModel(drafter, DraftModelConfig(config.draft_temperature, self.target.vocab_size))
-        elif method == "ngram":
-            proposer = Lookup(LookupConfig(config.prompt_lookup_min, config.prompt_lookup_max))
-        else:
-            controller = Controller()
+        self.model, self.draft_model = str(model), config.model
+        builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
+        self._proposer = builder.build(config)
+        if adapt is not False:
+            self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
         self.engine = Engine(
-            self.target, proposer, controller, rejection=config.rejection, max_sequences=max_num_seqs
-        )  # fmt: skip
+            self.target,
+            self._proposer,
+            Fixed(config.tokens),
+            rejection=config.rejection,
+            max_sequences=max_num_seqs,
+        )
         self._builder = RequestBuilder(self.tokenizer, self.target.vocab_size, eos_ids(path, self.tokenizer), seed)
 
     def generate(
@@ -126,6 +122,13 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params)
 
+    def save_draft(self, folder: str | Path) -> None:
+        """Write the draft as it has adapted, as an ordinary checkpoint. Raises InvalidRequest without ``adapt``."""
+        if not isinstance(self._proposer, Adaptive):
+            raise InvalidRequest("there is no draft that learned anything; open the LLM with adapt=True")
+        with atomic_directory(Path(folder).expanduser().absolute()) as partial:
+            self._proposer.save(partial)
+
     def close(self) -> None:
         """Cancel everything; the models are freed with the object."""
         for identifier in [*self.engine.running, *(entry[0].id for entry in self.engine.waiting)]:
@@ -165,20 +168,6 @@ class LLM:
                     yield StreamPiece(request.id, index, text, step.tokens, step, output)
 
 
-def check_vocabulary(tokenizer: Any, target: Path, draft: Path) -> None:
-    """Refuse a draft whose token ids mean other strings than the target's."""
-    if not any(draft.glob("tokenizer*")):
-        return  # a bare draft is taken at its word; the row widths are reconciled by the proposer
-    mine, theirs = tokenizer.get_vocab(), load_tokenizer(draft).get_vocab()
-    different = [t for t in mine if t in theirs and mine[t] != theirs[t]]
-    missing = len(mine.keys() ^ theirs.keys())
-    if different or missing:
-        raise InvalidRequest(
-            f"vocabulary mismatch: {draft.name} ({len(theirs)} tokens) and {target.name} ({len(mine)} tokens) "
-            f"disagree on {len(different) + missing}; a draft must share its target's tokenizer"
-        )
-
-
 def eos_ids(path: Path, tokenizer: Any) -> list[int]:
     """Every end-of-sequence id the checkpoint names."""
     found: list[int] = []
@@ -189,21 +178,6 @@ def eos_ids(path: Path, tokenizer: Any) -> list[int]:
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     return sorted(set(found))
-
-
-def _method(config: SpeculativeConfig, draft_model: str | Path | None) -> tuple[str | Path | None, str]:
-    """The draft to load, if any, and the method in force."""
-    if config.model is not None and draft_model is not None and str(draft_model) != config.model:
-        raise InvalidRequest(
-            f"two drafts were given, draft_model={draft_model} and speculative_config's {config.model}"
-        )
-    draft = draft_model if draft_model is not None else config.model
-    method = config.method or ("draft_model" if draft is not None else "none")
-    if method == "draft_model" and draft is None:
-        raise InvalidRequest("method 'draft_model' needs a draft: pass draft_model= or 'model' in speculative_config")
-    if method != "draft_model" and draft is not None:
-        raise InvalidRequest(f"method {method!r} takes no draft model, but {draft!s} was given")
-    return draft, method
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

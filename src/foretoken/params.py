@@ -1,18 +1,15 @@
-"""What a request may ask for and how speculation is configured. Bad values are refused here, by name."""
+"""What a request may ask for. Bad values are refused here, by name."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Any
 
 from foretoken.core.context import Exactness
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
-
-Method = Literal["draft_model", "ngram", "none"]
-METHODS: tuple[str, ...] = ("draft_model", "ngram", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +19,8 @@ class SamplingParams:
     speculative_tokens: drafted tokens per round; None takes the engine's, 0 is plain decoding.
     exactness: ``"distribution"``, ``"trajectory"`` or ``"lossy-typical"``; None means trajectory when ``seed``
     is set, else distribution.
+    prediction: a text (or its token ids) that the output is expected to follow in the main, as OpenAI's predicted
+    outputs. Methods that read it ("prediction", mixtures with it) draft from it; it never changes what comes out.
     """
 
     n: int = 1
@@ -45,6 +44,7 @@ class SamplingParams:
     logprobs: int | None = None
     speculative_tokens: int | None = None
     exactness: str | None = None
+    prediction: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, math.inf, "a number of at least 0 (0 is greedy)")
@@ -98,50 +98,6 @@ class SamplingParams:
             min_tokens=self.min_tokens,
             end_ids=tuple(end_ids),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """How to speculate, by vLLM's names.
-
-    method: ``"draft_model"``, ``"ngram"`` or ``"none"``; None infers it (a model: draft_model).
-    draft_temperature: the draft's own temperature; None takes the request's, 0 drafts by argmax.
-    rejection: ``"block"`` or ``"token"``, for drawn chains in the distribution grade.
-    """
-
-    method: str | None = None
-    model: str | None = None
-    num_speculative_tokens: int = 4
-    prompt_lookup_min: int = 1
-    prompt_lookup_max: int = 4
-    draft_temperature: float | None = None
-    rejection: str = "block"
-
-    def __post_init__(self) -> None:
-        if self.method is not None and self.method not in METHODS:
-            raise InvalidRequest(f"speculative method {self.method!r} is not known; known: {', '.join(METHODS)}")
-        _count("num_speculative_tokens", self.num_speculative_tokens, 0)
-        _count("prompt_lookup_min", self.prompt_lookup_min, 1)
-        _count("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
-        if self.draft_temperature is not None:
-            _number("draft_temperature", self.draft_temperature, 0.0, math.inf, "a number of at least 0, or None")
-        if self.rejection not in ("block", "token"):
-            raise InvalidRequest(f"rejection must be 'block' or 'token', got {self.rejection!r}")
-
-    @classmethod
-    def of(cls, value: Mapping[str, Any] | SpeculativeConfig | None) -> Self:
-        """From a dict as users write it; unknown keys are an error that lists the known ones."""
-        if value is None:
-            return cls()
-        if isinstance(value, SpeculativeConfig):
-            return value  # type: ignore[return-value]
-        known = [f.name for f in fields(cls)]
-        unknown = sorted(set(value) - set(known))
-        if unknown:
-            raise InvalidRequest(
-                f"unknown key(s) in speculative_config: {', '.join(unknown)}; known: {', '.join(known)}"
-            )
-        return cls(**value)
 
 
 def _number(name: str, value: Any, low: float, high: float, expected: str, above: bool = False) -> None:

@@ -19,7 +19,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def worker(tmp_path: Path, method: str = "plain") -> Worker:
-    return Worker(FAKE, Setup("fake", method, "target", options=(("key", 1),)), tmp_path / "fake.log")
+    return Worker(FAKE, Setup("fake", method, "target", options=(("key", "1"),)), tmp_path / "fake.log")
 
 
 def state(pid: int) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.core.errors import InvalidRequest, WriteError
 from foretoken.train import files
 
 
@@ -29,7 +29,7 @@ def test_a_folder_appears_whole_and_replaces_the_earlier_one(tmp_path: Path) -> 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("x")])
 def test_a_failure_leaves_the_earlier_folder_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
     fill(tmp_path / "out", "old")
-    expected = TrainingError if isinstance(error, OSError) else type(error)
+    expected = WriteError if isinstance(error, OSError) else type(error)
 
     def fail() -> None:
         with files.atomic_directory(tmp_path / "out") as folder:
@@ -52,7 +52,7 @@ def test_a_failed_exchange_puts_the_earlier_folder_back(tmp_path: Path, monkeypa
         real(source, target)
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(TrainingError, match="cannot write"):
+    with pytest.raises(WriteError, match="cannot write"):
         fill(tmp_path / "out")
     assert names(tmp_path) == ["out"]
     assert (tmp_path / "out" / "provenance.json").read_text() == "old"

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
 from foretoken.train import draft as drafting
 from foretoken.train import target as targets
 from foretoken.train.card import write_cards
@@ -53,7 +53,7 @@ def test_a_full_disk_at_the_end_keeps_the_checkpoint(
 
     whole_save = targets.save
     monkeypatch.setattr(targets, "save", full)
-    with pytest.raises(TrainingError, match="No space left"):
+    with pytest.raises(WriteError, match="No space left"):
         train_target(tmp_path / "out", corpus, TINY, STEPS, resume=False)
     assert [f.name for f in tmp_path.iterdir()] == ["out.checkpoint"]
     monkeypatch.setattr(targets, "save", whole_save)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError, WriteError
 from foretoken.train import scale_up as up
 from foretoken.train import shards
 from foretoken.train.scale_up import WideShape
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_nothing(small: Path, tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shards, "save_file", full)
-    with pytest.raises(TrainingError, match="No space left"):
+    with pytest.raises(WriteError, match="No space left"):
         up.scale_up(small, tmp_path / "wide", WIDE)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(TrainingError, match="disk has less free"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +12,8 @@ from foretoken.bench.peers.protocol import Setup
 from foretoken.bench.peers.registry import OURS, Peer
 from foretoken.bench.race import Entrant
 from foretoken.bench.setting import cores
-from foretoken.core.errors import ForetokenError, InvalidRequest
-from foretoken.params import SpeculativeConfig
+from foretoken.core.errors import ForetokenError
+from foretoken.speculation import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,14 @@ def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
     entrants: list[Entrant] = []
     for config in configs:
         method = _method(config)
-        if method not in OURS.methods:
-            raise InvalidRequest(f"speculative method {method!r} cannot be raced; known: {', '.join(OURS.methods)}")
-        named = {k: v for k, v in config.items() if k not in ("model", "num_speculative_tokens")}
-        setup = replace(pairing.setup(OURS, method), options=tuple(sorted((named | {"method": method}).items())))
+        named = {k: v for k, v in config.items() if k not in ("model", "num_speculative_tokens")} | {"method": method}
+        options = tuple(sorted((key, json.dumps(value)) for key, value in named.items()))
+        setup = replace(pairing.setup(OURS, method), options=options)
         if "model" in config:
             setup = replace(setup, draft=str(config["model"]))
         if not entrants:
             entrants.append(Entrant(OURS.name, "plain", 0, setup))
-        entrants += [Entrant(OURS.name, method, depth, setup) for depth in _depths(config, pairing.depths)]
+        entrants += [Entrant(OURS.name, _label(config), depth, setup) for depth in _depths(config, pairing.depths)]
     return entrants
 
 
@@ -101,6 +101,12 @@ def _converted(pairing: Pairing) -> Pairing:
 def _method(config: Config) -> str:
     SpeculativeConfig.of(config)
     return str(config.get("method") or "draft_model")
+
+
+def _label(config: Config) -> str:
+    """The method and what else tells this configuration from others of it."""
+    said = ("method", "model", "num_speculative_tokens")
+    return " ".join([_method(config), *(f"{key}={value}" for key, value in sorted(config.items()) if key not in said)])
 
 
 def _depths(config: Config, depths: tuple[int, ...]) -> tuple[int, ...]:

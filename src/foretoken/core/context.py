@@ -24,6 +24,7 @@ class Context:
     """The live record of one sequence; only the engine appends to ``tokens``.
 
     depth: drafted tokens a round that the request asked for; None leaves it to the controller.
+    prediction: the tokens of a text that the client expects to come out, or something like it.
     """
 
     id: int
@@ -33,6 +34,7 @@ class Context:
     streams: Streams
     exactness: Exactness = Exactness.DISTRIBUTION
     depth: int | None = None
+    prediction: tuple[int, ...] = ()
 
     @property
     def generated(self) -> int:

@@ -13,5 +13,9 @@ class ModelLoadError(ForetokenError, OSError):
     """A model, tokenizer or checkpoint that cannot be loaded."""
 
 
-class TrainingError(ForetokenError):
+class WriteError(ForetokenError):
+    """A folder or file that could not be written; nothing half-written is left."""
+
+
+class TrainingError(WriteError):
     """A training run that could not continue; whatever was saved before stays whole."""

@@ -99,7 +99,7 @@ class Engine:
             Step(s.context.id, position, draft, verdict, tokens, timings, s.finish_reason)
             for (s, draft, verdict, _), position, tokens in zip(rounds, positions, emitted, strict=True)
         ]
-        self.proposer.observe(contexts, [Observation(t, s.taps) for t, s in zip(steps, scores, strict=True)])
+        self.proposer.observe(contexts, [Observation(t, s) for t, s in zip(steps, scores, strict=True)])
         self._settle(batch, steps)
         return steps
 

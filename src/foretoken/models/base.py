@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +51,11 @@ class Handle:
         self.parents.clear()
         self.cached = min(self.cached, len(self.tokens) - 1)
 
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from ``length`` (at least 1) on, and any draft; the rows before them stay cached."""
+        del self.tokens[length:]
+        self.rewind()
+
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The cached nodes that spell the longest prefix of ``tokens``, from the root down."""
         path: list[int] = []
@@ -72,12 +78,15 @@ class Scores:
 
     logits: [rows, V]. Row 0 is at the root (the last committed token) and row i + 1 at draft node i, except
     when earlier nodes were scored before: then only the rows that are new, in the same order.
-    taps: hidden states by layer index, [rows, H]; index i is the *input* of layer i, as in transformers'
-    ``hidden_states[i]``; the number of layers is the normed output.
+    taps: hidden states by layer index, [computed, H]: every row that this call computed, a prompt's included, which
+    are the pending tokens from position ``first`` of the sequence on and then the new draft nodes. So the last rows
+    are those of ``logits``. Index i is the *input* of layer i, as in transformers' ``hidden_states[i]``; the number
+    of layers is the normed output.
     """
 
     logits: Tensor
     taps: dict[int, Tensor] = field(default_factory=dict)
+    first: int = 0
 
 
 class Model(ABC):
@@ -116,6 +125,10 @@ class Model(ABC):
     @abstractmethod
     def close(self, handle: Handle) -> None:
         """Give the place back. Closing twice does nothing."""
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """The vocabulary head alone, for heads that share it: normed states [rows, H] -> float32 [rows, V]."""
+        raise InvalidRequest(f"{type(self).__name__} does not share its vocabulary head; take heads with their own")
 
 
 def growing(handle: Handle, draft: Draft) -> int:

@@ -106,9 +106,10 @@ class HFModel(Model):
 
     @torch.inference_mode()
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
-        for handle in handles:
-            self._prefill(handle)
+        firsts = [handle.cached for handle in handles]
+        earlier = [self._prefill(handle, taps) for handle in handles]
         done = [growing(h, d) for h, d in zip(handles, drafts, strict=True)]
+        firsts = [min(first, handle.cached) for first, handle in zip(firsts, handles, strict=True)]
         counts = [len(d) - n + bool(h.pending) for h, d, n in zip(handles, drafts, done, strict=True)]
         rows = [len(h.pending) + len(d) - n for h, d, n in zip(handles, drafts, done, strict=True)]
         output, first = self._run(handles, drafts, done, taps)
@@ -117,21 +118,36 @@ class HFModel(Model):
             handle.cached = len(handle.tokens)
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
             wanted = slice(rows[at] - counts[at], rows[at])
-            tapped = {layer: output.hidden_states[layer][at, wanted] for layer in taps}
-            results.append(Scores(output.logits[at, wanted.start - first : wanted.stop - first], tapped))
+            tapped = {
+                layer: torch.cat([*(part[layer] for part in earlier[at]), output.hidden_states[layer][at, : rows[at]]])
+                for layer in taps
+            }
+            logits = output.logits[at, wanted.start - first : wanted.stop - first]
+            results.append(Scores(logits, tapped, firsts[at]))
         return results
+
+    @torch.inference_mode()
+    def unembed(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.module.get_output_embeddings()(hidden.to(self.device, self.dtype))
+        return logits.float()
 
     # one pass
 
-    def _prefill(self, handle: Handle) -> None:
-        """Bring a long pending stretch into the cache, all but its last token, in passes of bounded size."""
+    def _prefill(self, handle: Handle, taps: Sequence[int]) -> list[dict[int, Tensor]]:
+        """Bring a long pending stretch into the cache, all but its last token, in passes of bounded size.
+
+        -> the taps of each pass
+        """
+        tapped: list[dict[int, Tensor]] = []
         if len(handle.pending) <= JOINT_ROWS:
-            return
+            return tapped
         while len(handle.pending) > 1:
             count = min(PREFILL_ROWS, len(handle.pending) - 1)
             part = Handle(handle.slot, handle.tokens[: handle.cached + count], handle.cached)
-            self._run([part], [Draft.empty()], [0], ())
+            output, _ = self._run([part], [Draft.empty()], [0], taps)
+            tapped.append({layer: output.hidden_states[layer][0, :count] for layer in taps})
             handle.cached += count
+        return tapped
 
     def _run(
         self, handles: Sequence[Handle], drafts: Sequence[Draft], done: Sequence[int], taps: Sequence[int]

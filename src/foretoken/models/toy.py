@@ -88,6 +88,7 @@ class ToyModel(Model):
     def _score(self, handle: Handle, draft: Draft, taps: Sequence[int]) -> Scores:
         self._check(handle)
         done = growing(handle, draft)
+        first = handle.cached
         nodes = range(-1 if handle.pending else done, len(draft))
         reach = len(handle.tokens) + len(draft)
         if reach > self.max_length:
@@ -95,8 +96,9 @@ class ToyModel(Model):
         histories = [[*handle.tokens, *(draft.ids[i] for i in draft.path(node))] for node in nodes]
         handle.cached = len(handle.tokens)
         handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
-        tapped = {layer: torch.stack([self.hidden(h, layer) for h in histories]) for layer in taps}
-        return Scores(torch.stack([self.logits(h) for h in histories]), tapped)
+        computed = [handle.tokens[: at + 1] for at in range(first, len(handle.tokens) - 1)] + histories
+        tapped = {layer: torch.stack([self.hidden(h, layer) for h in computed]) for layer in taps}
+        return Scores(torch.stack([self.logits(h) for h in histories]), tapped, first)
 
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
         for handle, new in zip(handles, tokens, strict=True):

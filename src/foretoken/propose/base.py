@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from pathlib import Path
+from typing import Any
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.step import Step
+from foretoken.models.base import Model, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +22,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The truth about one sequence after a round: the step, and the taps of every row the target scored."""
+    """The truth about one sequence after a round: the step, and all that the target said in it."""
 
     step: Step
-    taps: dict[int, Tensor]
+    scores: Scores
 
 
 class Proposer:
@@ -42,3 +43,35 @@ class Proposer:
 
     def forget(self, context: Context) -> None:
         """The sequence is over, for whatever reason; calling it for an unknown one does nothing."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What a method is built with.
+
+    target, tokenizer, path: the model to speed up, its tokenizer and its folder (None for a live module).
+    model: what the configuration names under "model": a draft, heads, a datastore.
+    load: another model, with the target's dtype, device and backend.
+    member: another method from its own configuration, for mixtures.
+    """
+
+    target: Model
+    tokenizer: Any
+    path: Path | None
+    model: str | Path | None
+    load: Callable[[str | Path], Model]
+    member: Callable[[Mapping[str, Any]], Proposer]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to propose, as users name it.
+
+    config: a frozen dataclass; its fields are the keys that ``speculative_config`` takes for it.
+    build: makes the proposer of a ``config`` and a ``Workshop``.
+    tokens: drafted nodes a round unless the user says otherwise.
+    """
+
+    config: type[Any]
+    build: Callable[[Any, Workshop], Proposer]
+    tokens: int = 4

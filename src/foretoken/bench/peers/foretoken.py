@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from time import perf_counter
 from typing import Any
 
@@ -16,10 +17,10 @@ def load(setup: Setup) -> tuple[Complete, str]:
 
     torch.set_num_threads(setup.threads)
     options: dict[str, Any] = {"quantization": setup.quantization} if setup.quantization else {}
+    config = {name: json.loads(value) for name, value in setup.options}
     llm = LLM(
         setup.target,
-        setup.draft or None,
-        speculative_config=dict(setup.options),
+        speculative_config=config | ({"model": setup.draft} if setup.draft else {}),
         dtype="bfloat16",
         max_model_len=setup.max_length,
         max_num_seqs=max(16, setup.batch),

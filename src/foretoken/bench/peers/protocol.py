@@ -21,7 +21,7 @@ class Setup:
     """What a process loads, once.
 
     method: "plain", or how it speculates. depth: 0 where the process takes it with every question.
-    quantization: "" is bf16. max_length: prompt and output together. options: the system's own.
+    quantization: "" is bf16. max_length: prompt and output together. options: the system's own, values as JSON.
     """
 
     system: str
@@ -33,7 +33,7 @@ class Setup:
     max_length: int = 2048
     batch: int = 1
     threads: int = 1
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
+from foretoken.speculation import METHODS
 
 BOOT = Path(__file__).with_name("boot.py")
 
@@ -47,7 +48,7 @@ class Peer:
         return ""
 
 
-OURS = Peer("foretoken", methods=("draft_model", "ngram"), batches=True, quantizations=("", "int8"))
+OURS = Peer("foretoken", methods=tuple(METHODS), batches=True, quantizations=("", "int8"))
 PEERS = {
     peer.name: peer
     for peer in (

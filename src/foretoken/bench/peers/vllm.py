@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from time import perf_counter
 from typing import Any
@@ -33,7 +34,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
             "num_speculative_tokens": setup.depth,
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 4,
-            **dict(setup.options),
+            **{name: json.loads(value) for name, value in setup.options},
         }
     llm = vllm.LLM(
         setup.target,

@@ -1,0 +1,59 @@
+"""What is written to disk: whole folders or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from foretoken.core.errors import ForetokenError, WriteError
+
+
+@contextmanager
+def atomic_directory(out: Path) -> Iterator[Path]:
+    """Yield a folder to fill; it takes ``out``'s place only when everything in it was written.
+
+    A folder already at ``out`` is moved aside, not deleted, until the exchange has succeeded.
+    Raises WriteError when the disk refuses.
+    """
+    # Named by process, so that two that build the same folder do not delete each other's work.
+    partial, old = (out.with_name(f".{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for file in partial.iterdir():
+            file.chmod(0o644)  # safetensors leaves its files to their owner alone
+        _exchange(partial, out, old)
+    except ForetokenError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise WriteError(
+            f"cannot write {out}: {error}; nothing was left behind: free some space or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _exchange(partial: Path, out: Path, old: Path) -> None:
+    shutil.rmtree(old, ignore_errors=True)
+    replaced = out.exists()
+    if replaced:
+        os.replace(out, old)
+    try:
+        os.replace(partial, out)
+    except BaseException:
+        if replaced:
+            os.replace(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Indented JSON; what JSON does not know is written as text."""
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,147 @@
+"""A draft that goes on learning: the differentiable twin of a small model, taught by rows its target verified."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.models.base import Model
+from foretoken.models.checkpoint import load_config, open_weights
+from foretoken.models.decoder import Decoder
+
+_FLOOR = 1e-6
+_COMPANIONS = (".json", ".jinja", ".txt", ".model")
+
+
+class Law(NamedTuple):
+    """The likeliest tokens of some rows: ids int64 [..., k] and their natural log-probabilities [..., k]."""
+
+    ids: Tensor
+    log_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A stretch of text and what the target said in it.
+
+    tokens [T]. ids [n, k] and log_p [n, k]: the target's law after each of the last n tokens, its k likeliest tokens.
+    """
+
+    tokens: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    log_p: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def overlap(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+    """(sum of min(p, q), KL(p||q)) of every row [...]; logits [..., V] are q's.
+
+    Tokens outside the law's top k count as one bucket, which bounds the KL from below and the overlap from above.
+    """
+    logits = logits.float()
+    log_q = logits.gather(-1, law.ids) - logits.logsumexp(-1, keepdim=True)
+    p, q = law.log_p.exp(), log_q.exp()
+    p_rest = (1 - p.sum(-1)).clamp_min(_FLOOR)
+    q_rest = (1 - q.sum(-1)).clamp_min(_FLOOR)
+    divergence = (p * (law.log_p - log_q)).sum(-1) + p_rest * (p_rest.log() - q_rest.log())
+    return torch.minimum(p, q).sum(-1) + torch.minimum(p_rest, q_rest), divergence
+
+
+def _load(path: Path) -> Any:
+    """transformers' module of a checkpoint, float32. Raises ModelLoadError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    weights = {name: tensor.float() for name, tensor in open_weights(path).items()}
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+    except (ValueError, KeyError, RuntimeError, OSError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelLoadError(f"the draft in {path} cannot be trained further ({reason})") from error
+    module.tie_weights()
+    if odd := [*unexpected, *(set(missing) - set(module._tied_weights_keys or ()))]:
+        raise ModelLoadError(f"the draft in {path} cannot be trained further: its tensor {odd[0]!r} is odd or missing")
+    return module.eval()
+
+
+class Student:
+    """The torch module of the draft in ``path``, in float32; ``like`` says how the runtime is to run what it learns.
+
+    Raises ModelLoadError when transformers cannot load the draft.
+    """
+
+    def __init__(self, path: Path, like: Model, learning_rate: float, batch: int, seed: int = 0) -> None:
+        self.path, self._dtype, self._device, self._max_length = path, like.dtype, like.device, like.max_length
+        self.module: Any = _load(path).to(like.device)
+        self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=learning_rate, weight_decay=0.0)
+        self._batch, self._random = batch, np.random.default_rng(seed)
+
+    def learn(self, lessons: Sequence[Lesson], steps: int) -> None:
+        """``steps`` updates on random batches of ``lessons``: KL from the target's law (2310.08461)."""
+        with torch.inference_mode(False), torch.enable_grad():
+            for _ in range(steps):
+                chosen = self._random.choice(len(lessons), min(self._batch, len(lessons)), replace=False)
+                _, divergence = self._compare([lessons[i] for i in chosen])
+                divergence.mean().backward()
+                torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def acceptance(self, lessons: Sequence[Lesson]) -> float:
+        """Mean over all rows of sum min(p, q): the chance that a token drawn from it is accepted."""
+        rows = [self._compare(lessons[i : i + self._batch])[0] for i in range(0, len(lessons), self._batch)]
+        return float(torch.cat(rows).mean())
+
+    def snapshot(self) -> Any:
+        """All it knows, for ``restore``."""
+        return copy.deepcopy((self.module.state_dict(), self._optimizer.state_dict()))
+
+    def restore(self, snapshot: Any) -> None:
+        """Forget what was learned since."""
+        self.module.load_state_dict(snapshot[0])
+        self._optimizer.load_state_dict(snapshot[1])
+
+    @torch.no_grad()
+    def model(self) -> Model:
+        """What it has learned, as the runtime runs it; later lessons leave it as it is."""
+        config = load_config(self.path)
+        if Decoder.supports(config):
+            weights = {name: weight.detach().clone() for name, weight in self.module.state_dict().items()}
+            return Decoder(config, weights, self._dtype, self._device, self._max_length)
+        from foretoken.models.hf import HFModel
+
+        return HFModel.from_module(copy.deepcopy(self.module).to(self._dtype).eval(), self._max_length)
+
+    def save(self, folder: Path) -> None:
+        """An ordinary checkpoint in an existing empty ``folder``, tokenizer and all."""
+        copied = copy.deepcopy(self.module).to(self._dtype)
+        copied.save_pretrained(folder)
+        for file in sorted(self.path.iterdir()):
+            if file.suffix in _COMPANIONS and not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
+
+    def _compare(self, lessons: Sequence[Lesson]) -> tuple[Tensor, Tensor]:
+        """Overlap and divergence of every row of the lessons, [rows]."""
+        longest = max(len(lesson.tokens) for lesson in lessons)
+        ids = torch.zeros(len(lessons), longest, dtype=torch.int64)
+        for row, lesson in zip(ids, lessons, strict=True):
+            row[: len(lesson.tokens)] = torch.from_numpy(lesson.tokens)
+        # Padding lies behind what is looked at, so the causal mask is all that is needed.
+        logits = self.module(ids.to(self._device), use_cache=False).logits
+        parts = [row[len(x.tokens) - len(x) : len(x.tokens)] for row, x in zip(logits, lessons, strict=True)]
+        law = Law(*(torch.from_numpy(np.concatenate([getattr(x, n) for x in lessons])) for n in ("ids", "log_p")))
+        return overlap(torch.cat(parts), Law(law.ids.to(self._device), law.log_p.to(self._device)))

@@ -1,0 +1,144 @@
+"""How to speculate, as users write it, and the methods there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import Model
+from foretoken.propose.base import Method, Proposer, Workshop
+
+METHODS: dict[str, str] = {
+    "draft_model": "draft_model",
+    "ngram": "lookup",
+    "suffix": "suffix",
+    "retrieval": "retrieval",
+    "recycling": "recycling",
+    "prediction": "prediction",
+    "medusa": "medusa",
+    "blockwise": "blockwise",
+    "eagle3": "eagle",
+    "eagle": "eagle",
+    "early_exit": "early_exit",
+    "vocabulary": "vocabulary",
+    "mixture": "mixture",
+}
+"""By users' names: the module of ``propose`` whose ``METHOD`` it is, imported when it is asked for."""
+
+NONE = "none"
+_REJECTIONS = ("block", "token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How to speculate, by vLLM's names.
+
+    method: one of ``METHODS`` or "none"; None infers it (a model: draft_model).
+    model: the draft, the heads or the datastore that the method needs.
+    num_speculative_tokens: drafted tokens a round, in a tree all its nodes; None takes the method's.
+    rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
+    options: the method's own keys; ``of`` takes them beside the others.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    rejection: str = "block"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.method is not None and self.method not in (*METHODS, NONE):
+            raise InvalidRequest(
+                f"speculative method {self.method!r} is not known; known: {', '.join((*METHODS, NONE))}"
+            )
+        count = self.num_speculative_tokens
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+            raise InvalidRequest(f"num_speculative_tokens must be an integer of at least 0, got {count!r}")
+        if self.rejection not in _REJECTIONS:
+            raise InvalidRequest(f"rejection must be 'block' or 'token', got {self.rejection!r}")
+        self.own()
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any] | SpeculativeConfig | None) -> Self:
+        """From a dict as users write it; unknown keys are an error that lists the known ones."""
+        if isinstance(value, SpeculativeConfig):
+            return value  # type: ignore[return-value]
+        common = _common()
+        given = dict(value or {})
+        own = {key: given.pop(key) for key in list(given) if key not in common}
+        return cls(**given, options=own)
+
+    @property
+    def method_in_force(self) -> str:
+        """What ``method`` says, or what follows where it says nothing: keys or a model are a draft model's."""
+        return self.method or ("draft_model" if self.model is not None or self.options else NONE)
+
+    def own(self) -> Any:
+        """The method's own configuration, None for plain decoding. Raises InvalidRequest for keys it does not have."""
+        method = find(self.method_in_force)
+        known = [f.name for f in fields(method.config)] if method else []
+        unknown = sorted(set(self.options) - set(known))
+        if unknown:
+            raise InvalidRequest(
+                f"unknown key(s) in speculative_config: {', '.join(unknown)}; known: {', '.join([*_common(), *known])} "
+                f"(method {self.method_in_force!r})"
+            )
+        return method.config(**self.options) if method else None
+
+    @property
+    def tokens(self) -> int:
+        """Drafted tokens a round."""
+        method = find(self.method_in_force)
+        default = method.tokens if method else 0
+        return default if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+
+def find(name: str) -> Method | None:
+    """The method with that name, None for "none"."""
+    if name == NONE:
+        return None
+    method: Method = import_module(f"foretoken.propose.{METHODS[name]}").METHOD
+    return method
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes proposers for one target. See ``Workshop``."""
+
+    target: Model
+    tokenizer: Any
+    path: Path | None
+    load: Callable[[str | Path], Model]
+
+    def build(self, config: SpeculativeConfig) -> Proposer:
+        """Raises InvalidRequest or ModelLoadError for what the method cannot be made of."""
+        method = find(config.method_in_force)
+        if method is None:
+            return Proposer()
+        workshop = Workshop(self.target, self.tokenizer, self.path, config.model, self.load, self.member)
+        return method.build(config.own(), workshop)
+
+    def member(self, config: Mapping[str, Any]) -> Proposer:
+        """From a configuration as users write it."""
+        return self.build(SpeculativeConfig.of(config))
+
+
+def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> SpeculativeConfig:
+    """``config`` with the draft of ``draft_model=``. Raises InvalidRequest where the two disagree."""
+    if draft_model is None:
+        return config
+    if config.model is not None and str(draft_model) != config.model:
+        raise InvalidRequest(
+            f"two drafts were given, draft_model={draft_model} and speculative_config's {config.model}"
+        )
+    if config.method not in (None, "draft_model", "vocabulary"):
+        raise InvalidRequest(f"method {config.method!r} takes no draft model, but {draft_model!s} was given")
+    return replace(config, method=config.method or "draft_model", model=str(draft_model))
+
+
+def _common() -> list[str]:
+    return [f.name for f in fields(SpeculativeConfig) if f.name != "options"]
