@@ -15,6 +15,7 @@ from foretoken.models.base import Model
 from foretoken.models.memory import check_fits, weight_bytes
 from foretoken.models.prequantized import check_prequantized
 from foretoken.models.quantize import check_quantization
+from foretoken.models.tokenizer import PlainTokenizer, is_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "vocab.txt", "merges.txt")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FAST_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 BACKENDS = ("auto", "native", "hf")
 DTYPES = {
     "float32": torch.float32,
@@ -233,11 +235,14 @@ def load_model(
     return HFModel.load(path, kind, where, max_length)
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer:
     """The checkpoint's own tokenizer; no remote code."""
     path = resolve(name)
     try:
-        if _is_plain_tokenizer(path):
+        settings = _tokenizer_settings(path)
+        if is_plain(path, settings):
+            return PlainTokenizer(path)
+        if settings.get("tokenizer_class") in _FAST_CLASSES and "auto_map" not in settings:
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path)
@@ -251,11 +256,10 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _is_plain_tokenizer(path: Path) -> bool:
-    """Whether tokenizer.json says it all, so that nobody has to import every model to know the class (seconds)."""
-    settings = path / "tokenizer_config.json"
-    if not settings.is_file() or not (path / "tokenizer.json").is_file():
-        return False
-    config = _read_json(settings, "it was there a moment ago")
-    plain = ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return isinstance(config, dict) and config.get("tokenizer_class") in plain and "auto_map" not in config
+def _tokenizer_settings(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json where tokenizer.json lies beside it: the class is then known without a search (seconds)."""
+    file = path / "tokenizer_config.json"
+    if not file.is_file() or not (path / "tokenizer.json").is_file():
+        return {}
+    settings = _read_json(file, "it was there a moment ago")
+    return settings if isinstance(settings, dict) else {}
