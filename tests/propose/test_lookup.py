@@ -37,7 +37,7 @@ def test_nothing_to_copy() -> None:
 
 
 def test_shortest_is_honoured() -> None:
-    assert guess([4, 1, 5, 1], 2, LookupConfig(shortest=2, longest=3)) == ()
+    assert guess([4, 1, 5, 1], 2, LookupConfig(2, 3)) == ()
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,9 @@ def generate(
     exactness: Annotated[
         str | None, typer.Option(help="distribution, trajectory or lossy-typical. [trajectory with --seed]")
     ] = None,
+    prediction_file: Annotated[
+        Path | None, typer.Option(help="A text that the output is expected to follow; for methods that draft from it.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     quantization: Annotated[
@@ -64,6 +68,7 @@ def generate(
         n=n,
         speculative_tokens=speculative_tokens,
         exactness=exactness,
+        prediction=_text_of(prediction_file) if prediction_file is not None else None,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = _load(model, draft_model, config, dtype, device, quantization, max_model_len, color)
@@ -75,6 +80,15 @@ def generate(
             _stream(llm, text, params, color, stats)
     finally:
         llm.close()
+
+
+def _text_of(file: Path) -> str:
+    from foretoken.core.errors import InvalidRequest
+
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read the prediction {file}: {error}; expected a text file in UTF-8") from error
 
 
 def _config(text: str | None) -> dict[str, Any] | None:

@@ -12,10 +12,12 @@ import typer
 
 from foretoken import __version__
 from foretoken.cli.bench import app as bench_app
+from foretoken.cli.convert import convert
+from foretoken.cli.datastore import build_datastore
 from foretoken.cli.demo import demo
 from foretoken.cli.generate import generate
 from foretoken.cli.scale_up import scale_up
-from foretoken.cli.train import app as train_app
+from foretoken.cli.train_heads import app as train_app
 from foretoken.cli.zoo import zoo
 from foretoken.core.errors import ForetokenError
 
@@ -24,6 +26,8 @@ app.command()(generate)
 app.command()(demo)
 app.command()(zoo)
 app.command("scale-up")(scale_up)
+app.command()(convert)
+app.command("build-datastore")(build_datastore)
 app.add_typer(train_app, name="train")
 app.add_typer(bench_app, name="bench")
 

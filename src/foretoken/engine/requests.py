@@ -63,6 +63,7 @@ class RequestBuilder:
         eos = () if params.ignore_eos else self._eos
         stop_ids = tuple(params.stop_token_ids or ())
         law = params.law(self._vocab_size, self._bad_words(params.bad_words or ()), (*eos, *stop_ids))
+        prediction = self._prediction(params.prediction)
         base = params.seed if params.seed is not None else random_seed_from(self._seed, self._requests)
         contexts, stoppings = [], []
         for index in range(params.n):
@@ -76,6 +77,7 @@ class RequestBuilder:
                     streams=Streams(seed),
                     exactness=params.grade,
                     depth=params.speculative_tokens,
+                    prediction=prediction,
                 )
             )
             detokenizer = Detokenizer(self.tokenizer, ids, params.skip_special_tokens)
@@ -109,15 +111,23 @@ class RequestBuilder:
             if not prompt or not ids:
                 raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
             return prompt, ids
-        ids = list(prompt)
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
-                raise InvalidRequest(
-                    f"a prompt of token ids holds {token!r}; integers from 0 to {self._vocab_size - 1} are expected"
-                )
+        ids = self._checked(list(prompt), "a prompt")
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         return None, ids
+
+    def _prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
+        if isinstance(prediction, str):
+            return tuple(self.tokenizer.encode(prediction, add_special_tokens=False))
+        return tuple(self._checked(list(prediction or ()), "a prediction"))
+
+    def _checked(self, ids: list[Any], what: str) -> list[int]:
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
+                raise InvalidRequest(
+                    f"{what} of token ids holds {token!r}; integers from 0 to {self._vocab_size - 1} are expected"
+                )
+        return ids
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Each word as it is tokenised at the start of a text and after a space."""

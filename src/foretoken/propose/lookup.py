@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.propose.base import Proposer
+from foretoken.core.errors import InvalidRequest
+from foretoken.propose.base import Method, Proposer, Workshop
+from foretoken.propose.occurrences import PAD, ContextTexts
 
 
 @dataclass(frozen=True, slots=True)
 class LookupConfig:
-    """Lengths of the n-grams that are tried, longest first (vLLM's prompt_lookup_min and _max)."""
+    """Lengths of the n-grams that are tried, longest first; named as in vLLM."""
 
-    shortest: int = 1
-    longest: int = 4
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int = 4
 
-
-@dataclass(slots=True)
-class _Index:
-    """Where each n-gram of one sequence last ended, with a token after it."""
-
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    indexed: int = 0
-
-    def update(self, tokens: Sequence[int], config: LookupConfig) -> None:
-        for end in range(max(1, self.indexed), len(tokens)):
-            for length in range(config.shortest, min(config.longest, end) + 1):
-                self.ends[tuple(tokens[end - length : end])] = end
-        self.indexed = len(tokens)
+    def __post_init__(self) -> None:
+        for name, least in (("prompt_lookup_min", 1), ("prompt_lookup_max", self.prompt_lookup_min)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= PAD:
+                raise InvalidRequest(f"{name} must be an integer from {least} to {PAD}, got {value!r}")
 
 
 class Lookup(Proposer):
@@ -39,22 +33,24 @@ class Lookup(Proposer):
 
     def __init__(self, config: LookupConfig | None = None) -> None:
         self.config = config or LookupConfig()
-        self._indexes: dict[int, _Index] = {}
+        self._texts = ContextTexts()
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return [self._copy(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
 
     def forget(self, context: Context) -> None:
-        self._indexes.pop(context.id, None)
+        self._texts.forget(context)
 
     def _copy(self, context: Context, budget: int) -> Draft:
-        index = self._indexes.setdefault(context.id, _Index())
-        tokens = context.tokens
-        index.update(tokens, self.config)
-        for length in range(min(self.config.longest, len(tokens)), self.config.shortest - 1, -1):
-            end = index.ends.get(tuple(tokens[-length:]))
-            if end is not None:
-                # A match near the end runs into its own copy: a period repeats for as long as asked.
-                period = len(tokens) - end
-                return Draft.chain([tokens[end + i % period] for i in range(budget)])
-        return Draft.empty()
+        text, config = self._texts.of(context), self.config
+        tail = text.tail(config.prompt_lookup_max)
+        found = text.occurrences(tail, budget, limit=1, least=config.prompt_lookup_min)
+        return Draft.chain(found.following[0].tolist()) if len(found.lengths) else Draft.empty()
+
+
+def build(config: LookupConfig, workshop: Workshop) -> Lookup:
+    """Needs the text alone."""
+    return Lookup(config)
+
+
+METHOD = Method(LookupConfig, build, tokens=8)

@@ -1,0 +1,167 @@
+"""An edit of code that is in the prompt: tokens per second of each way to draft beside plain decoding.
+
+The outputs are dictated by a law (see ``foretoken.bench.editing``), so every system writes the same text. Timed is what
+follows the first round of each task, which is mostly the prompt's pass; systems take turns. Proposers start each turn
+afresh, so that none finds the last turn's outputs in its store.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from foretoken import LLM, zoo
+from foretoken.bench.clock import Spread, Task, interleaved
+from foretoken.bench.editing import Dictated, EditingTask, editing_tasks
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context
+from foretoken.core.step import Step
+from foretoken.core.streams import Streams
+from foretoken.engine.loop import Engine
+from foretoken.models.base import Model
+from foretoken.models.checkpoint import load_model, resolve
+from foretoken.propose.base import Proposer
+from foretoken.speculation import Builder, SpeculativeConfig
+
+CONFIGS = [
+    '{"method": "ngram", "num_speculative_tokens": 16}',
+    '{"method": "suffix", "num_speculative_tokens": 24}',
+    '{"method": "prediction", "num_speculative_tokens": 16}',
+    '{"method": "prediction", "num_speculative_tokens": 32}',
+]
+
+
+@dataclass
+class Room:
+    """Ends after a number of tokens."""
+
+    room: int
+
+    def push(self, token: int) -> str | None:
+        self.room -= 1
+        return None if self.room else "length"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to draft. ``tokens`` after the first rounds, in ``seconds`` (median and spread of the turns)."""
+
+    config: dict[str, Any]
+    seconds: Spread
+    tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds.median
+
+
+def write(engine: Engine, task: EditingTask) -> tuple[float, list[Step]]:
+    """One output. -> seconds and steps after its first round"""
+    context = Context(
+        0, list(task.prompt), len(task.prompt), Dictated(task.output), Streams(0), prediction=tuple(task.reference)
+    )
+    engine.add(context, Room(len(task.output)))
+    engine.step()
+    steps: list[Step] = []
+    started = perf_counter()
+    while engine.busy:
+        steps += engine.step()
+    seconds = perf_counter() - started
+    engine.take(0)
+    if context.tokens[context.prompt_length :] != list(task.output):
+        raise RuntimeError("the text is not the one that was dictated")
+    return seconds, steps
+
+
+def measure(
+    target: Model, builds: dict[str, Callable[[], tuple[Proposer, int]]], tasks: list[EditingTask], turns: int
+) -> dict[str, Row]:
+    steps: dict[str, list[Step]] = {}
+
+    def turn(name: str) -> float:
+        proposer, depth = builds[name]()
+        engine = Engine(target, proposer, Fixed(depth))
+        results = [write(engine, task) for task in tasks]
+        steps[name] = [step for _, some in results for step in some]
+        return sum(seconds for seconds, _ in results)
+
+    timed = interleaved(
+        {name: Task(lambda name=name: turn(name)) for name in builds}, turns, lambda rounds: track(rounds, "turns")
+    )
+    return {
+        name: Row(
+            json.loads(name),
+            timed[name],
+            sum(len(step.tokens) for step in steps[name]),
+            len(steps[name]),
+            sum(len(step.draft) for step in steps[name]),
+            sum(step.accepted for step in steps[name]),
+        )
+        for name in builds
+    }
+
+
+def table(rows: list[Row]) -> Table:
+    result = Table(box=box.MARKDOWN)
+    for head in ("method", "tokens/s", "low-high", "plain = 1", "tokens a round", "drafted a round"):
+        result.add_column(head, justify="left" if head == "method" else "right")
+    for row in rows:
+        spread = f"{row.tokens / row.seconds.high:.0f}-{row.tokens / row.seconds.low:.0f}"
+        result.add_row(
+            " ".join(f"{k}={v}" if k != "method" else str(v) for k, v in row.config.items()), f"{row.rate:.0f}", spread,
+            f"{row.rate / rows[0].rate:.2f}", f"{row.tokens / row.rounds:.2f}", f"{row.drafted / row.rounds:.1f}",
+        )  # fmt: skip
+    return result
+
+
+def main(
+    target: Annotated[str | None, typer.Option(help="Folder or hub name. [bundled target]")] = None,
+    config: Annotated[list[str], typer.Option(help="A speculative_config as JSON; may be repeated.")] = CONFIGS,
+    turns: Annotated[int, typer.Option(min=1)] = 3,
+    tasks: Annotated[int, typer.Option(min=1, max=8, help="How many of the edits.")] = 8,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: Annotated[str | None, typer.Option(help="int8, as for the target.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+) -> None:
+    """Race plain decoding and each configuration over the edits."""
+    torch.set_num_threads(cores())
+    path = resolve(target) if target is not None else zoo.path("target")
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    llm = LLM(path, speculative_config={"method": "none"}, quantization=quantization, **options)
+    builder = Builder(llm.target, llm.tokenizer, path, lambda other: load_model(resolve(other), **options))
+
+    def build(text: str) -> tuple[Proposer, int]:
+        one = SpeculativeConfig.of(json.loads(text))
+        return builder.build(one), one.tokens
+
+    names = ['{"method": "none"}', *config]
+    rows = measure(
+        llm.target, {n: lambda n=n: build(n) for n in names}, editing_tasks(llm.tokenizer)[:tasks], turns
+    )  # fmt: skip
+    console = wide_console()
+    console.print(table(list(rows.values())))
+    facts = setting() | {"target": str(path), "turns": turns, "tasks": tasks}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        plain = next(iter(rows.values())).rate
+        found = [asdict(row) | {"tokens_per_second": row.rate, "ratio": row.rate / plain} for row in rows.values()]
+        json_file.write_text(json.dumps({"setting": facts, "rows": found}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,164 @@
+"""The suffix store under many tokens: draft time a round, bytes a token, the cost of insertion, eviction.
+
+Requests are windows of Python's standard library with some tokens changed, a stand-in for the outputs of a service that
+writes similar things again and again. They fill the store one after another; then others are followed, as a target
+that wrote them would, and every draft is timed. The bound is below what comes, so that the oldest have to go.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from foretoken import zoo
+from foretoken.bench.setting import memory, setting, wide_console
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.models.checkpoint import load_tokenizer
+from foretoken.propose.suffix import Suffix, SuffixConfig
+from foretoken.train.data import encode, standard_library
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Microseconds unless the name says otherwise."""
+
+    inserted_tokens: int
+    kept_tokens: int
+    kept_requests: int
+    bound_tokens: int
+    bytes_per_token: float
+    parts: int
+    add_median: float
+    add_highest: float
+    add_per_token: float  # processor time, as the next
+    background_per_token: float
+    draft_median: float
+    draft_p99: float
+    draft_highest: float
+    tokens_per_round: float
+    drafted_per_round: float
+    peak_memory_mib: float
+
+
+def requests(corpus: NDArray[np.int32], length: int, changed: float, seed: int, count: int) -> list[list[int]]:
+    """Windows of the corpus; a share of the tokens is another one."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for start in rng.integers(0, len(corpus) - length, count):
+        window = corpus[start : start + length].copy()
+        others = rng.random(length) < changed
+        window[others] = rng.choice(corpus, int(others.sum()))
+        found.append(window.tolist())
+    return found
+
+
+def accepted(draft: Draft, text: list[int]) -> int:
+    """Depth to which the draft spells ``text``."""
+    node, depth = -1, 0
+    while depth < len(text):
+        child = next((c for c in draft.children[node + 1] if draft.ids[c] == text[depth]), None)
+        if child is None:
+            break
+        node, depth = child, depth + 1
+    return depth
+
+
+def follow(
+    proposer: Suffix, identifier: int, text: list[int], budget: int, prompt: int = 50
+) -> list[tuple[float, int, int]]:
+    """Rounds of a target that writes ``text``. -> microseconds, emitted tokens, drafted tokens of each"""
+    context = Context(identifier, text[:prompt], prompt, SamplingLaw(), Streams(0))
+    rounds = []
+    while len(context.tokens) < len(text):
+        started = time.perf_counter()
+        draft = proposer.propose([context], [budget])[0]
+        taken = (time.perf_counter() - started) * 1e6
+        rest = text[len(context.tokens) :]
+        emitted = rest[: accepted(draft, rest) + 1]
+        context.tokens.extend(emitted)
+        rounds.append((taken, len(emitted), len(draft)))
+    proposer.forget(context)
+    return rounds
+
+
+def measure(tokens: int, bound: int, length: int, changed: float, follows: int, budget: int) -> Figures:
+    corpus = encode(standard_library().train, load_tokenizer(zoo.path("target"))).numpy().astype(np.int32)
+    proposer = Suffix(SuffixConfig(suffix_decoding_max_cached_tokens=bound, suffix_decoding_max_cached_requests=2**30))
+    store, busy, inline = proposer.store, 0.0, 0.0
+    adds: list[float] = []
+    for batch in track(range(-(-tokens // length // 500)), "filling"):
+        outputs = requests(corpus, length, changed, batch, min(500, tokens // length - 500 * batch))
+        began = time.process_time(), time.thread_time()
+        for output in outputs:
+            at = time.perf_counter()
+            store.add(output)
+            adds.append((time.perf_counter() - at) * 1e6)
+            if len(store) > bound:
+                raise RuntimeError(f"{len(store)} tokens are held; the bound is {bound}")
+        store.settle()
+        busy += time.process_time() - began[0]
+        inline += time.thread_time() - began[1]
+    texts = requests(corpus, length, changed, 10**6, follows)
+    rounds = [r for i, text in enumerate(track(texts, "following")) for r in follow(proposer, i, text, budget)]
+    times = sorted(taken for taken, _, _ in rounds)
+    return Figures(
+        inserted_tokens=len(adds) * length,
+        kept_tokens=len(store),
+        kept_requests=store.requests,
+        bound_tokens=bound,
+        bytes_per_token=store.nbytes / len(store),
+        parts=store.parts,
+        add_median=statistics.median(adds),
+        add_highest=max(adds),
+        add_per_token=inline * 1e6 / (len(adds) * length),
+        background_per_token=(busy - inline) * 1e6 / (len(adds) * length),
+        draft_median=times[len(times) // 2],
+        draft_p99=times[len(times) * 99 // 100],
+        draft_highest=times[-1],
+        tokens_per_round=statistics.fmean(emitted for _, emitted, _ in rounds),
+        drafted_per_round=statistics.fmean(drafted for _, _, drafted in rounds),
+        peak_memory_mib=memory("VmHWM") / 2**20,
+    )
+
+
+def main(
+    tokens: Annotated[int, typer.Option(min=1000, help="Tokens to insert.")] = 10_000_000,
+    bound: Annotated[int, typer.Option(min=100, help="Tokens that the store may hold.")] = 8_000_000,
+    length: Annotated[int, typer.Option(min=60, help="Tokens of a request.")] = 500,
+    changed: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens that are changed.")] = 0.03,
+    follows: Annotated[int, typer.Option(min=1, help="Requests that are followed and timed.")] = 50,
+    budget: Annotated[int, typer.Option(min=1, help="Drafted tokens a round at most.")] = 16,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and figures here.")] = None,
+) -> None:
+    """Fill a suffix store and draft from it."""
+    figures = measure(tokens, bound, length, changed, follows, budget)
+    result = Table(box=box.MARKDOWN)
+    result.add_column("figure")
+    result.add_column("value", justify="right")
+    for name, value in asdict(figures).items():
+        result.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.2f}")
+    console = wide_console()
+    console.print(result)
+    facts = setting() | {"length": length, "changed": changed, "follows": follows, "budget": budget}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        text = json.dumps({"setting": facts, "figures": asdict(figures)}, indent=2)
+        json_file.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,83 @@
+"""``foretoken build-datastore``: tokenise files and sort them, for the retrieval method to draft from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PIECE = 1 << 20  # characters that are read and tokenised together; a document of more is several
+SUFFIXES = {".py", ".md", ".txt"}  # looked for in folders, as by ``foretoken train``
+
+
+def build_datastore(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    data: Annotated[list[Path], typer.Option(help="A text file, or a folder of .py, .md and .txt (repeatable).")],
+    model: Annotated[str | None, typer.Option(help="The target it is for: its tokenizer is used. [bundled]")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT whatever it holds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Build a datastore: then --speculative-config '{"method": "retrieval", "model": "OUT"}'."""
+    import json
+
+    from foretoken import zoo
+    from foretoken.models.checkpoint import load_tokenizer, resolve
+    from foretoken.propose.datastore import DatastoreWriter
+    from foretoken.train.files import PROVENANCE, atomic_directory, check_output, write_json
+    from foretoken.train.progress import Reporter
+
+    out, files = check_output(out, force), _files(data)
+    tokenizer = load_tokenizer(resolve(model) if model is not None else zoo.path("target"))
+    with atomic_directory(out) as folder, Reporter("build-datastore") as reporter:
+        writer = DatastoreWriter(folder, tokenizer)
+        size, done = sum(file.stat().st_size for file in files), 0
+        for texts in _batches(files):
+            # Not verbose: a document is longer than the model's positions, which deserves no warning here.
+            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                writer.add(ids)
+            done += sum(len(text.encode()) for text in texts)
+            reporter.update(min(1.0, done / max(1, size)), f"{writer.tokens / 1e6:.1f} M tokens")
+        writer.close()
+        write_json(folder / PROVENANCE, {"model": model or "bundled target", "data": data, "files": len(files)})
+    facts = {"path": str(out), "tokens": writer.tokens, "documents": writer.documents, "bytes": writer.nbytes}
+    text = f"{out}: {writer.tokens:,} tokens of {len(files):,} file(s), {writer.nbytes / 1e6:.1f} MB"
+    print(json.dumps(facts) if as_json else text)
+
+
+def _files(paths: list[Path]) -> list[Path]:
+    from foretoken.core.errors import InvalidRequest
+
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise InvalidRequest(f"no such file or folder: {path}; pass text files or folders of them")
+    if not found:
+        raise InvalidRequest("the folders hold no .py, .md or .txt file; name the files themselves")
+    return found
+
+
+def _batches(files: list[Path]) -> Iterator[list[str]]:
+    """Pieces of whole lines, in batches of some ``PIECE`` characters whatever the sizes of the files."""
+    from foretoken.core.errors import InvalidRequest
+
+    batch: list[str] = []
+    held = 0
+    for file in files:
+        try:
+            with file.open(encoding="utf-8", errors="ignore") as handle:
+                while lines := handle.readlines(PIECE):
+                    batch.append("".join(lines))
+                    held += len(batch[-1])
+                    if held >= PIECE:
+                        yield batch
+                        batch, held = [], 0
+        except OSError as error:
+            raise InvalidRequest(f"cannot read {file}: {error.strerror}; leave it out, or make it readable") from error
+    if batch:
+        yield batch

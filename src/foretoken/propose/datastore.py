@@ -1,0 +1,145 @@
+"""A folder of tokenised text, sorted once and mapped into memory: what retrieval drafts from.
+
+``datastore.json`` describes it; each shard has ``text-N.bin`` and ``order-N.bin``, see ``SortedText``. Shards bound the
+memory that building takes, whatever the size of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.propose.occurrences import BREAK, LIMIT, PAD, GrowingText, Ids, Occurrences, SortedText
+
+MANIFEST = "datastore.json"
+FORMAT = "foretoken-datastore-1"
+DEPTH = 32  # longest context that is told apart; REST matches 16
+SHARD_TOKENS = 1 << 24  # take some 700 MB while they are sorted
+_HINT = "build it again with foretoken build-datastore"
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Of what token ids mean: equal for two tokenizers iff their ids stand for the same strings."""
+    digest = hashlib.sha256()
+    for token, identifier in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{identifier} {token!r}\n".encode())
+    return digest.hexdigest()
+
+
+class DatastoreWriter:
+    """Fills ``folder`` with shards as documents come; ``close`` writes the manifest.
+
+    The folder is the caller's to create, and to throw away if anything fails.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder, self.shard_tokens = folder, shard_tokens
+        self.tokens = self.documents = self.nbytes = 0
+        self._fingerprint = fingerprint(tokenizer)
+        self._text = GrowingText()
+        self._shards: list[dict[str, int]] = []
+
+    def add(self, ids: Sequence[int]) -> None:
+        """One document; one larger than a shard is cut."""
+        if not ids:
+            return
+        self.documents += 1
+        self.tokens += len(ids)
+        for start in range(0, len(ids), self.shard_tokens):
+            self._text.extend([*ids[start : start + self.shard_tokens], BREAK])
+            if len(self._text) >= self.shard_tokens:
+                self._flush()
+
+    def close(self) -> None:
+        """Raises InvalidRequest if no token came."""
+        if len(self._text):
+            self._flush()
+        if not self._shards:
+            raise InvalidRequest("the files hold no text, so the datastore would be empty; pass files with text")
+        manifest = {
+            "format": FORMAT, "tokenizer": self._fingerprint, "depth": DEPTH, "tokens": self.tokens,
+            "documents": self.documents, "shards": self._shards,
+        }  # fmt: skip
+        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+    def _flush(self) -> None:
+        text = SortedText.build(self._text.tokens(), DEPTH)
+        for name, data in zip(_names(len(self._shards)), text.files, strict=True):
+            (self.folder / name).write_bytes(data)
+            self.nbytes += len(data)
+        self._shards.append({"tokens": len(text), "width": text.width})
+        self._text = GrowingText()
+
+
+class Datastore:
+    """An opened datastore. ``tokens``: in all its documents."""
+
+    def __init__(self, shards: Sequence[SortedText], tokens: int) -> None:
+        self.shards, self.tokens = tuple(shards), tokens
+
+    @classmethod
+    def open(cls, folder: str | Path, tokenizer: Any) -> Datastore:
+        """Maps the files; nothing is read yet.
+
+        Raises ModelLoadError for a folder that is no whole datastore, InvalidRequest for another tokenizer's.
+        """
+        folder = Path(folder).expanduser()
+        manifest = _manifest(folder)
+        if manifest["tokenizer"] != fingerprint(tokenizer):
+            raise InvalidRequest(
+                f"the datastore {folder} was built with another tokenizer than this target's: its token ids mean "
+                "other text; build one with foretoken build-datastore --model and this target"
+            )
+        shards = [
+            _shard(folder, number, int(shard["tokens"]), int(shard["width"]))
+            for number, shard in enumerate(manifest["shards"])
+        ]
+        return cls(shards, int(manifest["tokens"]))
+
+    def occurrences(self, tail: Ids, steps: int, limit: int = LIMIT) -> Iterable[Occurrences]:
+        """Of each shard, see ``Text``."""
+        return [shard.occurrences(tail[-DEPTH:], min(steps, PAD), limit) for shard in self.shards]
+
+
+def _names(number: int) -> tuple[str, str]:
+    return f"text-{number:05}.bin", f"order-{number:05}.bin"
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise ModelLoadError(f"{folder} is no datastore: it has no {MANIFEST}; {_HINT}")
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        known = manifest["format"] == FORMAT and manifest["shards"] and manifest["tokenizer"] and manifest["tokens"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"cannot read {file}: {error}; {_HINT}") from error
+    if not known:
+        raise ModelLoadError(f"{file} does not describe a datastore of format {FORMAT} with text in it; {_HINT}")
+    return manifest
+
+
+def _shard(folder: Path, number: int, tokens: int, width: int) -> SortedText:
+    text, order = (
+        _map(folder / name, size)
+        for name, size in zip(_names(number), ((tokens + PAD) * width, tokens * 4), strict=True)
+    )
+    return SortedText(text, np.frombuffer(order, "<i4").astype(np.int32, copy=False), width)
+
+
+def _map(file: Path, expected: int) -> mmap.mmap:
+    try:
+        with file.open("rb") as handle:
+            size = handle.seek(0, 2)
+            if size != expected:
+                raise ModelLoadError(f"{file} has {size} bytes and should have {expected}: it is not whole; {_HINT}")
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelLoadError(f"cannot map {file}: {error}; {_HINT}") from error

@@ -1,0 +1,62 @@
+"""The editing workload: whole programs before and after, and a target that writes what is dictated."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from foretoken.bench.editing import Dictated, editing_tasks
+from foretoken.bench.edits import EDITS
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context
+from foretoken.core.streams import Streams
+from foretoken.engine.loop import Engine
+from foretoken.models.toy import ToyModel
+from foretoken.propose.base import Proposer
+from foretoken.propose.lookup import Lookup
+from foretoken.propose.prediction import Prediction
+from foretoken.propose.suffix import Suffix
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.rename[0])
+def test_an_edit_is_a_rename_and_a_fix(edit):
+    old, new = edit.rename
+    assert edit.source.count(edit.fix[0]) == 1
+    assert 25 <= len(edit.source.splitlines()) <= 60
+    ast.parse(edit.source)
+    assert new not in {node.id for node in ast.walk(ast.parse(edit.source)) if isinstance(node, ast.Name)}
+    names = {node.id for node in ast.walk(ast.parse(edit.edited)) if isinstance(node, ast.Name)}
+    assert old not in names
+    assert edit.edited != edit.source.replace(old, new)
+
+
+class Length:
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def push(self, token: int) -> str | None:
+        self.room -= 1
+        return None if self.room else "length"
+
+
+def rounds(proposer: Proposer, tokenizer, temperature: float = 0.0) -> int:
+    """Passes over all tasks; every text must be the dictated one."""
+    engine = Engine(ToyModel(len(tokenizer), order=1), proposer, Fixed(16))
+    passes = 0
+    for number, task in enumerate(editing_tasks(tokenizer)[:3]):
+        law = Dictated(task.output).with_temperature(temperature)
+        prompt = list(task.prompt)
+        context = Context(number, prompt, len(prompt), law, Streams(0), prediction=tuple(task.reference))
+        engine.add(context, Length(len(task.output)))
+        while engine.busy:
+            passes += len(engine.step())
+        assert context.tokens[context.prompt_length :] == task.output
+    return passes
+
+
+def test_edits_are_mostly_drafted(tokenizer):
+    plain = sum(len(task.output) for task in editing_tasks(tokenizer)[:3])
+    assert rounds(Proposer(), tokenizer) == plain
+    for proposer, gain in ((Lookup(), 5), (Suffix(), 5), (Prediction(), 7)):
+        assert rounds(proposer, tokenizer) < plain / gain

@@ -1,0 +1,140 @@
+"""Following a reference text through edits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.law import PointMass
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.propose.prediction import METHOD, Follower, Prediction
+
+REFERENCE = tuple(range(10, 60))
+
+
+def context(reference, output=(), identifier=0) -> Context:
+    return Context(identifier, [1, 2, *output], 2, SamplingLaw(), Streams(0), prediction=tuple(reference))
+
+
+def accepted(draft: Draft, truth: list[int]) -> int:
+    node, count = -1, 0
+    while count < len(truth):
+        following = [i for i in draft.children[node + 1] if draft.ids[i] == truth[count]]
+        if not following:
+            break
+        node, count = following[0], count + 1
+    return count
+
+
+def rounds(reference, output, budget=16, proposer: Prediction | None = None) -> int:
+    """Passes until ``output`` is written, each with a draft of at most ``budget``."""
+    proposer, c, passes = proposer or Prediction(), context(reference), 0
+    while c.generated < len(output):
+        draft = proposer.propose([c], [budget])[0]
+        assert len(draft) <= budget
+        assert isinstance(draft.law, PointMass)
+        rest = list(output[c.generated :])
+        c.tokens.extend(rest[: accepted(draft, rest) + 1])
+        passes += 1
+    return passes
+
+
+def test_a_text_as_predicted():
+    draft = Prediction().propose([context(REFERENCE)], [16])[0]
+    assert draft.ids == REFERENCE[:16]
+    assert draft.is_chain
+    assert rounds(REFERENCE, REFERENCE) == 3
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        (*REFERENCE[:20], 99, *REFERENCE[21:]),  # one token replaced
+        (*REFERENCE[:20], 97, 98, 99, *REFERENCE[21:]),  # one by three
+        (*REFERENCE[:20], 99, *REFERENCE[23:]),  # three by one
+        (*REFERENCE[:20], *REFERENCE[26:]),  # some left out
+        (*REFERENCE[:20], 97, 98, 99, *REFERENCE[20:]),  # some put in
+        (90, 91, 92, 93, *REFERENCE),  # something said before
+        (*REFERENCE, 90, 91, 92),  # and after
+    ],
+)
+def test_an_edit_costs_few_rounds(output):
+    assert rounds(REFERENCE, output, 50) <= 6
+
+
+def test_a_rename_is_learnt_once():
+    body = [[20 + i, 5, 30 + i, 31 + i] for i in range(0, 60, 6)]
+    reference = [t for piece in body for t in piece]
+    renamed = [u for t in reference for u in ((7, 8) if t == 5 else (t,))]
+    learning = rounds(reference, renamed, 16)
+    assert learning <= 2 + len(renamed) // 17 + 2
+    assert learning < rounds(reference, renamed, 16, Prediction(METHOD.config(replay_edits=False))) - 3
+
+
+def test_a_replacement_that_does_not_come_again_is_dropped():
+    follower = Follower((1, 5, 2, 3, 5, 4, 6, 5, 8))
+    follower.follow([1, 7, 2, 3])
+    assert follower.guess(3).ids == (7, 4, 6)
+    follower.follow([5])
+    assert follower.guess(3).ids == (4, 6, 5)
+
+
+def test_moved_text_is_found_again():
+    output = (*REFERENCE[30:], *REFERENCE[:30])
+    assert rounds(REFERENCE, output, 50) <= 9
+
+
+def test_nothing_in_common_is_plain_decoding_after_a_while():
+    follower = Follower(REFERENCE)
+    follower.follow([200 + i for i in range(100)])
+    assert len(follower.guess(16)) == 0
+    follower.follow(REFERENCE[10:14])
+    assert follower.guess(3).ids == REFERENCE[14:17]
+
+
+def test_without_a_prediction_nothing_is_proposed():
+    proposer = Prediction()
+    drafts = proposer.propose([context(()), context(REFERENCE, identifier=1)], [4, 0])
+    assert drafts == [Draft.empty(), Draft.empty()]
+    proposer.forget(context(()))
+
+
+def test_sequences_that_sit_out_catch_up():
+    proposer, c = Prediction(), context(REFERENCE)
+    assert len(proposer.propose([c], [0])[0]) == 0
+    c.tokens.extend(REFERENCE[:9])
+    assert proposer.propose([c], [2])[0].ids == REFERENCE[9:11]
+    proposer.forget(c)
+    assert proposer.propose([c], [2])[0].ids == REFERENCE[9:11]
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40), st.integers(1, 20))
+def test_any_text_against_any_reference(reference, output, budget):
+    """Drafts are whole, and a follower that sees the text at once stands where one that sees it in pieces does."""
+    assert rounds(reference, output, budget) <= max(1, len(output)) or not output
+    at_once, in_pieces = Follower(tuple(reference)), Follower(tuple(reference))
+    at_once.follow(output)
+    for token in output:
+        in_pieces.follow([token])
+    assert at_once.guess(budget).ids == in_pieces.guess(budget).ids
+
+
+def test_long_references_stay_cheap():
+    words = random.Random(0)
+    reference = tuple(words.randrange(50) for _ in range(100_000))
+    follower = Follower(reference, replay=False)
+    follower.follow([words.randrange(50) for _ in range(500)])
+    follower.follow(reference[70_000:70_020])
+    assert follower.guess(8).ids == reference[70_020:70_028]
+
+
+def test_bad_keys_are_named():
+    with pytest.raises(InvalidRequest, match="replay_edits"):
+        METHOD.config(replay_edits=3)

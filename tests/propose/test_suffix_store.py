@@ -1,0 +1,91 @@
+"""The bound, what is searchable while parts are sorted, and that order of age survives merging."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foretoken.propose.occurrences import BREAK
+from foretoken.propose.suffix_store import SuffixStore
+
+
+def output(number: int, length: int = 40) -> list[int]:
+    """Tokens that no other output has."""
+    return list(range(number * 100, number * 100 + length))
+
+
+def finds(store: SuffixStore, tokens: list[int]) -> bool:
+    tail = np.array(tokens[:8], np.int32)
+    found = store.occurrences(tail, 4, least=8)
+    return bool(len(found.lengths)) and found.following[0].tolist() == tokens[8:12]
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_the_bound_holds_and_the_oldest_go(settled):
+    store = SuffixStore(24, max_tokens=4000, max_requests=10_000)
+    for number in range(400):
+        store.add(output(number))
+        assert len(store) <= 4000
+        if settled:
+            store.settle()
+        assert finds(store, output(number))
+    store.settle()
+    kept = [number for number in range(400) if finds(store, output(number))]
+    assert kept == list(range(400 - len(kept), 400))
+    assert len(kept) * 41 == len(store) > 4000 * 2 // 3
+    assert store.requests == len(kept)
+
+
+def test_bytes_per_token():
+    store = SuffixStore(24, max_tokens=100_000, max_requests=10_000)
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        store.add(rng.integers(0, 5000, 500).tolist())
+    store.settle()
+    assert store.nbytes / len(store) < 7
+    assert len(store) <= 100_000
+
+
+@pytest.mark.parametrize("bound", [1, 2, 7, 50])
+def test_the_bound_on_requests(bound):
+    store = SuffixStore(24, max_tokens=100_000, max_requests=bound)
+    for number in range(60):
+        store.add(output(number))
+        assert 1 <= store.requests <= bound
+    store.settle()
+    assert finds(store, output(59))
+
+
+def test_few_parts_however_many_outputs():
+    store = SuffixStore(24, max_tokens=1_000_000, max_requests=1_000_000)
+    store._fresh_tokens = 64
+    for number in range(2000):
+        store.add(output(number))
+    store.settle()
+    assert store.parts < 12
+    assert all(finds(store, output(number)) for number in range(0, 2000, 37))
+
+
+def test_an_output_beyond_the_bound_leaves_its_end():
+    store = SuffixStore(24, max_tokens=20, max_requests=5)
+    store.add(output(3, 90))
+    assert len(store) == 20
+    assert store._parts[0].text.tokens().tolist() == [*output(3, 90)[-19:], BREAK]
+
+
+@pytest.mark.parametrize("tokens, requests", [(0, 10), (1, 10), (100, 0)])
+def test_a_store_of_nothing(tokens, requests):
+    store = SuffixStore(24, tokens, requests)
+    store.add(output(1))
+    store.add([])
+    store.settle()
+    assert len(store) == 0
+    assert not finds(store, output(1))
+
+
+def test_short_contexts_are_left_out_beside_long_ones():
+    store = SuffixStore(24, 1000, 1000)
+    store.add([9, 9, 9, 9, 9, 5, 1])
+    store.add([5, 2])
+    assert store.occurrences(np.array([5], np.int32), 1).following[:, 0].tolist() == [2, 1]
+    assert store.occurrences(np.array([9, 9, 9, 5], np.int32), 1).lengths.tolist() == [4, 1]
