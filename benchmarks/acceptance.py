@@ -1,0 +1,244 @@
+"""Mean acceptance length of every way to propose, at equal rows of the target: chains and trees of 4, 8 and 16 nodes.
+
+    python benchmarks/acceptance.py --prompts humaneval.jsonl --json acceptance.json
+
+Two kinds of text that neither the bundled target nor its draft has seen: the prompts of --prompts, and cuts of the
+standard library's held-out files. Tokens over passes of the target, the prompt's own included; end-of-text ignored.
+At temperature 0 every text must be that of plain decoding. What learns begins anew for every cell.
+Heads that are not there, and methods that need files (--datastore, --other-draft), are left out in one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from foretoken import zoo
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context
+from foretoken.core.errors import ForetokenError
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.engine.loop import Engine
+from foretoken.engine.sequence import Counts
+from foretoken.models.base import Model
+from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.speculation import Builder, SpeculativeConfig
+from foretoken.train.data import standard_library
+
+Prompts = list[list[int]]  # token ids
+SYSTEMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("draft model, chain", {"method": "draft_model"}),
+    ("draft model, top-k tree", {"method": "draft_model", "tree": "top_k"}),
+    ("draft model, drawn tree", {"method": "draft_model", "tree": "sampled"}),
+    ("draft model, top and one drawn", {"method": "draft_model", "tree": "greedy_multi"}),
+    ("EAGLE-3, chain", {"method": "eagle3", "top_k": 1}),
+    ("EAGLE-3, tree", {"method": "eagle3"}),
+    ("Medusa, chain", {"method": "medusa", "top_k": 1}),
+    ("Medusa, tree", {"method": "medusa"}),
+    ("blockwise, chain", {"method": "blockwise", "top_k": 1}),
+    ("blockwise, tree", {"method": "blockwise", "top_k": 8}),
+    ("early exit, chain", {"method": "early_exit"}),
+    ("early exit, tree", {"method": "early_exit", "tree": "top_k"}),
+    ("other tokenizer, chain", {"method": "vocabulary"}),
+    ("other tokenizer, tree", {"method": "vocabulary", "algorithm": "tli", "tree": "top_k"}),
+    ("prompt lookup, chain", {"method": "ngram"}),
+    ("suffix, chain", {"method": "suffix", "top_k": 1}),
+    ("suffix, tree", {"method": "suffix"}),
+    ("recycling, chain", {"method": "recycling", "top_k": 1}),
+    ("recycling, tree", {"method": "recycling"}),
+    ("retrieval, chain", {"method": "retrieval", "top_k": 1}),
+    ("retrieval, tree", {"method": "retrieval"}),
+    ("suffix and recycling, mixed", {"method": "mixture"}),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system, asked for drafts of at most ``nodes`` nodes. accepted_per_position: accepted drafts by depth."""
+
+    system: str
+    config: dict[str, Any]
+    nodes: int
+    text: str
+    temperature: float
+    tokens: int
+    passes: int
+    drafts: int
+    drafted: int
+    accepted: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per pass of the target; passes without a draft count too."""
+        return self.tokens / self.passes
+
+
+@dataclass
+class Length:
+    """Stops after so many tokens."""
+
+    room: int
+
+    def push(self, token: int) -> str | None:
+        self.room -= 1
+        return None if self.room else "length"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all cells share."""
+
+    builder: Builder
+    tokens: int
+    batch: int
+
+    def measure(self, name: str, config: dict[str, Any], nodes: int, text: str, prompts: Prompts, temperature: float
+    ) -> tuple[Cell, Prompts]:  # fmt: skip
+        """-> the cell, and the texts"""
+        speculative = SpeculativeConfig.of(config)
+        proposer = self.builder.build(speculative)
+        engine = Engine(self.builder.target, proposer, Fixed(nodes), max_sequences=self.batch)
+        law, counts = SamplingLaw(temperature=temperature), Counts()
+        contexts = [Context(i, list(ids), len(ids), law, Streams(i)) for i, ids in enumerate(prompts)]
+        for context in contexts:
+            engine.add(context, Length(self.tokens))  # type: ignore[arg-type]
+        while engine.busy:
+            for step in engine.step():
+                counts.add(step)
+        stats = counts.freeze()
+        cell = Cell(name, config, nodes, text, temperature, stats.tokens, stats.rounds, stats.drafts, stats.drafted,
+                    stats.accepted, stats.accepted_per_position)  # fmt: skip
+        return cell, [context.tokens[context.prompt_length :] for context in contexts]
+
+
+def cuts(texts: Sequence[str], tokenizer: Any, count: int, length: int, room: int) -> Prompts:
+    """``count`` stretches of ``length`` tokens from anywhere in the files, always the same ones."""
+    # The tokenizer beneath: a whole file is longer than the model's positions, which is no reason for a warning.
+    streams = [tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    streams = [ids for ids in streams if len(ids) > length + room]
+    rng = np.random.default_rng(0)
+    found = []
+    for i in range(count):
+        ids = streams[i % len(streams)]
+        at = int(rng.integers(0, len(ids) - length - room))
+        found.append(list(ids[at : at + length]))
+    return found
+
+
+def systems(given: Sequence[str], draft: str, other_draft: str | None, datastore: str | None
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """By name, with the files they need."""
+    models = {"draft_model": draft, "vocabulary": other_draft, "retrieval": datastore}
+    for name, config in [(text, json.loads(text)) for text in given] or SYSTEMS:
+        model = models.get(config["method"])
+        if config["method"] not in models or "model" in config:
+            yield name, config
+        elif model is not None:
+            yield name, config | {"model": model}
+
+
+def table(cells: Sequence[Cell], nodes: Sequence[int], temperatures: Sequence[float], texts: Sequence[str]) -> Table:
+    """A line for each system; columns by text, temperature and nodes."""
+    result = Table(box=box.MARKDOWN)
+    result.add_column("tokens per pass")
+    columns = [(text, temperature, n) for text in texts for temperature in temperatures for n in nodes]
+    for text, temperature, n in columns:
+        result.add_column(f"{text} T={temperature:g} n={n}", justify="right")
+    found = {(c.system, c.text, c.temperature, c.nodes): c for c in cells}
+    for name in dict.fromkeys(cell.system for cell in cells):
+        line = [found.get((name, *column)) for column in columns]
+        result.add_row(name, *(f"{cell.mean_acceptance_length:.2f}" if cell else "" for cell in line))
+    return result
+
+
+def all_cells(
+    bench: Bench,
+    wanted: Sequence[tuple[str, dict[str, Any]]],
+    texts: dict[str, Prompts],
+    nodes: Sequence[int],
+    temperatures: Sequence[float],
+    console: Console,
+) -> Iterator[Cell]:
+    """Raises RuntimeError where greedy text is not plain decoding's."""
+    plain = {text: bench.measure("plain", {"method": "none"}, 0, text, prompts, 0.0)[1]
+             for text, prompts in texts.items() if 0.0 in temperatures}  # fmt: skip
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(wanted) * len(texts) * len(nodes) * len(temperatures))
+        for name, config in wanted:
+            progress.update(bar, description=name)
+            try:
+                bench.builder.build(SpeculativeConfig.of(config))
+            except (ForetokenError, ModuleNotFoundError, NotImplementedError) as error:
+                console.print(f"{name}: left out, {error}", style="yellow")
+                progress.advance(bar, len(texts) * len(nodes) * len(temperatures))
+                continue
+            for text, prompts in texts.items():
+                for temperature in temperatures:
+                    for n in nodes:
+                        cell, written = bench.measure(name, config, n, text, prompts, temperature)
+                        if temperature == 0.0 and bench.builder.target.rows_independent and written != plain[text]:
+                            raise RuntimeError(f"{name} at {n} nodes changed the greedy text of {text}")
+                        progress.advance(bar)
+                        yield cell
+
+
+def main(
+    target: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
+    other_draft: Annotated[Path | None, typer.Option(help="A draft with a tokenizer of its own.")] = None,
+    datastore: Annotated[Path | None, typer.Option(help="Of foretoken build-datastore.")] = None,
+    config: Annotated[list[str], typer.Option(help="Speculative configurations as JSON instead of all methods.")] = [],
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each; default: our own few.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each completion.")] = 128,
+    nodes: Annotated[list[int], typer.Option(min=1, help="Of a draft; may be repeated.")] = [4, 8, 16],
+    temperature: Annotated[list[float], typer.Option(min=0.0, help="May be repeated.")] = [0.0, 1.0],
+    batch: Annotated[int, typer.Option(min=1)] = 8,
+    dtype: Annotated[str, typer.Option(help="Of all models.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+) -> None:
+    """Tokens per pass of the target: systems by text, temperature and nodes of a draft."""
+    torch.set_num_threads(cores())
+    path = target or zoo.path("target")
+    tokenizer = load_tokenizer(path)
+
+    def load(other: str | Path) -> Model:
+        return load_model(Path(other), dtype=dtype, max_length=4096)
+
+    bench = Bench(Builder(load(path), tokenizer, path, load), tokens, batch)
+    texts: dict[str, Prompts] = {
+        "prompts": [
+            tokenizer.encode(text, add_special_tokens=False)
+            for text in (load_prompts(prompts, count) if prompts else FUNCTIONS[:count])
+        ],
+        "library": cuts(standard_library().held_out, tokenizer, count, 128, tokens),
+    }
+    files = [str(file) if file else None for file in (other_draft, datastore)]
+    wanted = list(systems(config, str(draft or zoo.path("draft")), *files))
+    console = wide_console()
+    cells = list(all_cells(bench, wanted, texts, nodes, temperature, console))
+    console.print(table(cells, nodes, temperature, list(texts)))
+    facts = setting() | {"target": path.name, "count": count, "tokens": tokens, "batch": batch, "dtype": dtype}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        rows = [asdict(cell) | {"mean_acceptance_length": cell.mean_acceptance_length} for cell in cells]
+        json_file.write_text(json.dumps({"setting": facts, "cells": rows}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,275 @@
+"""A mixed stream of requests, greedy, one at a time: the mixture beside each of its members alone.
+
+    python benchmarks/mixture.py --json mixture.json
+
+Three parts, their requests in turn. completion: functions to complete, as the target writes on. editing: a function,
+then the same with a rename and a fix (``bench/editing.py``), with the old one as the client's prediction. repetition:
+one pattern again and again with other words in it. The bundled target completes and does not take orders, so in the
+last two parts the wanted text is dictated: in the target's rows its token is made the likeliest. Passes cost what they
+cost, and no draft is told.
+
+Every request goes through all systems, each time in another order; figures are tokens over seconds, summed over a part.
+Systems keep what they learn from request to request, and all begin with nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from foretoken import zoo
+from foretoken.bench.editing import editing_tasks
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.engine.loop import Engine
+from foretoken.models.base import Handle, Model, Scores
+from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.speculation import Builder, SpeculativeConfig
+from foretoken.train.scale_up import scaled
+
+PARTS = ("completion", "editing", "repetition")
+WORDS = (
+    "north",
+    "east",
+    "south",
+    "west",
+    "red",
+    "green",
+    "blue",
+    "black",
+    "apple",
+    "pear",
+    "plum",
+    "fig",
+    "iron",
+    "tin",
+    "zinc",
+    "lead",
+)
+PATTERNS = (
+    "    assert parse('{0}: {1}') == ('{0}', '{1}')\n",
+    "    {{'name': '{0}', 'colour': '{1}', 'size': {2}}},\n",
+    "register('{0}', handler=on_{0}, fallback=on_{1}, timeout={2})\n",
+    "INSERT INTO items (name, origin, amount) VALUES ('{0}', '{1}', {2});\n",
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Token ids. output: the text to come out, None where the target writes as it likes."""
+
+    part: str
+    prompt: list[int]
+    tokens: int
+    output: list[int] | None = None
+    prediction: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system on one part. tokens_per_pass: emitted tokens over passes of the target."""
+
+    system: str
+    part: str
+    tokens: int
+    passes: int
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Dictation(Model):
+    """A target that can be told what to write: at each place of the text the wanted token is made the likeliest.
+
+    ``wanted`` is the output that follows a prompt of ``after`` tokens; None leaves every row as it is.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.wanted: Sequence[int] | None = None
+        self.after = 0
+        self.vocab_size, self.max_length = model.vocab_size, model.max_length
+        self.num_layers, self.hidden_size = model.num_layers, model.hidden_size
+        self.device, self.dtype, self.rows_independent = model.device, model.dtype, model.rows_independent
+
+    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        scores = self._model.score(handles, drafts, taps)
+        if self.wanted is not None:
+            for handle, draft, score in zip(handles, drafts, scores, strict=True):
+                self._dictate(len(handle.tokens) - self.after, draft, score.logits)
+        return scores
+
+    def _dictate(self, written: int, draft: Draft, logits: Tensor) -> None:
+        assert self.wanted is not None and logits.shape[0] == len(draft) + 1
+        for row, depth in enumerate((0, *draft.depths)):
+            if written + depth < len(self.wanted):
+                logits[row, self.wanted[written + depth]] = logits[row].max() + 1.0
+
+    def open(self, prompt: Sequence[int]) -> Handle:
+        return self._model.open(prompt)
+
+    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        self._model.commit(handles, tokens)
+
+    def close(self, handle: Handle) -> None:
+        self._model.close(handle)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        return self._model.unembed(hidden)
+
+
+@dataclass
+class Length:
+    """Stops after so many tokens."""
+
+    room: int
+
+    def push(self, token: int) -> str | None:
+        self.room -= 1
+        return None if self.room else "length"
+
+
+def tasks(tokenizer: Any, prompts: Sequence[str], count: int, tokens: int) -> Iterator[Task]:
+    """``count`` requests of each part, the parts in turn."""
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    completion = [Task("completion", ids(prompt), tokens) for prompt in prompts[:count]]
+    editing = [
+        Task("editing", task.prompt, len(task.output), task.output, tuple(task.reference))
+        for task in editing_tasks(tokenizer)[:count]
+    ]
+    repetition = []
+    for i in range(count):
+        lines = [pattern_line(i, line) for line in range(18)]
+        output = ids("".join(lines[2:]))
+        repetition.append(Task("repetition", ids("".join(lines[:2])), len(output), output))
+    for turn in zip_longest(completion, editing, repetition):
+        yield from (task for task in turn if task is not None)
+
+
+def pattern_line(task: int, line: int) -> str:
+    at = task * 7 + line * 5
+    return PATTERNS[task % len(PATTERNS)].format(WORDS[at % 16], WORDS[(at * 3 + line) % 16], at * 37 % 91)
+
+
+def run(engine: Engine, task: Task, identifier: int) -> tuple[list[int], int, float]:
+    """-> tokens, passes, seconds"""
+    target = engine.target
+    assert isinstance(target, Dictation)
+    target.wanted, target.after = task.output, len(task.prompt)
+    law, prompt = SamplingLaw(temperature=0.0), list(task.prompt)
+    context = Context(identifier, prompt, len(prompt), law, Streams(0), prediction=task.prediction)
+    engine.add(context, Length(task.tokens))  # type: ignore[arg-type]
+    passes, started = 0, time.perf_counter()
+    while engine.busy:
+        engine.step()
+        passes += 1
+    seconds = time.perf_counter() - started
+    engine.take(identifier)
+    return context.tokens[context.prompt_length :], passes, seconds
+
+
+def compare(engines: Mapping[str, Engine], stream: Sequence[Task], repeats: int) -> list[Cell]:
+    """Every task through every engine. Raises RuntimeError where two texts differ."""
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    names = list(engines)
+    turns = [(repeat, i) for repeat in range(repeats) for i in range(len(stream))]
+    for at, (_, i) in enumerate(track(turns, description="requests", transient=True)):
+        texts = []
+        for name in names[at % len(names) :] + names[: at % len(names)]:
+            text, passes, seconds = run(engines[name], stream[i], at)
+            texts.append(text)
+            for part in (stream[i].part, "stream"):
+                sums[name, part] = [a + b for a, b in zip(sums[name, part], (len(text), passes, seconds), strict=True)]
+        if any(text != texts[0] for text in texts):
+            raise RuntimeError(f"two systems wrote different texts in request {i} ({stream[i].part}): one is not exact")
+    return [Cell(name, part, int(n), int(p), s) for (name, part), (n, p, s) in sums.items()]
+
+
+def table(cells: Sequence[Cell], names: Sequence[str]) -> Table:
+    """Tokens per second, against plain decoding, and in brackets tokens a pass; the best single system has a star."""
+    found = {(c.system, c.part): c for c in cells}
+    result = Table(box=box.MARKDOWN)
+    result.add_column("system")
+    columns = (*PARTS, "stream")
+    for column in columns:
+        result.add_column(column, justify="right")
+    singles = [name for name in names if name != "mixture"]
+    best = {part: max(singles, key=lambda name, part=part: found[name, part].speed) for part in columns}
+    for name in names:
+        line = []
+        for part in columns:
+            cell, plain = found[name, part], found["none", part]
+            star = "*" if best[part] == name else ""
+            line.append(f"{cell.speed / plain.speed:.2f}x{star} ({cell.tokens / cell.passes:.2f})")
+        result.add_row(name, *line)
+    result.add_row("mixture / best", *(f"{found['mixture', p].speed / found[best[p], p].speed:.3f}" for p in columns))
+    return result
+
+
+def main(
+    target: Annotated[Path | None, typer.Option(help="Default: the bundled one, widened to 0.7 B.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Of the draft model; default: the bundled one.")] = None,
+    member: Annotated[list[str], typer.Option(help="A member as JSON; may be repeated.")] = [
+        '{"method": "suffix"}', '{"method": "prediction"}', '{"method": "recycling"}', '{"method": "ngram"}',
+        '{"method": "draft_model", "num_speculative_tokens": 6}',
+    ],
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each, for completion.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Requests of each part.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1)] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+) -> None:  # fmt: skip
+    """Tokens per second of the mixture and of each member alone, on each part and on the whole stream."""
+    torch.set_num_threads(cores())
+    path = target or scaled()
+    tokenizer = load_tokenizer(path)
+    model = Dictation(load_model(path, max_length=4096))
+    builder = Builder(model, tokenizer, path, lambda other: load_model(Path(other), max_length=4096))
+    members = [json.loads(text) for text in member]
+    for one in members:
+        if one["method"] == "draft_model":
+            one.setdefault("model", str(draft or zoo.path("draft")))
+    configs = {"none": {"method": "none"}} | {one["method"]: one for one in members}
+    configs["mixture"] = {"method": "mixture", "members": members}
+    engines: dict[str, Engine] = {}
+    for name, config in configs.items():
+        own = {key: value for key, value in config.items() if key != "cost"}
+        speculative = SpeculativeConfig.of(own)
+        engines[name] = Engine(model, builder.build(speculative), Fixed(speculative.tokens))
+    texts = load_prompts(prompts) if prompts else list(FUNCTIONS)
+    stream = list(tasks(tokenizer, texts, count, tokens))
+    cells = compare(engines, stream, repeats)
+    console = wide_console()
+    console.print(table(cells, list(engines)))
+    facts = setting() | {"target": path.name, "count": count, "tokens": tokens, "repeats": repeats}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        rows = [asdict(cell) | {"tokens_per_second": cell.speed} for cell in cells]
+        json_file.write_text(json.dumps({"setting": facts, "cells": rows}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,219 @@
+"""Tokenizers as bytes: what every id spells, how bytes are cut into ids, and one text followed in two vocabularies."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from foretoken.core.errors import InvalidRequest
+
+_SPACE = "▁"  # sentencepiece's
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_INVALID = re.compile("([\udc80-\udcff]+)")  # bytes that are no UTF-8, as "surrogateescape" decodes them
+_BLANK = (b" ", b"\n", b"\t", b"\r")
+
+
+class Pieces:
+    """What a tokenizer's ids spell, and the same tokenizer without its manners: it adds no space and no special token.
+
+    spelled: bytes by id; None for special tokens and for ids that mean nothing.
+    ids: the id of each spelling; the lowest, but a whole character rather than sentencepiece's byte.
+    specials: contents of special tokens by id; ``special_ids`` the other way round.
+    lead: ids that the tokenizer puts before every text (BOS).
+    spaced: whether it puts a space before every text (sentencepiece).
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise InvalidRequest(
+                f"{type(tokenizer).__name__} has no tokenizer.json behind it, and its tokens cannot be read without; "
+                "convert it with transformers' fast tokenizers"
+            )
+        state = json.loads(backend.to_str())
+        kinds = {part["type"] for part in _parts(state["decoder"])}
+        self._byte_level = "ByteLevel" in kinds
+        if not self._byte_level and not kinds & {"Metaspace", "ByteFallback"}:
+            raise InvalidRequest(
+                f"the text of this tokenizer's tokens cannot be told (decoder: {', '.join(sorted(kinds)) or 'none'}); "
+                "byte-level BPE and sentencepiece tokenizers are supported"
+            )
+        self.spaced = _tamed(state)
+        self._encoder = Tokenizer.from_str(json.dumps(state))
+        self._encoder.encode_special_tokens = True  # a text that spells a special token is still a text
+        self.spelled, self.specials = _spelled(backend, self._byte_level)
+        self.special_ids = {content: token for token, content in self.specials.items()}
+        self.ids: dict[bytes, int] = {}
+        for token in sorted(
+            range(len(self.spelled)), key=lambda i: _BYTE.fullmatch(backend.id_to_token(i) or "") is not None
+        ):
+            if piece := self.spelled[token]:
+                self.ids.setdefault(piece, token)
+        self.lead = tuple(token for token in tokenizer("")["input_ids"] if token in self.specials)
+        end = getattr(tokenizer, "eos_token_id", None)
+        self.blank = self.lead[-1] if self.lead else end if end is not None else 0  # stands for no text at all
+
+    def encode(self, text: bytes) -> list[int]:
+        """Ids that spell ``text``, which may begin or end within a character; bytes without a token are left out."""
+        found: list[int] = []
+        for at, part in enumerate(_INVALID.split(text.decode("utf-8", "surrogateescape"))):
+            if at % 2 == 0:
+                found += self._encoder.encode(part, add_special_tokens=False).ids if part else []
+                continue
+            data = part.encode("utf-8", "surrogateescape")
+            if self._byte_level:
+                found += [token.id for token in self._encoder.model.tokenize("".join(_ALPHABET[b] for b in data))]
+            else:
+                found += [self.ids[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self.ids]
+        return found
+
+    def piece(self, token: int) -> bytes | None:
+        """What ``token`` spells, None for special and unknown ids."""
+        return self.spelled[token] if token < len(self.spelled) else None
+
+    def spell(self, ids: Sequence[int]) -> bytes:
+        """The bytes of ``ids``; special tokens spell nothing."""
+        return b"".join(self.piece(token) or b"" for token in ids)
+
+
+class Script:
+    """A text given as tokens of ``source``, kept as ids of ``own``: its other spelling, grown as the text grows.
+
+    Only the end is cut into tokens again when text is added, from a token that begins a word on; so the cost of a token
+    does not depend on the length of the text. Special tokens map to those of the same content, or are left out.
+    """
+
+    _KEPT = 16  # ids at the end that may still be cut otherwise
+
+    def __init__(self, source: Pieces, own: Pieces, tokens: Sequence[int]) -> None:
+        self.source, self.own = source, own
+        self.ids = list(own.lead)
+        self._settled = len(self.ids)  # ids before this stay
+        self._tail = b""  # what the others spell
+        self._begun = False
+        self._read, self._gone = 0, 0  # tokens of source read; ids forgotten
+        self.extend(tokens)
+
+    @property
+    def rate(self) -> float:
+        """Ids for each token of ``source`` so far."""
+        return (len(self.ids) + self._gone) / max(1, self._read)
+
+    def extend(self, tokens: Sequence[int]) -> int:
+        """Add tokens of ``source``. -> the index from which on ``ids`` may have changed"""
+        start = self._settled
+        self._read += len(tokens)
+        for token in tokens:
+            piece = self.source.piece(token)
+            if piece is None:
+                self._special(token)
+            else:
+                self._tail += piece if self._begun else self._first(piece)
+                self._begun = True
+        self._cut()
+        return min(start, len(self.ids))
+
+    def shorten(self, count: int) -> None:
+        """Forget all but the last ``count`` ids and what every text begins with."""
+        lead = list(self.own.lead)
+        gone = max(0, len(self.ids) - len(lead) - count)
+        self.ids = lead + self.ids[len(lead) + gone :]
+        self._gone += gone
+        self._settled = max(len(lead), self._settled - gone)
+        self._tail = self.own.spell(self.ids[self._settled :])
+
+    def _first(self, piece: bytes) -> bytes:
+        if self.source.spaced:
+            piece = piece.removeprefix(b" ")
+        return b" " + piece if self.own.spaced else piece
+
+    def _special(self, token: int) -> None:
+        self.ids[self._settled :] = self.own.encode(self._tail)
+        self._tail = b""
+        twin = self.own.special_ids.get(self.source.specials.get(token, ""))
+        if twin is not None and not (tuple(self.ids) == self.own.lead and self.ids[-1:] == [twin]):
+            self.ids.append(twin)
+        self._settled = len(self.ids)
+
+    def _cut(self) -> None:
+        """Spell the tail, and settle what no further text is likely to change."""
+        self.ids[self._settled :] = self.own.encode(self._tail)
+        if not self.ids:
+            self.ids, self._settled = [self.own.blank], 1
+        if len(self.ids) - self._settled <= 2 * self._KEPT:
+            return
+        latest = len(self.ids) - self._KEPT
+        words = (i for i in range(latest, max(self._settled, latest - 2 * self._KEPT), -1) if self._begins_word(i))
+        cut = next(words, latest)
+        before = self.own.spell(self.ids[self._settled : cut])
+        # A tokenizer that normalises spells another text: then the end is left as it is.
+        self._settled, self._tail = (
+            (cut, self._tail[len(before) :]) if self._tail.startswith(before) else (len(self.ids), b"")
+        )
+
+    def _begins_word(self, index: int) -> bool:
+        here, before = (self.own.piece(self.ids[i]) or b"" for i in (index, index - 1))
+        return here.startswith(_BLANK) and not before.endswith(_BLANK)
+
+
+def _alphabet() -> list[str]:
+    """Byte-level BPE's character for each byte: itself where it is printable, else the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(b if b in printable else next(others)) for b in range(256)]
+
+
+_ALPHABET = _alphabet()
+_BYTES = {character: byte for byte, character in enumerate(_ALPHABET)}
+
+
+def _parts(part: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """A component of a tokenizer's state, those of a sequence one by one."""
+    if part is None:
+        return
+    if part["type"] != "Sequence":
+        yield dict(part)
+        return
+    for key in ("decoders", "normalizers", "pretokenizers"):
+        for inner in part.get(key, ()):
+            yield from _parts(inner)
+
+
+def _tamed(state: dict[str, Any]) -> bool:
+    """Take from a tokenizer's state, in place, what adds to a text. -> whether it put a space before every text"""
+    spaced = False
+    normalizers, cutters = list(_parts(state["normalizer"])), list(_parts(state["pre_tokenizer"]))
+    for cutter in cutters:
+        if cutter["type"] == "Metaspace":
+            spaced |= cutter.get("prepend_scheme", "always") != "never"
+            cutter["prepend_scheme"] = "never"
+        elif cutter["type"] == "ByteLevel":
+            spaced |= bool(cutter.get("add_prefix_space"))
+            cutter["add_prefix_space"] = False
+    spaced |= any(n["type"] == "Prepend" for n in normalizers)
+    kept = [n for n in normalizers if n["type"] != "Prepend"]
+    state["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cutters} if cutters else None
+    state.update(post_processor=None, truncation=None, padding=None)
+    return spaced
+
+
+def _spelled(backend: Tokenizer, byte_level: bool) -> tuple[list[bytes | None], dict[int, str]]:
+    """Bytes by id, and the special tokens."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder()
+    spelled: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
+    for token, index in vocabulary.items():
+        if index in added:
+            spelled[index] = None if added[index].special else added[index].content.encode()
+        elif byte_level:
+            known = all(character in _BYTES for character in token)
+            spelled[index] = bytes(_BYTES[character] for character in token) if known else None
+        else:
+            match = _BYTE.fullmatch(token)
+            spelled[index] = bytes([int(match[1], 16)]) if match else token.replace(_SPACE, " ").encode()
+    return spelled, {index: token.content for index, token in added.items() if token.special}

@@ -1,0 +1,233 @@
+"""Token recycling (2408.08696): what the target thought likely after a token is guessed again after the same token.
+
+Every row that the target scores names the likeliest successors of its token. They stay in one table [V, top_k] for all
+requests, and a draft is a tree read out of it: 2 MB for 65,536 tokens, and no model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
+from foretoken.core.step import Step
+from foretoken.propose.base import Method, Observation, Proposer, Workshop
+
+_NONE = -1  # no successor known
+_TENSOR = "successors"  # its name in a saved table
+_FOLD = 32  # rows of a large vocabulary are folded into so many before their tops are sought
+_LARGE = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class RecyclingConfig:
+    """top_k: successors kept for each token. num_steps: greatest depth of a draft."""
+
+    top_k: int = 8
+    num_steps: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "num_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidRequest(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+class Ranks:
+    """How often the successor of each rank came true, over every token that was emitted: nothing is censored.
+
+    Starts from a power law worth ``_PRIOR`` tokens, and forgets, so that it follows the text.
+    """
+
+    _PRIOR, _MEMORY = 32.0, 2000.0
+
+    def __init__(self, width: int) -> None:
+        prior = 0.5 / np.arange(1.0, width + 1.0) ** 1.5
+        self._hits = prior * self._PRIOR
+        self._trials = self._PRIOR
+        self._order: list[tuple[int, float]] | None = None
+
+    def add(self, rank: int | None) -> None:
+        """One emitted token: its rank in the row of the token before it, None if it was not there."""
+        if self._trials >= self._MEMORY:
+            self._hits *= 0.5
+            self._trials *= 0.5
+        self._trials += 1.0
+        if rank is not None:
+            self._hits[rank] += 1.0
+        self._order = None
+
+    @property
+    def order(self) -> list[tuple[int, float]]:
+        """(rank, probability), the likeliest first."""
+        if self._order is None:
+            rates = self._hits / self._trials
+            self._order = [(int(rank), float(rates[rank])) for rank in np.argsort(-rates, kind="stable")]
+        return self._order
+
+
+class Recycling(Proposer):
+    """Fixed candidates, verified by the walk: the nodes whose ranks most often came true, parents before children.
+
+    A node's weight is the product of its ranks' rates down from the root; the ``budget`` heaviest are drafted, which
+    is the best tree for these rates (E[accepted] is the sum of its weights). Rates are learned from all requests,
+    apart for greedy and for drawn ones.
+    """
+
+    name = "recycling"
+
+    def __init__(
+        self, vocab_size: int, config: RecyclingConfig | None = None, table: NDArray[np.int32] | None = None
+    ) -> None:
+        self.config = config or RecyclingConfig()
+        self.table = np.full((vocab_size, self.config.top_k), _NONE, dtype=np.int32)  # [V, top_k], likeliest first
+        if table is not None:
+            width = min(self.config.top_k, table.shape[1])
+            self.table[:, :width] = table[:, :width]
+        self.ranks = {greedy: Ranks(self.config.top_k) for greedy in (True, False)}
+        self._seen: set[int] = set()
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
+
+    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
+        found = torch.cat([top(o.scores.logits, self.config.top_k) for o in observations]).tolist()  # [rows, k]
+        for context, observation in zip(contexts, observations, strict=True):
+            rows = len(observation.step.draft) + 1
+            self._learn(context, observation.step, found[:rows])
+            del found[:rows]
+
+    def forget(self, context: Context) -> None:
+        self._seen.discard(context.id)
+
+    def save(self, path: Path) -> None:
+        """Write the table as safetensors; "model" in the configuration starts from it. Raises WriteError."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            save_file({_TENSOR: self.table}, partial)
+            os.replace(partial, path)
+        except (OSError, SafetensorError) as error:
+            raise WriteError(f"cannot write {path}: {error}; free some space or choose another folder") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _draft(self, context: Context, budget: int) -> Draft:
+        if context.id not in self._seen:
+            self._seen.add(context.id)
+            self._read(context.tokens)
+        tokens, parents, weights = self._tree(context.tokens[-1], budget, self.ranks[context.law.greedy].order)
+        if not tokens:
+            return Draft.empty()
+        return Draft(torch.tensor(tokens), tuple(parents), scores=torch.tensor(weights).log())
+
+    def _tree(
+        self, root: int, budget: int, rates: Sequence[tuple[int, float]]
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Best first: each node that is taken brings its next sibling and its first child into question."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        weights: list[float] = []
+        serial = count()  # equal weights: the older question first
+        heap: list[tuple[float, int, int, int, list[int], int, float]] = []
+
+        def ask(parent: int, depth: int, row: list[int], place: int, base: float) -> None:
+            for at in range(place, len(rates)):
+                rank, rate = rates[at]
+                if row[rank] != _NONE:
+                    heappush(heap, (-base * rate, next(serial), parent, depth, row, at, base))
+                    return
+
+        ask(-1, 1, self.table[root].tolist(), 0, 1.0)
+        while heap and len(tokens) < budget:
+            negative, _, parent, depth, row, place, base = heappop(heap)
+            token = row[rates[place][0]]
+            tokens.append(token)
+            parents.append(parent)
+            weights.append(-negative)
+            ask(parent, depth, row, place + 1, base)
+            if depth < self.config.num_steps:
+                ask(len(tokens) - 1, depth + 1, self.table[token].tolist(), 0, -negative)
+        return tokens, parents, weights
+
+    def _read(self, prompt: Sequence[int]) -> None:
+        """A prompt's own successions, for tokens of which nothing is known yet: its rows have no logits."""
+        text = np.asarray(prompt)
+        unknown = self.table[text[:-1], 0] == _NONE
+        self.table[text[:-1][unknown], 0] = text[1:][unknown]
+
+    def _learn(self, context: Context, step: Step, rows: Sequence[list[int]]) -> None:
+        """The rates, then the rows. rows: the likeliest tokens at the root and at every node of the draft.
+
+        A row of the emitted text replaces what was known, with the token that was emitted in front. One of a rejected
+        node comes from a text that nobody wrote: it serves only where nothing better is known (measured: tokens a pass
+        1.80 at temperature 0, 1.64 if it replaced rows too).
+        """
+        ranks = self.ranks[context.law.greedy]
+        text = context.tokens[-1 - len(step.tokens) :]
+        for (token, successor), node in zip(pairwise(text), (-1, *step.verdict.path), strict=False):
+            known = self.table[token].tolist()
+            ranks.add(known.index(successor) if successor in known else None)
+            row = [successor, *(other for other in rows[node + 1] if other != successor)]
+            self._write(token, row)
+        for token, row in zip(step.draft.ids, rows[1:], strict=True):
+            if self.table[token, -1] == _NONE:
+                self._write(token, row)
+
+    def _write(self, token: int, row: Sequence[int]) -> None:
+        width = min(len(row), self.config.top_k)
+        self.table[token, :width] = row[:width]
+
+
+def top(logits: Tensor, k: int) -> Tensor:
+    """Ids of the ``k`` largest of each row, the largest first: int64 [rows, min(k, V)] of [rows, V].
+
+    In a large vocabulary the row is folded, and only the columns that hold its k largest maxima are looked into: an
+    entry of the top k is at least as large as its column's maximum is among the k largest.
+    """
+    rows, size = logits.shape
+    k = min(k, size)
+    width = size // _FOLD
+    if size < _LARGE or width < k:
+        return logits.topk(k).indices
+    columns = logits[:, : width * _FOLD].view(rows, _FOLD, width).amax(1).topk(k).indices  # [rows, k]
+    steps = torch.arange(_FOLD, device=logits.device) * width
+    ids = (columns[:, None, :] + steps[:, None]).flatten(1)  # [rows, _FOLD * k]
+    rest = torch.arange(width * _FOLD, size, device=logits.device).expand(rows, -1)
+    ids = torch.cat((ids, rest), 1)
+    return ids.gather(1, logits.gather(1, ids).topk(k).indices)
+
+
+def load_table(path: Path, vocab_size: int) -> NDArray[np.int32]:
+    """A saved table [V, k]. Raises ModelLoadError where it is none, or another vocabulary's."""
+    expected = f"expected a table of token recycling, {_TENSOR!r} [{vocab_size}, k] with ids below {vocab_size}"
+    try:
+        table = load_file(path)[_TENSOR]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ModelLoadError(f"cannot read {path}: {error}; {expected}") from error
+    fits = table.ndim == 2 and table.shape[0] == vocab_size and table.dtype == np.int32 and table.size
+    if not fits or table.min() < _NONE or table.max() >= vocab_size:
+        raise ModelLoadError(f"{path} holds {table.dtype} {list(table.shape)} of another vocabulary; {expected}")
+    return table
+
+
+def build(config: RecyclingConfig, workshop: Workshop) -> Recycling:
+    """ "model" may name a saved table to start from."""
+    size = workshop.target.vocab_size
+    table = None if workshop.model is None else load_table(Path(workshop.model), size)
+    return Recycling(size, config, table)
+
+
+METHOD = Method(RecyclingConfig, build, tokens=8)

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.law import Sampled
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import Step, Timings
+from foretoken.core.streams import Streams
+from foretoken.core.verdict import Verdict
+from foretoken.engine.loop import Engine
+from foretoken.models.toy import ToyModel
+from foretoken.propose.base import Needs, Proposer
+from foretoken.propose.credit import Account, Guess, Mean, Rates
+from foretoken.propose.mixture import Member, Mixture, MixtureConfig
+from foretoken.propose.pace import Pace
+from foretoken.propose.union import Union
+
+TARGET = ToyModel(vocab_size=8, order=2, seed=3, sharpness=6.0)
+
+
+@dataclass
+class Oracle(Proposer):
+    """Knows the greedy text, but is wrong in stretches of 40 tokens: the even ones (0 in ``wrong``), the odd (1)."""
+
+    wrong: tuple[int, ...] = ()
+    calls: int = 0
+    needs: Needs = field(default_factory=Needs)
+
+    def propose(self, contexts, budgets):
+        self.calls += 1
+        return [self.draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
+
+    def draft(self, context, budget):
+        tokens = list(context.tokens)
+        for _ in range(budget):
+            right = int(TARGET.logits(tokens).argmax())
+            tokens.append((right + 1) % 8 if len(tokens) // 40 % 2 in self.wrong else right)
+        return Draft.chain(tokens[len(context.tokens) :])
+
+
+@dataclass
+class Length:
+    room: int
+
+    def push(self, token: int) -> str | None:
+        self.room -= 1
+        return None if self.room else "length"
+
+
+def run(proposer: Proposer, tokens: int = 400, requests: int = 1, nodes: int = 4) -> tuple[list[list[int]], int]:
+    """-> texts, passes of the target"""
+    engine, rounds = Engine(TARGET, proposer, Fixed(nodes), max_sequences=requests), 0
+    contexts = [Context(i, [1, 2, i], 3, SamplingLaw(temperature=0.0), Streams(i)) for i in range(requests)]
+    for context in contexts:
+        engine.add(context, Length(tokens))
+    while engine.busy:
+        engine.step()
+        rounds += 1
+    return [c.tokens[3:] for c in contexts], rounds
+
+
+def free(name: str, proposer: Proposer) -> Member:
+    return Member(name, proposer, free=True)
+
+
+def test_each_stretch_goes_to_who_knows_it() -> None:
+    """Two members that are right in turn: with room for one guess a round, the mixture is right nearly everywhere."""
+    mixture = Mixture([free("one", Oracle((0,))), free("other", Oracle((1,)))])
+    texts, rounds = run(mixture, nodes=1)
+    assert texts == run(Proposer())[0]
+    alone = min(run(Oracle((0,)), nodes=1)[1], run(Oracle((1,)), nodes=1)[1])
+    assert rounds < 0.8 * alone
+
+
+@pytest.mark.parametrize("cost, used", [(0.05, True), (50.0, False)])
+def test_a_costly_member_is_used_where_it_pays(cost: float, used: bool) -> None:
+    good, poor = Oracle(), Oracle((0, 1))
+    mixture = Mixture([free("poor", poor), Member("good", good, free=False, most=4, cost=cost)])
+    texts, rounds = run(mixture)
+    assert texts == run(Proposer())[0]
+    if used:
+        assert rounds < 100
+        assert good.calls > 0.9 * rounds
+    else:
+        assert good.calls < 0.15 * rounds  # tried, and tried again ever more seldom
+
+
+def test_what_one_request_taught_serves_the_next() -> None:
+    mixture = Mixture([free("poor", Oracle((0, 1))), Member("good", Oracle(), free=False, most=4, cost=0.05)])
+    run(mixture)
+    calls = mixture.costly[0].proposer.calls
+    _, rounds = run(mixture, tokens=50)
+    assert mixture.costly[0].proposer.calls - calls >= rounds - 1
+
+
+def test_batches_and_viewers() -> None:
+    mixture = Mixture([free("a", Oracle((1,))), free("b", Oracle((0,)))])
+    texts, _ = run(mixture, tokens=40, requests=4)
+    assert texts == run(Proposer(), tokens=40, requests=4)[0]
+    assert mixture.last_member == {}  # all are over
+    context = Context(9, [1, 2, 3], 3, SamplingLaw(temperature=0.0), Streams(0))
+    draft = mixture.propose([context], [4])[0]
+    assert len(mixture.last_member[9]) == len(draft) > 0
+    assert set(mixture.last_member[9]) <= {"a", "b"}
+    assert mixture.propose([context], [0])[0].ids == ()
+
+
+def test_taps_of_all_members() -> None:
+    members = [free("a", Oracle(needs=Needs((2, 5)))), Member("b", Oracle(needs=Needs((5, 1))), free=False)]
+    assert Mixture(members).needs.taps == (1, 2, 5)
+
+
+def test_drawn_drafts_do_not_join() -> None:
+    class Drawn(Proposer):
+        def propose(self, contexts, budgets):
+            return [Draft.chain([1], Sampled(torch.ones(1, 8) / 8)) for _ in contexts]
+
+    context = Context(0, [1, 2, 3], 3, SamplingLaw(), Streams(0))
+    with pytest.raises(TypeError, match="fixed candidates"):
+        Mixture([free("drawn", Drawn())]).propose([context], [2])
+
+
+@pytest.mark.parametrize(
+    "members, message",
+    [
+        ([], "one at least"),
+        ("suffix", "list"),
+        ([{"model": "x"}], "'method'"),
+        ([{"method": "mixture"}], "cannot be a member"),
+        ([{"method": "ngram", "cost": -1}], "cost"),
+    ],
+)
+def test_bad_members(members: object, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        MixtureConfig(members)  # type: ignore[arg-type]
+
+
+# judging
+
+
+def test_a_guess_is_followed_as_the_text_comes() -> None:
+    rates = Rates()
+    guess = Guess(Draft(torch.tensor([5, 6, 7, 8]), (-1, 0, 1, 0)), start=2)
+    assert not guess.follow([1, 2], rates)
+    assert not guess.follow([1, 2, 5], rates)
+    assert guess.depth == 1 and not guess.missed([1, 2, 5])
+    assert guess.follow([1, 2, 5, 9], rates)
+    assert guess.depth == 1 and guess.missed([1, 2, 5, 9])
+    right = Guess(Draft.chain([5, 6]), start=2)
+    assert right.follow([1, 2, 5, 6, 4]) and right.depth == 2 and not right.missed([1, 2, 5, 6, 4])
+
+
+def test_rates_are_not_bent_by_texts_that_end() -> None:
+    """Chains right with probability 0.8 a token, but only two tokens of each are ever known."""
+    generator = torch.Generator().manual_seed(0)
+    account = Account(Rates(memory=1e9))
+    for _ in range(3000):
+        right = (torch.rand(4, generator=generator) < 0.8).tolist()
+        account.open = [Guess(Draft.chain([1, 1, 1, 1]), start=0)]
+        account.settle([1 if right[0] else 0, 1 if right[1] else 0])
+    rates = account.rates.of((0, 0), Draft.chain([1, 1, 1, 1]))
+    assert rates[0] == pytest.approx(0.8, abs=0.03)
+    assert rates[1] == pytest.approx(0.8, abs=0.03)
+
+
+def test_streaks() -> None:
+    account = Account(Rates())
+    account.guess(Draft.chain([1, 2]), 0)
+    account.settle([1, 2, 3])
+    assert account.streak == 2
+    account.guess(Draft.chain([4, 5]), 3)
+    account.settle([1, 2, 3, 4, 9])
+    assert account.streak == 0
+
+
+def test_means_begin_at_their_prior() -> None:
+    shared = Mean()
+    for _ in range(50):
+        shared.add(3.0)
+    own = Mean(shared)
+    assert own.value == pytest.approx(3.0)
+    for _ in range(50):
+        own.add(0.0)
+    assert own.value < 0.5
+
+
+def test_union() -> None:
+    union = Union()
+    union.add(Draft.chain([1, 2, 3]), [0.9, 0.8, 0.5], "a")
+    union.add(Draft(torch.tensor([1, 4, 2]), (-1, -1, 0)), [0.5, 0.5, 0.9], "b")
+    assert union.tokens == [1, 2, 3, 4] and union.parents == [-1, 0, 1, -1]
+    assert union.owners == ["a", "b", "a", "b"]
+    weights = union.weights()
+    assert weights == pytest.approx([0.9, 0.81, 0.405, 0.1])  # of two siblings only one can stand
+    draft = union.draft([0, 1, 3], weights)
+    assert draft.ids == (1, 2, 4) and draft.parents == (-1, 0, -1)
+
+
+# what rows cost
+
+
+def steps(rows: int, seconds: float, position: int = 5) -> list[Step]:
+    draft = Draft.chain([0] * (rows - 1))
+    return [Step(0, position, draft, Verdict((), 0), (0,), Timings(0.0, seconds, 0.0, 0.0, 1))]
+
+
+def test_pace_learns_what_a_row_costs() -> None:
+    pace = Pace()
+    for i in range(200):
+        rows = 1 + i % 8
+        pace.observe(steps(rows, 1.0 + 0.1 * (rows - 1)))
+    pace.observe(steps(4, 100.0))  # a disturbance
+    pace.observe(steps(4, 100.0, position=0))  # a prompt
+    assert pace.seconds(0, 1) == pytest.approx(1.0, rel=0.02)
+    assert pace.seconds(10, 1) == pytest.approx(2.0, rel=0.02)
+    # The second row brings .3 tokens for a tenth of a pass; the third .05.
+    assert pace.worthwhile([0.3, 0.05], 8, 1) == [0]
+    assert pace.worthwhile([0.9, 0.9, 0.8], 2, 1) == [0, 1]
+
+
+def test_pace_before_anything_is_known() -> None:
+    assert Pace().worthwhile([0.5, 0.001], 8, 1) == [0]
+    assert Pace().worthwhile([], 8, 1) == []
+
+
+# with real models
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_text_with_the_bundled_models(temperature: float) -> None:
+    members = [
+        {"method": "suffix"},
+        {"method": "recycling"},
+        {"method": "draft_model", "model": str(zoo.path("draft")), "num_speculative_tokens": 4},
+    ]
+    mixed = LLM(zoo.path("target"), speculative_config={"method": "mixture", "members": members})
+    plain = LLM(zoo.path("target"))
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    prompts = list(FUNCTIONS[:4])
+    texts = [o.outputs[0].token_ids for o in plain.generate(prompts, params)]
+    assert [o.outputs[0].token_ids for o in mixed.generate(prompts, params)] == texts
+    assert [mixed.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts] == texts

@@ -1,0 +1,226 @@
+"""Tokenizers as bytes, and drafts that have another one."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.checkpoint import load_tokenizer
+from foretoken.models.toy import ToyModel
+from foretoken.propose.pieces import Pieces, Script
+from foretoken.propose.vocabulary import Reader, Translated, VocabularyConfig, continued
+from foretoken.train.data import Corpus, train_tokenizer
+
+TARGET = zoo.path("target")
+TEXT = (
+    "def greet(name):\n    return f'hello {name}, größe 5 €'\n\n",
+    'class Ünïcode:\n    """日本語 emoji 🙂🙃 and   spaces"""\n\tx = 1\n',
+    "for i in range(10):\n    print(i, i * i)\n",
+)
+TEXTS = st.one_of(st.text(max_size=30), st.text("aneto €日\n", max_size=30))
+ENDS = st.tuples(st.integers(0, 40), st.integers(0, 40))
+PAIRS = [("tokenizer", "other"), ("other", "tokenizer"), ("metaspace", "tokenizer"), ("tokenizer", "metaspace")]
+
+
+@pytest.fixture(scope="module")
+def other() -> Any:
+    """Byte-level BPE of the same text with fewer merges."""
+    return train_tokenizer(Corpus("test", TEXT * 3, TEXT), vocab_size=290)
+
+
+@pytest.fixture(scope="module")
+def metaspace() -> Any:
+    """As sentencepiece makes them: a space before the text, bytes for what has no token."""
+    words = ["▁", "a", "n", "e", "t", "o", "A", "▁a", "an", "▁an", "e€", "to"]
+    tokens = ["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256)), *words]
+    merges = [("▁", "a"), ("a", "n"), ("▁a", "n"), ("t", "o")]
+    backend = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<unk>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def other_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled draft with three quarters of its merges and its tokens in another order."""
+    source, folder = zoo.path("draft"), tmp_path_factory.mktemp("other-draft")
+    state = json.loads((source / "tokenizer.json").read_text())
+    model = state["model"]
+    gone = {"".join(pair) for pair in model["merges"][3000:]} - {"".join(pair) for pair in model["merges"][:3000]}
+    tokens = sorted(token for token in model["vocab"] if token not in gone)
+    random.Random(0).shuffle(tokens)
+    rows = [model["vocab"][token] for token in tokens]
+    model["vocab"], model["merges"] = {token: i for i, token in enumerate(tokens)}, model["merges"][:3000]
+    end = state["added_tokens"][0]["content"]
+    state["added_tokens"][0]["id"] = model["vocab"][end]
+    backend = Tokenizer.from_str(json.dumps(state))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end).save_pretrained(folder)
+    weights = load_file(source / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][rows].contiguous()
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | {"vocab_size": len(tokens)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# what tokens spell
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "other", "metaspace"])
+@given(text=TEXTS, ends=ENDS)
+@settings(max_examples=40, deadline=None)
+def test_any_bytes_survive(request: pytest.FixtureRequest, name: str, text: str, ends: tuple[int, int]) -> None:
+    """Also those that begin or end within a character."""
+    pieces = Pieces(request.getfixturevalue(name))
+    data = text.encode()[min(ends) : max(ends)]
+    assert pieces.spell(pieces.encode(data)) == data
+
+
+def test_pieces_are_the_tokenizer_without_its_manners(tokenizer: Any, metaspace: Any) -> None:
+    text = TEXT[1]
+    assert Pieces(tokenizer).encode(text.encode()) == tokenizer.encode(text)
+    pieces = Pieces(metaspace)
+    assert pieces.spaced and not Pieces(tokenizer).spaced
+    assert pieces.encode(b" an a") == metaspace.encode("an a", add_special_tokens=False)
+    assert pieces.spelled[pieces.ids[b"A"]] == b"A" and metaspace.convert_ids_to_tokens(pieces.ids[b"A"]) == "A"
+    assert pieces.specials == {0: "<unk>", 1: "<s>"}
+
+
+def test_the_name_of_a_special_token_is_a_text(tokenizer: Any) -> None:
+    pieces = Pieces(tokenizer)
+    end = tokenizer.eos_token
+    assert tokenizer.eos_token_id in pieces.specials
+    assert tokenizer.eos_token_id not in pieces.encode(end.encode())
+    assert pieces.spell([tokenizer.eos_token_id]) == b""
+
+
+def test_tokenizers_that_lose_text_are_refused() -> None:
+    backend = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(InvalidRequest, match="cannot be told"):
+        Pieces(PreTrainedTokenizerFast(tokenizer_object=backend))
+    with pytest.raises(InvalidRequest, match=r"no tokenizer\.json"):
+        Pieces(object())
+
+
+# one text in two vocabularies
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_script_grows_as_the_text_does(request: pytest.FixtureRequest, pair: tuple[str, str]) -> None:
+    source, own = (Pieces(request.getfixturevalue(name)) for name in pair)
+    tokens = source.encode("".join(TEXT).encode() * 3)
+    script = Script(source, own, tokens[:1])
+    before = list(script.ids)
+    for at in range(1, len(tokens), 2):
+        start = script.extend(tokens[at : at + 2])
+        assert script.ids[:start] == before[:start]
+        before = list(script.ids)
+    text = source.spell(tokens)
+    if source.spaced:
+        text = text.removeprefix(b" ")
+    assert own.spell(script.ids) == (b" " if own.spaced else b"") + text
+    # Cut now and then at the end alone, it is nearly as short as the whole text cut at once.
+    assert len(script.ids) <= len(own.encode(own.spell(script.ids))) * 1.05
+
+
+def test_special_tokens_meet_their_twins(tokenizer: Any, metaspace: Any, other: Any) -> None:
+    source, end = Pieces(tokenizer), tokenizer.eos_token_id
+    same = Script(source, Pieces(other), [end, *source.encode(b"a "), end, *source.encode(b"b")])
+    assert same.ids == [other.eos_token_id, *other.encode("a "), other.eos_token_id, *other.encode("b")]
+    without = Script(source, Pieces(metaspace), [end])
+    assert len(without.ids) == 1  # no twin, and something must stand for no text
+    without.extend(source.encode(b"an"))
+    assert Pieces(metaspace).spell(without.ids) == b" an"
+
+
+def test_continuations_are_cut_with_what_stands_before(tokenizer: Any) -> None:
+    pieces = Pieces(tokenizer)
+    for text, more in (("for i in range(10):\n   ", " print(i, i"), ("größ", "e 5 €'\n"), ("日本", "語 emoji")):
+        before = pieces.encode(text.encode())
+        after = continued(pieces, before, more.encode())
+        assert pieces.spell([*before, *after]) == (text + more).encode()
+    assert continued(pieces, [tokenizer.eos_token_id], b"x = 1") == pieces.encode(b"x = 1")
+
+
+# a draft with another tokenizer
+
+
+def test_readers_keep_what_they_can(tokenizer: Any, other: Any) -> None:
+    source, own = Pieces(tokenizer), Pieces(other)
+    model = ToyModel(len(other), max_length=200)
+    tokens = source.encode("".join(TEXT).encode() * 4)
+    reader = Reader(model, source, own, tokens[:20])
+    for at in range(20, len(tokens)):
+        model.score([reader.handle], [Draft.chain([3, 4])])
+        reader.commit(tokens[at : at + 1])
+        assert reader.handle.tokens == reader.script.ids
+        assert len(reader.handle.pending) <= 24
+        reader.fit(8)
+        assert len(reader.handle.tokens) + 8 <= model.max_length
+
+
+def test_rows_are_the_drafts_own_on_shared_tokens(tokenizer: Any, other: Any) -> None:
+    source, own = Pieces(tokenizer), Pieces(other)
+    model = ToyModel(len(other))
+    translated = Translated(model, source, own, len(tokenizer))
+    handle = translated.open(source.encode(b"for i in"))
+    row = translated.score([handle], [Draft.chain([])])[0].logits[0]
+    expected = model.logits(own.encode(b"for i in"))
+    for token, piece in enumerate(source.spelled):
+        twin = own.special_ids.get(source.specials.get(token, "")) if piece is None else own.ids.get(piece)
+        assert float(row[token]) == (float("-inf") if twin is None else float(expected[twin]))
+
+
+def test_bundled_target_with_another_tokenizer(other_draft: Path) -> None:
+    """One text per seed, and more than the target alone writes in a pass; drawn drafts too."""
+    plain = LLM(TARGET)
+    for params in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 2}):
+        settings = SamplingParams(max_tokens=24, ignore_eos=True, **params)  # type: ignore[arg-type]
+        texts = [o.outputs[0].token_ids for o in plain.generate(list(FUNCTIONS[:5]), settings)]
+        for algorithm in ("slem", "tli"):
+            config = {"method": "vocabulary", "model": str(other_draft), "algorithm": algorithm}
+            llm = LLM(TARGET, speculative_config=config)
+            outputs = llm.generate(list(FUNCTIONS[:5]), settings)
+            assert [o.outputs[0].token_ids for o in outputs] == texts
+            length = sum(o.stats.tokens for o in outputs) / sum(o.stats.rounds for o in outputs)
+            assert length > (1.8 if params["temperature"] == 0.0 else 1.2)
+            alone = [llm.generate(prompt, settings)[0].outputs[0].token_ids for prompt in FUNCTIONS[:2]]
+            assert alone == texts[:2]
+
+
+def test_the_default_follows_the_temperature(other_draft: Path) -> None:
+    llm = LLM(TARGET, speculative_config={"method": "vocabulary", "model": str(other_draft)})
+    greedy = llm.generate(FUNCTIONS[0], SamplingParams(max_tokens=12, temperature=0.0))[0]
+    drawn = llm.generate(FUNCTIONS[0], SamplingParams(max_tokens=12, temperature=1.0))[0]
+    assert greedy.stats.drafts and drawn.stats.drafts
+
+
+def test_it_needs_a_draft_and_a_known_algorithm(other_draft: Path) -> None:
+    with pytest.raises(InvalidRequest, match="needs a draft"):
+        LLM(TARGET, speculative_config={"method": "vocabulary"})
+    with pytest.raises(InvalidRequest, match="algorithm"):
+        VocabularyConfig(algorithm="best")
+    tokenizer = Pieces(load_tokenizer(TARGET))
+    backend = Tokenizer(models.BPE({"ſ": 0}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    strange = Pieces(PreTrainedTokenizerFast(tokenizer_object=backend))
+    with pytest.raises(InvalidRequest, match="no token in common"):
+        Translated(ToyModel(1), tokenizer, strange, 4096)
