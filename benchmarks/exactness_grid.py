@@ -23,7 +23,24 @@ from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.core.draft import Draft
 from foretoken.core.streams import Streams
 
+Config = dict[str, Any]  # a speculative_config; "model": "draft" is the bundled draft
+
 BATCHES = (1, 8)
+PAIR: list[Config] = [{"method": "draft_model", "model": "draft"}, {"method": "ngram"}]
+# Every proposer of the bundled family that needs no file of the user's.
+ALL: list[Config] = [
+    *PAIR,
+    *({"method": "draft_model", "model": "draft", "tree": tree} for tree in ("top_k", "sampled", "greedy_multi")),
+    {"method": "eagle3"},
+    {"method": "eagle3", "top_k": 1},
+    {"method": "medusa"},
+    {"method": "blockwise"},
+    {"method": "early_exit"},
+    {"method": "vocabulary", "model": "draft"},
+    {"method": "suffix"},
+    {"method": "recycling"},
+    {"method": "mixture", "members": [{"method": "eagle3"}, {"method": "suffix"}, {"method": "recycling"}]},
+]
 PROBES = (0, 1, 4, 8)  # draft nodes of the passes that a row is compared over
 
 
@@ -123,24 +140,46 @@ def load(kind: str, **options: Any) -> LLM:
     return LLM(zoo.path("target"), dtype=kind, **options)
 
 
-def grid(prompts: Sequence[str], max_tokens: int, kind: str, temperature: float, depths: Sequence[int]) -> (
-    Iterator[Cell]
-):  # fmt: skip
-    """All cells of one dtype and temperature."""
-    pair = load(kind, draft_model=zoo.path("draft"))
-    lookup = load(kind, speculative_config={"method": "ngram"})
-    plain = complete(pair, prompts, 0, temperature, max_tokens, batch=1)
-    drafted = [(method, llm, k) for method, llm in (("draft_model", pair), ("ngram", lookup)) for k in depths]
-    for method, llm, depth in [("off", pair, 0), *drafted]:
-        for batch in BATCHES[not depth :]:
-            outputs = complete(llm, prompts, depth, temperature, max_tokens, batch)
-            apart = [i for i, (a, b) in enumerate(zip(plain, outputs, strict=True)) if a.token_ids != b.token_ids]
-            reasons = [
-                explain(pair, prompts[i], i, temperature, plain[i].token_ids, outputs[i].token_ids) for i in apart
-            ]
-            equal = len(prompts) - len(apart)
-            promised = llm.target.rows_independent
-            yield Cell(temperature, kind, method, depth, batch, equal, len(prompts), promised, reasons)
+@dataclass(frozen=True)
+class Course:
+    """What all cells of one dtype and temperature complete."""
+
+    prompts: Sequence[str]
+    max_tokens: int
+    kind: str
+    temperature: float
+
+
+def grid(course: Course, configs: Sequence[Config], depths: Sequence[int]) -> Iterator[Cell]:
+    """Plain decoding alone, and every configuration at its own depth or at all of them."""
+    pair = load(course.kind, draft_model=zoo.path("draft"))
+    plain = complete(pair, course.prompts, 0, course.temperature, course.max_tokens, batch=1)
+    yield compare(course, pair, plain, "off", 0, BATCHES[-1])
+    for config in configs:
+        named = {key: str(zoo.path("draft")) if (key, value) == ("model", "draft") else value
+                 for key, value in config.items()}  # fmt: skip
+        llm = load(course.kind, speculative_config=named)
+        own = config.get("num_speculative_tokens")
+        for depth in depths if own is None else [own]:
+            for batch in BATCHES:
+                yield compare(course, llm, plain, label(config), depth, batch)
+
+
+def compare(course: Course, llm: LLM, plain: Sequence[CompletionOutput], name: str, depth: int, batch: int) -> Cell:
+    """One cell."""
+    outputs = complete(llm, course.prompts, depth, course.temperature, course.max_tokens, batch)
+    apart = [i for i, (a, b) in enumerate(zip(plain, outputs, strict=True)) if a.token_ids != b.token_ids]
+    reasons = [
+        explain(llm, course.prompts[i], i, course.temperature, plain[i].token_ids, outputs[i].token_ids) for i in apart
+    ]
+    equal, promised = len(plain) - len(apart), llm.target.rows_independent
+    return Cell(course.temperature, course.kind, name, depth, batch, equal, len(plain), promised, reasons)
+
+
+def label(config: Config) -> str:
+    """The method and what sets this configuration apart."""
+    said = ("method", "model", "num_speculative_tokens", "members")
+    return " ".join([str(config["method"]), *(f"{k}={v}" for k, v in config.items() if k not in said)])
 
 
 def table(cells: Sequence[Cell]) -> Table:
@@ -164,17 +203,20 @@ def main(
     dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "bfloat16", "int8"],
     depth: Annotated[list[int], typer.Option(min=1, help="Drafted tokens; may be repeated.")] = [1, 4, 8],
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
+    config: Annotated[list[str] | None, typer.Option(help="JSON; may be repeated. [draft model and lookup]")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every proposer of the bundled family.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
 ) -> None:
     """Compare texts over proposers, depths and batches on the bundled pair; exit 1 on a bug or a broken promise."""
     torch.set_num_threads(cores())
     console = wide_console()
     texts = load_prompts(prompts, count) if prompts else own_prompts(count)
+    configs = [json.loads(text) for text in config] if config else ALL if every else PAIR
     cells: list[Cell] = []
     for kind in dtype:
         for value in temperature:
             with console.status(f"{kind}, temperature {value:g}"):
-                cells += grid(texts, max_tokens, kind, value, depth)
+                cells += grid(Course(texts, max_tokens, kind, value), configs, depth)
     console.print(table(cells))
     facts = setting() | {"prompts": len(texts), "max_tokens": max_tokens}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")

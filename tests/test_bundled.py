@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from foretoken import LLM, SamplingParams, zoo
@@ -29,6 +31,47 @@ def test_one_text(dtype: str, params: dict[str, float]) -> None:
         assert texts(lookup, 4, batch) == plain
         for depth in (1, 4, 8):
             assert texts(pair, depth, batch) == plain, (depth, batch)
+
+
+CONFIGS = [
+    {"method": "draft_model", "model": str(zoo.path("draft")), "tree": "top_k"},
+    {"method": "draft_model", "model": str(zoo.path("draft")), "tree": "sampled"},
+    {"method": "eagle3"},
+    {"method": "eagle3", "top_k": 1},
+    {"method": "medusa"},
+    {"method": "blockwise"},
+    {"method": "early_exit"},
+    {"method": "vocabulary", "model": str(zoo.path("draft"))},
+    {"method": "suffix"},
+    {"method": "recycling"},
+    {"method": "mixture", "members": [{"method": "eagle3"}, {"method": "suffix"}, {"method": "recycling"}]},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(str(c.get(k, "")) for k in ("method", "tree")))
+def test_every_proposer_writes_the_same_text(config: dict[str, Any], plain_text: dict[float, list[Any]]) -> None:
+    llm = LLM(zoo.path("target"), speculative_config=config, dtype="float32")
+    if not llm.target.rows_independent:
+        pytest.skip("rows are not promised to be independent in float32 on this machine")
+    for temperature, plain in plain_text.items():
+        for batch in (1, 8):
+            assert write(llm, temperature, batch) == plain, (temperature, batch)
+
+
+@pytest.fixture(scope="module")
+def plain_text() -> dict[float, list[Any]]:
+    llm = LLM(zoo.path("target"), dtype="float32")
+    return {temperature: write(llm, temperature, 1) for temperature in (0.0, 1.0)}
+
+
+def write(llm: LLM, temperature: float, batch: int) -> list[Any]:
+    """Eight functions, ``batch`` at once, each with its own seed."""
+    texts = []
+    for start in range(0, 8, batch):
+        params = [SamplingParams(max_tokens=32, temperature=temperature, seed=i, ignore_eos=True)
+                  for i in range(start, start + batch)]  # fmt: skip
+        texts += [o.outputs[0].token_ids for o in llm.generate(FUNCTIONS[start : start + batch], params)]
+    return texts
 
 
 def test_the_draft_earns_its_keep() -> None:

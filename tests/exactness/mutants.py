@@ -13,14 +13,14 @@ from torch import Tensor
 
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.law import Sampled, WithoutReplacement
 from foretoken.core.sampling import Law, SamplingLaw
 from foretoken.core.streams import Purpose, Stream, Streams
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, ratio
 
 from .enumerate import Text
-from .rounds import Propose, Table, argmax, drawn, node_logits, row_of, target_rows
+from .rounds import Propose, Table, argmax, drawn, drawn_tree, node_logits, row_of, target_rows
 
 # Proposers that report another law than they drew from
 
@@ -84,6 +84,39 @@ def _truncated(propose: Propose, keeps: Callable[[Draft, Tensor, int], bool]) ->
         return Draft.chain(draft.tokens[:length], Sampled(q[:length]))
 
     return truncated
+
+
+def prunes_unlikely_children(model: Table, least: float) -> Propose:
+    """Two children drawn without replacement, of which those that q found unlikely are dropped again."""
+
+    def propose(context: Context, budget: int) -> Draft:
+        draft = drawn_tree(model, (2,), replace=False)(context, budget)
+        assert isinstance(draft.law, WithoutReplacement)
+        kept = [token for token in draft.ids if float(draft.law.probs[0, token]) >= least]
+        return Draft(torch.tensor(kept, dtype=torch.int64), (-1,) * len(kept), draft.law) if kept else Draft.empty()
+
+    return propose
+
+
+def top_children_with_softmax_q(model: Table, kind: type[Sampled] | type[WithoutReplacement]) -> Propose:
+    """The two most probable children of the root, verified as if they had been drawn from the softmax."""
+
+    def propose(context: Context, budget: int) -> Draft:
+        q = row_of(model, context.law, context)
+        return Draft(q.topk(2).indices, (-1, -1), kind(q[None]))
+
+    return propose
+
+
+def reports_replacement(model: Table) -> Propose:
+    """Siblings drawn without replacement, verified as if they were independent."""
+
+    def propose(context: Context, budget: int) -> Draft:
+        draft = drawn_tree(model, (2, 1), replace=False)(context, budget)
+        assert isinstance(draft.law, WithoutReplacement)
+        return Draft(draft.tokens, draft.parents, Sampled(draft.law.probs))
+
+    return propose
 
 
 # Target rows
@@ -179,6 +212,68 @@ def _block(
             break
     rest = excess(probs[tau], q[tau], w[tau])[0] if tau < n else probs[n]
     return Verdict(tuple(range(tau)), stream.categorical(rest if rest.sum() > 0 else probs[tau], index=tau))
+
+
+def walk_of_every_path(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+    """The target draws anew along each path, and the one that agrees longest wins: draws per path, not per prefix."""
+    best: Verdict | None = None
+    leaves = [node for node in range(len(draft)) if not draft.children[node + 1]]
+    for leaf in leaves:
+        path = draft.path(leaf)
+        for depth, (above, node) in enumerate(zip((-1, *path), (*path, None), strict=True)):
+            token = stream.categorical(probs[above + 1], index=100 * leaf + depth)
+            if node is None or token != draft.ids[node]:
+                if best is None or depth > len(best.path):
+                    best = Verdict(path[:depth], token)
+                break
+    assert best is not None
+    return best
+
+
+def settled(mass: float, weight: float) -> float:
+    """pa <- Z / (Z + 1 - pa)."""
+    left = mass + (1.0 - weight)
+    return mass / left if left > 0.0 else 1.0
+
+
+def traversal_rule(
+    *,
+    weight_of: Callable[[float, float], float] = settled,
+    below: Callable[[float, float], float] = lambda pa, ratio: min(1.0, pa * ratio),
+    exclude: bool = True,
+) -> Callable[[Draft, Tensor, Stream], Verdict]:
+    """Traversal verification of a tree drawn without replacement, leaf by leaf as the paper tells it, with replaceable
+    parts; as it stands it is the right rule."""
+
+    def verify(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
+        q = [row.clone() for row in drawn_rows(draft, probs)]
+        p = [row.clone() for row in probs]
+        weight, alive = [1.0] * (len(draft) + 1), [True] * len(draft)
+
+        def reweigh(node: int) -> None:
+            for child in draft.children[node + 1]:
+                token = draft.ids[child]
+                weight[child + 1] = below(weight[node + 1], ratio(float(p[node + 1][token]), float(q[node + 1][token])))
+                reweigh(child)
+
+        reweigh(-1)
+        while True:
+            leaf = -1
+            while left := [c for c in draft.children[leaf + 1] if alive[c]]:
+                leaf = left[0]
+            if leaf < 0 or stream.bernoulli(weight[leaf + 1], index=leaf):
+                return Verdict(draft.path(leaf), stream.categorical(p[leaf + 1], index=leaf + 1))
+            alive[leaf] = False
+            row = draft.parents[leaf] + 1
+            rest, mass = excess(p[row], q[row], weight[row])
+            weight[row] = weight_of(mass, weight[row])
+            p[row] = rest / mass if mass > 0.0 else p[row]
+            if exclude:
+                q[row][draft.ids[leaf]] = 0.0
+                q[row] = q[row] / q[row].sum() if float(q[row].sum()) > 0.0 else q[row]
+            reweigh(row - 1)
+
+    return verify
 
 
 def removed_by_subtraction(q: Tensor, tokens: list[int]) -> Tensor:

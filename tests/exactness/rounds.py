@@ -27,6 +27,7 @@ from .enumerate import Law as TextLaw
 Table = Callable[[Text], Tensor]  # all tokens so far -> logits [V]
 Propose = Callable[[Context, int], Draft]
 Cut = Callable[[Text, Text], Text]  # (text so far, what a verdict adds) -> what is emitted of it
+Shape = Callable[[Text, Text], int]  # (path to a node, everything drawn so far) -> its children
 PROMPT: Text = (0, 1)
 PLAIN = SamplingLaw()
 
@@ -167,6 +168,11 @@ def fixed_tree(tokens: Sequence[int], parents: Sequence[int]) -> Propose:
 
 def drawn_tree(model: Table, widths: Sequence[int], replace: bool, law: Law | None = None) -> Propose:
     """``widths[d]`` siblings below every node of depth d, drawn i.i.d. or one after another without replacement."""
+    return shaped_tree(model, _by_level(widths), replace, law)
+
+
+def shaped_tree(model: Table, shape: Shape, replace: bool, law: Law | None = None) -> Propose:
+    """As ``drawn_tree``, with as many siblings below a node as ``shape`` says before any of them is drawn."""
 
     def children(q: Tensor, width: int, draw: Callable[[Tensor], int]) -> list[int]:
         tokens: list[int] = []
@@ -177,7 +183,7 @@ def drawn_tree(model: Table, widths: Sequence[int], replace: bool, law: Law | No
                 left[tokens[-1]] = 0.0
         return tokens
 
-    return _grown(model, widths, children, Sampled if replace else WithoutReplacement, law)
+    return _grown(model, shape, children, Sampled if replace else WithoutReplacement, law)
 
 
 def top_plus_tree(model: Table, widths: Sequence[int], law: Law | None = None) -> Propose:
@@ -190,33 +196,37 @@ def top_plus_tree(model: Table, widths: Sequence[int], law: Law | None = None) -
         # With nothing left to draw from, the last sibling is one more fixed candidate.
         return [*tokens, draw(left) if bool(left.sum() > 0) else int(q.argmin())]
 
-    return _grown(model, widths, children, TopPlusSampled, law)
+    return _grown(model, _by_level(widths), children, TopPlusSampled, law)
+
+
+def _by_level(widths: Sequence[int]) -> Shape:
+    return lambda path, drawn: widths[len(path)] if len(path) < len(widths) else 0
 
 
 def _grown(
     model: Table,
-    widths: Sequence[int],
+    shape: Shape,
     children: Callable[[Tensor, int, Callable[[Tensor], int]], list[int]],
     kind: type[Sampled] | type[WithoutReplacement] | type[TopPlusSampled],
     law: Law | None,
 ) -> Propose:
+    """Breadth first, node by node; row i + 1 of q is node i's, -1 where nothing was drawn from it."""
+
     def propose(context: Context, budget: int) -> Draft:
         stream = context.streams.private(Purpose.DRAFT, context.generated)
         tokens: list[int] = []
         parents: list[int] = []
         rows: list[Tensor] = []
-        level: list[tuple[int, Text]] = [(-1, ())]
-        for width in widths[:budget]:
-            below: list[tuple[int, Text]] = []
-            for node, path in level:
-                q = row_of(model, law or context.law, context, path)
-                rows.append(q)
-                draws = iter(range(len(tokens), len(tokens) + width))
-                for token in children(q, width, lambda w: stream.categorical(w, index=next(draws))):  # noqa: B023
-                    below.append((len(tokens), (*path, token)))
-                    tokens.append(token)
-                    parents.append(node)
-            level = below
+        waiting: list[tuple[int, Text]] = [(-1, ())]
+        for node, path in waiting:
+            width = shape(path, tuple(tokens))
+            q = row_of(model, law or context.law, context, path)
+            rows.append(q if width else torch.full_like(q, -1.0))
+            draws = iter(range(len(tokens), len(tokens) + width))
+            for token in children(q, width, lambda w: stream.categorical(w, index=next(draws))) if width else ():  # noqa: B023
+                waiting.append((len(tokens), (*path, token)))
+                tokens.append(token)
+                parents.append(node)
         if not tokens:
             return Draft.empty()
         return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), kind(torch.stack(rows)))

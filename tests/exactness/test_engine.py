@@ -12,7 +12,7 @@ from foretoken.core.sampling import History, SamplingLaw
 from foretoken.engine.loop import Engine
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
-from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig, Shape
 from foretoken.propose.lookup import Lookup
 
 from .enumerate import Branching, Text, autoregressive_law, outcomes, total_variation
@@ -34,14 +34,24 @@ class Length:
         return "stop" if token == self.end else "length" if self.room == 0 else None
 
 
+def tree_of(target: ToyModel, tree: Shape) -> DraftModel:
+    return DraftModel(target.perturbed(0.5), DraftModelConfig(tree=tree, top_k=2))
+
+
 PROPOSERS = {
     "plain": lambda target: (Proposer(), "block"),
     "draft, block": lambda target: (DraftModel(target.perturbed(0.5)), "block"),
     "draft, token": lambda target: (DraftModel(target.perturbed(0.5)), "token"),
     "draft at its own temperature": lambda target: (
-        DraftModel(target.perturbed(0.5), DraftModelConfig(temperature=0.6)), "block",
+        DraftModel(target.perturbed(0.5), DraftModelConfig(draft_temperature=0.6)), "block",
     ),
-    "draft by argmax": lambda target: (DraftModel(target.perturbed(0.5), DraftModelConfig(temperature=0.0)), "block"),
+    "draft by argmax": lambda target: (
+        DraftModel(target.perturbed(0.5), DraftModelConfig(draft_temperature=0.0)), "block",
+    ),
+    "tree of likely tokens": lambda target: (tree_of(target, "top_k"), "block"),
+    "drawn tree, traversal": lambda target: (tree_of(target, "sampled"), "block"),
+    "drawn tree, recursive": lambda target: (tree_of(target, "sampled"), "token"),
+    "tree of likely tokens and drawn ones": lambda target: (tree_of(target, "greedy_multi"), "block"),
     "lookup": lambda target: (Lookup(), "block"),
 }  # fmt: skip
 LAWS = {

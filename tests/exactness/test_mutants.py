@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foretoken.core.draft import Draft
-from foretoken.core.law import Sampled
+from foretoken.core.law import Sampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import block, tree
@@ -18,7 +18,7 @@ from foretoken.verify import block, tree
 from . import mutants
 from .enumerate import AddressReused, Text, exact_law
 from .gtest import draws_needed, g_test
-from .rounds import Pair, constant, drawn, drawn_tree, table, top_plus_tree
+from .rounds import Pair, constant, drawn, drawn_tree, fixed_tree, table, top_plus_tree
 
 LIMIT = 1e-12
 P, Q = table(3, seed=31, sharpness=1.5), table(3, seed=32, sharpness=1.5)
@@ -27,10 +27,10 @@ BLOCK = Pair(P, drawn(Q), rejection="block", budget=lambda g: 2)
 PENALISED = SamplingLaw(temperature=0.7, top_p=0.9, frequency_penalty=1.0)
 
 
-def caught(honest: Pair, mutant: Pair, least: float = 0.01) -> None:
+def caught(honest: Pair, mutant: Pair, least: float = 0.01, length: int = 3) -> None:
     """The enumerator passes the one and sees the other at total variation ``least`` or more."""
-    assert honest.gap(length=3) < LIMIT
-    assert mutant.gap(length=3) > least
+    assert honest.gap(length) < LIMIT
+    assert mutant.gap(length) > least
 
 
 def caught_by_sampling(honest: Pair, mutant: Pair, delta: float) -> None:
@@ -147,6 +147,71 @@ def test_block_that_stops_at_the_first_failure():
 
 def test_block_without_the_exit_weight():
     caught(BLOCK, replace(BLOCK, verifier=mutants.block_without_exit_weight))
+
+
+# Trees
+
+TREE = Pair(P, drawn_tree(Q, (2, 1), replace=False))
+RECURSIVE = replace(TREE, rejection="token")
+tree_rules = pytest.mark.parametrize("honest", [TREE, RECURSIVE], ids=["traversal", "recursive"])
+
+
+def test_the_replaceable_traversal_is_right_as_it_stands():
+    for seed in range(3):
+        pair = Pair(table(3, seed=seed), drawn_tree(table(3, seed=50 + seed), (2, 1), replace=False))
+        assert replace(pair, verifier=mutants.traversal_rule()).gap(length=2) < LIMIT
+
+
+@pytest.mark.parametrize(
+    "weight_of",
+    [lambda mass, pa: mass, lambda mass, pa: 1.0 if mass > 0.0 else 0.0, lambda mass, pa: pa],
+    ids=["Z", "Z/Z", "unchanged"],
+)
+def test_traversal_with_a_wrong_update_of_the_weight(weight_of):
+    caught(TREE, replace(TREE, verifier=mutants.traversal_rule(weight_of=weight_of)), length=2)
+
+
+def test_traversal_whose_weights_are_not_capped_along_the_path():
+    """min(1, .) once at the leaf instead of at every node."""
+    propose = drawn_tree(Q, (1, 1, 1), replace=False)
+    honest = Pair(P, propose)
+    rule = mutants.traversal_rule(below=lambda pa, ratio: pa * ratio)
+
+    def capped_at_the_leaf(draft, probs, stream):
+        class Capped:
+            def bernoulli(self, p, index):
+                return stream.bernoulli(min(1.0, max(0.0, p)), index)
+
+            categorical = stream.categorical
+
+        return rule(draft, probs, Capped())
+
+    caught(honest, replace(honest, verifier=capped_at_the_leaf))
+
+
+def test_traversal_that_forgets_what_was_drawn_before():
+    caught(TREE, replace(TREE, verifier=mutants.traversal_rule(exclude=False)), least=0.002, length=2)
+
+
+@tree_rules
+def test_siblings_without_replacement_reported_as_independent(honest):
+    caught(honest, replace(honest, propose=mutants.reports_replacement(Q)), least=0.002, length=2)
+
+
+@tree_rules
+def test_drawn_children_pruned(honest):
+    caught(honest, replace(honest, propose=mutants.prunes_unlikely_children(Q, least=0.3)), length=2)
+
+
+@tree_rules
+@pytest.mark.parametrize("kind", [Sampled, WithoutReplacement])
+def test_top_children_with_softmax_q(honest, kind):
+    caught(honest, replace(honest, propose=mutants.top_children_with_softmax_q(Q, kind)), length=2)
+
+
+def test_a_draw_for_every_path():
+    honest = Pair(P, fixed_tree((0, 1, 2, 0), (-1, -1, 0, 0)))
+    caught(honest, replace(honest, verifier=mutants.walk_of_every_path), length=2)
 
 
 SHARP = constant(1 - 8e-8, 2.4e-8, 5.6e-8, dtype=torch.float32)

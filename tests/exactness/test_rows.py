@@ -14,7 +14,13 @@ from foretoken.verify import VERIFIERS
 
 VOCAB = 5
 SHAPES = {"chain": (-1, 0, 1), "tree": (-1, -1, 0, 0, 1)}
-KINDS = {"recursive": WithoutReplacement, "greedy-multi": TopPlusSampled, "token": Sampled, "block": Sampled}
+KINDS = {
+    "recursive": WithoutReplacement,
+    "traversal": WithoutReplacement,
+    "greedy-multi": TopPlusSampled,
+    "token": Sampled,
+    "block": Sampled,
+}
 LAWS = {
     "plain": SamplingLaw(),
     "greedy": SamplingLaw(temperature=0.0),
@@ -72,7 +78,7 @@ def test_greedy_walks_need_no_numbers_and_no_rows(rule, shape):
         assert not rows._known
 
 
-@pytest.mark.parametrize("rule", ["walk", "token", "block", "recursive"])
+@pytest.mark.parametrize("rule", ["walk", "token", "block", "recursive", "traversal"])
 def test_rows_below_what_the_target_forbids_are_not_read(rule):
     """The first drafted token has p = 0: whatever comes after it is no question."""
     logits = numbers(4, VOCAB, seed=1)

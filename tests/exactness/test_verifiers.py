@@ -14,7 +14,7 @@ from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import VERIFIERS, choose, stream_for
 
 from .enumerate import outcomes
-from .rounds import Pair, argmax, constant, drawn, drawn_tree, fixed_tree, table, top_plus_tree
+from .rounds import Pair, argmax, constant, drawn, drawn_tree, fixed_tree, shaped_tree, table, top_plus_tree
 
 LIMIT = 1e-12
 CHAIN_RULES = ("block", "token")
@@ -75,25 +75,88 @@ def test_fixed_tree(pair, tree):
     assert Pair(p, fixed_tree(*TREES[tree])).gap(length=4) < LIMIT
 
 
+trees = pytest.mark.parametrize("rejection", CHAIN_RULES, ids=["traversal", "recursive"])
+kinds = pytest.mark.parametrize("replace", [True, False], ids=["i.i.d.", "without replacement"])
+
+
 @pairs
+@trees
+@kinds
 @pytest.mark.parametrize("widths", [(2,), (3,), (2, 1), (1, 2)])
-@pytest.mark.parametrize("replace", [True, False], ids=["i.i.d.", "without replacement"])
-def test_drawn_tree(pair, widths, replace):
+def test_drawn_tree(pair, rejection, replace, widths):
     p, q = PAIRS[pair](3)
-    assert Pair(p, drawn_tree(q, widths, replace)).gap(length=3) < LIMIT
+    assert Pair(p, drawn_tree(q, widths, replace), rejection=rejection).gap(length=3) < LIMIT
 
 
-@pytest.mark.parametrize("replace", [True, False], ids=["i.i.d.", "without replacement"])
-def test_drawn_tree_two_levels_of_two(replace):
+@trees
+@kinds
+def test_drawn_tree_two_levels_of_two(rejection, replace):
     p, q = unlike(2, zeros=0.1)
-    assert Pair(p, drawn_tree(q, (2, 2), replace)).gap(length=3) < LIMIT
+    assert Pair(p, drawn_tree(q, (2, 2), replace), rejection=rejection).gap(length=3) < LIMIT
+
+
+SHAPES = {
+    "the second child goes deeper": lambda path, drawn: (2, 0, 2)[len(drawn)] if len(drawn) < 3 else 0,
+    "three levels, one side": lambda path, drawn: {(): 2, (0,): 1, (0, 1): 2}.get(path, 0),
+    "as the token says": lambda path, drawn: (2, path[-1] if path else 2, 0)[len(path)],
+    "as the elder sibling's token says": lambda path, drawn: 2 if not path else drawn[0] if len(path) == 1 else 0,
+    "none": lambda path, drawn: 0,
+}
+
+
+@trees
+@kinds
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drawn_tree_of_any_shape_decided_before_its_draws(shape, replace, rejection):
+    p, q = unlike(3, zeros=0.2)
+    assert Pair(p, shaped_tree(q, SHAPES[shape], replace), rejection=rejection).gap(length=3) < LIMIT
+
+
+@trees
+@kinds
+def test_drawn_tree_with_siblings_beyond_what_q_can_draw(replace, rejection):
+    p, q = constant(0.2, 0.3, 0.5, 0.0), constant(0.5, 0.5, 0.0, 0.0)
+    assert Pair(p, drawn_tree(q, (4,), replace), rejection=rejection).gap(length=2) < LIMIT
+
+
+@trees
+@kinds
+@pytest.mark.parametrize(
+    "law", [SamplingLaw(temperature=0.0), SamplingLaw(temperature=0.7, top_k=2, frequency_penalty=1.0)]
+)
+def test_drawn_tree_under_sampling_parameters(law, replace, rejection):
+    p, q = unlike(3)
+    own = SamplingLaw(temperature=1.2)
+    assert Pair(p, drawn_tree(q, (2, 1), replace, own), law=law, rejection=rejection).gap(length=3) < LIMIT
+
+
+@trees
+def test_drawn_tree_with_an_end_inside(rejection):
+    p, q = unlike(3)
+    cut = lambda text, added: added[: added.index(1) + 1] if 1 in added else added  # noqa: E731
+    pair = Pair(p, drawn_tree(q, (2, 1), replace=False), rejection=rejection, cut=cut)
+    assert pair.gap(4, lambda text: text[-1] == 1) < LIMIT
+
+
+@pytest.mark.parametrize("pair", ["unlike", "zeros", "sharp"])
+@pytest.mark.parametrize("replace", [True, False], ids=["i.i.d.", "without replacement"])
+def test_traversal_of_a_chain_is_block_verification_number_for_number(pair, replace):
+    p, q = (model((0, 1)).softmax(-1).expand(4, -1) for model in PAIRS[pair](5))
+    kind = Sampled if replace else WithoutReplacement
+    for seed in range(300):
+        stream = Streams(seed).private(Purpose.DRAFT, 0)
+        draft = Draft.chain([stream.categorical(q[i], i) for i in range(3)], kind(q[:3]))
+        verdicts = [
+            VERIFIERS[rule](draft, p, Streams(seed).private(Purpose.VERIFY, 0)) for rule in ("traversal", "block")
+        ]
+        assert verdicts[0] == verdicts[1]
 
 
 @pairs
-@pytest.mark.parametrize("widths", [(1,), (2,), (3,), (2, 2), (3, 2)])
+@pytest.mark.parametrize("widths", [(1,), (2,), (3,), (2, 2), (3, 1)])
 def test_top_plus_tree(pair, widths):
     p, q = PAIRS[pair](4)
-    assert Pair(p, top_plus_tree(q, widths)).gap(length=3) < LIMIT
+    assert Pair(p, top_plus_tree(q, widths)).gap(length=len(widths) + 1) < LIMIT
 
 
 @pytest.mark.parametrize("rejection", CHAIN_RULES)
@@ -140,6 +203,17 @@ def test_walk_accepts_the_path_probabilities():
     assert accepted(pair) == pytest.approx(sum(reference[len(path)][path] for path in paths), abs=1e-12)
 
 
+@pytest.mark.parametrize("replace", [True, False], ids=["i.i.d.", "without replacement"])
+def test_traversal_accepts_more_than_recursive_rejection(replace):
+    gains = []
+    for seed in range(3):
+        p, q = table(3, seed=seed), table(3, seed=100 + seed)
+        whole, single = (accepted(Pair(p, drawn_tree(q, (2, 1), replace), rejection=r)) for r in CHAIN_RULES)
+        gains.append(whole - single)
+    assert min(gains) > -1e-12
+    assert sum(gains) > 0.02
+
+
 def test_greedy_multi_draft_attains_its_bound():
     p, q = (0.2, 0.3, 0.1, 0.4), (0.5, 0.25, 0.15, 0.1)
     pair = Pair(constant(*p), top_plus_tree(constant(*q), (2,)))
@@ -162,10 +236,10 @@ def test_float32_rows_are_exact_to_their_rounding(rejection):
     assert Pair(p, drawn(q), rejection=rejection, budget=lambda g: 2).gap(length=3) < 1e-6
 
 
-SUPPORT = [VERIFIERS[name] for name in ("token", "block", "recursive", "greedy-multi", "walk", "typical")]
+SUPPORT = {name: rule for name, rule in VERIFIERS.items() if name != "coupled"}
 
 
-@pytest.mark.parametrize("verifier", SUPPORT, ids=["token", "block", "recursive", "greedy-multi", "walk", "typical"])
+@pytest.mark.parametrize("verifier", SUPPORT.values(), ids=SUPPORT.keys())
 @pytest.mark.parametrize("q", [(0.0, 0.5, 0.5), (0.5, 0.0, 0.5), (1.0, 0.0, 0.0), (0.0, 0.0, 0.0)])
 def test_what_the_target_forbids_is_never_emitted(verifier, q):
     """Not even when the draft's reported law is wrong and p = q = 0 at a drafted token."""
@@ -188,7 +262,7 @@ def test_the_empty_draft_is_plain_decoding(name):
     assert law == pytest.approx({0: 0.2, 1: 0.3, 2: 0.5}, abs=1e-15)
 
 
-@pytest.mark.parametrize("name", ["token", "block", "recursive", "greedy-multi"])
+@pytest.mark.parametrize("name", ["token", "block", "recursive", "traversal", "greedy-multi"])
 def test_rules_that_need_q_refuse_drafts_without_it(name):
     p = torch.full((3, 4), 0.25)
     stream = Streams(0).private(Purpose.VERIFY, 0)
@@ -216,7 +290,8 @@ def test_choice_by_law_and_grade():
     assert choose(PointMass()) is VERIFIERS["walk"]
     assert choose(Sampled(rows)) is VERIFIERS["block"]
     assert choose(Sampled(rows), rejection="token") is VERIFIERS["token"]
-    assert choose(WithoutReplacement(rows)) is VERIFIERS["recursive"]
+    assert choose(WithoutReplacement(rows)) is VERIFIERS["traversal"]
+    assert choose(WithoutReplacement(rows), rejection="token") is VERIFIERS["recursive"]
     assert choose(TopPlusSampled(rows)) is VERIFIERS["greedy-multi"]
     for law in (PointMass(), Sampled(rows), WithoutReplacement(rows), TopPlusSampled(rows)):
         assert choose(law, Exactness.TRAJECTORY) is VERIFIERS["coupled"]

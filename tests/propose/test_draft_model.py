@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from typing import Any, get_args
+
 import pytest
 import torch
 
 from foretoken.core.context import Context, Exactness
-from foretoken.core.law import PointMass, Sampled
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.models.toy import ToyModel
-from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig, Shape
 
 DRAFT = ToyModel(vocab_size=7, order=2, seed=1, sharpness=2.0)
 
@@ -31,7 +35,7 @@ def test_the_rows_are_the_laws_the_tokens_were_drawn_from() -> None:
 def test_argmax_drafts_are_fixed_candidates() -> None:
     for draft in (
         DraftModel(DRAFT).propose([context(temperature=0.0)], [3])[0],
-        DraftModel(DRAFT, DraftModelConfig(temperature=0.0)).propose([context()], [3])[0],
+        DraftModel(DRAFT, DraftModelConfig(draft_temperature=0.0)).propose([context()], [3])[0],
     ):
         assert isinstance(draft.law, PointMass)
         assert draft.ids[0] == int(DRAFT.logits([1, 2, 3]).argmax())
@@ -69,9 +73,80 @@ def test_forgetting_is_safe_and_frees_the_place() -> None:
     assert not model._open
 
 
+TREES = get_args(Shape)[1:]
+
+
+def tree(shape: str, budget: int = 6, c: Context | None = None, **config: int) -> Draft:
+    drafter = DraftModel(DRAFT, DraftModelConfig(tree=shape, **config))  # type: ignore[arg-type]
+    return drafter.propose([c or context(top_k=5, presence_penalty=0.5)], [budget])[0]
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_every_node_of_a_tree_is_judged_with_its_own_history(shape: str) -> None:
+    c = context(top_k=5, presence_penalty=0.5)
+    draft = tree(shape, c=c)
+    assert len(draft) == 6
+    for node in (-1, *range(len(draft))):
+        path = tuple(draft.ids[i] for i in draft.path(node))
+        expected = c.law.probs(DRAFT.logits([1, 2, 3, *path])[None], [c.history(path)])[0]
+        children = draft.children[node + 1]
+        assert all(expected[draft.ids[child]] > 0.0 for child in children)
+        if children and not isinstance(draft.law, PointMass):
+            assert torch.equal(draft.law.probs[node + 1], expected)
+
+
+def test_the_law_of_each_tree_says_how_it_was_made() -> None:
+    kinds = {"top_k": PointMass, "sampled": WithoutReplacement, "greedy_multi": TopPlusSampled}
+    for shape, kind in kinds.items():
+        assert isinstance(tree(shape).law, kind)
+        assert isinstance(tree(shape, c=context(temperature=0.0)).law, PointMass)
+        assert isinstance(tree(shape, c=context(grade=Exactness.TRAJECTORY)).law, PointMass)
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_depth_and_siblings_have_their_limits(shape: str) -> None:
+    draft = tree(shape, budget=9, num_steps=2, top_k=3)
+    assert max(draft.depths) == 2
+    assert max(map(len, draft.children)) <= 3
+    assert tree(shape, budget=5, num_steps=1, top_k=9).depths == (1,) * 5
+    assert len(tree("chain", budget=9, num_steps=2)) == 2
+
+
+def test_a_greedy_tree_holds_the_greedy_chain_and_the_seeded_one_the_seeded_chain() -> None:
+    for c in (context(temperature=0.0), context(grade=Exactness.TRAJECTORY)):
+        chain, spread = tree("chain", 3, c), tree("sampled", 40, c, num_steps=3)
+        paths = {tuple(spread.ids[i] for i in spread.path(node)) for node in range(len(spread))}
+        assert chain.ids in paths
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_trees_of_a_batch_are_those_of_each_alone(shape: str) -> None:
+    contexts = [Context(i, [1, 2, 3, i], 3, SamplingLaw(), Streams(i)) for i in range(5)]
+    drafter = DraftModel(DRAFT, DraftModelConfig(tree=shape))  # type: ignore[arg-type]
+    drafts = drafter.propose(contexts, [8, 0, 3, 1, 5])
+    for draft, c, budget in zip(drafts, contexts, [8, 0, 3, 1, 5], strict=True):
+        alone = tree(shape, budget, c) if budget else Draft.empty()
+        assert (draft.ids, draft.parents) == (alone.ids, alone.parents)
+        assert len(draft) == budget
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"tree": "bush"}, "chain, top_k, sampled, greedy_multi"),
+        ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
+        ({"top_k": True}, "top_k must be an integer"),
+        ({"draft_temperature": -1.0}, "draft_temperature must be a number"),
+    ],
+)
+def test_bad_configurations_are_refused(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        DraftModelConfig(**keys)
+
+
 @pytest.mark.parametrize("wide", [5, 9])
 def test_other_row_widths_are_fitted(wide: int) -> None:
-    proposer = DraftModel(ToyModel(vocab_size=wide, sharpness=0.1), DraftModelConfig(vocab_size=7))
+    proposer = DraftModel(ToyModel(vocab_size=wide, sharpness=0.1), vocab_size=7)
     draft = proposer.propose([context()], [6])[0]
     assert isinstance(draft.law, Sampled)
     assert draft.law.probs.shape == (6, 7)

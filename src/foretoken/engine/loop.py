@@ -27,7 +27,8 @@ from foretoken.verify import choose, stream_for
 class Engine:
     """Runs any number of sequences, up to ``max_sequences`` in one pass; a single one is a batch of one.
 
-    rejection: ``"block"`` or ``"token"``, the rule for drawn chains in the distribution grade.
+    rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade: block (in trees traversal)
+    verification, or token (in trees recursive) rejection.
     """
 
     def __init__(

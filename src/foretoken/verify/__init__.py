@@ -6,7 +6,7 @@ Which rule is exact follows from how the draft was made and from what the reques
 |---|---|---|
 | fixed candidates | walk | coupled |
 | drawn chain | block (or token) | coupled |
-| drawn tree, siblings i.i.d. or without replacement | recursive | coupled |
+| drawn tree, siblings i.i.d. or without replacement | traversal (or recursive) | coupled |
 | top k-1 plus one drawn | greedy multi-draft | coupled |
 
 The lossy rules, like ``typical``, are had only by their own name.
@@ -33,20 +33,21 @@ Verifier = Callable[[Draft, Probs, Stream], Verdict]
 are computed as they are read."""
 
 
-def _by_shape(chain: Verifier) -> Verifier:
-    """A chain rule for drawn chains; drawn trees go to recursive rejection."""
+def _by_shape(chain: Verifier, drawn_tree: Verifier) -> Verifier:
+    """A rule for drawn chains, and its kin for drawn trees."""
 
     def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-        return chain(draft, probs, stream) if draft.is_chain else tree.recursive(draft, probs, stream)
+        return chain(draft, probs, stream) if draft.is_chain else drawn_tree(draft, probs, stream)
 
     return verify
 
 
 VERIFIERS: dict[str, Verifier] = {
     "walk": walk.verify,
-    "token": _by_shape(token.verify),
-    "block": _by_shape(block.verify),
+    "token": _by_shape(token.verify, tree.recursive),
+    "block": _by_shape(block.verify, tree.traversal),
     "recursive": tree.recursive,
+    "traversal": tree.traversal,
     "greedy-multi": tree.greedy_multi,
     "coupled": coupled.verify,
     "typical": typical.verify,
@@ -56,7 +57,8 @@ VERIFIERS: dict[str, Verifier] = {
 def choose(law: ProposalLaw, exactness: Exactness = Exactness.DISTRIBUTION, rejection: str = "block") -> Verifier:
     """The rule that keeps the promise ``exactness`` for drafts made by ``law``.
 
-    rejection: ``"block"`` or ``"token"``, for drawn chains in the distribution grade.
+    rejection: for drawn tokens in the distribution grade: ``"block"`` judges paths as wholes (block verification,
+    traversal), ``"token"`` every token by itself (token and recursive rejection), which accepts less.
     """
     if rejection not in ("block", "token"):
         raise InvalidRequest(f"rejection must be 'block' or 'token', got {rejection!r}")
@@ -70,7 +72,7 @@ def choose(law: ProposalLaw, exactness: Exactness = Exactness.DISTRIBUTION, reje
         case Sampled():
             return VERIFIERS[rejection]
         case WithoutReplacement():
-            return VERIFIERS["recursive"]
+            return VERIFIERS["traversal" if rejection == "block" else "recursive"]
         case TopPlusSampled():
             return VERIFIERS["greedy-multi"]
         case _:

@@ -1,4 +1,8 @@
-"""Drawn trees, verified by one solver per node; the exactness of each node gives that of the tree."""
+"""Drawn trees: from the leaves up (traversal), or from the root down by one solver per node.
+
+In all of them the shape may depend on anything drawn before, but how many children a node has is decided before any of
+them is drawn, and what was drawn stays.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,52 @@ from itertools import count
 from torch import Tensor
 
 from foretoken.core.draft import Draft
-from foretoken.core.law import WithoutReplacement
+from foretoken.core.law import Sampled, WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, normalised, ratio
-from foretoken.verify.rows import Probs
+from foretoken.verify.rows import Probs, draw
+
+
+def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
+    """Traversal verification (2505.12398, algorithm 2), leaf to root: block verification's idea, for a tree.
+
+    A node is reached with weight pa: 1 at the root, min(1, pa p(x) / q(x)) at its child x. The first leaf in post-order
+    is accepted with its pa, whole path and all. Else it is deleted, and with Z the mass of (pa p - q)+ its parent gets
+    pa <- Z / (Z + 1 - pa), p <- norm((pa p - q)+); siblings drawn without replacement also take q[x] <- 0,
+    renormalised. Below a weight of 0 everything is rejected, and no row is read. On a chain this is block verification,
+    number for number.
+
+    draft: law ``Sampled`` (siblings i.i.d.) or ``WithoutReplacement``. probs: [n+1, V].
+    """
+    rows = drawn_rows(draft, probs)
+    replaced = isinstance(draft.law, Sampled)
+
+    def settle(node: int, weight: float) -> Verdict | None:
+        """The verdict below ``node``, None when all of it is rejected."""
+        children = draft.children[node + 1]
+        p = probs[node + 1] if children else None
+        q = rows[node + 1] if children else None
+        for child in children:
+            assert p is not None and q is not None
+            token = draft.ids[child]
+            reached = min(1.0, weight * ratio(float(p[token]), float(q[token])))
+            verdict = settle(child, reached) if reached > 0.0 else None
+            if verdict is not None:
+                return verdict
+            rest, mass = excess(p, q, weight)
+            left = mass + (1.0 - weight)
+            weight = mass / left if left > 0.0 else 1.0
+            p = rest / mass if mass > 0.0 else p
+            q = q if replaced else _without(q, [token])
+        if node >= 0 and not stream.bernoulli(weight, index=node + 1):
+            return None
+        token = draw(probs, node + 1, stream, node + 1) if p is None else stream.categorical(p, index=node + 1)
+        return Verdict(draft.path(node), token)
+
+    verdict = settle(-1, 1.0)
+    assert verdict is not None, "the root always yields a token"
+    return verdict
 
 
 def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:

@@ -1,0 +1,90 @@
+"""The first layers of a model and its head as a model of its own (LayerSkip, 2404.16710): no weight is held twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.checkpoint import load_config, open_weights
+from foretoken.models.decoder import Decoder
+from foretoken.models.linear import product
+from foretoken.models.plan import Plan
+from foretoken.models.runner import Pass
+
+MODEL_TYPE = "foretoken_early_exit"
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Where a model is left, and how its head reads what is there.
+
+    layers: those computed. norm: [H] in the place of the last norm, None keeps that. adapter: [H, H];
+    logits = head(n + adapter n), n the normed state. None: head(n).
+    """
+
+    layers: int
+    norm: Tensor | None = None
+    adapter: Tensor | None = None
+
+    @staticmethod
+    def load(path: Path) -> Exit:
+        """A trained one: ``exit_layer`` of config.json, ``norm.weight`` and ``adapter.weight``.
+
+        Raises ModelLoadError for other checkpoints and for damaged ones.
+        """
+        config = load_config(path)
+        layers, hidden = config.get("exit_layer"), config.get("hidden_size")
+        if config.get("model_type") != MODEL_TYPE or not isinstance(layers, int) or not isinstance(hidden, int):
+            raise ModelLoadError(
+                f"{path} is no trained exit: config.json must have model_type {MODEL_TYPE!r}, exit_layer and "
+                "hidden_size; make one with foretoken train early-exit"
+            )
+        weights, found = open_weights(path), {}
+        for name, shape in (("norm.weight", (hidden,)), ("adapter.weight", (hidden, hidden))):
+            if name not in weights or tuple(weights[name].shape) != shape:
+                raise ModelLoadError(f"{path} lacks a tensor {name!r} of shape {shape}; is the checkpoint complete?")
+            found[name] = weights[name]
+        return Exit(layers, found["norm.weight"], found["adapter.weight"])
+
+
+class EarlyExit(Decoder):
+    """The first layers of ``model``; its weights are the model's, its keys and values its own.
+
+    Raises InvalidRequest for an exit that is not inside the model, or of another width.
+    """
+
+    def __init__(self, model: Decoder, leaving: Exit) -> None:
+        a, hidden = model.architecture, (model.hidden_size,)
+        if not 1 <= leaving.layers < a.layers:
+            raise InvalidRequest(
+                f"exit_layer must be from 1 to {a.layers - 1}, since the target has {a.layers} layers; "
+                f"got {leaving.layers}"
+            )
+        if leaving.norm is not None and leaving.norm.shape != hidden:
+            raise InvalidRequest(
+                f"the exit was trained for a hidden size of {leaving.norm.shape[0]} and the target's is {hidden[0]}; "
+                "train one for this target"
+            )
+        count = leaving.layers
+        self.architecture = replace(a, layers=count, windows=a.windows[:count], rope=a.rope[:count])
+        self.dtype, self.device = model.dtype, model.device
+        self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, count
+        self.max_length = a.max_length
+        self.runner = model.runner.first(self.architecture, None if leaving.norm is None else leaving.norm.float())
+        self.rows_independent = self.runner.rows_independent
+        self._adapter = None
+        if leaving.adapter is not None:
+            self._adapter = product(leaving.adapter.to(self.device, self.dtype))
+
+    def _run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
+        if self._adapter is None or not logits:
+            return super()._run(plan, taps, logits)
+        last = self.num_layers
+        tapped = super()._run(plan, [*{*taps, last}], logits=False).taps
+        normed = tapped[last][plan.outputs].to(self.dtype)
+        scores = self.runner.unembed(normed + self._adapter(normed))
+        return Pass(scores, {number: tapped[number] for number in taps})

@@ -1,0 +1,160 @@
+"""Trees of fixed candidates: grown level by level under a model, or cut from independent heads at once.
+
+What is maximised is E[accepted], the sum over nodes of the probability that the target's text runs through them; a
+node's score is the log of the draft's estimate of it, the sum of its path's. Scores only fall along a path, so the best
+nodes of a tree always contain their own ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, nlargest
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.law import PointMass, ProposalLaw
+from foretoken.core.streams import SharedStream, Stream
+
+
+class Candidates(NamedTuple):
+    """Likely children of some nodes, the likeliest first.
+
+    scores: [rows, K], log of the estimated probability that the target goes there from the node. -inf: no candidate.
+    ids: int64 [rows, K], their tokens.
+    """
+
+    scores: Tensor
+    ids: Tensor
+
+
+def likeliest(probs: Tensor, count: int) -> Candidates:
+    """The ``count`` most probable tokens of each row [rows, V]."""
+    top = probs.topk(min(count, probs.shape[-1]))
+    return Candidates(top.values.log(), top.indices)
+
+
+def racing(probs: Tensor, count: int, stream: Stream, depth: int) -> Candidates:
+    """The ``count`` leaders of each row's race log q + G under the noise the target will use (2408.07978).
+
+    probs: [rows, V], laws of nodes at one depth (0 is the root's children). The leader is the token that plain decoding
+    with q would emit. If log p = log q + e, the errors e of a standard Gumbel law, the target goes to x with
+    probability softmax(log q + G): these are the scores, and about what a 1 M draft's leaders showed.
+    """
+    if not isinstance(stream, SharedStream):
+        raise TypeError("a race needs the shared noise of the trajectory grade: context.streams.shared(position)")
+    race = stream.race(probs, depth)
+    top = race.topk(min(count, race.shape[-1]))
+    return Candidates((top.values / race.sum(-1, keepdim=True)).log_(), top.indices)
+
+
+@dataclass(slots=True)
+class Growth:
+    """A tree while a model grows it: what it holds, and what the model is to score next.
+
+    The model scores ``growing()``, whose last nodes are the ``frontier``, and something hangs children below those. The
+    first frontier is the root, -1; an empty one says that the tree is done.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=lambda: [-1])
+    scored: list[int] = field(default_factory=list)  # nodes that the model has scored or is to score, in its order
+
+    def growing(self) -> Draft:
+        """What the model is to score: the nodes it scored before, then the frontier; empty for the root alone."""
+        return self.subtree(self.scored)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Tokens from the root's child down to ``node``; empty for the root (-1)."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(reversed(tokens))
+
+    def advance(self, frontier: Sequence[int]) -> None:
+        """These nodes are next."""
+        self.frontier = list(frontier)
+        self.scored += self.frontier
+
+    def subtree(self, nodes: Sequence[int], law: ProposalLaw | None = None, scores: Tensor | None = None) -> Draft:
+        """These nodes in this order; each one's parent must come before it."""
+        number = {node: i for i, node in enumerate(nodes)}
+        tokens = torch.tensor([self.tokens[node] for node in nodes], dtype=torch.int64)
+        parents = tuple(number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in nodes)
+        return Draft(tokens, parents, law or PointMass(), scores)
+
+
+@dataclass(slots=True)
+class Tree(Growth):
+    """Fixed candidates as EAGLE-2 grows them (2406.16858, section 4): the best nodes of a level are expanded, and the
+    best of all levels kept.
+    """
+
+    scores: list[float] = field(default_factory=list)
+
+    def expand(self, candidates: Candidates, width: int, budget: int) -> None:
+        """Hang ``candidates`` below the frontier, one row for each of it; the next one is the best ``width`` of them.
+
+        A node with ``budget`` better ones in the tree will not be kept, nor will anything below it, so it is not
+        expanded.
+        """
+        start = len(self.tokens)
+        rows = zip(self.frontier, candidates.scores.tolist(), candidates.ids.tolist(), strict=True)
+        for node, scores, ids in rows:
+            above = self.scores[node] if node >= 0 else 0.0
+            for score, token in zip(scores, ids, strict=True):
+                if score == float("-inf"):
+                    break
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.scores.append(above + min(0.0, score))
+        best = set(self._best(budget, range(len(self.tokens))))
+        fresh = self._best(width, range(start, len(self.tokens)))
+        self.advance(sorted(node for node in fresh if node in best))
+
+    def pruned(self, budget: int) -> Draft:
+        """The best ``budget`` nodes of all levels, parents first, with their scores."""
+        kept = sorted(self._best(budget, range(len(self.tokens))))
+        return self.subtree(kept, scores=torch.tensor([self.scores[node] for node in kept]))
+
+    def _best(self, count: int, nodes: Sequence[int]) -> list[int]:
+        """The ``count`` nodes of highest score; on ties the older, so that a parent is never left out for its child."""
+        return nlargest(count, nodes, key=lambda node: (self.scores[node], -node))
+
+
+def best_first(log_probs: Tensor, ids: Tensor, budget: int) -> Draft:
+    """The ``budget`` best nodes of the tree whose every node of depth d has the same children: depth d's candidates.
+
+    So are the heads of Medusa (2401.10774) and of blockwise decoding (1811.03115): they do not see what was drafted
+    before. log_probs, ids: [D, K], the candidates of each depth in any order; -inf is no candidate. A node's score is
+    the sum of its path's. -> fixed candidates, best node first, so parents before children
+    """
+    order = log_probs.argsort(dim=-1, descending=True, stable=True)
+    levels = log_probs.clamp(max=0.0).gather(-1, order).tolist()
+    names = ids.gather(-1, order).tolist()
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    open_nodes: list[tuple[float, int, int, int, int]] = []  # (-score, age, depth, rank, parent)
+    age = 0
+
+    def offer(above: float, depth: int, rank: int, parent: int) -> None:
+        nonlocal age
+        if depth < len(levels) and rank < len(levels[depth]) and levels[depth][rank] > float("-inf"):
+            heappush(open_nodes, (-(above + levels[depth][rank]), age, depth, rank, parent))
+            age += 1
+
+    offer(0.0, 0, 0, -1)
+    while open_nodes and len(tokens) < budget:
+        cost, _, depth, rank, parent = heappop(open_nodes)
+        tokens.append(names[depth][rank])
+        parents.append(parent)
+        scores.append(-cost)
+        offer(scores[parent] if parent >= 0 else 0.0, depth, rank + 1, parent)
+        offer(-cost, depth + 1, 0, len(tokens) - 1)
+    return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents), scores=torch.tensor(scores))

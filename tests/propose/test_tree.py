@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from itertools import product
+from math import exp, log
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken.core.law import PointMass
+from foretoken.core.streams import Streams
+from foretoken.propose.tree import Candidates, Tree, best_first, likeliest, racing
+
+LEVELS = st.lists(
+    st.lists(st.floats(-4.0, 0.0), min_size=3, max_size=3), min_size=1, max_size=3
+)  # log-probabilities by depth
+
+
+@settings(max_examples=60, deadline=None)
+@given(LEVELS, st.integers(0, 12))
+def test_best_first_takes_the_best_nodes_of_the_whole_product(levels: list[list[float]], budget: int) -> None:
+    draft = best_first(torch.tensor(levels, dtype=torch.float64), torch.arange(3).expand(len(levels), 3) + 10, budget)
+    everything = sorted(
+        (sum(levels[d][rank] for d, rank in enumerate(path)) for depth in range(1, len(levels) + 1)
+         for path in product(range(3), repeat=depth)), reverse=True,
+    )  # fmt: skip
+    assert draft.scores is not None
+    assert len(draft) == min(budget, len(everything))
+    assert draft.scores.tolist() == pytest.approx(everything[:budget], abs=1e-5)
+    for node in range(len(draft)):
+        path = [draft.ids[i] - 10 for i in draft.path(node)]
+        assert float(draft.scores[node]) == pytest.approx(sum(levels[d][r] for d, r in enumerate(path)), abs=1e-5)
+    assert len({draft.path(node) for node in range(len(draft))}) == len(draft)
+
+
+def test_best_first_leaves_out_what_is_impossible() -> None:
+    draft = best_first(torch.tensor([[0.0, -torch.inf], [-1.0, -torch.inf]]), torch.tensor([[5, 6], [7, 8]]), 10)
+    assert draft.ids == (5, 7)
+    assert isinstance(draft.law, PointMass)
+    assert len(best_first(torch.empty(0, 3), torch.empty(0, 3, dtype=torch.int64), 4)) == 0
+
+
+def row(*probs: float) -> torch.Tensor:
+    return torch.tensor([probs], dtype=torch.float64)
+
+
+def grown(rows: dict[tuple[int, ...], torch.Tensor], width: int, budget: int, steps: int) -> tuple[Tree, int]:
+    """A tree over a table of laws by path. -> and the passes it took"""
+    tree, passes = Tree(), 0
+    while tree.frontier and passes < steps:
+        assert tree.growing().ids == tuple(tree.tokens[node] for node in tree.scored)
+        probs = torch.cat([rows.get(tree.path(node), row(0.5, 0.3, 0.2)) for node in tree.frontier])
+        tree.expand(likeliest(probs, width), width, budget)
+        passes += 1
+    return tree, passes
+
+
+def test_a_tree_keeps_the_best_nodes_of_all_levels() -> None:
+    rows = {(): row(0.6, 0.3, 0.1), (0,): row(0.9, 0.1, 0.0), (1,): row(0.2, 0.2, 0.6)}
+    tree, passes = grown(rows, width=2, budget=4, steps=2)
+    assert passes == 2
+    draft = tree.pruned(4)
+    paths = {tuple(draft.ids[i] for i in draft.path(node)): float(s) for node, s in enumerate(draft.scores.tolist())}
+    expected = {(0,): 0.6, (0, 0): 0.54, (1,): 0.3, (1, 2): 0.18}
+    assert {path: exp(score) for path, score in paths.items()} == pytest.approx(expected, abs=1e-6)
+
+
+def test_nodes_that_cannot_be_kept_are_not_expanded() -> None:
+    certain = {tuple([0] * depth): row(1.0, 0.0, 0.0) for depth in range(4)}
+    tree, passes = grown(certain, width=3, budget=2, steps=10)
+    assert tree.pruned(2).ids == (0, 0)
+    assert passes == 3, "the third node is no better than the two that are there"
+    tree, passes = grown({(): row(0.4, 0.3, 0.3)}, width=3, budget=3, steps=10)
+    assert passes == 2, "below three nodes of 0.3 and more nothing of 0.2 is kept"
+
+
+def test_ties_keep_parents_before_children() -> None:
+    tree, _ = grown({tuple([0] * depth): row(1.0, 0.0, 0.0) for depth in range(6)}, width=3, budget=3, steps=6)
+    draft = tree.pruned(2)
+    assert draft.parents == (-1, 0)
+
+
+def test_racing_leaders_are_what_plain_decoding_emits() -> None:
+    probs = torch.rand(6, 50).softmax(-1)
+    for seed, depth in product(range(5), range(3)):
+        stream = Streams(seed).shared(7)
+        found = racing(probs, 3, stream, depth)
+        assert found.ids[:, 0].tolist() == [stream.categorical(p, depth) for p in probs]
+        assert bool((found.scores.exp().sum(-1) < 1.0).all())
+        assert bool((found.scores.diff(dim=-1) <= 0.0).all())
+    with pytest.raises(TypeError, match="shared noise"):
+        racing(probs, 3, Streams(0).private(1, 0), 0)  # type: ignore[arg-type]
+
+
+def test_candidates_of_small_vocabularies_and_impossible_tokens() -> None:
+    found = likeliest(row(0.75, 0.25, 0.0), 9)
+    assert isinstance(found, Candidates)
+    assert found.ids.shape == (1, 3)
+    assert found.scores[0, :2].tolist() == pytest.approx([log(0.75), log(0.25)])
+    tree = Tree()
+    tree.expand(found, 9, 9)
+    assert tree.tokens == [0, 1]
