@@ -43,8 +43,8 @@ def pieces(texts: Iterator[str], count: int) -> list[str]:
     """The beginnings of ``count`` stretches of text."""
     found: list[str] = []
     for text in texts:
-        for at in range(0, len(text) - 4 * PROMPT_CHARACTERS, 4 * PROMPT_CHARACTERS):
-            found.append(text[at : at + PROMPT_CHARACTERS])
+        starts = range(0, len(text) - 4 * PROMPT_CHARACTERS, 4 * PROMPT_CHARACTERS)
+        found.extend(text[at : at + PROMPT_CHARACTERS] for at in starts)
     step = max(1, len(found) // count)
     return found[::step][:count]
 

@@ -50,9 +50,12 @@ class Pair:
         """``scores`` holds one row for each of ``nodes`` (-1 the root), each equal to a forward on its own path."""
         assert scores.logits.shape == (len(nodes), self.model.vocab_size)
         paths = [[*handle.tokens, *(draft.ids[i] for i in draft.path(node))] for node in nodes]
-        logits, hidden = self.reference(paths, layers)
+        logits, _ = self.reference(paths, ())
         assert (scores.logits - logits).abs().max() < TOLERANCE
+        computed = [handle.tokens[: at + 1] for at in range(scores.first, len(handle.tokens) - 1)]
+        _, hidden = self.reference([*computed, *paths], layers)
         for layer in layers:
+            assert scores.taps[layer].shape[0] == len(computed) + len(paths)
             assert (scores.taps[layer] - hidden[layer]).abs().max() < TOLERANCE, f"tap {layer}"
 
 
@@ -115,7 +118,7 @@ def test_prompt_longer_than_one_prefill_pass(pair: Pair) -> None:
 
 def test_taps_are_transformers_hidden_states(pair: Pair) -> None:
     layers = list(range(pair.model.num_layers + 1))
-    handles = [pair.model.open(text(5, 40)), pair.model.open(text(2, 41))]
+    handles = [pair.model.open(text(5, 40)), pair.model.open(text(300, 41))]
     drafts = [tree(42), Draft.chain(text(2, 43))]
     for handle, draft, scores in zip(handles, drafts, pair.model.score(handles, drafts, layers), strict=True):
         pair.check(handle, draft, scores, rows(draft), layers)

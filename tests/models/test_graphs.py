@@ -278,7 +278,7 @@ def test_pieces_of_prompts_and_long_passes_are_not_captured(two: Two) -> None:
     pairs = [two.open(text(n, n)) for n in (300, 40, 60)]
     for pair in pairs:
         for model, handle in zip((two.plain, two.graphed), pair, strict=True):
-            model._prefill(handle)
+            model._prefill(handle, ())
     assert two.captured == 0
     two.score(pairs, [tree(1, 90), Draft.empty(), Draft.empty()])
     assert two.captured == 0

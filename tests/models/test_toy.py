@@ -51,8 +51,9 @@ def test_scores_are_the_law_at_every_node() -> None:
     assert torch.equal(scores[0].logits[0].softmax(-1), toy.probs([1, 2]))
     assert torch.equal(scores[0].logits[4].softmax(-1), toy.probs([1, 2, 2, 4]))
     assert torch.equal(scores[1].logits[2].softmax(-1), toy.probs([3, 0, 4]))
-    assert scores[0].taps[2].shape == (6, toy.hidden_size)
-    assert torch.equal(scores[0].taps[2][4], toy.hidden([1, 2, 2, 4], 2))
+    assert scores[0].first == 0 and scores[0].taps[2].shape == (7, toy.hidden_size)
+    assert torch.equal(scores[0].taps[2][0], toy.hidden([1], 2))
+    assert torch.equal(scores[0].taps[2][5], toy.hidden([1, 2, 2, 4], 2))
     assert not torch.equal(scores[0].taps[0], scores[0].taps[2])
 
 

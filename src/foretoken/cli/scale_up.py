@@ -17,6 +17,9 @@ def scale_up(
     layers: Annotated[int | None, typer.Option(help="Layers, instead of the preset's.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads, instead of the preset's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads, instead of the preset's.")] = None,
+    head: Annotated[
+        list[Path] | None, typer.Option(help="Heads for SRC, to be widened into DST/heads; may be repeated.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the rotation and of what fills up.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace DST whatever it holds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -28,6 +31,7 @@ def scale_up(
     from foretoken.core.errors import InvalidRequest
     from foretoken.train import scale_up as up
     from foretoken.train.files import check_output
+    from foretoken.train.scale_heads import scale_head
 
     out, source = check_output(out, force), source.expanduser().absolute()
     if out == source:
@@ -39,6 +43,8 @@ def scale_up(
     }  # fmt: skip
     shape = replace(shape, **{name: value for name, value in chosen.items() if value is not None})
     result = up.scale_up(source, out, shape, seed)
+    for folder in head or ():
+        scale_head(folder.expanduser().absolute(), source, out)
     if as_json:
         print(json.dumps({"path": str(result.path), "parameters": result.parameters, "bytes": result.bytes}))
     else:

@@ -84,32 +84,36 @@ class Decoder(Model):
             self.runner.move(handle.slot, *handle.advance(new))
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
-        for handle in handles:
-            self._prefill(handle)
+        firsts = [handle.cached for handle in handles]
+        earlier = [self._prefill(handle, taps) for handle in handles]
         plan = Plan.of(handles, drafts, [growing(h, d) for h, d in zip(handles, drafts, strict=True)])
+        firsts = [min(first, handle.cached) for first, handle in zip(firsts, handles, strict=True)]
         result = self._run(plan, taps, logits=True)
         assert result.logits is not None
         for handle, draft in zip(handles, drafts, strict=True):
             handle.cached = len(handle.tokens)
             handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
-        rows = plan.output_counts
-        parts = {i: tapped.split(rows) for i, tapped in result.taps.items()}
-        return [
-            Scores(chunk, {i: parts[i][at] for i in parts}) for at, chunk in enumerate(result.logits.split(rows))
-        ]  # fmt: skip
+        logits = result.logits.split(plan.output_counts)
+        tapped = _by_sequence(result.taps, earlier, [part.count for part in plan.parts])
+        return [Scores(*scores) for scores in zip(logits, tapped, firsts, strict=True)]
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        return self.runner.unembed(hidden)
 
     # passes
 
-    def _prefill(self, handle: Handle) -> None:
+    def _prefill(self, handle: Handle, taps: Sequence[int]) -> list[dict[int, Tensor]]:
         """Bring a long pending stretch into the cache in passes of fixed size, all but what the runner lets share one.
 
-        What is cut where depends on this sequence alone, never on its neighbours.
+        What is cut where depends on this sequence alone, never on its neighbours. -> the taps of each pass
         """
+        tapped = []
         while len(handle.pending) > self.runner.joint_rows:
             rows = min(PREFILL_ROWS, len(handle.pending) - 1)
             part = Handle(handle.slot, handle.tokens[: handle.cached + rows], handle.cached)
-            self._run(Plan.of([part], [Draft.empty()], [0]), (), logits=False)
+            tapped.append(self._run(Plan.of([part], [Draft.empty()], [0]), taps, logits=False).taps)
             handle.cached += rows
+        return tapped
 
     def _run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
         if plan.reach > self.max_length:
@@ -118,3 +122,14 @@ class Decoder(Model):
                 "shorten the prompt, lower max_tokens, or raise max_model_len"
             )
         return self.runner.run(plan, taps, logits)
+
+
+def _by_sequence(
+    taps: Mapping[int, Tensor], earlier: Sequence[Sequence[Mapping[int, Tensor]]], counts: Sequence[int]
+) -> list[dict[int, Tensor]]:
+    """Each sequence's taps: those of its prefill passes, then its rows of the pass that all share."""
+    parts = {layer: tapped.split(list(counts)) for layer, tapped in taps.items()}
+    return [
+        {i: torch.cat([*(p[i] for p in passes), parts[i][at]]) if passes else parts[i][at] for i in parts}
+        for at, passes in enumerate(earlier)
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -32,9 +32,10 @@ MOST_GRAPHS = 128  # they hold memory; when there are more, all are forgotten
 WARM_UPS = 2  # libraries choose kernels and take workspaces before a capture, which must not see that
 WORD = 32  # draft nodes in one integer
 
-# Rows of the table. OUTPUTS are places in the layout. A row sees the keys before PREFIX and, from cache row NODES on,
-# the draft nodes whose bits are set in its words, which begin at SEEN: for each window as many as the bucket has.
-TOKENS, POSITIONS, CACHE_ROWS, OUTPUTS, PREFIX, NODES, SEEN = range(7)
+# Rows of the table. OUTPUTS and COMPUTED are places in the layout. A row sees the keys before PREFIX and, from cache
+# row NODES on, the draft nodes whose bits are set in its words, which begin at SEEN: for each window as many as the
+# bucket has.
+TOKENS, POSITIONS, CACHE_ROWS, OUTPUTS, COMPUTED, PREFIX, NODES, SEEN = range(8)
 
 States = dict[int, Tensor]
 
@@ -151,6 +152,11 @@ class GraphRunner(TorchRunner):
         self._windows = sorted(set(architecture.windows))
         self._graphs: Graphs | None = None
 
+    def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
+        view = super().first(architecture, norm)
+        view._graphs = None
+        return view
+
     @torch.inference_mode()
     def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
         self._cache.reserve(plan.reach + 1)  # the cache's last row is never in use: padding is written there
@@ -162,7 +168,9 @@ class GraphRunner(TorchRunner):
         graph.table.copy_(filled, non_blocking=True)
         # The head is left out of graphs: it takes as many rows as are wanted, and is launched while the graph runs.
         outputs = graph.table[OUTPUTS, : len(plan.outputs)]
-        return self._read(graph.replay(), outputs, taps, logits)
+        computed = graph.table[COMPUTED, : len(plan.tokens)]
+        states = graph.replay()
+        return Pass(self._logits(states, outputs) if logits else None, self._tapped(states, taps, computed))
 
     def _graph(self, bucket: Bucket, filled: Tensor) -> Graph:
         """The bucket's graph; captured on first use, over a table with the content ``filled``."""
@@ -199,6 +207,7 @@ class GraphRunner(TorchRunner):
                 self._fill_tree(own, part, bucket.words)
             places += range(start, start + part.count)
         table[OUTPUTS, : len(plan.outputs)] = [places[row] for row in plan.outputs]
+        table[COMPUTED, : len(places)] = places
         return filled
 
     def _fill_tree(self, own: NDArray[np.uint32], part: Part, words: int) -> None:

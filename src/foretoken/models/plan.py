@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 
@@ -22,7 +24,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The rows of every sequence one after another; ``outputs`` are the rows whose logits and taps are wanted."""
+    """The rows of every sequence one after another; ``outputs`` are the rows whose logits are wanted."""
 
     tokens: list[int]
     positions: list[int]
@@ -30,6 +32,7 @@ class Plan:
     outputs: list[int]
     output_counts: list[int]
     reach: int  # the highest cache row in use, plus one
+    features: Tensor | None = None  # [rows, H], of a model that is given features; see ``weights.Entry``
 
     @staticmethod
     def of(handles: Sequence[Handle], drafts: Sequence[Draft], scored: Sequence[int]) -> Plan:

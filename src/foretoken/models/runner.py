@@ -13,17 +13,18 @@ from torch import Tensor
 from foretoken.models.architecture import Architecture
 from foretoken.models.plan import Plan
 from foretoken.models.quantize import Int8
-from foretoken.models.weights import Ends, LayerWeights
+from foretoken.models.weights import Ends, Entry, LayerWeights
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a pass gives for the plan's ``outputs``, in their order.
+    """What a pass gives.
 
-    logits: float32 [outputs, V], None when they were not asked for. taps: hidden states by layer, [outputs, H]; index i
-    is the input of layer i, the number of layers the normed output.
+    logits: float32 [outputs, V], None when they were not asked for. taps: hidden states of all rows by layer,
+    [rows, H]; index i is the input of layer i, the number of layers the normed output, and one more the same before
+    the norm.
     """
 
     logits: Tensor | None
@@ -48,6 +49,15 @@ class Runner(Protocol):
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
 
+    def first(self, architecture: Architecture, norm: Tensor | None) -> Runner:
+        """A runner of the first ``architecture.layers`` layers and the same head: shared weights, slots of its own.
+
+        norm: float32 [H], in the place of the last norm; None keeps that.
+        """
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """The vocabulary head alone: normed states [rows, H] -> float32 [rows, V]."""
+
     def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
         """Compute every row of the plan and keep its keys and values.
 
@@ -61,6 +71,7 @@ def build(
     ends: Ends,
     dtype: torch.dtype,
     device: torch.device,
+    entry: Entry | None = None,
 ) -> Runner:
     """The fastest runner here for that model.
 
@@ -74,12 +85,12 @@ def build(
 
     if device.type == "cpu":
         try:
-            return NativeRunner(architecture, _of_one_kind(layers, ends), ends, dtype)
+            return NativeRunner(architecture, _of_one_kind(layers, ends), ends, dtype, entry)
         except Unavailable as reason:
             _log.info("torch operators compute the model: %s", reason)
-    if device.type == "cuda":
+    if device.type == "cuda" and entry is None:
         return GraphRunner(architecture, layers, ends, dtype, device)
-    return TorchRunner(architecture, layers, ends, dtype, device)
+    return TorchRunner(architecture, layers, ends, dtype, device, entry)
 
 
 def _of_one_kind(layers: Iterable[LayerWeights], ends: Ends) -> Iterator[LayerWeights]:

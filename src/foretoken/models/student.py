@@ -45,18 +45,15 @@ class Lesson:
         return len(self.ids)
 
 
-def overlap(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
-    """(sum of min(p, q), KL(p||q)) of every row [...]; logits [..., V] are q's.
+def overlap(logits: Tensor, law: Law) -> Tensor:
+    """sum min(p, q) of every row [...]; logits [..., V] are q's.
 
-    Tokens outside the law's top k count as one bucket, which bounds the KL from below and the overlap from above.
+    Tokens outside the law's top k count as one bucket, which bounds it from above.
     """
     logits = logits.float()
-    log_q = logits.gather(-1, law.ids) - logits.logsumexp(-1, keepdim=True)
-    p, q = law.log_p.exp(), log_q.exp()
-    p_rest = (1 - p.sum(-1)).clamp_min(_FLOOR)
-    q_rest = (1 - q.sum(-1)).clamp_min(_FLOOR)
-    divergence = (p * (law.log_p - log_q)).sum(-1) + p_rest * (p_rest.log() - q_rest.log())
-    return torch.minimum(p, q).sum(-1) + torch.minimum(p_rest, q_rest), divergence
+    q = (logits.gather(-1, law.ids) - logits.logsumexp(-1, keepdim=True)).exp()
+    p = law.log_p.exp()
+    return torch.minimum(p, q).sum(-1) + torch.minimum((1 - p.sum(-1)).clamp_min(0), (1 - q.sum(-1)).clamp_min(0))
 
 
 def _load(path: Path) -> Any:
@@ -90,12 +87,16 @@ class Student:
         self._batch, self._random = batch, np.random.default_rng(seed)
 
     def learn(self, lessons: Sequence[Lesson], steps: int) -> None:
-        """``steps`` updates on random batches of ``lessons``: KL from the target's law (2310.08461)."""
+        """``steps`` updates on random batches of ``lessons``, with the loss -log sum min(p, q).
+
+        That is the chance of acceptance itself. KL, a better start for a draft that knows nothing, makes one worse that
+        was trained for acceptance: the two have different optima where the draft is too small to follow.
+        """
         with torch.inference_mode(False), torch.enable_grad():
             for _ in range(steps):
                 chosen = self._random.choice(len(lessons), min(self._batch, len(lessons)), replace=False)
-                _, divergence = self._compare([lessons[i] for i in chosen])
-                divergence.mean().backward()
+                accepted = self._compare([lessons[i] for i in chosen])
+                (-accepted.clamp_min(_FLOOR).log().mean()).backward()
                 torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
                 self._optimizer.step()
                 self._optimizer.zero_grad(set_to_none=True)
@@ -103,7 +104,7 @@ class Student:
     @torch.no_grad()
     def acceptance(self, lessons: Sequence[Lesson]) -> float:
         """Mean over all rows of sum min(p, q): the chance that a token drawn from it is accepted."""
-        rows = [self._compare(lessons[i : i + self._batch])[0] for i in range(0, len(lessons), self._batch)]
+        rows = [self._compare(lessons[i : i + self._batch]) for i in range(0, len(lessons), self._batch)]
         return float(torch.cat(rows).mean())
 
     def snapshot(self) -> Any:
@@ -134,8 +135,8 @@ class Student:
             if file.suffix in _COMPANIONS and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
 
-    def _compare(self, lessons: Sequence[Lesson]) -> tuple[Tensor, Tensor]:
-        """Overlap and divergence of every row of the lessons, [rows]."""
+    def _compare(self, lessons: Sequence[Lesson]) -> Tensor:
+        """sum min(p, q) of every row of the lessons, [rows]."""
         longest = max(len(lesson.tokens) for lesson in lessons)
         ids = torch.zeros(len(lessons), longest, dtype=torch.int64)
         for row, lesson in zip(ids, lessons, strict=True):

@@ -7,8 +7,10 @@ sees sequences. No row's logits depend on what shares the pass (see ``attention.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +22,14 @@ from foretoken.models.kv import KVCache
 from foretoken.models.linear import Product, can_pack, product
 from foretoken.models.plan import Plan
 from foretoken.models.runner import Pass
-from foretoken.models.weights import Ends, LayerWeights
+from foretoken.models.weights import Ends, Entry, LayerWeights
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer on the device, its matrices packed."""
 
-    norm: Tensor
+    norm: Tensor | None
     qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -44,7 +46,7 @@ class Layer:
             return None if tensor is None else tensor.to(device)
 
         return Layer(
-            norm=weights.norm.to(device),
+            norm=to(weights.norm),
             qkv=product(weights.qkv.to(device), to(weights.qkv_bias)),
             q_norm=to(weights.q_norm),
             k_norm=to(weights.k_norm),
@@ -69,16 +71,31 @@ class TorchRunner:
         ends: Ends,
         dtype: torch.dtype,
         device: torch.device,
+        entry: Entry | None = None,
     ) -> None:
         a = self._architecture = architecture
+        self._entry = entry or Entry()
+        self._feature_norm = None if self._entry.norm is None else self._entry.norm.to(device)
         self._dtype, self._device = dtype, device
         self.rows_independent = can_pack(dtype, device)
         self._embedding = ends.embedding.to(device)
         self._layers = list(map(partial(Layer.of, device), layers))  # no name holds a layer while the next is read
-        self._norm, self._head = ends.norm.to(device), product(ends.head.to(device))
+        self._norm = None if ends.norm is None else ends.norm.to(device)
+        self._head = product(ends.head.to(device))
         self._tables = [self._table(frequencies) for frequencies in a.frequencies]
-        kept = torch.float64 if dtype == torch.float32 and self.rows_independent else dtype  # see attention.py
-        self._cache = KVCache(a.layers, a.kv_heads, a.head_dim, kept, device)
+        self._cache = self._new_cache(a)
+
+    def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
+        view = copy(self)
+        view._architecture = architecture
+        view._layers = self._layers[: architecture.layers]
+        view._norm = self._norm if norm is None else norm.to(self._device)
+        view._cache = view._new_cache(architecture)
+        return view
+
+    def _new_cache(self, a: Architecture) -> KVCache:
+        kept = torch.float64 if self._dtype == torch.float32 and self.rows_independent else self._dtype  # attention.py
+        return KVCache(a.layers, a.kv_heads, a.head_dim, kept, self._device)
 
     def acquire(self) -> int:
         return self._cache.acquire()
@@ -99,38 +116,56 @@ class TorchRunner:
         geometry = Geometry.of(plan, self._architecture, self._device)
         outputs = torch.tensor(plan.outputs, device=self._device)
         alone = not logits and len(plan.parts) == 1  # a piece of one prompt, cut where it always is
-        return self._read(self._states(geometry, taps, alone), outputs, taps, logits)
+        states = self._states(geometry, taps, alone, plan.features)
+        return Pass(
+            self._logits(states, outputs) if logits else None, self._tapped(states, taps, slice(len(plan.tokens)))
+        )
 
-    def _states(self, geometry: Geometry, taps: Sequence[int], alone: bool = False) -> dict[int, Tensor]:
+    def _states(
+        self, geometry: Geometry, taps: Sequence[int], alone: bool = False, features: Tensor | None = None
+    ) -> dict[int, Tensor]:
         """Every row through every layer. -> hidden states [R, H] by layer: ``taps``, and the last, not yet normed"""
         a = self._architecture
-        hidden = F.embedding(geometry.tokens, self._embedding)
-        if a.embedding_scale != 1.0:
-            hidden = hidden * torch.tensor(a.embedding_scale, dtype=self._dtype)
+        hidden = self._embed(geometry.tokens) if features is None else self._begin(features, len(geometry.tokens))
         turns = [(cos[geometry.positions], sin[geometry.positions]) for cos, sin in self._tables]
         states: dict[int, Tensor] = {}
         for number in range(a.layers):
             if number in taps:
                 states[number] = hidden
             hidden = self._layer(number, hidden, turns, geometry, alone)
-        states[a.layers] = hidden
+        states[a.layers] = states[a.layers + 1] = hidden
         return states
 
-    def _read(self, states: dict[int, Tensor], outputs: Tensor, taps: Sequence[int], logits: bool) -> Pass:
-        """What is wanted of the rows ``outputs`` [outputs], in tensors of its own."""
+    def _embed(self, tokens: Tensor) -> Tensor:
+        hidden, scale = F.embedding(tokens, self._embedding), self._architecture.embedding_scale
+        return hidden if scale == 1.0 else hidden * torch.tensor(scale, dtype=self._dtype)
+
+    def _begin(self, features: Tensor, rows: int) -> Tensor:
+        """The residual stream of a model that is given features; a lone row is doubled, as its token is."""
+        hidden = features.to(self._device, self._dtype).expand(rows, -1)
+        return self._normalise(hidden, self._feature_norm) if self._entry.norm_first else hidden
+
+    def _reads(self, number: int, hidden: Tensor, g: Geometry) -> Tensor:
+        """What a layer's attention reads; see ``weights.Entry``."""
+        norm = self._layers[number].norm
+        if number or not self._entry.joined:
+            return self._normalise(hidden, norm)
+        features = hidden if self._entry.norm_first else self._normalise(hidden, self._feature_norm)
+        return torch.cat([self._normalise(self._embed(g.tokens), norm), features], dim=-1)
+
+    def _tapped(self, states: dict[int, Tensor], taps: Sequence[int], rows: Tensor | slice) -> dict[int, Tensor]:
+        """Hidden states of ``rows``, in tensors of their own where those are indices; the last layer's are normed."""
+        tapped = {number: states[number][rows] for number in taps}
         last = self._architecture.layers
-        wanted = {*taps, last} if logits else set(taps)
-        tapped = {number: states[number].index_select(0, outputs) for number in sorted(wanted)}
-        if last in wanted:
+        if last in tapped:
             tapped[last] = self._normalise(tapped[last], self._norm)
-        scores = self._logits(tapped[last]) if logits else None
-        return Pass(scores, {number: tapped[number] for number in taps})
+        return tapped
 
     def _layer(
         self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Geometry, alone: bool
     ) -> Tensor:
         a, layer = self._architecture, self._layers[number]
-        heads = layer.qkv(self._normalise(hidden, layer.norm), alone).view(hidden.shape[0], -1, a.head_dim)
+        heads = layer.qkv(self._reads(number, hidden, g), alone).view(hidden.shape[0], -1, a.head_dim)
         queries_keys, values = heads.split((a.heads + a.kv_heads, a.kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             queries, keys = queries_keys.split((a.heads, a.kv_heads), dim=1)
@@ -149,13 +184,20 @@ class TorchRunner:
             mixed = self._normalise(mixed, layer.post_mlp_norm)
         return hidden + mixed
 
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm over the last dimension in float32, rounded once."""
+    def _normalise(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """RMS norm over the last dimension in float32, rounded once; x itself where there is no weight."""
+        if weight is None:
+            return x
         return F.rms_norm(x.float(), weight.shape, weight, self._architecture.eps).to(x.dtype)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[outputs, H] -> float32 [outputs, V]; a lone row is doubled (see ``linear.py``)."""
+    def _logits(self, states: dict[int, Tensor], outputs: Tensor) -> Tensor:
+        """float32 [outputs, V] of the rows ``outputs``; a lone row is doubled (see ``linear.py``)."""
+        return self.unembed(self._normalise(states[self._architecture.layers].index_select(0, outputs), self._norm))
+
+    @torch.inference_mode()
+    def unembed(self, hidden: Tensor) -> Tensor:
         count, cap = hidden.shape[0], self._architecture.final_softcap
+        hidden = hidden.to(self._device, self._dtype)
         logits = self._head(hidden if count > 1 else hidden.repeat(2, 1))[:count].float()
         return logits.div(cap).tanh_().mul_(cap) if cap else logits
 

@@ -24,7 +24,7 @@ class LayerWeights:
     queries, keys, values; ``gate_up`` those of gate, up.
     """
 
-    norm: Tensor
+    norm: Tensor | None  # None in the first layer of EAGLE-1
     qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
@@ -43,8 +43,22 @@ class Ends:
     """What lies before the first layer and after the last. ``head`` is the embedding itself where they are tied."""
 
     embedding: Tensor  # [V, H]
-    norm: Tensor  # float32 [H]
+    norm: Tensor | None  # float32 [H]
     head: Matrix  # [V, H]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a model begins that is given features: the residual stream is theirs, not the embeddings'.
+
+    joined: the first layer's attention reads [norm(embedding), norm(features)], its ``qkv`` is [out, 2H] (EAGLE-3,
+    2503.01840); else embeddings are not read at all. norm: float32 [H], on the features. norm_first: before the
+    residual stream begins too, not only beside it.
+    """
+
+    joined: bool = False
+    norm: Tensor | None = None
+    norm_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,14 +38,14 @@ class AdaptConfig:
     steps, batch, learning_rate: of one update.
     """
 
-    every: int = 2048
-    buffer: int = 32768
+    every: int = 4096
+    buffer: int = 65536
     window: int = 256
     top: int = 32
     held_out: int = 8
-    steps: int = 40
-    batch: int = 8
-    learning_rate: float = 5e-4
+    steps: int = 12
+    batch: int = 32
+    learning_rate: float = 1e-4
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("buffer", self.every), ("window", 2), ("top", 1), ("held_out", 2),

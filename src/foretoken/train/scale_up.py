@@ -17,7 +17,8 @@ from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
 from foretoken.train.files import PROVENANCE, atomic_directory, write_json
 from foretoken.train.progress import Reporter
-from foretoken.train.shards import ShardReader, ShardWriter
+from foretoken.train.scale_heads import scale_bundled
+from foretoken.train.shards import ShardReader, ShardWriter, weights_sha256
 from foretoken.train.widen import Copies, Widener, copies, query_heads, rotation
 
 _LEFT_BEHIND = ("config.json", "README.md", "zoo.json", PROVENANCE, "model.safetensors.index.json")
@@ -117,7 +118,8 @@ def scale_up(source: Path, out: Path, shape: WideShape, seed: int = 0) -> Scaled
 def scaled(like_name: str = "0.7b", model: str = "target") -> Path:
     """A bundled model (name or role) widened to a usual size; built once, then taken from the cache.
 
-    Raises InvalidRequest for unknown names, TrainingError when the disk is full.
+    The target's heads come with it, in its folder. Raises InvalidRequest for unknown names, TrainingError when the
+    disk is full.
     """
     source = zoo.path(model)
     shape = like(like_name, read_config(source)["head_dim"])
@@ -125,6 +127,8 @@ def scaled(like_name: str = "0.7b", model: str = "target") -> Path:
     out = zoo.cache_folder() / "scaled" / f"{source.name}-{like_name}-{key}"
     if not (out / "config.json").exists():
         scale_up(source, out, shape)
+    if source == zoo.path("target"):
+        scale_bundled(out)
     return out
 
 
@@ -149,15 +153,6 @@ def expected_parameters(config: dict[str, Any], shape: WideShape) -> int:
     attention = 2 * hidden * head * (shape.num_attention_heads + shape.num_key_value_heads)
     layer = attention + 3 * hidden * shape.intermediate_size + 2 * hidden
     return shape.num_hidden_layers * layer + 2 * config["vocab_size"] * hidden + hidden
-
-
-def weights_sha256(folder: Path) -> str:
-    """One digest of all safetensors files in ``folder``, and of its config."""
-    digest = hashlib.sha256()
-    for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-        with file.open("rb") as handle:
-            digest.update(hashlib.file_digest(handle, "sha256").digest())
-    return digest.hexdigest()
 
 
 def _check(config: dict[str, Any], shape: WideShape) -> None:

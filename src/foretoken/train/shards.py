@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -17,6 +18,18 @@ from foretoken.train.files import write_json
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2_000_000_000
+
+
+def weights_sha256(folder: Path) -> str:
+    """One digest of all safetensors files in ``folder``, and of its config. Raises ModelLoadError."""
+    digest = hashlib.sha256()
+    try:
+        for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+            with file.open("rb") as handle:
+                digest.update(hashlib.file_digest(handle, "sha256").digest())
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the checkpoint in {folder}: {error}; pass a model's folder") from error
+    return digest.hexdigest()
 
 
 class ShardReader:

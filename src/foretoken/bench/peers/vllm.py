@@ -36,6 +36,8 @@ def load(setup: Setup) -> tuple[Complete, str]:
             "prompt_lookup_max": 4,
             **{name: json.loads(value) for name, value in setup.options},
         }
+    elif setup.method in ("eagle3", "medusa"):
+        speculation = {"method": setup.method, "model": setup.draft, "num_speculative_tokens": setup.depth}
     llm = vllm.LLM(
         setup.target,
         dtype="bfloat16",

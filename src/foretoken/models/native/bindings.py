@@ -42,14 +42,18 @@ class ModelSpec(Structure):
         ("layers", POINTER(LayerSpec)),
         ("embedding", c_void_p),
         ("norm", c_void_p),
+        ("feature_norm", c_void_p),
         ("head", Matrix),
         ("ropes", POINTER(c_void_p)),
         *(
             (name, c_int32)
-            for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "half", "inner", "vocab", "gelu")
+            for name in (
+                "layer_count", "hidden", "heads", "kv_heads", "head_dim", "half", "inner", "vocab", "gelu", "joined",
+                "norm_first",
+            )
         ),
         *((name, c_float) for name in ("eps", "scale", "score_cap", "logit_cap", "embedding_scale")),
-    ]
+    ]  # fmt: skip
 
 
 class BatchSpec(Structure):
@@ -60,7 +64,7 @@ class BatchSpec(Structure):
             (name, c_void_p)
             for name in (
                 "tokens", "positions", "places", "prefix", "branch_from", "branches", "sequence_from", "pages",
-                "outputs", "logits", "tap_layers", "taps",
+                "outputs", "logits", "tap_layers", "taps", "features",
             )
         ),
         *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "reach")),

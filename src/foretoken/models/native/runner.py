@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
+from copy import copy
 from time import perf_counter
 
 import torch
@@ -19,7 +20,7 @@ from foretoken.models.plan import Part, Plan
 from foretoken.models.quantize import Int8
 from foretoken.models.quantize import Matrix as AnyMatrix
 from foretoken.models.runner import Pass
-from foretoken.models.weights import Ends, LayerWeights
+from foretoken.models.weights import Ends, Entry, LayerWeights
 
 MOST_GROUP = 32  # TILE_QUERIES of csrc/attention.hpp
 _KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
@@ -36,7 +37,12 @@ class NativeRunner:
     joint_rows = 256  # any cut gives the same bits, so the last piece of a prompt shares the first round's pass
 
     def __init__(
-        self, architecture: Architecture, layers: Iterable[LayerWeights], ends: Ends, dtype: torch.dtype
+        self,
+        architecture: Architecture,
+        layers: Iterable[LayerWeights],
+        ends: Ends,
+        dtype: torch.dtype,
+        entry: Entry | None = None,
     ) -> None:
         a = self._architecture = architecture
         if dtype not in _KINDS:
@@ -45,13 +51,16 @@ class NativeRunner:
             raise Unavailable(f"the kernels need heads of a multiple of {LANES} and at most 512, not {a.head_dim}")
         if a.heads // a.kv_heads > MOST_GROUP:
             raise Unavailable(f"the kernels take at most {MOST_GROUP} heads to a head of keys")
+        if entry is not None and a.hidden % UNIT:
+            raise Unavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
         cache = _KINDS[dtype]
         self._library = library(Kind.INT8 if isinstance(ends.head, Int8) else cache, cache)
         self._arena = Arena(self._library)
         self._held: list[object] = []  # tensors and structures that the specification points to
         self._workspace = self._library.foretoken_open()
-        self._spec = self._describe(layers, ends, dtype)
-        self._pages = Pages(self._arena, a.layers * a.kv_heads * 2 * PAGE * a.head_dim * dtype.itemsize)
+        self._spec = self._describe(layers, ends, dtype, entry or Entry())
+        self._row_bytes = 2 * a.kv_heads * a.head_dim * dtype.itemsize  # of one layer's keys and values
+        self._pages = Pages(self._arena, a.layers * PAGE * self._row_bytes)
         self._reach = 0
         self.threads = torch.get_num_threads()
 
@@ -81,13 +90,15 @@ class NativeRunner:
         a, outputs = self._architecture, len(plan.outputs)
         self._rotate_up_to(plan.reach)
         scores = torch.empty(outputs, padded(a.vocab, UNIT)) if logits else None
-        tapped = {layer: torch.empty(outputs, a.hidden) for layer in taps}
+        tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
         arrays = _arrays(plan)
         arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first + p.count) for p in plan.parts])
         arrays["tap_layers"] = array("i", tapped)
         arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
+        features = plan.features.float().contiguous() if plan.features is not None else None
         batch = BatchSpec(
             **{name: values.buffer_info()[0] for name, values in arrays.items()},
+            features=features.data_ptr() if features is not None else None,
             logits=scores.data_ptr() if scores is not None else None,
             rows=len(plan.tokens), sequences=len(plan.parts), output_count=outputs, tap_count=len(tapped),
             reach=plan.reach,
@@ -95,6 +106,32 @@ class NativeRunner:
         if self._library.foretoken_run(self._spec, batch, self._workspace, self.threads):
             raise MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")
         return Pass(scores[:, : a.vocab] if scores is not None else None, tapped)
+
+    def first(self, architecture: Architecture, norm: Tensor | None) -> NativeRunner:
+        view = copy(self)
+        view._architecture = architecture
+        view._held = [self._held, self._spec]  # what both specifications point to
+        view._workspace = self._library.foretoken_open()
+        view._spec = ModelSpec.from_buffer_copy(self._spec)
+        view._spec.layer_count = architecture.layers
+        if norm is not None:
+            view._spec.norm = view._keep(norm)
+        view._ropes = type(self._ropes)()
+        view._spec.ropes = view._ropes
+        view._pages = Pages(self._arena, architecture.layers * PAGE * self._row_bytes)
+        view._reach = 0
+        return view
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        a, rows = self._architecture, array("i", range(hidden.shape[0]))
+        features, scores = hidden.float().contiguous(), torch.empty(len(rows), padded(a.vocab, UNIT))
+        batch = BatchSpec(
+            features=features.data_ptr(), outputs=rows.buffer_info()[0], logits=scores.data_ptr(), rows=len(rows),
+            output_count=len(rows),
+        )  # fmt: skip
+        if self._library.foretoken_run(self._head_alone, batch, self._workspace, self.threads):
+            raise MemoryError(f"no memory for the logits of {len(rows)} rows")
+        return scores[:, : a.vocab]
 
     def floor(self, rows: int) -> float:
         """Seconds for every product of a pass and nothing else: what a pass is measured against."""
@@ -104,7 +141,7 @@ class NativeRunner:
 
     # the model as the kernels read it
 
-    def _describe(self, layers: Iterable[LayerWeights], ends: Ends, dtype: torch.dtype) -> ModelSpec:
+    def _describe(self, layers: Iterable[LayerWeights], ends: Ends, dtype: torch.dtype, entry: Entry) -> ModelSpec:
         a = self._architecture
         specs = (LayerSpec * a.layers)()
         for number, layer in enumerate(map(self._layer, layers)):  # map lets go of a layer before it asks for the next
@@ -112,17 +149,22 @@ class NativeRunner:
             specs[number] = layer
         tied = ends.head is ends.embedding
         self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
-        return ModelSpec(
+        spec = ModelSpec(
             layers=specs,
-            embedding=None if tied else self._keep(F.pad(ends.embedding, (0, -a.hidden % UNIT))),
+            embedding=None if tied else self._keep(_wide(ends.embedding)),
             norm=self._keep(ends.norm),
+            feature_norm=self._keep(entry.norm),
             head=self._matrix([ends.head]),
             ropes=self._ropes,
             layer_count=a.layers, hidden=a.hidden, heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim,
             half=len(a.frequencies[0]), inner=a.intermediate, vocab=a.vocab, gelu=a.activation == "gelu_tanh",
+            joined=entry.joined, norm_first=entry.norm_first,
             eps=a.eps, scale=a.scale, score_cap=a.attention_softcap, logit_cap=a.final_softcap,
             embedding_scale=float(torch.tensor(a.embedding_scale, dtype=dtype)),
         )  # fmt: skip
+        self._head_alone = ModelSpec.from_buffer_copy(spec)  # a pass of no layers and no norm over given features
+        self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, None, 0
+        return spec
 
     def _layer(self, weights: LayerWeights) -> LayerSpec:
         return LayerSpec(
@@ -161,6 +203,12 @@ class NativeRunner:
             angles = torch.outer(torch.arange(self._reach).float(), frequencies)
             self._tables.append(torch.cat((angles.cos(), angles.sin()), dim=-1).contiguous())
             self._ropes[number] = self._tables[-1].data_ptr()
+
+
+def _wide(embedding: Tensor) -> Tensor:
+    """Rows as long as the kernels read them; the tensor itself, which may be a mapped file, where they are."""
+    missing = -embedding.shape[1] % UNIT
+    return F.pad(embedding, (0, missing)) if missing else embedding
 
 
 def _halves(matrix: AnyMatrix) -> list[AnyMatrix]:

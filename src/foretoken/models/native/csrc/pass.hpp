@@ -42,7 +42,7 @@ struct Input {
 
 // Buffers of one model's passes, kept between them.
 struct Workspace {
-    Buffer hidden, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
+    Buffer hidden, embedded, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
     std::vector<Buffer> own_words, own_scores;
 };
 
@@ -53,7 +53,7 @@ struct Pass {
     const int thread, threads;
     const PageLayout layout{m, kv};
     const int64_t width, qkv_width, inner_width;
-    float *hidden, *branch, *qkv, *mixed, *inner, *scores;
+    float *hidden, *embedded, *branch, *qkv, *mixed, *inner, *scores;
     Word *queries, *own;
     Input normed, attended, activated;
 
@@ -62,7 +62,8 @@ struct Pass {
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, int thread, int threads)
         : m(m), b(b), thread(thread), threads(threads), width(padded(m.hidden, 32)),
           qkv_width(padded((m.heads + 2 * m.kv_heads) * m.head_dim, 32)), inner_width(padded(m.inner, 16)) {
-        hidden = (float*)w.hidden.data, branch = (float*)w.branch.data, qkv = (float*)w.qkv.data;
+        hidden = (float*)w.hidden.data, embedded = m.joined ? (float*)w.embedded.data : hidden;
+        branch = (float*)w.branch.data, qkv = (float*)w.qkv.data;
         mixed = (float*)w.mixed.data, inner = (float*)w.inner.data, queries = (Word*)w.queries.data;
         own = (Word*)w.own_words[thread].data, scores = (float*)w.own_scores[thread].data;
         float* scales = (float*)w.scales.data;
@@ -75,6 +76,7 @@ struct Pass {
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, width = padded(m.hidden, 32), heads = m.heads * m.head_dim;
         w.hidden.room<float>(rows * width);
+        if (m.joined) w.embedded.room<float>(rows * width);
         w.branch.room<float>(rows * width);
         w.qkv.room<float>(rows * padded((m.heads + 2 * m.kv_heads) * m.head_dim, 32));
         w.queries.room<Word>(rows * heads / per_word(kv));
@@ -89,7 +91,7 @@ struct Pass {
         if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_scores.resize(threads);
         const int64_t widest = std::max({m.layers[0].qkv.steps, m.layers[0].out.steps, m.layers[0].down.steps});
         for (int t = 0; t < threads; t++) {
-            w.own_words[t].room<Word>(3 * REPEATED_ROWS * (widest + LANES) + width);
+            w.own_words[t].room<Word>(3 * REPEATED_ROWS * (widest + LANES) + (m.joined ? 2 : 1) * width);
             w.own_scores[t].room<float>(TILE_QUERIES * (score_length(b) + 2 * m.head_dim));
         }
     }
@@ -116,8 +118,12 @@ struct Pass {
         return mine;
     }
 
-    // out = x / rms(x) * weight (1910.07467), over `count` elements
+    // out = x / rms(x) * weight (1910.07467), over `count` elements; x itself where there is no weight
     void normalise(const float* x, const float* weight, int64_t count, float* out) const {
+        if (!weight) {
+            if (out != x) std::memcpy(out, x, sizeof(float) * count);
+            return;
+        }
         __m512 sum = _mm512_setzero_ps();
         int64_t i = 0;
         for (; i + LANES <= count; i += LANES) {
@@ -134,10 +140,30 @@ struct Pass {
     }
 
     float normalise_row(const float* x, const float* weight, Word* words) {
-        float* row = (float*)(own + 3 * REPEATED_ROWS *
-                              (std::max({normed.stride, attended.stride, activated.stride}) + LANES));
+        float* row = own_row();
         normalise(x, weight, m.hidden, row);
         return encode<kind>(row, padded(m.hidden, LANES), words);
+    }
+
+    // What the first attention of an EAGLE-3 layer reads: the embedding and the features side by side.
+    float join_row(int64_t r, const float* weight, Word* words) {
+        float* row = own_row();
+        normalise(embedded + r * width, weight, m.hidden, row);
+        normalise(hidden + r * width, m.norm_first ? nullptr : m.feature_norm, m.hidden, row + m.hidden);
+        return encode<kind>(row, 2 * m.hidden, words);
+    }
+
+    float* own_row() const {
+        return (float*)(own + 3 * REPEATED_ROWS * (std::max({normed.stride, attended.stride, activated.stride}) + LANES));
+    }
+
+    // The rows of the residual stream: embeddings, or features of the caller's.
+    void begin() {
+        if (!b.features || m.joined) embed();
+        if (!b.features) return;
+        Share share(b.rows, thread, threads);
+        for (int64_t r = share.first; r < share.last; r++)
+            normalise(b.features + r * m.hidden, m.norm_first ? m.feature_norm : nullptr, m.hidden, hidden + r * width);
     }
 
     void embed() {
@@ -146,7 +172,7 @@ struct Pass {
         for (int64_t r = share.first; r < share.last; r++) {
             const Word* row = m.embedding ? m.embedding + b.tokens[r] * (width / per_word(kv)) : unpack(b.tokens[r]);
             for (int64_t i = 0; i < width; i += LANES)
-                _mm512_storeu_ps(hidden + r * width + i, _mm512_mul_ps(get<kv>(row, i), scale));
+                _mm512_storeu_ps(embedded + r * width + i, _mm512_mul_ps(get<kv>(row, i), scale));
         }
     }
 
@@ -274,9 +300,9 @@ struct Pass {
     void tap(int number) {
         for (int t = 0; t < b.tap_count; t++) {
             if (b.tap_layers[t] != number) continue;
-            Share share(b.output_count, thread, threads);
+            Share share(b.rows, thread, threads);
             for (int64_t i = share.first; i < share.last; i++) {
-                const float* row = hidden + b.outputs[i] * width;
+                const float* row = hidden + i * width;
                 float* to = b.taps[t] + i * m.hidden;
                 if (number == m.layer_count) normalise(row, m.norm, m.hidden, to);
                 else std::memcpy(to, row, sizeof(float) * m.hidden);
@@ -303,13 +329,14 @@ struct Pass {
     }
 
     void run() {
-        embed();
+        begin();
         barrier();
         for (int number = 0; number < m.layer_count; number++) {
             const LayerSpec& layer = m.layers[number];
             tap(number);
             Input x = prepare(normed, 0, b.rows, [&](int64_t r, Word* words) {
-                return normalise_row(hidden + r * width, layer.norm, words);
+                return m.joined && number == 0 ? join_row(r, layer.norm, words)
+                                               : normalise_row(hidden + r * width, layer.norm, words);
             });
             product<kind>(layer.qkv, x.words, x.stride, x.scales, b.rows, thread, threads,
                           [&](int row, int64_t unit, __m512 low, __m512 high) {
@@ -327,6 +354,7 @@ struct Pass {
             residual(layer.down, gate(layer.gate_up, x), layer.after_mlp);
         }
         tap(m.layer_count);
+        tap(m.layer_count + 1);
         if (b.logits) head();
         release_tiles();
     }

@@ -15,11 +15,14 @@ struct LayerSpec {
 struct ModelSpec {
     const LayerSpec* layers;
     const Word* embedding;      // [vocab][hidden padded to 32] in the cache's kind; null: read it out of the head
-    const float* norm;
+    const float* norm;          // null: none
+    const float* feature_norm;  // on the features a pass is given; null: none
     Matrix head;
     const float* const* ropes;  // tables [positions][2 * half]: cosines, then sines
     int32_t layer_count, hidden, heads, kv_heads, head_dim, half, inner, vocab;
     int32_t gelu;               // else SiLU
+    int32_t joined;             // layer 0's attention reads [norm(embedding), feature_norm(features)] (2503.01840)
+    int32_t norm_first;         // feature_norm comes before the residual stream begins, not beside it
     float eps, scale, score_cap, logit_cap, embedding_scale;
 };
 
@@ -29,10 +32,11 @@ struct BatchSpec {
     const int32_t *branch_from, *branches;         // [rows + 1], and the cache rows seen beyond the prefix, in order
     const int32_t *sequence_from;                  // [sequences + 1] rows of each sequence
     Word* const* const* pages;                     // [sequences] pages of each
-    const int32_t *outputs;                        // [output_count] rows whose logits or taps are wanted
+    const int32_t *outputs;                        // [output_count] rows whose logits are wanted
     float* logits;                                 // [output_count][padded vocab], or null
     const int32_t *tap_layers;                     // [tap_count]
-    float* const* taps;                            // [tap_count] -> [output_count][hidden]
+    float* const* taps;                            // [tap_count] -> [rows][hidden]
+    const float* features;                         // [rows][hidden] where the residual stream begins, else null
     int32_t rows, sequences, output_count, tap_count, reach;
 };
 

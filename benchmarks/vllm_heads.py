@@ -1,0 +1,89 @@
+"""Do heads that were trained here serve in vLLM, and accept as much there? EAGLE-3 and Medusa, chains, greedy.
+
+    python benchmarks/vllm_heads.py --prompts humaneval.jsonl --json heads.json
+
+The bundled heads are converted with `foretoken convert --to vllm` and loaded by vLLM's CPU build (`make peers`) beside
+the bundled target. Tokens per pass of the target of both systems on the same prompts; greedy texts in bf16 part after
+some tokens, so the two need not be equal to the last digit.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from foretoken import zoo
+from foretoken.bench.peers.protocol import Ask, Setup
+from foretoken.bench.peers.registry import OURS, PEERS, Peer, folder
+from foretoken.bench.peers.worker import Worker
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.cli.convert import convert
+from foretoken.models.checkpoint import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens per pass of one kind of heads at one depth."""
+
+    heads: str
+    depth: int
+    ours: float
+    vllm: float
+
+    @property
+    def ratio(self) -> float:
+        return self.vllm / self.ours
+
+
+def tokens_per_pass(peer: Peer, setup: Setup, prompts: list[list[int]], max_tokens: int, depth: int) -> float:
+    """The first pass of a prompt, which nothing can be drafted for, left out on both sides."""
+    log = folder() / "logs" / f"heads-{peer.name}-{setup.method}.log"
+    with Worker(peer.command, setup, log) as worker:
+        answers = [
+            worker.ask(Ask([ids], max_tokens, depth=depth)) for ids in track(prompts, f"{peer.name} {setup.method}")
+        ]
+    return sum(a.total - 1 for a in answers) / sum(a.passes - 1 for a in answers)
+
+
+def main(
+    prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
+    count: Annotated[int, typer.Option(min=1)] = 24,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 96,
+    depth: Annotated[int, typer.Option(min=1)] = 4,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+) -> None:
+    """Compare mean acceptance lengths of the same heads here and in vLLM; exit 1 where they differ by over 5 %."""
+    tokenizer, target = load_tokenizer(zoo.path("target")), zoo.path("target")
+    texts = load_prompts(prompts, count) if prompts else list(FUNCTIONS)[:count]
+    ids = [list(tokenizer.encode(text)) for text in texts]
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for role in ("eagle3", "medusa"):
+            converted = Path(temporary) / role
+            convert(zoo.path(role), converted, to="vllm", target=str(target), force=True)
+            chain = (("method", json.dumps(role)), ("top_k", "1"))
+            mine = Setup("foretoken", role, str(target), str(zoo.path(role)), threads=cores(), options=chain)
+            theirs = Setup("vllm", role, str(target), str(converted), depth=depth, threads=cores())
+            rows.append(Row(role, depth, tokens_per_pass(OURS, mine, ids, max_tokens, depth),
+                            tokens_per_pass(PEERS["vllm"], theirs, ids, max_tokens, depth)))  # fmt: skip
+    table = Table("heads", "depth", "foretoken tokens/pass", "vLLM tokens/pass", "ratio", box=box.MARKDOWN)
+    for row in rows:
+        table.add_row(row.heads, str(row.depth), f"{row.ours:.2f}", f"{row.vllm:.2f}", f"{row.ratio:.3f}")
+    wide_console().print(table)
+    if json_file is not None:
+        record = {"setting": setting(), "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(0 if all(abs(row.ratio - 1) <= 0.05 for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

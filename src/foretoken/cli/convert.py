@@ -1,0 +1,88 @@
+"""``foretoken convert``: heads in the form that another engine loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from foretoken.models.heads.dialects import Written
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of EAGLE or Medusa heads, in any dialect.")],
+    out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    to: Annotated[str, typer.Option(help="sglang, vllm, speculators (EAGLE-3) or medusa (the original's form).")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="The target: to write out its vocabulary head, or to settle which layers are tapped."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace DST whatever it holds.")] = False,
+) -> None:
+    """Write heads in another engine's dialect; the tensors stay as they are, bit for bit."""
+    from safetensors.torch import save_file
+
+    from foretoken.core.errors import InvalidRequest
+    from foretoken.train.files import PROVENANCE, atomic_directory, check_output, write_json
+
+    source = source.expanduser().absolute()
+    if out.expanduser().absolute() == source:
+        raise InvalidRequest("SRC and DST are the same folder; name another DST")
+    out = check_output(out, force)
+    config, tensors = _converted(source, to, target)
+    with atomic_directory(out) as folder:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        write_json(folder / "config.json", config)
+        write_json(folder / PROVENANCE, {"converted_from": source.name, "dialect": to})
+    print(f"{out}: {len(tensors)} tensors for {to}")
+
+
+def _converted(source: Path, to: str, target: str | None) -> Written:
+    from foretoken.core.errors import InvalidRequest
+    from foretoken.models.heads.blockwise import MODEL_TYPE
+    from foretoken.models.heads.dialects import EAGLE_DIALECTS, write_eagle
+    from foretoken.models.heads.eagle import read_eagle
+    from foretoken.models.heads.files import open_head
+    from foretoken.models.heads.medusa import MEDUSA_DIALECTS, read_medusa, write_medusa
+
+    if to not in (*EAGLE_DIALECTS, *MEDUSA_DIALECTS):
+        raise InvalidRequest(
+            f"--to {to!r} is not known; known: {', '.join(dict.fromkeys((*EAGLE_DIALECTS, *MEDUSA_DIALECTS)))}"
+        )
+    config, weights = open_head(source)
+    if config.get("model_type") == MODEL_TYPE:
+        raise InvalidRequest(f"{source} holds blockwise heads, which no other engine loads")
+    if "fc.weight" in weights:
+        head = read_eagle(source)
+        return write_eagle(head, to, _taps(source, target) if target and not head.exact else None, target)
+    heads = read_medusa(source)
+    if not heads.vocabulary and target is not None:
+        heads = heads.with_vocabulary(_vocabulary(target, heads.blocks[0][0][0].dtype))
+    return write_medusa(heads, to)
+
+
+def _taps(source: Path, target: str) -> tuple[int, ...]:
+    """The layers read, measured on the target, since config.json leaves them open."""
+    from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
+    from foretoken.models.heads.loading import load_eagle
+
+    path = resolve(target)
+    return load_eagle(load_model(path), load_tokenizer(path), source, path).taps
+
+
+def _vocabulary(target: str, dtype: torch.dtype) -> Tensor:
+    """The target's vocabulary head [V, H]; its embedding where the two are tied."""
+    from foretoken.core.errors import ModelLoadError
+    from foretoken.models.checkpoint import open_weights, resolve
+
+    path = resolve(target)
+    weights = open_weights(path)
+    name = next((name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in weights), None)
+    if name is None:
+        raise ModelLoadError(f"{path} has no lm_head.weight and no model.embed_tokens.weight to take its place")
+    return weights[name].to(dtype)

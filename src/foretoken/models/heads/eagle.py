@@ -1,0 +1,175 @@
+"""EAGLE's checkpoints (1, 2: 2401.15077, 2406.16858; 3: 2503.01840), read from any dialect into one form.
+
+One form: names as in vLLM and speculators, ``layers.0.*``, and a config as EAGLE's own. The dialects differ in the name
+of the first layer (``midlayer.*`` in EAGLE, SpecForge and SGLang), in where config.json keeps things, and in what
+explicit ids of tapped layers mean: see ``taps``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.models.architecture import supports
+from foretoken.models.heads.files import OURS, check_shapes, number, open_head
+
+LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    "hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
+)  # fmt: skip
+_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagleHead:
+    """One checkpoint. ``tensors`` are named and shaped as conventions have it, with ``layers.0`` for ``midlayer``.
+
+    version: 3, or 1 for EAGLE-1 and 2. layer: sizes and rotary settings by the names of Llama's config.json.
+    taps: tapped layers as config.json gives them, None where it leaves them to the default. exact: they are indices
+    of layer *inputs* without doubt. norm_before_residual, norm_before_fc, fc_norm, norm_output: as in vLLM.
+    """
+
+    version: int
+    layer: dict[str, Any]
+    layers: int
+    target_hidden: int
+    vocab: int
+    draft_vocab: int
+    tensors: dict[str, Tensor]
+    taps: tuple[int, ...] | None = None
+    exact: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @property
+    def hidden(self) -> int:
+        return int(self.layer["hidden_size"])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.layer.get("head_dim") or self.hidden // self.layer["num_attention_heads"])
+
+    def ids(self) -> Tensor:
+        """int64 [Vd]: the target's token of each of the draft's. ``d2t`` holds offsets: target = i + d2t[i]."""
+        offsets = self.tensors.get("d2t")
+        own = torch.arange(self.draft_vocab)
+        return own if offsets is None else own + offsets.long()
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """What is tapped where nothing is said, of a target of ``layers``: inputs of a low, a middle and a high one."""
+    return 2, layers // 2, layers - 3
+
+
+def read_eagle(path: Path) -> EagleHead:
+    """The checkpoint in ``path``. Raises ModelLoadError for what is incomplete, inconsistent or not an EAGLE head."""
+    config, weights = open_head(path)
+    flat = _flat(config, path)
+    tensors = {name.replace("midlayer.", "layers.0."): weights[name] for name in weights}
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    if "fc.weight" not in tensors or "layers.0.self_attn.q_proj.weight" not in tensors:
+        raise ModelLoadError(f"{path} is not an EAGLE head: it lacks fc.weight or its layer; is it the right folder?")
+    version = 3 if "layers.0.hidden_norm.weight" in tensors else 1
+    head = _sized(flat, tensors, version, path)
+    check_shapes(path, tensors, _shapes(head))
+    _check_values(head, path)
+    return head
+
+
+def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """All settings on one level: speculators keeps the layer's apart, vLLM's own wrapper under "model"."""
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ModelLoadError(f"{path} holds a speculator of the kind {kind!r}; EAGLE-3 heads are read here")
+    inner = config.get("transformer_layer_config") or config.get("model") or {}
+    flat = {**inner, **{k: v for k, v in config.items() if v is not None and k not in ("model_type", "model")}}
+    flat = {**(config.get("eagle_config") or {}), **flat}
+    if kind is not None:
+        flat.setdefault("norm_before_residual", True)  # as vLLM reads it
+    return flat
+
+
+def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path: Path) -> EagleHead:
+    layer = {key: flat[key] for key in LAYER_KEYS if flat.get(key) is not None}
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
+        layer[key] = number(flat, path, key)
+    layer.setdefault("rms_norm_eps", 1e-6)
+    layer["num_key_value_heads"] = number(flat, path, "num_key_value_heads", default=layer["num_attention_heads"])
+    if not supports({**layer, "model_type": "llama"}):
+        raise ModelLoadError(f"the layer in {path} has an activation or rotary scaling that is not computed here")
+    named = flat.get(OURS) or flat.get(_IDS)
+    taps = tuple(int(i) for i in named) if named and version == 3 else None
+    inputs = int(tensors["fc.weight"].shape[-1])
+    vocab = number(flat, path, "vocab_size")
+    if "t2d" in tensors:
+        vocab = int(tensors["t2d"].shape[0])  # SpecForge and EAGLE agree here where config.json may not
+    return EagleHead(
+        version=version,
+        layer=layer,
+        layers=number(flat, path, "num_hidden_layers", default=1),
+        target_hidden=_target_hidden(flat, inputs // (len(taps) if taps else 3), version),
+        vocab=vocab,
+        draft_vocab=number(flat, path, "draft_vocab_size", default=vocab) if version == 3 else vocab,
+        tensors=tensors,
+        taps=taps,
+        exact=taps is None or OURS in flat,
+        **{key: bool(flat.get(key)) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
+    )
+
+
+def _target_hidden(flat: Mapping[str, Any], read: int, version: int) -> int:
+    """EAGLE-1's features are as wide as itself; a head's own word goes before what fc reads, to be checked by it."""
+    return int(flat["hidden_size"] if version == 1 else flat.get("target_hidden_size") or read)
+
+
+def _shapes(head: EagleHead) -> dict[str, tuple[int, ...]]:
+    """What must be there, with its shape."""
+    h, v3, inner = head.hidden, head.version == 3, int(head.layer["intermediate_size"])
+    heads, kv = (head.layer[key] * head.head_dim for key in ("num_attention_heads", "num_key_value_heads"))
+    shapes: dict[str, tuple[int, ...]] = {}
+    count = len(head.taps) if head.taps else 3
+    shapes["fc.weight"] = (h, count * head.target_hidden) if v3 else (h, 2 * h)
+    for i in range(head.layers):
+        at, reads = f"layers.{i}.", 2 * h if v3 and i == 0 else h
+        if v3 or i:
+            shapes[at + "input_layernorm.weight"] = (h,)
+        if v3 and i == 0:
+            shapes[at + "hidden_norm.weight"] = (h,)
+        shapes |= {
+            at + "self_attn.q_proj.weight": (heads, reads), at + "self_attn.k_proj.weight": (kv, reads),
+            at + "self_attn.v_proj.weight": (kv, reads), at + "self_attn.o_proj.weight": (h, heads),
+            at + "post_attention_layernorm.weight": (h,), at + "mlp.gate_proj.weight": (inner, h),
+            at + "mlp.up_proj.weight": (inner, h), at + "mlp.down_proj.weight": (h, inner),
+        }  # fmt: skip
+    if v3:
+        shapes |= {"norm.weight": (h,), "lm_head.weight": (head.draft_vocab, h)}
+        if head.draft_vocab != head.vocab:
+            shapes["d2t"] = (head.draft_vocab,)
+        if head.norm_before_fc:
+            shapes["input_norm.weight"] = (count * head.target_hidden,)
+        if head.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (head.target_hidden,) for i in range(count)}
+    if "embed_tokens.weight" in head.tensors:
+        shapes["embed_tokens.weight"] = (head.vocab, h)
+    return shapes
+
+
+def _check_values(head: EagleHead, path: Path) -> None:
+    known = {*_shapes(head), *(f"layers.{i}.self_attn.{p}_proj.bias" for i in range(head.layers) for p in "qkv")}
+    odd = sorted(name for name in head.tensors if name.startswith("layers.") and name not in known)
+    if odd:
+        raise ModelLoadError(f"{path} has the tensor {odd[0]!r}, of an architecture that is not computed here")
+    ids = head.ids()
+    if int(ids.min()) < 0 or int(ids.max()) >= head.vocab or len(ids.unique()) != len(ids):
+        raise ModelLoadError(
+            f"d2t in {path} leads outside the vocabulary of {head.vocab} or twice to one token; it must hold offsets: "
+            "target id = i + d2t[i]"
+        )

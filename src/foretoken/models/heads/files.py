@@ -1,0 +1,69 @@
+"""What all heads' checkpoints share: where they lie, how they are opened, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from foretoken import zoo
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.checkpoint import INDEX, PICKLES, SINGLE, Weights, load_config, open_weights, resolve
+
+FOLDER = "heads"  # a target's folder may hold heads for it, each in heads/<role>
+OURS = "foretoken_taps"  # our key in config.json: layers tapped, as indices of their inputs
+
+
+def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
+    """The folder of the heads to use: ``model`` where it is given, else those that come with the target.
+
+    A target's own lie in its folder under ``heads/<role>``; the bundled target's are in the zoo. Raises InvalidRequest
+    when there are none, ModelLoadError when ``model`` cannot be found.
+    """
+    if model is not None:
+        return resolve(model)
+    if target is not None:
+        own = target / FOLDER / role
+        if (own / "config.json").is_file():
+            return own
+        if target.resolve() == zoo.path("target").resolve() and any(m.role == role for m in zoo.list_models()):
+            return zoo.path(role)
+    raise InvalidRequest(
+        f"method {role!r} needs heads for this target and none came with it; pass 'model' in speculative_config, or "
+        f"train them: foretoken train {role} --model TARGET --data FILES"
+    )
+
+
+def open_head(path: Path) -> tuple[dict[str, Any], Weights]:
+    """config.json, and the tensors as they are asked for. Raises ModelLoadError, for pickles with the way out."""
+    config = load_config(path)
+    if not (path / SINGLE).is_file() and not (path / INDEX).is_file():
+        pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
+        if pickles:
+            raise ModelLoadError(
+                f"{path} has its weights only as a pickle ({pickles[0]}), which can run code when it is read; where "
+                "you trust it, save it anew: save_file({k: v.contiguous() for k, v in torch.load(F, weights_only=True)"
+                f".items()}}, '{SINGLE}') with safetensors.torch"
+            )
+    return config, open_weights(path)
+
+
+def check_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ModelLoadError for the first of ``expected`` that is missing or has another shape."""
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise ModelLoadError(f"the heads in {path} lack the tensor {name!r}; is the checkpoint complete?")
+        if tuple(tensors[name].shape) != shape:
+            raise ModelLoadError(
+                f"{name} in {path} has the shape {tuple(tensors[name].shape)}, but config.json says {shape}"
+            )
+
+
+def number(config: Mapping[str, Any], path: Path, *names: str, default: int | None = None) -> int:
+    """The first of ``names`` that config.json has, as a positive integer. Raises ModelLoadError."""
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelLoadError(f"{path / 'config.json'} should say {names[0]!r} as a positive integer, got {value!r}")
+    return value

@@ -1,0 +1,171 @@
+"""Medusa's checkpoints (2401.10774), the original's names and vLLM's.
+
+Head i: x <- x + SiLU(W x + b) once or more, then a vocabulary head: its own, one that all heads share, or the target's.
+It guesses the token i + 2 places after the row that x comes from; the target's own head guesses the next one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.heads.dialects import Written
+from foretoken.models.heads.files import check_shapes, number, open_head
+
+MEDUSA_DIALECTS = ("medusa", "vllm")
+_ORIGINAL = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MedusaHeads:
+    """One checkpoint.
+
+    blocks: by head and layer, W [H, H] and b [H] or None. vocabulary: one matrix [V', H] for each head, a single one
+    that they share, or none for the target's. tokens: int64 [V'], the ids that the matrices' rows stand for; None for
+    all in order.
+    """
+
+    hidden: int
+    vocab: int
+    blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
+    vocabulary: tuple[Tensor, ...] = ()
+    tokens: Tensor | None = None
+    base: str | None = None  # the target, where the checkpoint names it
+
+    @property
+    def depth(self) -> int:
+        return len(self.blocks)
+
+    def with_vocabulary(self, matrix: Tensor) -> MedusaHeads:
+        """The same heads with the target's vocabulary head [V, H] written out. Raises InvalidRequest for another's."""
+        if tuple(matrix.shape) != (self.vocab, self.hidden):
+            raise InvalidRequest(
+                f"these heads were made for a target with a vocabulary head of {self.vocab} x {self.hidden}, not of "
+                f"{' x '.join(map(str, matrix.shape))}"
+            )
+        return self if self.vocabulary else replace(self, vocabulary=(matrix,))
+
+
+def read_medusa(path: Path) -> MedusaHeads:
+    """The checkpoint in ``path``. Raises ModelLoadError for what is incomplete or inconsistent."""
+    config, weights = open_head(path)
+    tensors = {_canonical(name, weights): weights[name] for name in weights}
+    heads = number(config, path, "num_heads", "medusa_num_heads")
+    layers = number(config, path, "num_hidden_layers", "medusa_num_layers", default=1)
+    if "blocks.0.layers.0.weight" not in tensors:
+        raise ModelLoadError(f"{path} holds no Medusa heads: neither 0.0.linear.weight nor blocks.0.layers.0.weight")
+    hidden = number(config, path, "hidden_size", default=int(tensors["blocks.0.layers.0.weight"].shape[-1]))
+    shapes: dict[str, tuple[int, ...]] = {
+        f"blocks.{i}.layers.{j}.weight": (hidden, hidden) for i in range(heads) for j in range(layers)
+    }
+    shapes |= {f"blocks.{i}.layers.{j}.bias": (hidden,) for i in range(heads) for j in range(layers)
+               if f"blocks.{i}.layers.{j}.bias" in tensors}  # fmt: skip
+    vocabulary = _vocabulary(tensors, heads, bool(config.get("original_lm_head")))
+    vocab = number(config, path, "vocab_size", default=int(tensors[vocabulary[0]].shape[0]) if vocabulary else None)
+    tokens = tensors.get("token_map")
+    rows = vocab if tokens is None else len(tokens)
+    check_shapes(path, tensors, shapes | dict.fromkeys(vocabulary, (rows, hidden)))
+    blocks = tuple(
+        tuple(
+            (tensors[f"blocks.{i}.layers.{j}.weight"], tensors.get(f"blocks.{i}.layers.{j}.bias"))
+            for j in range(layers)
+        )
+        for i in range(heads)
+    )
+    matrices = tuple(tensors[name] for name in vocabulary)
+    if matrices and all(torch.equal(matrix, matrices[0]) for matrix in matrices):
+        matrices = matrices[:1]
+    base = config.get("base_model_name_or_path")
+    return MedusaHeads(hidden, vocab, blocks, matrices, None if tokens is None else tokens.to(torch.int64), base)
+
+
+def write_medusa(heads: MedusaHeads, dialect: str) -> Written:
+    """``heads`` for ``dialect``. Raises InvalidRequest for one without Medusa heads, or without a vocabulary head."""
+    if dialect not in MEDUSA_DIALECTS:
+        raise InvalidRequest(f"Medusa heads have no dialect {dialect!r}; known: {', '.join(MEDUSA_DIALECTS)}")
+    if not heads.vocabulary:
+        raise InvalidRequest(
+            "these heads use the target's vocabulary head; name the target with --target to write it out"
+        )
+    return _original(heads) if dialect == "medusa" else _vllm(heads)
+
+
+def _original(heads: MedusaHeads) -> Written:
+    if heads.tokens is not None:
+        raise InvalidRequest("the original form of Medusa has no reduced vocabulary; write these heads for vllm")
+    layers = len(heads.blocks[0])
+    tensors = _named(heads, lambda i, j, kind: f"{i}.{j}.linear.{kind}")
+    for i in range(heads.depth):
+        tensors[f"{i}.{layers}.weight"] = heads.vocabulary[i % len(heads.vocabulary)].clone()
+    config = {"medusa_num_heads": heads.depth, "medusa_num_layers": layers, "base_model_name_or_path": heads.base or ""}
+    return {**config, "hidden_size": heads.hidden, "vocab_size": heads.vocab}, tensors
+
+
+def _vllm(heads: MedusaHeads) -> Written:
+    tensors = _named(heads, lambda i, j, kind: f"blocks.{i}.layers.{j}.{kind}")
+    shared = len(heads.vocabulary) == 1
+    names = ["lm_head.weight"] if shared else [f"lm_heads.{i}.weight" for i in range(heads.depth)]
+    tensors |= dict(zip(names, heads.vocabulary, strict=True))
+    if heads.tokens is not None:
+        tensors["token_map"] = heads.tokens
+    return _config(heads, heads.vocab if heads.tokens is None else len(heads.tokens), shared), tensors
+
+
+def _config(heads: MedusaHeads, kept: int, shared: bool) -> dict[str, Any]:
+    return {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": heads.hidden,
+        "vocab_size": heads.vocab,
+        "truncated_vocab_size": kept,
+        "num_heads": heads.depth,
+        "num_hidden_layers": len(heads.blocks[0]),
+        "medusa_fc_bias": any(bias is not None for block in heads.blocks for _, bias in block),
+        "original_lm_head": shared,
+        "torch_dtype": str(heads.blocks[0][0][0].dtype).removeprefix("torch."),
+    }
+
+
+def bare(heads: MedusaHeads) -> Written:
+    """Our own form: vLLM's without a vocabulary head, so that the target's is used."""
+    tensors = _named(heads, lambda i, j, kind: f"blocks.{i}.layers.{j}.{kind}")
+    names = [f"lm_heads.{i}.weight" for i in range(len(heads.vocabulary))]
+    return _config(heads, heads.vocab, not names), tensors | dict(zip(names, heads.vocabulary, strict=True))
+
+
+def _named(heads: MedusaHeads, name: Callable[[int, int, str], str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for i, block in enumerate(heads.blocks):
+        for j, (weight, bias) in enumerate(block):
+            tensors[name(i, j, "weight")] = weight
+            if bias is not None:
+                tensors[name(i, j, "bias")] = bias
+    return tensors
+
+
+def _canonical(name: str, names: Mapping[str, Any] | Sequence[str]) -> str:
+    """vLLM's name of a tensor."""
+    found = _ORIGINAL.fullmatch(name)
+    if found is None:
+        return name
+    head, layer, kind = found.groups()
+    block = f"{head}.{layer}.linear.weight"
+    if any(other.endswith(block) for other in names):
+        return f"blocks.{head}.layers.{layer}.{kind}"
+    return f"lm_heads.{head}.{kind}"
+
+
+def _vocabulary(tensors: Mapping[str, Tensor], heads: int, shared: bool) -> list[str]:
+    """Names of the vocabulary heads, in order; none where the target's is used."""
+    if shared:
+        return [name for name in ("lm_head.weight", "lm_heads.0.weight") if name in tensors][:1]
+    if "lm_head.weight" in tensors:
+        return ["lm_head.weight"]
+    return [f"lm_heads.{i}.weight" for i in range(heads)]

@@ -1,0 +1,87 @@
+"""Heads that guess several tokens ahead from one hidden state: the nets of Medusa and of blockwise decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.models.heads.blockwise import BlockwiseHeads
+from foretoken.models.heads.medusa import MedusaHeads
+from foretoken.models.linear import Product, product
+
+Unembed = Callable[[Tensor], Tensor]
+"""The target's vocabulary head: normed states [rows, H] -> float32 [rows, V]."""
+
+
+class ParallelNet(Protocol):
+    """Guesses for each of the next ``depth`` places."""
+
+    depth: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The target's normed last states [rows, H] -> logits [rows, depth, V]; -inf where a head has no token."""
+
+
+class MedusaNet:
+    """x <- x + SiLU(W x + b) for each head, then its vocabulary head (2401.10774); first layers are one product."""
+
+    def __init__(self, heads: MedusaHeads, dtype: torch.dtype, device: torch.device, unembed: Unembed) -> None:
+        self.depth, self._heads, self._dtype, self._device = heads.depth, heads, dtype, device
+        first = [block[0] for block in heads.blocks]
+        biases = [b if b is not None else w.new_zeros(heads.hidden) for w, b in first]
+        self._first = product(torch.cat([w for w, _ in first]).to(device, dtype), torch.cat(biases).to(device, dtype))
+        self._later = [[_product(w, b, dtype, device) for w, b in block[1:]] for block in heads.blocks]
+        self._own = [_product(matrix, None, dtype, device) for matrix in heads.vocabulary]
+        self._unembed = unembed
+        self._tokens = None if heads.tokens is None else heads.tokens.to(device)
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.to(self._device, self._dtype)
+        states = rows[:, None] + F.silu(_multiply(self._first, rows).view(len(rows), self.depth, -1))
+        for i, layers in enumerate(self._later):
+            for layer in layers:
+                states[:, i] += F.silu(_multiply(layer, states[:, i].contiguous()))
+        if len(self._own) == self.depth:
+            logits = torch.stack([_multiply(m, states[:, i].contiguous()) for i, m in enumerate(self._own)], dim=1)
+        else:
+            shared = self._unembed if not self._own else lambda flat: _multiply(self._own[0], flat)
+            logits = shared(states.flatten(0, 1).contiguous()).view(len(rows), self.depth, -1)
+        return self._spread(logits.float())
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        if self._tokens is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:2], self._heads.vocab), -torch.inf)
+        whole[..., self._tokens] = logits
+        return whole
+
+
+class BlockwiseNet:
+    """x + down(relu(up x)) for each head, then the target's vocabulary head (1811.03115); all up's are one product."""
+
+    def __init__(self, heads: BlockwiseHeads, dtype: torch.dtype, device: torch.device, unembed: Unembed) -> None:
+        self.depth, self._dtype, self._device, self._unembed = heads.depth, dtype, device, unembed
+        up, bias = torch.cat([head.up for head in heads.heads]), torch.cat([head.up_bias for head in heads.heads])
+        self._up = product(up.to(device, dtype), bias.to(device, dtype))
+        self._down = [_product(head.down, head.down_bias, dtype, device) for head in heads.heads]
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.to(self._device, self._dtype)
+        inner = F.relu(_multiply(self._up, rows)).view(len(rows), self.depth, -1)
+        added = torch.stack([_multiply(down, inner[:, i].contiguous()) for i, down in enumerate(self._down)], dim=1)
+        return self._unembed((rows[:, None] + added).flatten(0, 1)).view(len(rows), self.depth, -1)
+
+
+def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Product:
+    return product(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
+
+
+def _multiply(by: Product, x: Tensor) -> Tensor:
+    """A lone row is doubled (see ``linear.py``)."""
+    return by(x) if len(x) > 1 else by(x.expand(2, -1).contiguous())[:1]

@@ -1,0 +1,99 @@
+"""Medusa (2401.10774): heads on the last hidden state guess the next places at once; the best of their tree is drafted.
+
+Blockwise decoding (1811.03115) differs in the heads alone, so this is its proposer too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.core.context import Context, Exactness
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.heads.files import find_head
+from foretoken.models.heads.loading import check_vocabulary, check_width
+from foretoken.models.heads.medusa import read_medusa
+from foretoken.models.heads.parallel import MedusaNet, ParallelNet
+from foretoken.propose.base import Method, Needs, Observation, Proposer, Workshop
+from foretoken.propose.tree import best_first, likeliest, racing
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaConfig:
+    """top_k: candidates of each head; the best paths through them are drafted, within the budget. 1 makes a chain.
+
+    num_steps: heads that are used at most; None uses all.
+    """
+
+    top_k: int = 8
+    num_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "num_steps"):
+            value = getattr(self, name)
+            wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
+            if wrong and not (name == "num_steps" and value is None):
+                raise InvalidRequest(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+class Parallel(Proposer):
+    """Drafts fixed candidates from ``net``, all sequences of a round at once.
+
+    x is the target's normed state at the row that gave the newest token, so the round that computes the prompt goes
+    without a draft. In the trajectory grade candidates lead the race with the noise that the target will use.
+    """
+
+    def __init__(self, name: str, net: ParallelNet, layers: int, config: MedusaConfig | None = None) -> None:
+        """layers: the target's, whose output is tapped."""
+        self.name, self.net, self.config = name, net, config or MedusaConfig()
+        self.needs = Needs((layers,))
+        self._tap = layers
+        self._states: dict[int, Tensor] = {}
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        drafts = [Draft.empty()] * len(contexts)
+        active = [i for i, context in enumerate(contexts) if budgets[i] > 0 and context.id in self._states]
+        if active:
+            logits = self.net(torch.stack([self._states[contexts[i].id] for i in active]))[:, : self.config.num_steps]
+            for i, rows in zip(active, logits, strict=True):
+                drafts[i] = self._draft(contexts[i], rows, budgets[i])
+        return drafts
+
+    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
+        for context, seen in zip(contexts, observations, strict=True):
+            step, rows = seen.step, seen.scores.taps[self._tap]
+            accepted = step.verdict.path[: len(step.tokens) - 1]
+            deepest = accepted[-1] if accepted else -1  # -1 is the root: the row before the draft's
+            self._states[context.id] = rows[len(rows) - len(step.draft) + deepest].clone()
+
+    def forget(self, context: Context) -> None:
+        self._states.pop(context.id, None)
+
+    def _draft(self, context: Context, logits: Tensor, budget: int) -> Draft:
+        """logits: [depth, V]. Heads do not see each other's guesses, so every row is judged with the root's history."""
+        law = context.law.with_temperature(1.0) if context.law.greedy else context.law
+        histories = [context.history()] * len(logits) if law.needs_history else ()
+        probs = law.probs(logits, histories)
+        if context.exactness is Exactness.TRAJECTORY and not context.law.greedy:
+            stream = context.streams.shared(context.generated)
+            raced = [racing(probs[i : i + 1], self.config.top_k, stream, i) for i in range(len(probs))]
+            return best_first(torch.cat([r.scores for r in raced]), torch.cat([r.ids for r in raced]), budget)
+        found = likeliest(probs, self.config.top_k)
+        return best_first(found.scores, found.ids, budget)
+
+
+def build(config: MedusaConfig, workshop: Workshop) -> Parallel:
+    """The heads that "model" names, or those that come with the target."""
+    target = workshop.target
+    folder = find_head("medusa", workshop.model, workshop.path)
+    heads = read_medusa(folder)
+    check_width("Medusa checkpoint", folder, heads.hidden, target)
+    check_vocabulary("Medusa checkpoint", folder, heads.vocab, target)
+    return Parallel("medusa", MedusaNet(heads, target.dtype, target.device, target.unembed), target.num_layers, config)
+
+
+METHOD = Method(MedusaConfig, build, tokens=8)

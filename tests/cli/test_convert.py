@@ -1,0 +1,64 @@
+"""``foretoken convert`` and the heads that ``scale-up`` takes along."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors.torch import load_file
+from tests.models.heads import tiny
+
+
+def _tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_there_and_back(run, tmp_path):
+    source = tiny.save(tmp_path / "a", *tiny.eagle3())
+    assert run("convert", str(source), str(tmp_path / "b"), "--to", "speculators").code == 0
+    result = run("convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "sglang")
+    assert result.code == 0
+    assert result.out.endswith("tensors for sglang\n")
+    before, after = _tensors(source), _tensors(tmp_path / "c")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert run("convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "vllm").code == 0  # ours to replace
+
+
+def test_a_shared_vocabulary_head_is_written_out(run, tiny_pair, tmp_path):
+    embedding = _tensors(tiny_pair.target)["model.embed_tokens.weight"]
+    source = tiny.save(tmp_path / "a", *tiny.medusa(vocab=embedding.shape[0]))
+    result = run("convert", str(source), str(tmp_path / "b"), "--to", "medusa")
+    assert result.code == 1
+    assert "--target" in result.err
+    assert not (tmp_path / "b").exists()
+    assert (
+        run("convert", str(source), str(tmp_path / "b"), "--to", "medusa", "--target", str(tiny_pair.target)).code == 0
+    )
+    written = _tensors(tmp_path / "b")
+    tied = json.loads((tiny_pair.target / "config.json").read_text())["tie_word_embeddings"]
+    head = embedding if tied else _tensors(tiny_pair.target)["lm_head.weight"]
+    assert torch.equal(written["2.1.weight"], head)
+
+
+def test_refusals_are_one_line(run, tmp_path):
+    source = tiny.save(tmp_path / "a", *tiny.blockwise())
+    for args, message in {
+        (str(source), str(tmp_path / "b"), "--to", "vllm"): "no other engine",
+        (str(source), str(tmp_path / "b"), "--to", "onnx"): "sglang, vllm, speculators, medusa",
+        (str(source), str(source), "--to", "vllm"): "same folder",
+        (str(tmp_path / "none"), str(tmp_path / "b"), "--to", "vllm"): "does not exist",
+    }.items():
+        result = run("convert", *args)
+        assert (result.code, result.out) == (1, "")
+        assert message in result.err
+        assert result.err.count("\n") == 1
+        assert not (tmp_path / "b").exists()
+
+
+def test_scale_up_takes_heads_along(run, tiny_pair, tmp_path):
+    head = tiny.save(tmp_path / "head", *tiny.blockwise())
+    sizes = ["--hidden", "128", "--intermediate", "96", "--layers", "3", "--heads", "8", "--kv-heads", "2"]
+    result = run("scale-up", str(tiny_pair.target), str(tmp_path / "wide"), *sizes, "--head", str(head))
+    assert result.code == 0, result.err
+    assert _tensors(tmp_path / "wide" / "heads" / "blockwise")["heads.0.up.weight"].shape == (24, 128)

@@ -1,0 +1,166 @@
+"""The EAGLE layer on our runners against plain torch, written from the papers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.models.heads import tiny
+from tests.models.tiny import only_runner
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.models.heads.eagle import read_eagle
+from foretoken.models.heads.eagle_net import EagleNet
+
+CPU = torch.device("cpu")
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+class Reference:
+    """One sequence, all rows at once: row i sees rows 0..i."""
+
+    def __init__(self, config: dict[str, Any], tensors: tiny.Tensors, unembed: Tensor | None = None) -> None:
+        self.c, self.t, self.unembed = config, tensors, unembed
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.t.get(f"{name}.weight")
+        if weight is None:
+            return x
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.c["rms_norm_eps"]) * weight
+
+    def features(self, raw: Tensor) -> Tensor:
+        if "midlayer.hidden_norm.weight" not in self.t:
+            return raw
+        raw = self.norm(raw, "input_norm")
+        if self.c.get("fc_norm"):
+            parts = raw.split(self.c["target_hidden_size"], -1)
+            raw = torch.cat([self.norm(p, f"fc_norm.{i}") for i, p in enumerate(parts)], -1)
+        return raw @ self.t["fc.weight"].T
+
+    def run(self, tokens: list[int], fed: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens: [n]; fed: features [n, H]. -> logits [n, Vd], what is fed to the rows below"""
+        embedded = self.t["embed_tokens.weight"][tokens]
+        three = "midlayer.hidden_norm.weight" in self.t
+        x = fed if three else torch.cat([embedded, fed], -1) @ self.t["fc.weight"].T + self.t["fc.bias"]
+        for i in range(self.c["num_hidden_layers"]):
+            at = "midlayer" if three and i == 0 else f"layers.{i}"
+            residual = x
+            if three and i == 0:
+                normed = self.norm(x, "midlayer.hidden_norm")
+                residual = normed if self.c.get("norm_before_residual") else x
+                reads = torch.cat([self.norm(embedded, f"{at}.input_layernorm"), normed], -1)
+            else:
+                reads = self.norm(x, f"{at}.input_layernorm")
+            x = residual + self.attend(reads, at)
+            y = self.norm(x, f"{at}.post_attention_layernorm")
+            gate = F.silu(y @ self.t[f"{at}.mlp.gate_proj.weight"].T)
+            x = x + (gate * (y @ self.t[f"{at}.mlp.up_proj.weight"].T)) @ self.t[f"{at}.mlp.down_proj.weight"].T
+        out = self.norm(x, "norm")
+        head = self.t["lm_head.weight"] if self.unembed is None else self.unembed
+        return out @ head.T, out if self.c.get("norm_output") else x
+
+    def attend(self, x: Tensor, at: str) -> Tensor:
+        heads, kv, dim = (self.c[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        n = len(x)
+        q, k, v = ((x @ self.t[f"{at}.self_attn.{p}_proj.weight"].T).view(n, -1, dim).transpose(0, 1) for p in "qkv")
+        angles = torch.outer(torch.arange(n).float(), 1e4 ** (-torch.arange(0, dim, 2).float() / dim))
+        cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+
+        def turn(y: Tensor) -> Tensor:
+            half = dim // 2
+            return y * cos + torch.cat([-y[..., half:], y[..., :half]], -1) * sin
+
+        q, k, v = turn(q), turn(k).repeat_interleave(heads // kv, 0), v.repeat_interleave(heads // kv, 0)
+        scores = q @ k.transpose(1, 2) * dim**-0.5 + torch.full((n, n), -torch.inf).triu(1)
+        mixed = scores.softmax(-1) @ v
+        return mixed.transpose(0, 1).reshape(n, -1) @ self.t[f"{at}.self_attn.o_proj.weight"].T
+
+
+HEADS = {
+    "eagle3": tiny.eagle3(),
+    "norm_before_residual": tiny.eagle3(norm_before_residual=True),
+    "two layers": tiny.eagle3(layers=2),
+    "other norms": tiny.eagle3(norm_before_fc=True, fc_norm=True, norm_output=True),
+    "narrow": tiny.eagle3(hidden=32, target_hidden=64),
+    "eagle1": tiny.eagle1(layers=2),
+}
+
+
+@pytest.mark.parametrize("runner", ["compiled", "torch"])
+@pytest.mark.parametrize("name", HEADS)
+def test_net_computes_what_the_papers_say(name: str, runner: str, tmp_path: Path) -> None:
+    config, tensors = HEADS[name]
+    unembed = None if "lm_head.weight" in tensors else _random(101, config["hidden_size"])
+    head = read_eagle(tiny.save(tmp_path, config, tensors))
+    with only_runner(runner):
+        net = EagleNet(
+            head, tensors["embed_tokens.weight"], torch.float32, CPU, 512,
+            None if unembed is None else (lambda x: x @ unembed.T),
+        )  # fmt: skip
+    reference = Reference(config, tensors, unembed)
+    tokens = torch.randint(0, 101, (9,), generator=torch.Generator().manual_seed(3)).tolist()
+    raw = _random(9, 3 * head.target_hidden if head.version == 3 else head.hidden)
+    features = reference.features(raw)
+    torch.testing.assert_close(net.features(raw), features, rtol=1e-4, atol=1e-4)
+    whole, states = reference.run(tokens, features)
+    close = {"rtol": 1e-3, "atol": 2e-3}
+    torch.testing.assert_close(net.teach(tokens, net.features(raw)), whole, **close)
+
+    # Two sequences that share passes; the second is a piece of the first, and comes in two pieces.
+    first, second = net.open(), net.open()
+    net.extend(first, tokens, net.features(raw))
+    net.extend(second, tokens[:2], net.features(raw[:2]))
+    rows = net.catch_up([first, second])
+    torch.testing.assert_close(rows[0], whole[-1:], **close)
+    torch.testing.assert_close(rows[1], whole[1:2], **close)
+    tree = Draft(torch.tensor([5, 6, 7]), (-1, -1, 0))
+    grown = [net.grow([first], [Draft(tree.tokens[:2], tree.parents[:2])])[0], net.grow([first], [tree])[0]]
+    below, more = reference.run([*tokens, 5], torch.cat([features, states[-1:]]))
+    other, _ = reference.run([*tokens, 6], torch.cat([features, states[-1:]]))
+    third, _ = reference.run([*tokens, 5, 7], torch.cat([features, states[-1:], more[-1:]]))
+    expected = torch.stack([below[-1], other[-1], third[-1]])
+    torch.testing.assert_close(torch.cat(grown), expected, **close)
+
+    # What was drafted is dropped for the truth.
+    net.extend(first, [5], net.features(raw[:1]))
+    net.extend(second, tokens[2:], net.features(raw[2:]))
+    rows = net.catch_up([first, second])
+    truth, _ = reference.run([*tokens, 5], torch.cat([features, features[:1]]))
+    torch.testing.assert_close(rows[0], truth[-1:], **close)
+    torch.testing.assert_close(rows[1], whole[-1:], **close)
+
+
+def test_long_prompts_are_taken_in_pieces(tmp_path: Path) -> None:
+    config, tensors = HEADS["eagle3"]
+    head = read_eagle(tiny.save(tmp_path, config, tensors))
+    net = EagleNet(head, tensors["embed_tokens.weight"], torch.float32, CPU, 2048)
+    tokens, raw = [i % 101 for i in range(600)], _random(600, 192)
+    whole = net.teach(tokens, net.features(raw))
+    handle = net.open()
+    net.extend(handle, tokens, net.features(raw))
+    torch.testing.assert_close(net.catch_up([handle])[0], whole[-1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_do_not_depend_on_what_shares_the_pass(dtype: torch.dtype, tmp_path: Path) -> None:
+    config, tensors = HEADS["eagle3"]
+    head = read_eagle(tiny.save(tmp_path, config, tensors))
+    net = EagleNet(head, tensors["embed_tokens.weight"], dtype, CPU, 512)
+    if not net.rows_independent:
+        pytest.skip("no compiled kernels here")
+    raw = [_random(n, 192) for n in (3, 11, 40)]
+    tokens = [[i % 101 for i in range(len(part))] for part in raw]
+    alone = [net.teach(t, net.features(r))[-1:] for t, r in zip(tokens, raw, strict=True)]
+    handles = [net.open() for _ in raw]
+    for handle, t, r in zip(handles, tokens, raw, strict=True):
+        net.extend(handle, t, net.features(r))
+    for one, other in itertools.zip_longest(net.catch_up(handles), alone):
+        assert torch.equal(one, other)

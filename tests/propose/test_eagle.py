@@ -1,0 +1,192 @@
+"""EAGLE as a proposer: what it is given, what it drafts, and that nothing it drafts shows in the text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from tests.exactness.gtest import draws_needed, g_test
+from tests.exactness.test_engine import LAWS, PROMPT, Length, reference
+from tests.models.heads import tiny
+
+from foretoken import LLM, SamplingParams
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context, Exactness
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.law import PointMass, Sampled
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import Step, Timings
+from foretoken.core.streams import Streams, random_seed_from
+from foretoken.core.verdict import Verdict
+from foretoken.engine.loop import Engine
+from foretoken.models.base import Scores
+from foretoken.models.heads.eagle import read_eagle
+from foretoken.models.heads.eagle_net import EagleNet
+from foretoken.models.toy import ToyModel
+from foretoken.propose.base import Observation
+from foretoken.propose.draft_model import Shape
+from foretoken.propose.eagle import Eagle, EagleConfig
+
+CLOCK = Timings(0, 0, 0, 0, 1)
+
+
+def eagle(folder: Path, config: EagleConfig, vocab: int = 101, target_hidden: int = 64, **extra: int) -> Eagle:
+    head = read_eagle(tiny.save(folder, *tiny.eagle3(vocab=vocab, target_hidden=target_hidden, **extra)))
+    net = EagleNet(head, head.tensors["embed_tokens.weight"], torch.float32, torch.device("cpu"), 512)
+    assert head.taps is not None
+    return Eagle(net, head.taps, config)
+
+
+def context(identifier: int, tokens: list[int], grade: Exactness = Exactness.DISTRIBUTION, **law: float) -> Context:
+    return Context(identifier, tokens, 2, SamplingLaw(**law), Streams(5), grade)  # type: ignore[arg-type]
+
+
+def seen(tokens: tuple[int, ...], draft: Draft, path: tuple[int, ...], first: int, computed: int) -> Observation:
+    """A round whose hidden states say where they were computed."""
+    rows = torch.arange(first, first + computed).float()[:, None] / 50
+    taps = {1: rows.expand(-1, 64), 2: rows.sin().expand(-1, 64)}
+    step = Step(0, 0, draft, Verdict(path, tokens[-1]), tokens, CLOCK)
+    return Observation(step, Scores(torch.zeros(1, 101), taps, first))
+
+
+def features(proposer: Eagle, rows: list[int]) -> torch.Tensor:
+    at = torch.tensor(rows).float()[:, None] / 50
+    return proposer.net.features(torch.cat([at.expand(-1, 64), at.sin().expand(-1, 64), at.sin().expand(-1, 64)], -1))
+
+
+def test_rows_are_made_of_a_token_and_the_states_before_it(tmp_path: Path) -> None:
+    """After any number of rounds the next draft is that of a head which saw the true text at once."""
+    proposer = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2))
+    c = context(0, [1, 2, 3, 4], temperature=0.0)
+    assert proposer.propose([c], [4]) == [Draft.empty()]
+    c.tokens += [5]
+    proposer.observe([c], [seen((5,), Draft.empty(), (), 0, 4)])
+    first = proposer.propose([c], [6])[0]
+    assert 0 < len(first) <= 6
+    # A tree of four nodes, of which nodes 1 and 3 stand: rows 0 (the root), 2 and 4 of this pass are the truth's.
+    tree = Draft(torch.tensor([7, 8, 9, 10]), (-1, -1, 0, 1))
+    c.tokens += [8, 10, 11]
+    proposer.observe([c], [seen((8, 10, 11), tree, (1, 3), 4, 5)])
+    # A round without a draft, cut short by nobody.
+    c.tokens += [12]
+    proposer.observe([c], [seen((12,), Draft.empty(), (), 7, 1)])
+    draft = proposer.propose([c], [6])[0]
+
+    fresh = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2))
+    handle = fresh._handles[0] = fresh.net.open()
+    fresh.net.extend(handle, c.tokens[1:], features(fresh, [0, 1, 2, 3, 4, 6, 8, 7]))
+    expected = fresh.propose([c], [6])[0]
+    assert draft.ids == expected.ids and draft.parents == expected.parents
+
+
+def test_budgets_and_steps_bound_the_tree(tmp_path: Path) -> None:
+    proposer = eagle(tmp_path, EagleConfig(num_steps=3, top_k=4))
+    contexts = [context(i, [1, 2, 3], temperature=0.0) for i in range(4)]
+    rounds = [seen((3,), Draft.empty(), (), 0, 2) for _ in contexts]
+    proposer.observe(contexts, rounds)
+    drafts = proposer.propose(contexts, [1, 0, 9, 2])
+    assert [len(d) for d in drafts] == [1, 0, 9, 2]
+    assert max(drafts[2].depths) <= 3
+    assert all(isinstance(d.law, PointMass) for d in drafts)
+    allowed = set(proposer.net.head.ids().tolist())
+    assert {t for d in drafts for t in d.ids} <= allowed
+    for c in contexts:
+        proposer.forget(c)
+        proposer.forget(c)
+    assert proposer.propose(contexts, [3] * 4) == [Draft.empty()] * 4
+
+
+def test_drawn_drafts_carry_the_law_of_the_targets_vocabulary(tmp_path: Path) -> None:
+    proposer = eagle(tmp_path, EagleConfig(tree="chain"))
+    c = context(0, [1, 2, 3], temperature=0.8, top_k=5)
+    proposer.observe([c], [seen((3,), Draft.empty(), (), 0, 2)])
+    draft = proposer.propose([c], [4])[0]
+    assert draft.is_chain and len(draft) == 4  # a chain is as long as its budget
+    assert isinstance(draft.law, Sampled)
+    assert draft.law.probs.shape[1] == 101
+    for row, token in zip(draft.law.probs, draft.ids, strict=False):
+        assert row[token] > 0 and abs(float(row.sum()) - 1) < 1e-5
+        assert int((row > 0).sum()) <= 5
+
+
+def test_the_trajectory_grade_leads_with_the_targets_noise(tmp_path: Path) -> None:
+    proposer = eagle(tmp_path, EagleConfig(num_steps=1, top_k=1))
+    c = context(0, [1, 2, 3], Exactness.TRAJECTORY)
+    proposer.observe([c], [seen((3,), Draft.empty(), (), 0, 2)])
+    draft = proposer.propose([c], [1])[0]
+    logits = proposer.net.teach([2, 3], features(proposer, [0, 1]))[-1:]
+    row = proposer.net.to_target(logits).softmax(-1)[0]
+    assert draft.ids[0] == c.streams.shared(1).categorical(row, 0)
+
+
+TOY = ToyModel(3, order=2, seed=9, sharpness=1.0)
+
+
+@pytest.mark.parametrize("tree", ["chain", "top_k", "sampled", "greedy_multi"])
+def test_texts_follow_the_targets_law(tree: Shape, tmp_path: Path) -> None:
+    length, prompt = 4, list(PROMPT)
+    proposer = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2, tree=tree), 3, 8, draft_vocab=2)
+    engine = Engine(TOY, proposer, Fixed(3), max_sequences=64)
+    draws = draws_needed(0.2, cells=3**length)
+    contexts = [
+        Context(i, list(prompt), len(prompt), SamplingLaw(), Streams(random_seed_from(3, i))) for i in range(draws)
+    ]
+    for c in contexts:
+        engine.add(c, Length(length))
+    while engine.busy:
+        engine.step()
+    law = reference(TOY, LAWS["plain"], length, None)
+    result = g_test(Counter(tuple(c.tokens[len(prompt) :]) for c in contexts), law)
+    assert result.p_value > 1e-3, result
+
+
+def test_wrong_keys_are_refused() -> None:
+    for wrong in ({"num_steps": 0}, {"top_k": True}, {"tree": "drawn"}):
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            EagleConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_heads_of_another_target_are_refused(tiny_pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    vocab = LLM(tiny_pair.target).target.vocab_size
+
+    def load(name: str, **sizes: object) -> None:
+        path = tiny.save(tmp_path / name, *tiny.eagle3(**{"vocab": vocab, **sizes}))  # type: ignore[arg-type]
+        LLM(tiny_pair.target, speculative_config={"method": "eagle3", "model": str(path)})
+
+    with pytest.raises(ModelLoadError, match="hidden size 32"):
+        load("narrow", target_hidden=32)
+    with pytest.raises(ModelLoadError, match=f"vocabulary of {vocab + 1}"):
+        load("vocab", vocab=vocab + 1)
+    with pytest.raises(ModelLoadError, match="layers"):
+        load("layers", taps=(1, 2, 9))
+    with pytest.raises(ModelLoadError, match="cannot share"):
+        load("embedding", hidden=32, embedding=False)
+    with pytest.raises(InvalidRequest, match="foretoken train eagle3"):
+        LLM(tiny_pair.target, speculative_config={"method": "eagle3"})
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_heads_in_the_targets_folder_are_found_and_change_nothing(version, tiny_pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    target = tmp_path / "target"
+    target.mkdir()
+    for file in tiny_pair.target.iterdir():
+        (target / file.name).symlink_to(file)
+    plain = LLM(target, dtype="float32")
+    written = tiny.eagle3(vocab=plain.target.vocab_size, embedding=False) if version == 3 else tiny.eagle1(
+        vocab=plain.target.vocab_size
+    )  # fmt: skip
+    tiny.save(target / "heads" / "eagle3", *written)
+    prompts = ["def greet(name):", "class", "for i in range(10):\n    print(", "x", "€", "1", "if", "import os\n"]
+    for temperature, tree in ((0.0, "sampled"), (1.0, "sampled"), (1.0, "chain")):
+        options = {"method": "eagle3", "num_speculative_tokens": 6, "tree": tree}
+        llm = LLM(target, dtype="float32", speculative_config=options)
+        assert isinstance(llm.engine.proposer, Eagle)
+        params = SamplingParams(max_tokens=24, temperature=temperature, seed=11, ignore_eos=True)
+        expected = [o.outputs[0].token_ids for o in plain.generate(prompts, params)]
+        outputs = llm.generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+        assert all(o.outputs[0].stats.drafted > 0 for o in outputs)
+        assert llm.generate(prompts[2], params)[0].outputs[0].token_ids == expected[2]
