@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
+from foretoken.train import head_card
 from foretoken.train.data import Corpus
 
 SIZES = [
@@ -45,6 +46,26 @@ def test_target_draft_card_and_scale_up(texts: Path, tmp_path: Path) -> None:
     assert "--corpus FILES" in (draft / "README.md").read_text()
     sizes = ["--hidden", "64", "--intermediate", "96", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
     assert json.loads(invoke("scale-up", target, wide, *sizes, "--json").stdout)["parameters"] > 20_000
+
+
+def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_card, "_PROMPTS", 2)
+    monkeypatch.setattr(head_card, "_TOKENS", 8)
+    target, head = tmp_path / "t", tmp_path / "h"
+    data = ["--data", texts, "--model", target, "--windows", "4", "--held-out", "2", "--device", "cpu", "--no-compile"]
+    invoke("train", "target", target, "--corpus", texts, *RUN, "--layers", "4")
+    for role, own in (("eagle3", ("--taps", "1,2,3", "--vocabulary", "64", "--depths", "2")), ("blockwise", ())):
+        done = invoke("train", role, head, *data, *own, "--steps", "2", "--batch", "2", "--window", "24", "--json")
+        assert json.loads(done.stdout)["length_drawn"] > 1
+        assert str(head / "README.md") in invoke("train", "card", target, "--head", head, "--data", texts).stdout
+        card = (head / "README.md").read_text()
+        assert f"foretoken train {role} h --model t" in card
+        assert "mean acceptance length at temperature 1" in card
+        assert json.loads((head / "zoo.json").read_text()) == {"name": "h", "role": role}
+    with pytest.raises(InvalidRequest, match="three layer numbers"):
+        invoke("train", "eagle3", tmp_path / "x", *data, "--taps", "low")
+    with pytest.raises(InvalidRequest, match="expected one of eagle3"):
+        invoke("train", "card", target, "--head", target, "--data", texts)
 
 
 def test_what_cannot_be_done_is_refused_before_any_work(texts: Path, tmp_path: Path) -> None:

@@ -38,6 +38,17 @@ def test_too_few_or_missing_files_are_refused(tmp_path: Path) -> None:
         from_files([tmp_path])
 
 
+def test_prompts_are_read_a_line_at_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"one"\n{"prompt": "two"}\n\n{"text": "three"}\n')
+    corpus = from_files([file])
+    assert sorted((*corpus.train, *corpus.held_out)) == ["one", "three", "two"]
+    for wrong in ("not json", "3", '{"question": "?"}'):
+        file.write_text(f'"fine"\n{wrong}\n')
+        with pytest.raises(InvalidRequest, match="text 2"):
+            from_files([file])
+
+
 @given(text=st.text(max_size=200))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_text_round_trips_through_the_tokenizer(tokenizer: Any, text: str) -> None:

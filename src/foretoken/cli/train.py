@@ -16,9 +16,14 @@ app = typer.Typer(help="Train a target, distil a draft from it, write their card
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target.")]
+MaybeTarget = Annotated[Path | None, typer.Argument(metavar="[TARGET]", help="Folder of the target, or --model.")]
+Model = Annotated[str | None, typer.Option("--model", help="The target: a folder or hub name; else the bundled one.")]
+Patience = Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")]
 Texts = Annotated[
     list[Path] | None,
-    typer.Option("--corpus", help="Text files or folders (repeatable); else Python's standard library."),
+    typer.Option(
+        "--data", "--corpus", help="Text files, folders or .jsonl of prompts (repeatable); else Python's library."
+    ),
 ]
 Steps = Annotated[int | None, typer.Option(help="Length in steps.")]
 Minutes = Annotated[float | None, typer.Option(help="Length in minutes, instead of --steps.")]
@@ -40,66 +45,87 @@ def target(
     out: Out, corpus: Texts = None, steps: Steps = None, minutes: Minutes = None, batch: Batch = 14,
     window: Window = 768, learning_rate: Rate = 3e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None,
     layers: Size = None, heads: Size = None, kv_heads: Size = None, head_dim: Size = None, positions: Size = None,
-    compile_model: Compile = None, resume: Resume = False, force: Force = False, as_json: Json = False,
+    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train a tokenizer and a small Llama from scratch (two hours on two cores for the bundled one)."""
     from foretoken.train.files import check_run
     from foretoken.train.target import TARGET_CONFIG, TARGET_SHAPE, train_target
 
-    config = _config(TARGET_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model)
+    config = config_of(TARGET_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
     shape = _shape(TARGET_SHAPE, hidden, intermediate, layers, heads, kv_heads, head_dim, positions)
     out = check_run(out, resume, force)
-    _show(out, train_target(out, _corpus(corpus), shape, config, resume), as_json)
+    show(out, train_target(out, corpus_of(corpus), shape, config, resume), as_json)
 
 
 @app.command()
 def draft(
-    out: Out, target: Target, corpus: Texts = None, steps: Steps = None, minutes: Minutes = None, batch: Batch = 8,
+    out: Out, target: MaybeTarget = None, model: Model = None, corpus: Texts = None, steps: Steps = None,
+    minutes: Minutes = None, batch: Batch = 8,
     window: Window = 512, learning_rate: Rate = 4e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None,
     layers: Size = None, heads: Size = None, kv_heads: Size = None, head_dim: Size = None, positions: Size = None,
     top: Annotated[int, typer.Option(help="Most likely tokens kept of the target's law.")] = 64,
     acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
-    generated_share: Annotated[float, typer.Option(help="Share of the windows that the target continues.")] = 0.0,
+    generate: Annotated[bool, typer.Option("--generate", help="Let the target continue half of the windows.")] = False,
+    generated_share: Annotated[float | None, typer.Option(help="Or this share of them.")] = None,
     disk_gigabytes: Annotated[float, typer.Option(help="For the target's laws, during the run.")] = 2.0,
-    compile_model: Compile = None, resume: Resume = False, force: Force = False, as_json: Json = False,
+    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    as_json: Json = False,
 ) -> None:  # fmt: skip
     """Distil a draft from TARGET (20 minutes on two cores for the bundled one)."""
     from foretoken.train.draft import DRAFT_CONFIG, DistillConfig, train_draft
     from foretoken.train.files import check_run
     from foretoken.train.target import DRAFT_SHAPE
 
-    config = _config(DRAFT_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model)
+    config = config_of(DRAFT_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
     shape = _shape(DRAFT_SHAPE, hidden, intermediate, layers, heads, kv_heads, head_dim, positions)
+    share = generated_share if generated_share is not None else 0.5 if generate else 0.0
     distill = DistillConfig(
-        top, acceptance_share=acceptance_share, generated_share=generated_share, disk_gigabytes=disk_gigabytes
+        top, acceptance_share=acceptance_share, generated_share=share, disk_gigabytes=disk_gigabytes
     )
     out = check_run(out, resume, force)
-    _show(out, train_draft(out, target, _corpus(corpus), shape, config, resume, distill), as_json)
+    path = target if target is not None else model_of(model)
+    show(out, train_draft(out, path, corpus_of(corpus), shape, config, resume, distill), as_json)
 
 
 @app.command()
 def card(
     target: Target,
     draft: Annotated[Path | None, typer.Option(help="Folder of its draft, whose acceptance is measured.")] = None,
+    head: Annotated[list[Path] | None, typer.Option(help="Folder of heads for it (repeatable), likewise.")] = None,
     corpus: Texts = None,
 ) -> None:
     """Write README.md and zoo.json beside the weights, from provenance.json and a measurement."""
     from foretoken.train.card import write_cards
+    from foretoken.train.head_card import write_head_card
 
-    for file in write_cards(target.absolute(), draft.absolute() if draft else None, _corpus(corpus)):
+    texts = corpus_of(corpus)
+    for file in write_cards(target.absolute(), draft.absolute() if draft else None, texts):
         print(file)
+    for folder in head or ():
+        print(write_head_card(target.absolute(), folder.absolute(), texts))
 
 
-def _corpus(paths: list[Path] | None) -> Corpus:
+def model_of(name: str | None) -> Path:
+    """The folder of the target: the bundled one when there is no name."""
+    from foretoken import zoo
+    from foretoken.models.checkpoint import resolve
+
+    return zoo.path("target") if name is None else resolve(name).absolute()
+
+
+def corpus_of(paths: list[Path] | None) -> Corpus:
+    """The user's files, or the standard library."""
     from foretoken.train.data import from_files, standard_library
 
     return from_files(paths) if paths else standard_library()
 
 
-def _config(
+def config_of(
     usual: TrainConfig, steps: int | None, minutes: float | None, batch: int, window: int, rate: float, seed: int,
-    compile_model: bool | None,
+    compile_model: bool | None, patience: int | None = None,
 ) -> TrainConfig:  # fmt: skip
+    """``usual`` with the options given. Raises InvalidRequest for both lengths."""
     from dataclasses import replace
 
     from foretoken.core.errors import InvalidRequest
@@ -111,7 +137,14 @@ def _config(
         length = {"steps": steps, "minutes": None}
     elif minutes is not None:
         length = {"minutes": minutes}
-    rest = {"batch": batch, "window": window, "learning_rate": rate, "seed": seed, "compile": compile_model}
+    rest = {
+        "batch": batch,
+        "window": window,
+        "learning_rate": rate,
+        "seed": seed,
+        "compile": compile_model,
+        "patience": patience,
+    }
     return replace(usual, **length, **rest)  # type: ignore[arg-type]
 
 
@@ -123,7 +156,8 @@ def _shape(usual: Shape, *sizes: int | None) -> Shape:
     return replace(usual, **given)
 
 
-def _show(out: Path, figures: dict[str, float], as_json: bool) -> None:
+def show(out: Path, figures: dict[str, float], as_json: bool) -> None:
+    """The last evaluation on stdout."""
     import json
 
     if as_json:

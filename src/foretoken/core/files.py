@@ -27,7 +27,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        for file in partial.iterdir():
+        for file in (f for f in partial.rglob("*") if f.is_file()):
             file.chmod(0o644)  # safetensors leaves its files to their owner alone
         _exchange(partial, out, old)
     except ForetokenError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -43,7 +44,10 @@ def standard_library() -> Corpus:
 
 
 def from_files(paths: list[Path]) -> Corpus:
-    """A corpus of the user's own text files; folders are searched for ``*.py``, ``*.md`` and ``*.txt``."""
+    """A corpus of the user's own text files; folders are searched for ``*.py``, ``*.md`` and ``*.txt``.
+
+    A ``.jsonl`` file has one text a line: a string, or the "prompt", "text" or "content" of an object.
+    """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -52,20 +56,43 @@ def from_files(paths: list[Path]) -> Corpus:
             files.append(path)
         else:
             raise InvalidRequest(f"no such file or folder: {path}; pass text files or folders of them")
-    if len(files) < 2:
-        raise InvalidRequest(f"found {len(files)} text file(s); at least two are needed, one of them to hold out")
-    return _split("user files", Path("."), files)
+    corpus = _split("user files", Path("."), files) if files else Corpus("", (), ())
+    if (count := len(corpus.train) + len(corpus.held_out)) < 2:
+        raise InvalidRequest(f"found {count} text file(s); at least two are needed, one of them to hold out")
+    return corpus
 
 
 def _split(name: str, root: Path, files: list[Path]) -> Corpus:
-    def key(f: Path) -> int:
-        relative = f.relative_to(root) if f.is_relative_to(root) else f
-        return int.from_bytes(hashlib.sha256(relative.as_posix().encode()).digest()[:4], "big")
-
-    ranked = sorted(files, key=key)
+    named: list[tuple[str, str]] = []
+    for file in files:
+        relative = (file.relative_to(root) if file.is_relative_to(root) else file).as_posix()
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        if file.suffix == ".jsonl":
+            named += [(f"{relative}:{i}", line) for i, line in enumerate(_lines(file, text))]
+        else:
+            named.append((relative, text))
+    ranked = [text for _, text in sorted(named, key=lambda pair: _rank(pair[0]))]
     count = max(1, len(ranked) * HELD_OUT_PERCENT // 100)
-    texts = [f.read_text(encoding="utf-8", errors="ignore") for f in ranked]
-    return Corpus(name, tuple(t for t in texts[count:] if t.strip()), tuple(texts[:count]))
+    return Corpus(name, tuple(t for t in ranked[count:] if t.strip()), tuple(ranked[:count]))
+
+
+def _rank(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+
+
+def _lines(file: Path, text: str) -> list[str]:
+    found = []
+    for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise InvalidRequest(f"{file}, text {number}, is not JSON ({error}); expected one value a line") from error
+        if isinstance(value, dict):
+            value = next((value[key] for key in ("prompt", "text", "content") if key in value), None)
+        if not isinstance(value, str):
+            raise InvalidRequest(f'{file}, text {number}, has no text; expected a string, or an object with "prompt"')
+        found.append(value)
+    return found
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int = 4096) -> PreTrainedTokenizerFast:

@@ -93,7 +93,7 @@ def train_draft(
     stream = encode(corpus.train, tokenizer)
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
     model = new_model(shape, tokenizer, config.seed)
-    trainer = Trainer(model, config, checkpoint_of(out))
+    trainer = Trainer(model, config, checkpoint_of(out), lambda row: row["overlap"])
     if resume:
         trainer.resume()
     laws = out.with_name(out.name + ".laws")

@@ -20,11 +20,11 @@ class Reporter:
     stdout stays free for results, so that ``--json`` can be piped.
     """
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def __init__(self, title: str, shown: bool = True) -> None:
+        self.title, self.shown = title, shown
         self._started = self._printed = time.monotonic()
         self._bar: Progress | None = None
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
             self._bar = Progress(
                 TextColumn("{task.description}"), *columns, TextColumn("{task.fields[status]}"),
@@ -45,7 +45,7 @@ class Reporter:
         """Print ``text`` for good, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
-        else:
+        elif self.shown:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
 

@@ -91,7 +91,7 @@ def train_target(
     stream = encode(corpus.train, tokenizer)
     held_out = held_out_batches(encode(corpus.held_out, tokenizer), config.batch, config.window)
     model = new_model(shape, tokenizer, config.seed)
-    trainer = Trainer(model, config, checkpoint_of(out))
+    trainer = Trainer(model, config, checkpoint_of(out), lambda row: -row["held_out_loss"])
     if resume:
         trainer.resume()
 

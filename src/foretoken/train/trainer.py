@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.train import processes
 from foretoken.train.progress import Reporter
 
 
@@ -39,11 +40,14 @@ class TrainConfig:
     seed: int = 0
     evaluate_every_seconds: float = 300.0
     compile: bool | None = None  # None: where a C++ compiler is found
+    patience: int | None = None  # evaluations without a better one, after which the run ends with the best weights
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("batch", 1), ("window", 2)):
             if getattr(self, name) < least:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.patience is not None and self.patience < 1:
+            raise InvalidRequest(f"patience is {self.patience}; it must be at least 1 evaluation")
         for name in ("learning_rate", "warmup", "decay", "minutes"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -52,34 +56,35 @@ class TrainConfig:
     def arguments(self) -> str:
         """The command line options that give these settings."""
         length = f"--steps {self.steps}" if self.minutes is None else f"--minutes {self.minutes:g}"
+        patience = f" --patience {self.patience}" if self.patience is not None else ""
         return (
             f"{length} --batch {self.batch} --window {self.window} --learning-rate {self.learning_rate:g} "
-            f"--seed {self.seed}"
+            f"--seed {self.seed}{patience}"
         )
 
 
 LossFn = Callable[[Any], torch.Tensor]
+Judge = Callable[[dict[str, float]], float]
 
 
 class Trainer:
-    """Trains ``model`` in place; the file ``checkpoint`` allows ``resume``."""
+    """Trains ``model`` in place; the file ``checkpoint`` allows ``resume``.
 
-    def __init__(self, model: nn.Module, config: TrainConfig, checkpoint: Path) -> None:
+    ``judge`` makes one number of an evaluation, the higher the better; ``config.patience`` needs it.
+    ``scale`` multiplies the learning rate of the parameter of that name. Under torchrun every process trains on
+    batches of its own and all take the same steps.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, checkpoint: Path, judge: Judge | None = None,
+        scale: Callable[[str], float] = lambda name: 1.0,
+    ) -> None:  # fmt: skip
         self.model, self.config, self.checkpoint = model, config, checkpoint
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, float]] = []
-        # Orthogonalised momentum (Muon) is for matrices; embeddings and gains take AdamW.
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and _is_matrix(n)]
-        ids = {id(p) for p in matrices}
-        others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
-        rate, decay = config.learning_rate, config.weight_decay
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
-        ]
-        if matrices:
-            self.optimizers.append(
-                torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-            )
+        self.optimizers = _optimizers(model, config, scale)
+        self._judge, self._best, self._waited = judge, -math.inf, 0
+        self._kept: dict[str, torch.Tensor] = {}
 
     def resume(self) -> bool:
         """Continue from the checkpoint if there is one; says whether there was."""
@@ -108,6 +113,8 @@ class Trainer:
             "elapsed": self.elapsed,
             "history": self.history,
         }
+        if processes.rank() > 0:
+            return
         partial = self.checkpoint.with_name(self.checkpoint.name + ".partial")
         try:
             self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
@@ -141,15 +148,17 @@ class Trainer:
         """
         loss_fn = compiled(loss_fn, self.config.compile)
         next_evaluation = self.elapsed + self.config.evaluate_every_seconds
-        with Reporter("training") as report, _Interrupt() as interrupt:
+        with Reporter("training", shown=processes.rank() == 0) as report, _Interrupt() as interrupt:
             try:
-                while self.progress() < 1.0:
-                    interrupt.check()
+                asked = interrupt.asked
+                while self.progress() < 1.0 and not self._stalled():
+                    if asked:
+                        raise KeyboardInterrupt
                     batch = next(batches)
                     started = time.monotonic()
                     loss = self._update(batch, loss_fn)
                     spent = time.monotonic() - started
-                    self.elapsed += spent
+                    self.elapsed, asked = processes.largest(self.elapsed + spent, interrupt.asked)
                     self.step += 1
                     speed = (batch if isinstance(batch, torch.Tensor) else batch[0]).numel() / spent
                     report.update(self.progress(), f"step {self.step}  loss {loss:.3f}  {speed:,.0f} tok/s")
@@ -159,6 +168,7 @@ class Trainer:
                         next_evaluation = self.elapsed + self.config.evaluate_every_seconds
                 if not self.history or self.history[-1]["step"] != self.step:
                     self._record(evaluate, report)
+                self._keep_the_best(report)
             except KeyboardInterrupt:
                 self.model.train()
                 self.save_checkpoint()
@@ -170,13 +180,14 @@ class Trainer:
         factor = self.rate_factor(self.progress())
         loss = loss_fn(batch)
         loss.backward()
+        processes.average_gradients(self.model)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         value = loss.item()
         if not math.isfinite(value):
             raise TrainingError(f"the loss became {value} at step {self.step}; lower --learning-rate")
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.config.learning_rate * factor
+                group["lr"] = self.config.learning_rate * factor * group["scale"]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return value
@@ -188,6 +199,21 @@ class Trainer:
         self.model.train()
         self.history.append(row)
         report.line("  ".join(f"{k} {v:.4g}" for k, v in row.items()))
+        if self._judge is not None and self.config.patience is not None:
+            self._waited += 1
+            if (found := self._judge(row)) > self._best:
+                self._best, self._waited = found, 0
+                self._kept = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def _stalled(self) -> bool:
+        return self.config.patience is not None and self._waited >= self.config.patience
+
+    def _keep_the_best(self, report: Reporter) -> None:
+        """After an early stop, the weights of the best evaluation; it becomes the last row of the history."""
+        if self._stalled() and self._kept and self._judge is not None:
+            self.model.load_state_dict(self._kept)
+            self.history.append(max(self.history, key=self._judge))
+            report.line(f"stopped early: nothing better since step {self.history[-1]['step']:.0f}")
 
 
 class _Interrupt:
@@ -212,9 +238,21 @@ class _Interrupt:
         self.asked = True
         sys.stderr.write("\nstopping after this step (press again to stop at once)\n")
 
-    def check(self) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
+
+def _optimizers(model: nn.Module, config: TrainConfig, scale: Callable[[str], float]) -> list[torch.optim.Optimizer]:
+    """Orthogonalised momentum (Muon) is for matrices; embeddings and gains take AdamW."""
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((parameter.ndim == 2 and _is_matrix(name), scale(name)), []).append(parameter)
+    rate, decay, made = config.learning_rate, config.weight_decay, list[torch.optim.Optimizer]()
+    for matrices in (False, True):
+        own = [{"params": listed, "scale": s} for (kind, s), listed in groups.items() if kind == matrices]
+        if own and matrices:
+            made.append(torch.optim.Muon(own, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+        elif own:
+            made.append(torch.optim.AdamW(own, lr=rate, weight_decay=0.0, betas=(0.9, 0.95), fused=True))
+    return made
 
 
 def _is_matrix(name: str) -> bool:

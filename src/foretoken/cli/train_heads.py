@@ -1,0 +1,150 @@
+"""``foretoken train eagle3|medusa|blockwise|early-exit``: heads for a target, from text that the target writes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foretoken.cli.train import (
+    Compile,
+    Force,
+    Json,
+    Minutes,
+    Out,
+    Rate,
+    Resume,
+    Seed,
+    Steps,
+    Texts,
+    app,
+    config_of,
+    corpus_of,
+    model_of,
+    show,
+)  # fmt: skip
+
+__all__ = ["app"]
+
+Model = Annotated[str | None, typer.Option("--model", help="The target: a folder or hub name; else the bundled one.")]
+Own = Annotated[int | None, typer.Option(help="Instead of the target's.")]
+
+
+def _shared(
+    out: Out,
+    model: Model = None,
+    data: Texts = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch: Annotated[int, typer.Option(help="Windows per step and process.")] = 4,
+    window: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
+    learning_rate: Rate = 2e-3,
+    seed: Seed = 0,
+    generate: Annotated[
+        bool, typer.Option("--generate/--no-generate", help="Let the target write; else the files' text alone.")
+    ] = True,
+    generated_share: Annotated[float, typer.Option(help="Of the windows, when the target writes.")] = 0.2,
+    windows: Annotated[int, typer.Option(help="At most so many.")] = 6400,
+    writing_share: Annotated[float, typer.Option(help="Of --minutes: the longest that the target may write.")] = 0.2,
+    disk_gigabytes: Annotated[float, typer.Option(help="For hidden states; what does not fit is recomputed.")] = 12.0,
+    held_out: Annotated[int, typer.Option(help="Held-out windows at each of two temperatures.")] = 32,
+    acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
+    discount: Annotated[float, typer.Option(help="Of the loss, per guessed token.")] = 0.8,
+    patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
+    unfreeze: Annotated[bool, typer.Option("--unfreeze", help="Train the target too; written to OUT/target.")] = False,
+    hold: Annotated[float, typer.Option(help="With --unfreeze: how firmly the target's law is held.")] = 10.0,
+    lessons: Annotated[
+        Path | None, typer.Option(help="Keep text and hidden states here, and use what is here for other heads.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    compile_model: Compile = None,
+    resume: Resume = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """The options that all heads share."""
+
+
+def _eagle3(
+    taps: Annotated[str | None, typer.Option(help="Three layers whose inputs are fused, like 2,4,5.")] = None,
+    intermediate: Annotated[int, typer.Option(help="Width of the MLP.")] = 448,
+    heads: Own = None,
+    kv_heads: Own = None,
+    vocabulary: Annotated[int, typer.Option(help="Of the target's commonest tokens.")] = 3072,
+    depths: Annotated[int, typer.Option(help="Unrolled steps.")] = 4,
+    single_share: Annotated[float, typer.Option(help="First share of the run, with one step alone.")] = 0.6,
+) -> None:
+    """Train an EAGLE-3 head (20 minutes on two cores for the bundled target)."""
+
+
+def _medusa(
+    heads: Annotated[int, typer.Option(help="Tokens guessed ahead.")] = 4,
+    layers: Annotated[int, typer.Option(help="Residual layers of each.")] = 1,
+) -> None:
+    """Train Medusa heads."""
+
+
+def _blockwise(
+    heads: Annotated[int, typer.Option(help="Tokens guessed ahead.")] = 4,
+    intermediate: Annotated[int, typer.Option(help="Hidden units of each.")] = 256,
+) -> None:
+    """Train blockwise parallel heads."""
+
+
+def _early_exit(
+    exit_layer: Annotated[int | None, typer.Option(help="Leave before this layer; else after a quarter.")] = None,
+) -> None:
+    """Train the adapter that lets the target's first layers draft."""
+
+
+def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
+    from foretoken.train.files import check_run
+    from foretoken.train.heads import HEAD_CONFIG, ROLES, HeadConfig, train_head
+
+    if own.get("taps") is not None:
+        own["taps"] = tuple(_numbers(own["taps"]))
+    settings = ROLES[role].settings(**own)
+    names = ("steps", "minutes", "batch", "window", "learning_rate", "seed", "compile_model", "patience")
+    config = config_of(HEAD_CONFIG, *(given[name] for name in names))
+    share = given["generated_share"] if given["generate"] else 0.0
+    same = ("windows", "writing_share", "disk_gigabytes", "held_out", "acceptance_share", "discount")
+    data = HeadConfig(generated_share=share, **{name: given[name] for name in same})
+    hold = given["hold"] if given["unfreeze"] else None
+    out = check_run(given["out"], given["resume"], given["force"])
+    figures = train_head(
+        role, out, model_of(given["model"]), corpus_of(given["data"]), settings, config, data, given["resume"],
+        given["device"], given["lessons"], hold,
+    )  # fmt: skip
+    show(out, figures, given["as_json"])
+
+
+def _numbers(text: str) -> list[int]:
+    from foretoken.core.errors import InvalidRequest
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidRequest(f"--taps {text!r}; expected three layer numbers like 2,4,5") from None
+
+
+def _register(role: str, own: Callable[..., None]) -> None:
+    """A command with the role's own options and the shared ones."""
+    mine, shared = (inspect.signature(f, eval_str=True).parameters for f in (own, _shared))
+
+    def command(**given: Any) -> None:
+        _run(role, {name: given[name] for name in mine}, {name: given[name] for name in shared})
+
+    positional = [p for p in shared.values() if p.default is p.empty]
+    optional = [p for p in shared.values() if p.default is not p.empty]
+    listed = [p.replace(kind=p.KEYWORD_ONLY) for p in (*positional, *mine.values(), *optional)]
+    command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in listed}
+    command.__doc__ = own.__doc__
+    app.command(role)(command)
+
+
+for _role, _own in (("eagle3", _eagle3), ("medusa", _medusa), ("blockwise", _blockwise), ("early-exit", _early_exit)):
+    _register(_role, _own)

@@ -1,0 +1,252 @@
+"""EAGLE-3 (2503.01840): one decoder layer on fused hidden states, trained by unrolling its own outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.lessons import Head, Lesson, Norm, Teacher
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """The size of the head; what is None follows the target. ``taps`` index the target's ``hidden_states``.
+
+    ``vocabulary``: the target's tokens that the head can propose. ``depths``: unrolled steps in training; for the
+    first ``single_share`` of the run only one, which costs a third and is what the others build on.
+    """
+
+    taps: tuple[int, ...] | None = None
+    intermediate: int = 448
+    heads: int | None = None
+    kv_heads: int | None = None
+    vocabulary: int = 3072
+    depths: int = 4
+    single_share: float = 0.6
+
+    def __post_init__(self) -> None:
+        for name in ("intermediate", "vocabulary", "depths"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.single_share <= 1:
+            raise InvalidRequest(f"single_share is {self.single_share}; expected a share, 0 to 1")
+        if self.taps is not None and len(self.taps) != 3:
+            raise InvalidRequest(f"{len(self.taps)} taps; EAGLE-3 fuses three hidden states, low, middle and high")
+
+    def tapped(self, layers: int) -> tuple[int, ...]:
+        """The layers whose inputs are fused; the usual ones are [2, n // 2, n - 3]."""
+        taps = self.taps or (min(2, layers - 1), layers // 2, max(layers - 3, 1))
+        if not all(0 < tap < layers for tap in taps):
+            raise InvalidRequest(f"taps {list(taps)} for a target of {layers} layers; expected 1 to {layers - 1}")
+        return taps
+
+
+class Eagle3Head(Head):
+    """The module whose state_dict is the checkpoint, under SafeAILab's names.
+
+    Row i takes the embedding of token i + 1 and the feature at row i, and proposes token i + 2. At depth 0 the
+    feature is the target's; at depth j it is the head's own output at row i - 1 of depth j - 1.
+    """
+
+    drawn = True
+    vocabulary: Tensor
+
+    def __init__(self, config: Eagle3Config, teacher: Teacher, vocabulary: Tensor) -> None:
+        super().__init__()
+        self.depths, self.taps, self.settings = config.depths, config.tapped(teacher.layers), config
+        self._unrolled = config.depths
+        width, shape = teacher.hidden, teacher.config
+        self.fc = nn.Linear(3 * width, width, bias=False)
+        self.midlayer = _Layer(config, shape)
+        self.norm = Norm(width, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(width, len(vocabulary), bias=False)
+        self.vocabulary = vocabulary
+        self._start_from(teacher)
+
+    @classmethod
+    def made(cls, config: Eagle3Config, teacher: Teacher, counts: Tensor) -> Eagle3Head:
+        """The head that proposes the commonest tokens by ``counts`` [V]."""
+        common = counts.topk(min(config.vocabulary, teacher.vocab)).indices
+        return cls(config, teacher, common.sort().values)
+
+    @torch.no_grad()
+    def _start_from(self, teacher: Teacher) -> None:
+        """The high tap, through the target's last layer where shapes fit, read by the target's own vocabulary rows.
+
+        All that speaks of token i + 1, which the row is given: so the last norm starts small, and the guess unsure.
+        """
+        width = self.fc.out_features
+        self.fc.weight.normal_(std=0.005)
+        self.fc.weight[:, -width:] += torch.eye(width)
+        self.lm_head.weight.copy_(teacher.head[self.vocabulary.to(teacher.head.device)])
+        self.midlayer.start_from(teacher.last_layer())
+        if (norm := teacher.final_norm()) is not None and norm.shape == self.norm.weight.shape:
+            self.norm.weight.copy_(0.1 * norm)
+
+    def begin(self, progress: float) -> None:
+        self._unrolled = 1 if progress < self.settings.single_share else self.depths
+
+    def forward(self, lesson: Lesson) -> list[Tensor]:
+        roots = lesson.ids.shape[1] - self.depths
+        hidden = self.fc(lesson.tapped(self.taps)[:, :roots])
+        embedded = lesson.embedded()
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        logits = []
+        for depth in range(self._unrolled if self.training else self.depths):
+            hidden = self.midlayer(embedded[:, 1 + depth : 1 + depth + roots], hidden, depth, keys, values)
+            logits.append(self.lm_head(self.norm(hidden)))
+        return logits
+
+    def describe(self, teacher: Teacher) -> dict[str, Any]:
+        shape, attention = teacher.config, self.midlayer.self_attn
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": teacher.hidden,
+            "target_hidden_size": teacher.hidden,
+            "intermediate_size": self.settings.intermediate,
+            "num_hidden_layers": 1,
+            "num_attention_heads": attention.heads,
+            "num_key_value_heads": attention.kv_heads,
+            "head_dim": attention.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.rms_norm_eps,
+            "rope_theta": shape.rope_parameters["rope_theta"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_parameters["rope_theta"]},
+            "max_position_embeddings": shape.max_position_embeddings,
+            "vocab_size": teacher.vocab,
+            "draft_vocab_size": len(self.vocabulary),
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "foretoken_taps": list(self.taps),  # without doubt the inputs of those layers, see models/heads/taps
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.taps), "use_aux_hidden_state": True},
+        }
+
+    def tensors(self, teacher: Teacher) -> dict[str, Tensor]:
+        """With the two maps between the vocabularies: target id = i + d2t[i], t2d marks the ids that have an i."""
+        ids = self.vocabulary.cpu()
+        known = torch.zeros(teacher.vocab, dtype=torch.bool)
+        known[ids] = True
+        return self.weights() | {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+
+
+class _Layer(nn.Module):
+    """Attention over concat[norm(embedding), norm(hidden)] and an MLP; the residual is the un-normed hidden."""
+
+    def __init__(self, config: Eagle3Config, shape: Any) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = Norm(width, eps)
+        self.hidden_norm = Norm(width, eps)
+        self.post_attention_layernorm = Norm(width, eps)
+        self.self_attn = _Attention(config, shape)
+        self.mlp = _Mlp(width, config.intermediate)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """[B, roots, H] each -> [B, roots, H]; this depth's keys and values join the lists."""
+        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
+        hidden = hidden + self.self_attn(both, depth, keys, values)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+    def start_from(self, layer: nn.Module | None) -> None:
+        """Copy what fits of one of the target's layers: attention to the hidden half, the MLP's strongest units."""
+        if layer is None:
+            return
+        source = dict(layer.named_parameters())
+        width = self.hidden_norm.normalized_shape[0]
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weight, given = getattr(self.self_attn, name).weight, source.get(f"self_attn.{name}.weight")
+            own = weight if name == "o_proj" else weight[:, width:]
+            if given is not None and given.shape == own.shape:
+                own.copy_(given)
+        gate, up, down = (source.get(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+        units = self.mlp.gate_proj.out_features
+        if gate is not None and up is not None and down is not None and len(gate) >= units:
+            strongest = (gate.norm(dim=1) * down.norm(dim=0)).topk(units).indices
+            self.mlp.gate_proj.weight.copy_(gate[strongest])
+            self.mlp.up_proj.weight.copy_(up[strongest])
+            self.mlp.down_proj.weight.copy_(down[:, strongest])
+        for own_norm, name in ((self.hidden_norm, "input"), (self.post_attention_layernorm, "post_attention")):
+            if (given := source.get(f"{name}_layernorm.weight")) is not None:
+                own_norm.weight.copy_(given)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate, bias=False)
+        self.up_proj = nn.Linear(width, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Eagle3Config, shape: Any) -> None:
+        super().__init__()
+        self.heads = config.heads or shape.num_attention_heads
+        self.kv_heads = config.kv_heads or shape.num_key_value_heads
+        self.head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // self.heads
+        if self.heads % self.kv_heads:
+            raise InvalidRequest(f"{self.heads} heads do not divide among {self.kv_heads} key heads")
+        width = shape.hidden_size
+        self.q_proj = nn.Linear(2 * width, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * width, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * width, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
+        self.theta = float(shape.rope_parameters["rope_theta"])
+
+    def forward(self, x: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """x [B, roots, 2H], where index i is the row i + depth.
+
+        That row sees the target's features up to row i and then the steps that led to it: index i of each depth.
+        """
+        batch, roots = x.shape[:2]
+        turn = _rotations(roots, depth, self.head_dim, self.theta, x.device)
+        q = _rotated(self.q_proj(x).view(batch, roots, self.heads, -1).transpose(1, 2), turn)
+        k = _rotated(self.k_proj(x).view(batch, roots, self.kv_heads, -1).transpose(1, 2), turn)
+        v = self.v_proj(x).view(batch, roots, self.kv_heads, -1).transpose(1, 2)
+        group = self.heads // self.kv_heads
+        keys.append(k.repeat_interleave(group, 1))
+        values.append(v.repeat_interleave(group, 1))
+        if depth == 0:
+            mixed = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+        else:
+            mixed = _mixed(q, keys, values)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, roots, -1))
+        return out
+
+
+def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Causal attention over depth 0, and over the same index of the later depths. All [B, heads, roots, D]."""
+    q = q * q.shape[-1] ** -0.5
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    prefix = (q @ keys[0].transpose(-1, -2)).masked_fill(hidden, float("-inf"))
+    own = torch.stack([(q * k).sum(-1) for k in keys[1:]], dim=-1)
+    weights = torch.cat((prefix, own), dim=-1).softmax(-1, dtype=torch.float32).to(values[0].dtype)
+    mixed = weights[..., : prefix.shape[-1]] @ values[0]
+    for i, v in enumerate(values[1:]):
+        mixed = mixed + weights[..., prefix.shape[-1] + i, None] * v
+    return mixed
+
+
+def _rotations(count: int, first: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [count, width] of the positions from ``first`` on."""
+    frequencies = theta ** (-torch.arange(0, width, 2, device=device).float() / width)
+    angles = torch.outer(torch.arange(first, first + count, device=device).float(), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return (x * turn[0] + torch.cat((-high, low), dim=-1) * turn[1]).to(x.dtype)

@@ -1,0 +1,197 @@
+"""Text that the target writes itself: what a draft has to guess is the target's text, not the corpus's."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.models.base import Handle, Model
+from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.train import processes
+from foretoken.train.data import Corpus, encode
+from foretoken.train.progress import Reporter
+from foretoken.train.teacher import fixed_windows
+
+if TYPE_CHECKING:
+    from foretoken.train.heads import HeadConfig
+    from foretoken.train.trainer import TrainConfig
+
+_TOGETHER = 64  # sequences that share a pass
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Random cuts of a corpus, ``shortest`` to ``longest`` tokens, and the temperatures they are continued at.
+
+    ``temperature`` None is a mixture: two in ten at 0, half at 1, the others anywhere between.
+    """
+
+    shortest: int = 30
+    longest: int = 150
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest:
+            raise InvalidRequest(
+                f"prompts of {self.shortest} to {self.longest} tokens; expected 1 <= shortest <= longest"
+            )
+
+    def cuts(self, stream: torch.Tensor, rng: np.random.Generator, count: int) -> list[list[int]]:
+        """``count`` prompts out of ``stream`` [N], from anywhere in it."""
+        lengths = rng.integers(self.shortest, self.longest, count, endpoint=True).clip(max=len(stream))
+        starts = [int(rng.integers(0, len(stream) - length, endpoint=True)) for length in lengths]
+        return [stream[at : at + int(n)].tolist() for at, n in zip(starts, lengths, strict=True)]
+
+    def temperatures(self, rng: np.random.Generator, count: int) -> list[float]:
+        """One for each of ``count`` sequences."""
+        if self.temperature is not None:
+            return [self.temperature] * count
+        kinds, between = rng.random(count), rng.random(count)
+        return [0.0 if k < 0.2 else 1.0 if k > 0.5 else float(t) for k, t in zip(kinds, between, strict=True)]
+
+
+PROMPTS = Prompts()
+
+
+@torch.inference_mode()
+def continued(
+    model: Model, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], length: int, seed: int
+) -> list[list[int]]:
+    """Every prompt with the model's own continuation, ``length`` tokens in all; all in the same passes.
+
+    No end token stops a text: the stream goes on past the end of a file, and so must the windows. A temperature of 0
+    takes the likeliest token. The draws depend on ``seed`` and on who shares the batch.
+    """
+    generator = torch.Generator(model.device).manual_seed(seed)
+    heat = torch.tensor(temperatures, device=model.device)
+    scale = heat.where(heat > 0, 1.0)[:, None]
+    alive: dict[int, Handle] = {i: model.open(list(prompt)) for i, prompt in enumerate(prompts)}
+    done: list[list[int]] = [list(prompt[:length]) for prompt in prompts]
+    try:
+        while True:
+            for i in [i for i, handle in alive.items() if len(handle.tokens) >= length]:
+                handle = alive.pop(i)
+                done[i] = handle.tokens[:length]
+                model.close(handle)
+            if not alive:
+                return done
+            rows, handles = torch.tensor(list(alive), device=model.device), list(alive.values())
+            scores = model.score(handles, [Draft.empty()] * len(handles))
+            logits = torch.cat([score.logits for score in scores]).float()
+            weights = (logits / scale[rows]).softmax(-1)
+            # One number a row into the summed law: a number per token would cost more than the model's pass.
+            summed = weights.cumsum(-1)
+            at = torch.rand(len(rows), 1, generator=generator, device=model.device) * summed[:, -1:]
+            drawn = torch.searchsorted(summed, at, right=True)[:, 0].clamp(max=model.vocab_size - 1)
+            chosen = torch.where(heat[rows] > 0, drawn, logits.argmax(-1))
+            model.commit(handles, [[token] for token in chosen.tolist()])
+    finally:
+        for handle in alive.values():
+            model.close(handle)
+
+
+def written(
+    model: Model,
+    stream: torch.Tensor,
+    count: int,
+    length: int,
+    seed: int,
+    prompts: Prompts = PROMPTS,
+    limit_seconds: float | None = None,
+) -> torch.Tensor:
+    """At most ``count`` windows [count, length] that the model wrote from cuts of ``stream``; at least one batch.
+
+    Stops early after ``limit_seconds``. Raises InvalidRequest when a window is longer than the model's positions.
+    """
+    if length > model.max_length:
+        raise InvalidRequest(f"windows of {length} exceed the model's {model.max_length} positions; lower --window")
+    rows: list[list[int]] = []
+    started = time.monotonic()
+    with Reporter("the target writes") as report:
+        while len(rows) < count:
+            rng = np.random.default_rng([seed, 2, len(rows)])
+            n = min(_TOGETHER, count - len(rows))
+            rows += continued(
+                model, prompts.cuts(stream, rng, n), prompts.temperatures(rng, n), length, int(rng.integers(2**62))
+            )
+            spent = time.monotonic() - started
+            report.update(len(rows) / count, f"{len(rows) * length / spent:,.0f} tok/s")
+            if limit_seconds is not None and spent > limit_seconds:
+                break
+    return torch.tensor(rows)
+
+
+def prepared(
+    target: Path, device: torch.device, corpus: Corpus, folder: Path, config: TrainConfig, data: HeadConfig
+) -> dict[str, torch.Tensor]:
+    """Windows int64 [N, T]: "train"; what the target writes on from held-out files, "greedy" and "drawn"; their "text".
+
+    Those that ``folder`` holds for the same target, corpus and settings are used again. Raises InvalidRequest when it
+    holds others, or when the corpus is shorter than a window; TrainingError when the disk refuses.
+    """
+    tokenizer = load_tokenizer(target)
+    stream, held_out = encode(corpus.train, tokenizer), encode(corpus.held_out, tokenizer)
+    if min(len(stream), len(held_out)) < config.window:
+        raise InvalidRequest(
+            f"the corpus has {len(stream)} tokens and {len(held_out)} held out; at least one window of {config.window} "
+            "of each is needed: add text or lower --window"
+        )
+    key, file = _key(target, stream, config, data), folder / "windows.pt"
+    if processes.rank() == 0 and not file.exists():
+        model = load_model(target, "bfloat16", device)
+        found = _written(model, stream, held_out, config, data)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(found | {"key": key}, file.with_name("windows.partial"))
+            file.with_name("windows.partial").replace(file)
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError on a full disk
+            file.with_name("windows.partial").unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()  # if there is nothing else in it
+            raise TrainingError(f"cannot keep the target's text in {folder}: {error}; free some space") from error
+    processes.wait()
+    found = torch.load(file, weights_only=True)
+    if found.pop("key") != key:
+        raise InvalidRequest(
+            f"{folder} holds lessons from another target, corpus or setting; choose another folder, or delete it"
+        )
+    return found
+
+
+def _written(
+    model: Model, stream: torch.Tensor, held_out: torch.Tensor, config: TrainConfig, data: HeadConfig
+) -> dict[str, torch.Tensor]:
+    """All windows, the training ones in a random order so that any first part is a fair sample."""
+    tests = {
+        name: written(model, held_out, data.held_out, config.window, config.seed + 1, Prompts(temperature=heat))
+        for name, heat in (("greedy", 0.0), ("drawn", 1.0))
+    }
+    cut = fixed_windows(stream, config.window, config.seed)[: round(data.windows * (1 - data.generated_share))]
+    parts = [cut]
+    if count := round(data.windows * data.generated_share):
+        limit = None if config.minutes is None else config.minutes * 60 * data.writing_share
+        own = written(model, stream, count, config.window, config.seed, limit_seconds=limit)
+        share = data.generated_share
+        parts = [own, cut[: max(1, round(len(own) / share * (1 - share)))] if share < 1 else cut[:0]]
+    windows = torch.cat(parts)
+    tests["text"] = fixed_windows(held_out, config.window, config.seed)[: data.held_out]
+    return tests | {"train": windows[torch.from_numpy(np.random.default_rng(config.seed).permutation(len(windows)))]}
+
+
+def _key(target: Path, stream: torch.Tensor, config: TrainConfig, data: HeadConfig) -> str:
+    digest = hashlib.sha256(stream.numpy().tobytes())
+    for file in sorted(target.glob("*.safetensors")):
+        with file.open("rb") as weights:
+            digest.update(hashlib.file_digest(weights, "sha256").digest())
+    digest.update(f"{config.window} {config.seed} {data.windows} {data.held_out} {data.generated_share}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,99 @@
+"""Cards of heads: what they are, how they were trained, and how much of what they guess stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.llm import LLM
+from foretoken.models.checkpoint import load_tokenizer
+from foretoken.params import SamplingParams
+from foretoken.speculation import SpeculativeConfig
+from foretoken.train.data import Corpus, encode
+from foretoken.train.files import PROVENANCE, write_json
+from foretoken.train.generated import Prompts
+
+_PROMPTS, _TOKENS = 24, 128
+_KINDS = {
+    "eagle3": "EAGLE-3 head",
+    "medusa": "Medusa heads",
+    "blockwise": "blockwise parallel heads",
+    "early-exit": "adapter for an early exit",
+}
+
+
+def measure_head(target: Path, head: Path, role: str, corpus: Corpus) -> dict[str, float]:
+    """Mean acceptance lengths at temperatures 0 and 1 as the proposer drafts unless it is told otherwise.
+
+    Over continuations of cuts of the corpus's held-out files.
+    """
+    method = role.replace("-", "_")
+    llm = LLM(target, speculative_config={"method": method, "model": str(head)}, seed=0)
+    stream = encode(corpus.held_out, load_tokenizer(target))
+    prompts = Prompts(100, 100).cuts(stream, np.random.default_rng(0), _PROMPTS)
+    found: dict[str, float] = {"nodes": SpeculativeConfig(method=method).tokens}
+    for heat in (0.0, 1.0):
+        params = SamplingParams(max_tokens=_TOKENS, temperature=heat, ignore_eos=True)
+        stats = [output.stats for output in llm.generate(prompts, params)]
+        drafts = sum(s.drafts for s in stats)
+        found[f"mean_acceptance_length_{heat:g}"] = 1 + sum(s.accepted for s in stats) / max(drafts, 1)
+    llm.close()
+    return found
+
+
+def write_head_card(target: Path, head: Path, corpus: Corpus) -> Path:
+    """Write README.md and zoo.json beside the weights of ``head``, with its acceptance beside ``target``.
+
+    Raises InvalidRequest for a folder that ``foretoken train`` did not write.
+    """
+    facts = _read(head)
+    figures = measure_head(target, head, facts["role"], corpus)
+    write_json(head / PROVENANCE, facts | {"measured": figures | {"target": target.name}})
+    (head / "README.md").write_text(_text(head, target, facts, figures), encoding="utf-8")
+    write_json(head / "zoo.json", {"name": head.name, "role": facts["role"]})
+    return head / "README.md"
+
+
+def _read(head: Path) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads((head / PROVENANCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"cannot read {head / PROVENANCE}: {error}; pass a head of 'foretoken train'") from error
+    if facts.get("role") not in _KINDS:
+        raise InvalidRequest(f"{head} holds a {facts.get('role')!r}; expected one of {', '.join(_KINDS)}")
+    return facts
+
+
+def _text(head: Path, target: Path, facts: dict[str, Any], figures: dict[str, float]) -> str:
+    settings = ", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value is not None)
+    depths = sum(name.startswith("greedy_") for name in facts)
+    chances = {
+        name: ", ".join(f"{facts[f'{name}_{k + 1}']:.3f}" for k in range(depths)) for name in ("greedy", "drawn")
+    }
+    rows = [
+        ("role", f"{facts['role']}: {_KINDS[facts['role']]} of {target.name}"),
+        ("parameters", f"{facts['parameters']:,}"),
+        ("settings", settings),
+        ("tokens seen", f"{facts['tokens']:,}"),
+        ("text", f"{facts['data']['generated_share']:.0%} written by the target, the rest {facts['corpus']}"),
+        ("training time", f"{facts['minutes']} minutes on the processor it was trained on ({facts['processor']})"),
+        ("acceptance by position, temperature 0", chances["greedy"]),
+        ("acceptance by position, temperature 1", chances["drawn"]),
+    ]  # fmt: skip
+    nodes = f"with {figures['nodes']:.0f} drafted tokens a round"
+    rows += [
+        (f"mean acceptance length at temperature {heat}, {nodes}", f"{figures[f'mean_acceptance_length_{heat}']:.2f}")
+        for heat in (0, 1)
+    ]
+    lines = [f"# {head.name}", "", f"{_KINDS[facts['role']]} for `{target.name}`; of no use beside any other model."]
+    lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
+    lines += ["Acceptance by position: the chance that a guess stands if those before it do, along text that the"]
+    lines += ["target wrote on from held-out files. Mean acceptance length: tokens per pass of the target over"]
+    lines += [f"{_PROMPTS} continuations of {_TOKENS} tokens of such files, drafting as the method does by default."]
+    lines += ["", "Trained by", "", f"    {facts['command']}", "", "Weights: Apache-2.0. Settings, versions and the"]
+    lines += [f"curve of the run: `{PROVENANCE}`.", ""]
+    return "\n".join(lines)

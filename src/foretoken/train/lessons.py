@@ -1,0 +1,269 @@
+"""What a head learns from: the target's text, its hidden states there, and through them its law."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.train import processes
+from foretoken.train.progress import Reporter, quiet_transformers
+from foretoken.train.trainer import compiled
+
+_TOGETHER = 8  # windows that share a pass of the target
+
+
+class Teacher:
+    """The target as transformers has it, frozen: hidden states by layer, embeddings, vocabulary head.
+
+    Raises ModelLoadError where there is nothing to load, InvalidRequest for a target whose law is not its vocabulary
+    head's product with the last normed hidden state, up to a soft cap.
+    """
+
+    def __init__(self, path: Path, device: torch.device, compile_model: bool | None = False) -> None:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with quiet_transformers():
+                self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, use_safetensors=True)
+        except Exception as error:  # transformers raises many kinds
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ModelLoadError(f"cannot load the target {path}: {reason}; pass the folder of a checkpoint") from error
+        self.model.to(device).eval().requires_grad_(False)
+        self.path, self.device = path, device
+        self.config: Any = self.model.config.get_text_config()
+        self.hidden, self.layers = int(self.config.hidden_size), int(self.config.num_hidden_layers)
+        self.vocab = int(self.head.shape[0])
+        self.softcap: float = getattr(self.config, "final_logit_softcapping", None) or 0.0
+        self._base: Callable[..., Any] = self.model.base_model
+        self._check()
+        self._base = compiled(self.model.base_model, compile_model)
+
+    def adopt(self, model: Any) -> None:
+        """From now on speak for this model of the same shape."""
+        self.model, self._base = model, model.base_model
+
+    @property
+    def embeddings(self) -> Tensor:
+        """[V, H]"""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head(self) -> Tensor:
+        """[V, H]"""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    def last_layer(self) -> nn.Module | None:
+        """The last decoder layer, where the model keeps its layers as most do."""
+        layers = getattr(self.model.base_model, "layers", None)
+        return layers[-1] if layers is not None else None
+
+    def final_norm(self) -> Tensor | None:
+        """The weight of the norm before the vocabulary head, where there is one of that name."""
+        return getattr(getattr(self.model.base_model, "norm", None), "weight", None)
+
+    @torch.no_grad()
+    def states(self, ids: Tensor, layers: Sequence[int]) -> Tensor:
+        """ids [B, T] -> hidden states [B, T, layers, H]; layer i is the input of layer i, the last one normed."""
+        output = self._base(ids.to(self.device), use_cache=False, output_hidden_states=True)
+        return torch.stack([output.hidden_states[layer] for layer in layers], dim=2)
+
+    def _check(self) -> None:
+        ids = torch.arange(min(8, self.vocab), device=self.device)[None]
+        with torch.no_grad():
+            expected = self.model(ids, use_cache=False).logits.float()
+            found = capped(self.states(ids, [self.layers])[:, :, 0] @ self.head.T, self.softcap).float()
+        if (expected - found).abs().max() > 0.05 * expected.abs().max() + 1e-3:
+            raise InvalidRequest(
+                f"{self.path} scales or changes its logits in a way that heads here do not follow; "
+                "train heads for a model of the Llama family"
+            )
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Soft-capped logits, as Gemma 2 has them; a cap of 0 is none."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One batch: ids int64 [B, T], states [B, T, len(layers), H] in the order of ``layers``, the normed output last.
+
+    embeddings, head [V, H]: the target's.
+    """
+
+    ids: Tensor
+    states: Tensor
+    layers: tuple[int, ...]
+    embeddings: Tensor
+    head: Tensor
+    softcap: float = 0.0
+
+    def tapped(self, taps: Sequence[int]) -> Tensor:
+        """[B, T, len(taps) * H]"""
+        return torch.cat([self.states[:, :, self.layers.index(tap)] for tap in taps], dim=-1)
+
+    def last(self) -> Tensor:
+        """The normed output, [B, T, H]."""
+        return self.states[:, :, -1]
+
+    def embedded(self) -> Tensor:
+        """[B, T, H]"""
+        return F.embedding(self.ids, self.embeddings)
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] that the target's vocabulary head reads off ``hidden`` [..., H]."""
+        return capped(F.linear(hidden, self.head.to(hidden.dtype)), self.softcap)
+
+    def law(self) -> Tensor:
+        """The target's probabilities after each token, float32 [B, T, V]; no gradient goes into them."""
+        with torch.no_grad():
+            return self.read(self.last()).float().softmax(-1)
+
+
+class Norm(nn.RMSNorm):
+    """RMS norm in float32, whatever comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class Head(nn.Module, ABC):
+    """Anything that guesses from the target's hidden states.
+
+    ``depths``: how many tokens in a row it guesses. ``taps``: the layers it reads besides the normed output.
+    ``vocabulary``: the target's id of each of its logits, None when they are the target's own. ``drawn``: whether its
+    guesses are drawn each from a law that has seen the ones before, and not fixed in advance.
+    """
+
+    depths: int
+    taps: tuple[int, ...] = ()
+    vocabulary: Tensor | None = None
+    drawn = False
+
+    @abstractmethod
+    def forward(self, lesson: Lesson) -> list[Tensor]:
+        """Logits [B, T - depths, Vd] for every depth: index i of depth j guesses token i + 2 + j.
+
+        In training the later depths may be left out.
+        """
+
+    def begin(self, progress: float) -> None:
+        """Before each step of training, with the share of the run that is done."""
+
+    @abstractmethod
+    def describe(self, teacher: Teacher) -> dict[str, Any]:
+        """config.json."""
+
+    def tensors(self, teacher: Teacher) -> dict[str, Tensor]:
+        """The checkpoint: matrices in bfloat16."""
+        return self.weights()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The state_dict as it is stored."""
+        return {name: value.detach().cpu().bfloat16().contiguous() for name, value in self.state_dict().items()}
+
+
+class Lessons:
+    """Windows of text and the target's hidden states there, kept on disk as far as ``budget`` bytes go.
+
+    A file holds one layer, so that heads which read the same ones can share a folder. Windows that do not fit are
+    computed anew each time they are asked for. Raises TrainingError when the disk refuses.
+    """
+
+    def __init__(
+        self, teacher: Teacher, windows: Tensor, taps: Sequence[int], folder: Path, budget: float, title: str
+    ) -> None:
+        self.teacher, self.windows, self.folder = teacher, windows, folder
+        self.layers = (*sorted(set(taps)), teacher.layers)
+        row_bytes = 2 * windows.shape[1] * teacher.hidden
+        self.kept = min(len(windows), int(budget / (row_bytes * len(self.layers))))
+        shape = (self.kept, windows.shape[1], teacher.hidden)
+        self._states: list[np.ndarray] = []
+        if self.kept:
+            files = [folder / f"{title}-{layer}.bin" for layer in self.layers]
+            self._compute([f for f in files if not f.exists() or f.stat().st_size < self.kept * row_bytes], title)
+            self._states = [np.memmap(file, np.int16, "r", shape=shape) for file in files]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def told_by(self, teacher: Teacher) -> Lessons:
+        """The same windows with another target's hidden states, none of them kept."""
+        return Lessons(teacher, self.windows, self.layers[:-1], self.folder, 0, "")
+
+    def lesson(self, rows: Sequence[int]) -> Lesson:
+        """The windows ``rows`` and what the target says there, on its device."""
+        kept, other = [r for r in rows if r < self.kept], [r for r in rows if r >= self.kept]
+        parts = []
+        if kept:
+            layers = [torch.from_numpy(states[kept]).view(torch.bfloat16) for states in self._states]
+            parts.append(torch.stack(layers, dim=2).to(self.teacher.device))
+        if other:
+            parts.append(self.teacher.states(self.windows[other], self.layers).bfloat16())
+        return self.of(self.windows[kept + other].to(self.teacher.device), torch.cat(parts))
+
+    def of(self, ids: Tensor, states: Tensor) -> Lesson:
+        """A lesson of this target."""
+        t = self.teacher
+        return Lesson(ids, states, self.layers, t.embeddings, t.head, t.softcap)
+
+    def batches(self, batch: int, seed: int, start: int) -> Iterator[Lesson]:
+        """Endless lessons, shuffled anew each epoch; batch ``i`` of a process depends on (seed, i, rank) alone."""
+        rank, world = processes.rank(), processes.world()
+        batch = min(batch, max(1, len(self) // world))
+        per_epoch = max(1, len(self) // (batch * world))
+        step = start
+        while True:
+            epoch, at = divmod(step, per_epoch)
+            order = np.random.default_rng([seed, 3, epoch]).permutation(len(self))
+            first = (at * world + rank) * batch % len(self)
+            yield self.lesson(sorted(order[first : first + batch].tolist()))
+            step += 1
+
+    def in_order(self) -> Iterator[Lesson]:
+        """All of them once."""
+        for first in range(0, len(self), _TOGETHER):
+            yield self.lesson(range(first, min(first + _TOGETHER, len(self))))
+
+    def _compute(self, missing: list[Path], title: str) -> None:
+        """The files that are not there yet, all from one pass; one process writes, the others wait."""
+        try:
+            if missing and processes.rank() == 0:
+                self._write(missing, title)
+        except OSError as error:
+            for file in missing:
+                _partial(file).unlink(missing_ok=True)
+            raise TrainingError(
+                f"cannot keep hidden states in {self.folder}: {error}; free some space or lower --disk-gigabytes"
+            ) from error
+        processes.wait()
+
+    def _write(self, files: list[Path], title: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        layers = [int(file.stem.rpartition("-")[2]) for file in files]
+        with Reporter(f"hidden states, {title}") as report, ExitStack() as stack:
+            outs = [stack.enter_context(_partial(file).open("wb")) for file in files]
+            for first in range(0, self.kept, _TOGETHER):
+                ids = self.windows[first : min(first + _TOGETHER, self.kept)]
+                states = self.teacher.states(ids, layers).bfloat16().cpu()
+                for i, out in enumerate(outs):
+                    out.write(states[:, :, i].contiguous().view(torch.int16).numpy().tobytes())
+                report.update(first / self.kept)
+        for file in files:
+            _partial(file).replace(file)
+
+
+def _partial(file: Path) -> Path:
+    return file.with_name(file.name + ".partial")

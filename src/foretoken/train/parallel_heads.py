@@ -1,0 +1,180 @@
+"""Heads that guess every position at once from one hidden state of the target: Medusa, blockwise, early exit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.train.lessons import Head, Lesson, Norm, Teacher
+
+
+def _at_least_one(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise InvalidRequest(f"{name} is {getattr(config, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """``heads`` guesses, each through ``layers`` residual layers."""
+
+    heads: int = 4
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "heads", "layers")
+
+
+class MedusaHead(Head):
+    """Medusa (2401.10774): x + SiLU(W x + b) of the normed hidden state x, read by the target's vocabulary head."""
+
+    def __init__(self, config: MedusaConfig, teacher: Teacher) -> None:
+        super().__init__()
+        self.depths, self.layers = config.heads, config.layers
+        self.blocks = nn.ModuleList(_Block(config.layers, teacher.hidden) for _ in range(config.heads))
+
+    @classmethod
+    def made(cls, config: MedusaConfig, teacher: Teacher, counts: Tensor) -> MedusaHead:
+        """The untrained head."""
+        return cls(config, teacher)
+
+    def forward(self, lesson: Lesson) -> list[Tensor]:
+        x = lesson.last()[:, : -self.depths].float()
+        return [lesson.read(block(x)) for block in self.blocks]
+
+    def describe(self, teacher: Teacher) -> dict[str, Any]:
+        return {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": teacher.hidden,
+            "vocab_size": teacher.vocab,
+            "truncated_vocab_size": teacher.vocab,
+            "num_heads": self.depths,
+            "num_hidden_layers": self.layers,
+            "original_lm_head": True,
+        }
+
+
+class _Block(nn.Module):
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        made = [nn.Linear(width, width) for _ in range(layers)]
+        for layer in made:  # at first the target's own guess, one token too early
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+@dataclass(frozen=True)
+class BlockwiseConfig:
+    """``heads`` guesses, each through one hidden layer of ``intermediate`` units."""
+
+    heads: int = 4
+    intermediate: int = 256
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "heads", "intermediate")
+
+
+class BlockwiseHead(Head):
+    """Blockwise parallel decoding (1811.03115): x + down(relu(up x)), read by the target's vocabulary head."""
+
+    def __init__(self, config: BlockwiseConfig, teacher: Teacher) -> None:
+        super().__init__()
+        self.depths, self.intermediate = config.heads, config.intermediate
+        self.heads = nn.ModuleList(_Residual(teacher.hidden, config.intermediate) for _ in range(config.heads))
+
+    @classmethod
+    def made(cls, config: BlockwiseConfig, teacher: Teacher, counts: Tensor) -> BlockwiseHead:
+        """The untrained head."""
+        return cls(config, teacher)
+
+    def forward(self, lesson: Lesson) -> list[Tensor]:
+        x = lesson.last()[:, : -self.depths].float()
+        return [lesson.read(head(x)) for head in self.heads]
+
+    def describe(self, teacher: Teacher) -> dict[str, Any]:
+        return {
+            "model_type": "foretoken_blockwise",
+            "hidden_size": teacher.hidden,
+            "vocab_size": teacher.vocab,
+            "intermediate_size": self.intermediate,
+            "num_heads": self.depths,
+        }
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, intermediate)
+        self.down = nn.Linear(intermediate, width)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.relu(self.up(x)))
+        return out
+
+
+@dataclass(frozen=True)
+class EarlyExitConfig:
+    """Leave the target before layer ``exit_layer`` (None: after a quarter of its layers)."""
+
+    exit_layer: int | None = None
+
+    def tapped(self, layers: int) -> int:
+        """The layer whose input is read."""
+        layer = max(1, layers // 4) if self.exit_layer is None else self.exit_layer
+        if not 0 < layer < layers:
+            raise InvalidRequest(f"exit_layer {layer} for a target of {layers} layers; expected 1 to {layers - 1}")
+        return layer
+
+
+class EarlyExitHead(Head):
+    """Early exit (LayerSkip, 2404.16710): n + A n of n = norm(hidden state), read by the target's vocabulary head.
+
+    The draft is the target's own first layers with this in place of the others, so its depths differ by rows alone.
+    """
+
+    drawn = True
+
+    def __init__(self, config: EarlyExitConfig, teacher: Teacher, depths: int = 4) -> None:
+        super().__init__()
+        self.depths, self.exit_layer = depths, config.tapped(teacher.layers)
+        self.taps = (self.exit_layer,)
+        self.norm = Norm(teacher.hidden, teacher.config.rms_norm_eps)
+        self.adapter = nn.Linear(teacher.hidden, teacher.hidden, bias=False)
+        nn.init.zeros_(self.adapter.weight)
+        if (norm := teacher.final_norm()) is not None:
+            with torch.no_grad():
+                self.norm.weight.copy_(norm)
+
+    @classmethod
+    def made(cls, config: EarlyExitConfig, teacher: Teacher, counts: Tensor) -> EarlyExitHead:
+        """The untrained head."""
+        return cls(config, teacher)
+
+    def forward(self, lesson: Lesson) -> list[Tensor]:
+        n = self.norm(lesson.tapped(self.taps).float())
+        logits = lesson.read(n + self.adapter(n))
+        roots = lesson.ids.shape[1] - self.depths
+        # Row i + 1 guesses token i + 2. In training one depth says it all: the others are the same rows, shifted.
+        wanted = 1 if self.training else self.depths
+        return [logits[:, 1 + depth : 1 + depth + roots] for depth in range(wanted)]
+
+    def describe(self, teacher: Teacher) -> dict[str, Any]:
+        return {
+            "model_type": "foretoken_early_exit",
+            "hidden_size": teacher.hidden,
+            "exit_layer": self.exit_layer,
+        }

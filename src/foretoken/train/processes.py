@@ -1,0 +1,68 @@
+"""Several processes under torchrun: who this one is, and what all of them agree on. Alone, every call is free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[torch.device]:
+    """Join the others while the block runs, if torchrun started some. -> this process's device"""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's number, 0 when alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def wait() -> None:
+    """Until all are here."""
+    if world() > 1:
+        dist.barrier()
+
+
+def largest(seconds: float, asked: bool) -> tuple[float, bool]:
+    """The longest clock of all, and whether any was asked to stop: so all end at the same step."""
+    if world() == 1:
+        return seconds, asked
+    both = torch.tensor([seconds, float(asked)], device=_device(), dtype=torch.float64)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    return both[0].item(), bool(both[1].item())
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Every parameter's gradient becomes the mean over the processes."""
+    if world() == 1:
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)
+    flat /= world()
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

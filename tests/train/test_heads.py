@@ -1,0 +1,152 @@
+"""Heads, end to end at a tiny size: trained, resumed, stored in the form that proposers load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.models.heads.blockwise import read_blockwise
+from foretoken.models.heads.eagle import read_eagle
+from foretoken.train import acceptance, heads
+from foretoken.train.data import Corpus
+from foretoken.train.eagle3 import Eagle3Config
+from foretoken.train.heads import HeadConfig, train_head
+from foretoken.train.parallel_heads import BlockwiseConfig, EarlyExitConfig, MedusaConfig
+from foretoken.train.target import Shape, train_target
+from foretoken.train.trainer import TrainConfig
+
+from .tiny import STEPS
+
+CONFIG = replace(STEPS, steps=3, batch=2, window=24)
+DATA = HeadConfig(windows=8, held_out=2, generated_share=0.75)
+SETTINGS = {
+    "eagle3": Eagle3Config(intermediate=48, vocabulary=100, depths=3),
+    "medusa": MedusaConfig(3, 2),
+    "blockwise": BlockwiseConfig(2, 16),
+    "early-exit": EarlyExitConfig(2),
+}
+
+
+@pytest.fixture(scope="module")
+def target(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("zoo") / "tiny-target"
+    train_target(out, corpus, Shape(32, 48, 4, 2, 1, 16, 64), replace(STEPS, steps=40))
+    return out
+
+
+def train(
+    role: str, out: Path, target: Path, corpus: Corpus, config: TrainConfig = CONFIG, **more: Any
+) -> dict[str, float]:
+    return train_head(role, out, target, corpus, SETTINGS[role], config, more.pop("data", DATA), device="cpu", **more)
+
+
+@pytest.mark.parametrize("role", list(SETTINGS))
+def test_every_head_is_trained_and_stored(role: str, target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    figures = train(role, tmp_path / role, target, corpus)
+    assert [f.name for f in tmp_path.iterdir()] == [role]
+    assert figures["length_greedy"] >= 1
+    assert figures["length_drawn"] > 1
+    facts = json.loads((tmp_path / role / "provenance.json").read_text())
+    assert facts["command"].startswith(f"foretoken train {role} {role} --model tiny-target --")
+    assert facts["length_greedy"] == figures["length_greedy"]
+    tensors = load_file(tmp_path / role / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} <= {torch.bfloat16, torch.int64, torch.bool}
+    assert facts["parameters"] == sum(t.numel() for t in tensors.values() if t.is_floating_point())
+
+
+def test_the_formats_are_those_that_proposers_read(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    for role in SETTINGS:
+        train(role, tmp_path / role, target, corpus, lessons=tmp_path / "lessons")
+    eagle = read_eagle(tmp_path / "eagle3")
+    assert (eagle.version, eagle.taps, eagle.exact, eagle.draft_vocab) == (3, (2, 2, 1), True, 100)
+    assert len(eagle.ids().unique()) == 100
+    assert bool(eagle.tensors["t2d"][eagle.ids()].all())
+    assert read_blockwise(tmp_path / "blockwise").depth == 2
+    medusa = load_file(tmp_path / "medusa" / "model.safetensors")
+    assert set(medusa) == {f"blocks.{i}.layers.{j}.{k}" for i in range(3) for j in range(2) for k in ("weight", "bias")}
+    assert {n: tuple(t.shape) for n, t in load_file(tmp_path / "early-exit" / "model.safetensors").items()} == {
+        "norm.weight": (32,),
+        "adapter.weight": (32, 32),
+    }
+    assert json.loads((tmp_path / "early-exit" / "config.json").read_text())["exit_layer"] == 2
+
+
+def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses: list[torch.Tensor] = []
+    loss = acceptance.head_loss
+
+    def counted(*a: Any) -> torch.Tensor:
+        if len(losses) == 40:
+            losses.append(losses[-1])
+            raise KeyboardInterrupt
+        losses.append(loss(*a))
+        return losses[-1]
+
+    monkeypatch.setattr(heads, "head_loss", counted)
+    config, data = replace(CONFIG, steps=30), replace(DATA, acceptance_share=0.0)
+    train("eagle3", tmp_path / "a", target, corpus, config, data=data, lessons=tmp_path / "lessons")
+    assert torch.stack(losses[-4:]).mean() < 0.9 * torch.stack(losses[:4]).mean()
+
+    with pytest.raises(KeyboardInterrupt):
+        train("eagle3", tmp_path / "b", target, corpus, config, data=data, lessons=tmp_path / "lessons")
+    assert (tmp_path / "b.checkpoint").exists()
+    train("eagle3", tmp_path / "b", target, corpus, config, data=data, lessons=tmp_path / "lessons", resume=True)
+    whole, resumed = (load_file(tmp_path / n / "model.safetensors") for n in "ab")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_an_unfrozen_target_learns_and_is_held(target: Path, corpus: Corpus, tmp_path: Path) -> None:
+    before = {f.name: f.read_bytes() for f in target.iterdir()}
+    figures = train("medusa", tmp_path / "m", target, corpus, hold=10.0)
+    assert abs(figures["target_loss"] - figures["target_loss_before"]) < 0.1
+    assert before == {f.name: f.read_bytes() for f in target.iterdir()}
+    old, new = (load_file(f / "model.safetensors") for f in (target, tmp_path / "m" / "target"))
+    assert set(old) == set(new)
+    assert any(not torch.equal(old[name], new[name]) for name in old)
+    train("medusa", tmp_path / "again", tmp_path / "m" / "target", corpus)  # a target like any other
+
+
+def test_patience_ends_a_run_with_its_best_weights(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter((1.5, 1.9, 1.4, 1.3, 9.0))
+    monkeypatch.setattr(heads, "evaluated", lambda *a: {"length_greedy": next(lengths), "length_drawn": 0.0})
+    config = replace(CONFIG, steps=100, patience=2, evaluate_every_seconds=0.0)
+    figures = train("blockwise", tmp_path / "b", target, corpus, config)
+    assert (figures["step"], figures["length_greedy"]) == (2, 1.9)
+
+
+def test_what_cannot_be_done_is_refused(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelLoadError, match="cannot load the target"):
+        train("medusa", tmp_path / "m", tmp_path / "nothing", corpus)
+    with pytest.raises(InvalidRequest, match="taps"):
+        train_head("eagle3", tmp_path / "e", target, corpus, Eagle3Config(taps=(1, 2, 9)), CONFIG, DATA)
+    with pytest.raises(InvalidRequest, match="exit_layer 4"):
+        train_head("early-exit", tmp_path / "e", target, corpus, EarlyExitConfig(4), CONFIG, DATA)
+    with pytest.raises(InvalidRequest, match="lower --window"):
+        train("medusa", tmp_path / "m", target, corpus, replace(CONFIG, window=65))
+    train("medusa", tmp_path / "m", target, corpus, lessons=tmp_path / "lessons")
+    with pytest.raises(InvalidRequest, match="choose another folder"):
+        train("medusa", tmp_path / "n", target, corpus, replace(CONFIG, seed=1), lessons=tmp_path / "lessons")
+    for wrong in ({"windows": 0}, {"generated_share": 1.5}, {"discount": 0.0}, {"disk_gigabytes": -1.0}):
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            replace(DATA, **wrong)
+
+    def full(*a: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(TrainingError, match="No space left"):
+        train("medusa", tmp_path / "n", target, corpus)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["lessons", "m"]
