@@ -158,7 +158,7 @@ def installed(monkeypatch, tmp_path):
 
 def test_peers_share_a_process_where_they_can(installed):
     said: list[str] = []
-    configs = [{"method": "draft_model"}, {"method": "ngram"}]
+    configs = [{"method": "draft_model"}, {"method": "ngram"}, {"method": "draft_model", "num_speculative_tokens": 9}]
     found = entering.peers(PAIRING, configs, list(registry.PEERS.values()), said.append)
     assert not said
     by = {name: [e for e in found if e.system == name] for name in registry.PEERS}

@@ -64,7 +64,9 @@ def peers(
 ) -> list[Entrant]:
     """Each peer plain and with the methods that it shares with us; ``say`` hears why one sits out."""
     entrants: list[Entrant] = []
-    depths = {_method(config): _depths(config, pairing.depths) for config in configs}
+    depths: dict[str, tuple[int, ...]] = {}
+    for config in configs:  # a peer has one way to use a method, so it races at the first configuration's depths
+        depths.setdefault(_method(config), _depths(config, pairing.depths))
     for peer in wanted:
         if refusal := peer.refusal(pairing.batch, pairing.quantization):
             say(refusal)
