@@ -132,12 +132,15 @@ PAIRING = entering.Pairing(Path("target"), Path("draft"), (2, 4))
 
 def test_our_entrants_follow_the_configurations():
     configs = [{"method": "draft_model"}, {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 5}]
+    assert [e.method for e in entering.own(PAIRING, configs)] == ["plain", "draft_model", "draft_model", "ngram"]
+    configs.append({"method": "ngram", "num_speculative_tokens": 6})
     mine = entering.own(PAIRING, configs)
     assert [(e.method, e.depth) for e in mine] == [
         ("plain", 0),
         ("draft_model", 2),
         ("draft_model", 4),
         ("ngram prompt_lookup_max=3", 5),
+        ("ngram", 6),
     ]
     assert mine[0].setup == mine[1].setup == mine[2].setup
     assert dict(mine[3].setup.options) == {"method": '"ngram"', "prompt_lookup_max": "3"}

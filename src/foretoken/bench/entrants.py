@@ -46,8 +46,8 @@ Config = dict[str, object]  # a speculative_config, as users write it
 def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
     """Plain decoding once, and every configuration at its own depth or at all of them. Raises InvalidRequest."""
     entrants: list[Entrant] = []
-    for config in configs:
-        method = _method(config)
+    methods = list(map(_method, configs))
+    for method, config in zip(methods, configs, strict=True):
         named = {k: v for k, v in config.items() if k not in ("model", "num_speculative_tokens")} | {"method": method}
         options = tuple(sorted((key, json.dumps(value)) for key, value in named.items()))
         setup = replace(pairing.setup(OURS, method), options=options)
@@ -55,7 +55,8 @@ def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
             setup = replace(setup, draft=str(config["model"]))
         if not entrants:
             entrants.append(Entrant(OURS.name, "plain", 0, setup))
-        entrants += [Entrant(OURS.name, _label(config), depth, setup) for depth in _depths(config, pairing.depths)]
+        name = method if methods.count(method) == 1 else _label(config)
+        entrants += [Entrant(OURS.name, name, depth, setup) for depth in _depths(config, pairing.depths)]
     return entrants
 
 
