@@ -16,8 +16,9 @@ from foretoken.models.heads.blockwise import read_blockwise
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.train import acceptance, heads
 from foretoken.train.data import Corpus
-from foretoken.train.eagle3 import Eagle3Config
+from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.train.heads import HeadConfig, train_head
+from foretoken.train.lessons import Lesson, Teacher
 from foretoken.train.parallel_heads import BlockwiseConfig, EarlyExitConfig, MedusaConfig
 from foretoken.train.target import Shape, train_target
 from foretoken.train.trainer import TrainConfig
@@ -27,7 +28,7 @@ from .tiny import STEPS
 CONFIG = replace(STEPS, steps=3, batch=2, window=24)
 DATA = HeadConfig(windows=8, held_out=2, generated_share=0.75)
 SETTINGS = {
-    "eagle3": Eagle3Config(intermediate=48, vocabulary=100, depths=3),
+    "eagle3": Eagle3Config(intermediate=48, vocabulary=100, depths=3, single_share=0.0),
     "medusa": MedusaConfig(3, 2),
     "blockwise": BlockwiseConfig(2, 16),
     "early-exit": EarlyExitConfig(2),
@@ -102,6 +103,39 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(
     train("eagle3", tmp_path / "b", target, corpus, config, data=data, lessons=tmp_path / "lessons", resume=True)
     whole, resumed = (load_file(tmp_path / n / "model.safetensors") for n in "ab")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_one_step_first_and_then_all_of_them_which_are_always_judged(target: Path) -> None:
+    teacher = Teacher(target, torch.device("cpu"))
+    config = replace(SETTINGS["eagle3"], single_share=0.5)
+    head = Eagle3Head.made(config, teacher, torch.arange(teacher.vocab))
+    ids = torch.arange(24)[None]
+    lesson = Lesson(ids, teacher.states(ids, (1, 2, 4)).float(), (1, 2, 4), teacher.embeddings.float(), teacher.head)
+    depths = {}
+    for progress in (0.49, 0.5):
+        head.begin(progress)
+        depths[progress] = len(head.train()(lesson)), len(head.eval()(lesson))
+    assert depths == {0.49: (1, 3), 0.5: (3, 3)}
+    assert [tuple(logits.shape) for logits in head(lesson)] == [(1, 21, 100)] * 3
+
+
+def test_a_head_goes_on_from_an_earlier_one_whose_vocabulary_may_differ(
+    target: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    train("eagle3", tmp_path / "first", target, corpus)
+    settings, config = replace(SETTINGS["eagle3"], vocabulary=120), replace(CONFIG, steps=1, learning_rate=1e-9)
+    more = {"start": tmp_path / "first", "device": "cpu"}
+    train_head("eagle3", tmp_path / "second", target, corpus, settings, config, DATA, **more)
+    first, second = (load_file(tmp_path / n / "model.safetensors") for n in ("first", "second"))
+    assert torch.equal(first["fc.weight"], second["fc.weight"])
+    ids = [list((t["d2t"] + torch.arange(len(t["d2t"]))).numpy()) for t in (first, second)]
+    rows = [ids[1].index(token) for token in ids[0]]
+    assert torch.equal(first["lm_head.weight"], second["lm_head.weight"][rows])
+    facts = json.loads((tmp_path / "second" / "provenance.json").read_text())
+    assert facts["started_from"]["steps"] == 3
+    assert "--start first" in facts["command"]
+    with pytest.raises(InvalidRequest, match="same shape"):
+        train("medusa", tmp_path / "m", target, corpus, start=tmp_path / "first")
 
 
 def test_an_unfrozen_target_learns_and_is_held(target: Path, corpus: Corpus, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from foretoken.cli.train import (
     Json,
     Minutes,
     Out,
-    Rate,
     Resume,
     Seed,
     Steps,
@@ -41,7 +40,7 @@ def _shared(
     minutes: Minutes = None,
     batch: Annotated[int, typer.Option(help="Windows per step and process.")] = 4,
     window: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
-    learning_rate: Rate = 2e-3,
+    learning_rate: Annotated[float | None, typer.Option(help="The highest; else what suits the head.")] = None,
     seed: Seed = 0,
     generate: Annotated[
         bool, typer.Option("--generate/--no-generate", help="Let the target write; else the files' text alone.")
@@ -59,6 +58,7 @@ def _shared(
     lessons: Annotated[
         Path | None, typer.Option(help="Keep text and hidden states here, and use what is here for other heads.")
     ] = None,
+    start: Annotated[Path | None, typer.Option(help="Go on from this earlier head of the same shape.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     compile_model: Compile = None,
     resume: Resume = False,
@@ -89,7 +89,7 @@ def _medusa(
 
 def _blockwise(
     heads: Annotated[int, typer.Option(help="Tokens guessed ahead.")] = 4,
-    intermediate: Annotated[int, typer.Option(help="Hidden units of each.")] = 256,
+    intermediate: Annotated[int, typer.Option(help="Hidden units of each.")] = 192,
 ) -> None:
     """Train blockwise parallel heads."""
 
@@ -102,13 +102,16 @@ def _early_exit(
 
 def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
     from foretoken.train.files import check_run
-    from foretoken.train.heads import HEAD_CONFIG, ROLES, HeadConfig, train_head
+    from foretoken.train.heads import ROLES, HeadConfig, head_config, train_head
 
     if own.get("taps") is not None:
         own["taps"] = tuple(_numbers(own["taps"]))
     settings = ROLES[role].settings(**own)
     names = ("steps", "minutes", "batch", "window", "learning_rate", "seed", "compile_model", "patience")
-    config = config_of(HEAD_CONFIG, *(given[name] for name in names))
+    usual = head_config(role)
+    if given["learning_rate"] is None:
+        given["learning_rate"] = usual.learning_rate
+    config = config_of(usual, *(given[name] for name in names))
     share = given["generated_share"] if given["generate"] else 0.0
     same = ("windows", "writing_share", "disk_gigabytes", "held_out", "acceptance_share", "discount")
     data = HeadConfig(generated_share=share, **{name: given[name] for name in same})
@@ -116,7 +119,7 @@ def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
     out = check_run(given["out"], given["resume"], given["force"])
     figures = train_head(
         role, out, model_of(given["model"]), corpus_of(given["data"]), settings, config, data, given["resume"],
-        given["device"], given["lessons"], hold,
+        given["device"], given["lessons"], hold, given["start"],
     )  # fmt: skip
     show(out, figures, given["as_json"])
 

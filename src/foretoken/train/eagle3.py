@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,16 @@ class Eagle3Head(Head):
             "foretoken_taps": list(self.taps),  # without doubt the inputs of those layers, see models/heads/taps
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.taps), "use_aux_hidden_state": True},
         }
+
+    def start(self, tensors: Mapping[str, Tensor]) -> None:
+        """The vocabularies may differ: tokens that the earlier head did not know keep the rows they have."""
+        known = {int(i + offset): i for i, offset in enumerate(tensors["d2t"])}
+        rows = self.lm_head.weight.detach().clone()
+        for own, token in enumerate(self.vocabulary.tolist()):
+            if token in known:
+                rows[own] = tensors["lm_head.weight"][known[token]]
+        others = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+        super().start({**others, "lm_head.weight": rows})
 
     def tensors(self, teacher: Teacher) -> dict[str, Tensor]:
         """With the two maps between the vocabularies: target id = i + d2t[i], t2d marks the ids that have an i."""

@@ -68,6 +68,19 @@ def _read(head: Path) -> dict[str, Any]:
     return facts
 
 
+def _commands(facts: dict[str, Any]) -> list[str]:
+    """Of all the runs, the first one first."""
+    earlier = facts.get("started_from")
+    return [*(_commands(earlier) if earlier else []), facts["command"]]
+
+
+def _total(facts: dict[str, Any], name: str) -> float:
+    """A figure summed over all the runs."""
+    earlier = facts.get("started_from")
+    total: float = facts[name] + (_total(earlier, name) if earlier else 0)
+    return total
+
+
 def _text(head: Path, target: Path, facts: dict[str, Any], figures: dict[str, float]) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value is not None)
     depths = sum(name.startswith("greedy_") for name in facts)
@@ -78,9 +91,9 @@ def _text(head: Path, target: Path, facts: dict[str, Any], figures: dict[str, fl
         ("role", f"{facts['role']}: {_KINDS[facts['role']]} of {target.name}"),
         ("parameters", f"{facts['parameters']:,}"),
         ("settings", settings),
-        ("tokens seen", f"{facts['tokens']:,}"),
+        ("tokens seen", f"{_total(facts, 'tokens'):,}"),
         ("text", f"{facts['data']['generated_share']:.0%} written by the target, the rest {facts['corpus']}"),
-        ("training time", f"{facts['minutes']} minutes on the processor it was trained on ({facts['processor']})"),
+        ("training time", f"{_total(facts, 'minutes'):.0f} minutes ({facts['processor']})"),
         ("acceptance by position, temperature 0", chances["greedy"]),
         ("acceptance by position, temperature 1", chances["drawn"]),
     ]  # fmt: skip
@@ -94,6 +107,13 @@ def _text(head: Path, target: Path, facts: dict[str, Any], figures: dict[str, fl
     lines += ["Acceptance by position: the chance that a guess stands if those before it do, along text that the"]
     lines += ["target wrote on from held-out files. Mean acceptance length: tokens per pass of the target over"]
     lines += [f"{_PROMPTS} continuations of {_TOKENS} tokens of such files, drafting as the method does by default."]
-    lines += ["", "Trained by", "", f"    {facts['command']}", "", "Weights: Apache-2.0. Settings, versions and the"]
+    lines += [
+        "",
+        "Trained by",
+        "",
+        *(f"    {command}" for command in _commands(facts)),
+        "",
+        "Weights: Apache-2.0. Settings, versions and the",
+    ]
     lines += [f"curve of the run: `{PROVENANCE}`.", ""]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
@@ -40,16 +42,17 @@ Batch = tuple[Tensor, Tensor, Tensor]  # ids, hidden states, weight of the accep
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of head: its settings, and how it is made of them, the target and the counts [V] of its text."""
+    """A kind of head: its settings, how it is made of them, the target and the counts [V] of its text, and its rate."""
 
     settings: Any
     make: Callable[[Any, Teacher, Tensor], Head]
+    learning_rate: float = 2e-3
 
 
 ROLES = {
     "eagle3": Role(Eagle3Config, Eagle3Head.made),
-    "medusa": Role(MedusaConfig, MedusaHead.made),
-    "blockwise": Role(BlockwiseConfig, BlockwiseHead.made),
+    "medusa": Role(MedusaConfig, MedusaHead.made, 6e-3),
+    "blockwise": Role(BlockwiseConfig, BlockwiseHead.made, 6e-3),
     "early-exit": Role(EarlyExitConfig, EarlyExitHead.made),
 }
 
@@ -86,28 +89,36 @@ class HeadConfig:
 HEAD = HeadConfig()
 
 
+def head_config(role: str) -> TrainConfig:
+    """What suits heads of that kind: those that correct the target's own guess have a long way to go from it."""
+    return replace(HEAD_CONFIG, learning_rate=ROLES[role].learning_rate)
+
+
 def train_head(
     role: str,
     out: Path,
     target: Path,
     corpus: Corpus,
     settings: Any = None,
-    config: TrainConfig = HEAD_CONFIG,
+    config: TrainConfig | None = None,
     data: HeadConfig = HEAD,
     resume: bool = False,
     device: str = "auto",
     lessons: Path | None = None,
     hold: float | None = None,
+    start: Path | None = None,
 ) -> dict[str, float]:
     """Train a head of the kind ``role`` for the checkpoint ``target`` and write it; returns the last evaluation.
 
     ``config.minutes`` covers the target's writing, its hidden states and the training. ``lessons``: a folder whose
     text and hidden states are used, made where it has none, and kept for the next head; else they go with the run.
     ``hold`` trains the target too, with that penalty on any change of its law, and writes it to ``out/target``.
+    ``start`` is the folder of an earlier head of the same shape, to go on from.
     The corpus must be split as it was for the target, or the held-out figures mean too much. Raises ModelLoadError,
     InvalidRequest, TrainingError.
     """
     settings = settings or ROLES[role].settings()
+    config = config or head_config(role)
     folder = lessons or out.with_name(out.name + ".lessons")
     with processes.joined(resolve_device(device)) as where:
         started = time.monotonic()
@@ -119,6 +130,7 @@ def train_head(
         text = prepared(target, where, corpus, folder, config, data)
         torch.manual_seed(config.seed)
         head = ROLES[role].make(settings, teacher, torch.bincount(text["train"].flatten(), minlength=teacher.vocab))
+        earlier = _start(head, start)
         head.to(where)
         taught = _taught(teacher, head, text, folder, data)
         together = None if hold is None else CoTrained(head, teacher, hold).to(where)
@@ -132,10 +144,11 @@ def train_head(
         trainer.run(_batches(head, taught["train"], trainer, data), loss, evaluate)
         if processes.rank() == 0:
             what = f"{role} {out.name} --model {target.name} {options(settings)} {data.arguments()}"
-            what += "" if hold is None else f" --unfreeze --hold {hold:g}"
+            what += f" --start {start.name}" if start is not None else ""
+            what += f" --unfreeze --hold {hold:g}" if hold is not None else ""
             card = provenance(
                 _command(what, config, corpus), config, trainer, role=role, corpus=corpus.name, target=target.name,
-                settings=asdict(settings), data=asdict(data), **trainer.history[-1],
+                settings=asdict(settings), data=asdict(data), **earlier, **trainer.history[-1],
                 preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
             )  # fmt: skip
             _save(out, head, teacher, card, together)
@@ -151,6 +164,20 @@ def _taught(
     shares = {"greedy": 0.05, "drawn": 0.05, "train": 0.9}
     budget = data.disk_gigabytes * 1e9
     return {name: Lessons(teacher, text[name], head.taps, folder, s * budget, name) for name, s in shares.items()}
+
+
+def _start(head: Head, start: Path | None) -> dict[str, Any]:
+    """Go on from an earlier head. -> what its provenance is kept under"""
+    if start is None:
+        return {}
+    try:
+        head.start(load_file(start / "model.safetensors"))
+        return {"started_from": json.loads((start / PROVENANCE).read_text(encoding="utf-8"))}
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise InvalidRequest(
+            f"cannot start from {start}: {reason}; pass a folder of 'foretoken train' with a head of the same shape"
+        ) from error
 
 
 def _rate(name: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +165,10 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def describe(self, teacher: Teacher) -> dict[str, Any]:
         """config.json."""
+
+    def start(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the weights of an earlier head's checkpoint. Raises RuntimeError or KeyError where they do not fit."""
+        self.load_state_dict({name: value.float() for name, value in tensors.items()})
 
     def tensors(self, teacher: Teacher) -> dict[str, Tensor]:
         """The checkpoint: matrices in bfloat16."""

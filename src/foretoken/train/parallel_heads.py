@@ -80,7 +80,7 @@ class BlockwiseConfig:
     """``heads`` guesses, each through one hidden layer of ``intermediate`` units."""
 
     heads: int = 4
-    intermediate: int = 256
+    intermediate: int = 192
 
     def __post_init__(self) -> None:
         _at_least_one(self, "heads", "intermediate")
