@@ -86,7 +86,8 @@ def main() -> None:
     count = arguments.blocks * arguments.requests
     library = pieces(iter(standard_library().held_out), count)
     other = pieces(library_tests() if arguments.to == "tests" else prose(), count)
-    static, adapting = LLM(), LLM(adapt=True)
+    fixed = {"control": "fixed"}
+    static, adapting = LLM(speculative_config=fixed), LLM(speculative_config=fixed, adapt=True)
     blocks: list[Block] = []
     plan = [("library", library), (arguments.to, other)]
     steps = [(kind, prompts[i : i + arguments.requests]) for kind, prompts in plan

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foretoken.core.checks import integer
 from foretoken.core.context import Exactness
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
@@ -53,13 +54,13 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2")
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a number above 0", above=True)
-        _count("n", self.n, 1)
-        _count("max_tokens", self.max_tokens, 1)
-        _count("min_tokens", self.min_tokens, 0)
-        _count("top_k", self.top_k, -1)
+        integer("n", self.n, 1)
+        integer("max_tokens", self.max_tokens, 1)
+        integer("min_tokens", self.min_tokens, 0)
+        integer("top_k", self.top_k, -1)
         for name in ("logprobs", "speculative_tokens"):
             if getattr(self, name) is not None:
-                _count(name, getattr(self, name), 0)
+                integer(name, getattr(self, name), 0)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise InvalidRequest(f"seed must be an integer or None, got {self.seed!r}")
         if self.min_tokens > self.max_tokens:
@@ -104,8 +105,3 @@ def _number(name: str, value: Any, low: float, high: float, expected: str, above
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not low <= value <= high or (above and value == low):
         raise InvalidRequest(f"{name} must be {expected}, got {value!r}")
-
-
-def _count(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InvalidRequest(f"{name} must be an integer of at least {low}, got {value!r}")

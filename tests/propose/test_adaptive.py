@@ -48,7 +48,7 @@ def test_text_is_the_same_for_every_version(taught: LLM, tiny_pair: Any) -> None
 
 def test_what_was_learned_can_be_kept(taught: LLM, tiny_pair: Any, tmp_path: Path) -> None:
     taught.save_draft(tmp_path / "draft")
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, speculative_tokens=4)
     again = LLM(tiny_pair.target, tmp_path / "draft", dtype="float32").generate(PROMPTS[:4], params)
     ours = taught.generate(PROMPTS[:4], params)
     assert [o.stats.accepted for o in again] == [o.stats.accepted for o in ours]
@@ -78,16 +78,16 @@ def test_an_update_that_does_worse_is_rolled_back(tiny_pair: Any, monkeypatch: p
 
 def test_the_buffer_is_bounded(taught: LLM) -> None:
     adaptive = proposer(taught)
-    kept = [*adaptive._lessons, *adaptive._held_out]
+    kept = [lesson for lesson, _ in adaptive._lessons]
     assert sum(map(len, kept)) == adaptive._rows <= FAST["buffer"]
     assert all(len(lesson) <= len(lesson.tokens) <= FAST["window"] for lesson in kept)
-    assert adaptive._held_out and adaptive._lessons
+    assert {held_out for _, held_out in adaptive._lessons} == {True, False}
 
 
 def test_lessons_are_the_targets_own_laws(tiny_pair: Any) -> None:
     llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", adapt=FAST)
     llm.generate(PROMPTS[1], SamplingParams(max_tokens=20, ignore_eos=True))
-    (lesson,) = proposer(llm)._held_out
+    ((lesson, _),) = proposer(llm)._lessons
     assert len(lesson) == 20
     for row in range(20):
         handle = llm.target.open(lesson.tokens[: len(lesson.tokens) - 19 + row].tolist())

@@ -12,7 +12,8 @@ from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplac
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.models.toy import ToyModel
-from foretoken.propose.draft_model import DraftModel, DraftModelConfig, Shape
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.growers import Shape
 
 DRAFT = ToyModel(vocab_size=7, order=2, seed=1, sharpness=2.0)
 

@@ -27,8 +27,8 @@ from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Observation
-from foretoken.propose.draft_model import Shape
 from foretoken.propose.eagle import Eagle, EagleConfig
+from foretoken.propose.growers import Shape
 
 CLOCK = Timings(0, 0, 0, 0, 1)
 

@@ -196,7 +196,7 @@ def test_bundled_target_with_another_tokenizer(other_draft: Path) -> None:
         texts = [o.outputs[0].token_ids for o in plain.generate(list(FUNCTIONS[:5]), settings)]
         for algorithm in ("slem", "tli"):
             config = {"method": "vocabulary", "model": str(other_draft), "algorithm": algorithm}
-            llm = LLM(TARGET, speculative_config=config)
+            llm = LLM(TARGET, speculative_config={**config, "control": "fixed"})
             outputs = llm.generate(list(FUNCTIONS[:5]), settings)
             assert [o.outputs[0].token_ids for o in outputs] == texts
             length = sum(o.stats.tokens for o in outputs) / sum(o.stats.rounds for o in outputs)
@@ -206,7 +206,8 @@ def test_bundled_target_with_another_tokenizer(other_draft: Path) -> None:
 
 
 def test_the_default_follows_the_temperature(other_draft: Path) -> None:
-    llm = LLM(TARGET, speculative_config={"method": "vocabulary", "model": str(other_draft)})
+    config = {"method": "vocabulary", "model": str(other_draft), "control": "fixed"}
+    llm = LLM(TARGET, speculative_config=config)
     greedy = llm.generate(FUNCTIONS[0], SamplingParams(max_tokens=12, temperature=0.0))[0]
     drawn = llm.generate(FUNCTIONS[0], SamplingParams(max_tokens=12, temperature=1.0))[0]
     assert greedy.stats.drafts and drawn.stats.drafts

@@ -19,12 +19,12 @@ from foretoken.cli.train import (
     Seed,
     Steps,
     Texts,
-    app,
     config_of,
     corpus_of,
     model_of,
     show,
 )  # fmt: skip
+from foretoken.cli.train_acceptance import app
 
 __all__ = ["app"]
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from foretoken.core.checks import integer
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -50,9 +51,7 @@ class AdaptConfig:
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("buffer", self.every), ("window", 2), ("top", 1), ("held_out", 2),
                             ("steps", 1), ("batch", 1)):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidRequest(f"{name} of adapt must be an integer of at least {least}, got {value!r}")
+            integer(f"{name} of adapt", getattr(self, name), least)
         if not 0 < self.learning_rate < 1:
             raise InvalidRequest(f"learning_rate of adapt must lie between 0 and 1, got {self.learning_rate!r}")
 
@@ -94,8 +93,7 @@ class Adaptive(Proposer):
         self.name, self.needs = inner.name, inner.needs
         self.history: list[Update] = []
         self._notes: dict[int, _Notes] = {}
-        self._lessons: deque[Lesson] = deque()
-        self._held_out: deque[Lesson] = deque()
+        self._lessons: deque[tuple[Lesson, bool]] = deque()  # the oldest first, and whether it is held out
         self._made, self._rows, self._since = 0, 0, 0
         self._thread: threading.Thread | None = None
         self._finished: tuple[Update, Any] | None = None
@@ -109,12 +107,14 @@ class Adaptive(Proposer):
         for context, observation in zip(contexts, observations, strict=True):
             self._note(context, observation)
         self.inner.observe(contexts, observations)
-        ready = self._since >= self.config.every and self._lessons and self._held_out
-        if ready and self._thread is None and not self._broken:
-            self._since = 0
-            work = list(self._lessons), list(self._held_out)
-            self._thread = threading.Thread(target=self._learn, args=work, name="foretoken-adapt", daemon=True)
-            self._thread.start()
+        if self._since >= self.config.every and self._thread is None and not self._broken:
+            lessons = [lesson for lesson, held_out in self._lessons if not held_out]
+            held_out = [lesson for lesson, held_out in self._lessons if held_out]
+            if lessons and held_out:
+                self._since = 0
+                work = (lessons, held_out)
+                self._thread = threading.Thread(target=self._learn, args=work, name="foretoken-adapt", daemon=True)
+                self._thread.start()
 
     def forget(self, context: Context) -> None:
         self._close(context)
@@ -158,16 +158,11 @@ class Adaptive(Proposer):
         tokens = np.array(context.tokens[-window - 1 : -1], dtype=np.int64)
         lesson = Lesson(tokens, np.concatenate(notes.ids)[-rows:], np.concatenate(notes.log_p)[-rows:])
         self._notes[context.id] = _Notes()
+        self._lessons.append((lesson, self._made % self.config.held_out == 0))
         self._made += 1
-        kept = self._held_out if self._made % self.config.held_out == 1 else self._lessons
-        kept.append(lesson)
         self._rows += len(lesson)
         while self._rows > self.config.buffer:
-            oldest = self._held_out if len(self._held_out) * self.config.held_out > self._made_kept() else self._lessons
-            self._rows -= len(oldest.popleft())
-
-    def _made_kept(self) -> int:
-        return len(self._lessons) + len(self._held_out)
+            self._rows -= len(self._lessons.popleft()[0])
 
     # updates
 

@@ -2,61 +2,45 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.core.context import Context, Exactness
+from foretoken.control import stops
+from foretoken.control.stops import Stop
+from foretoken.core.checks import number
+from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.streams import Purpose
-from foretoken.models.base import Handle, Model
+from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.checkpoint import load_tokenizer, resolve
 from foretoken.propose.base import Method, Observation, Proposer, Workshop
-from foretoken.propose.drawn_tree import DrawnTree
-from foretoken.propose.growers import Chain, Drawn, Fixed, Grower
-
-Shape = Literal["chain", "top_k", "sampled", "greedy_multi"]
+from foretoken.propose.growers import Grower, GrowthConfig, begin
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModelConfig:
+class DraftModelConfig(GrowthConfig):
     """How a draft model drafts.
 
     draft_temperature: the draft's own; None takes the request's, 0 drafts by argmax.
-    tree: "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings drawn
-    without replacement; "greedy_multi", the likeliest ones and one drawn. Greedy requests and those of the trajectory
-    grade have fixed candidates: of any tree they get "top_k".
-    num_steps: the greatest depth, and so the passes of the draft; None is the whole budget, for trees at most 8.
-    top_k: siblings at most, and nodes expanded on a level at most.
+    draft_stop: where a chain ends before its budget is spent: "entropy", "margin", "learned", or {"rule": one of these}
+    with the rule's own keys; None nowhere.
     """
 
     draft_temperature: float | None = None
-    tree: Shape = "chain"
-    num_steps: int | None = None
-    top_k: int = 4
+    draft_stop: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        value = self.draft_temperature
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0.0 <= value < math.inf):
-            raise InvalidRequest(f"draft_temperature must be a number of at least 0, or None, got {value!r}")
-        if self.tree not in get_args(Shape):
-            raise InvalidRequest(f"tree must be one of {', '.join(get_args(Shape))}, got {self.tree!r}")
-        for name in ("num_steps", "top_k"):
-            count = getattr(self, name)
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-                raise InvalidRequest(f"{name} must be an integer of at least 1, got {count!r}")
-
-    def steps(self, budget: int) -> int:
-        """The greatest depth of a draft of ``budget`` nodes."""
-        return min(budget, self.num_steps or (budget if self.tree == "chain" else 8))
+        GrowthConfig.__post_init__(self)
+        number("draft_temperature", self.draft_temperature, 0.0, optional=True)
+        stops.check(self.draft_stop)
+        if self.draft_stop is not None and self.tree != "chain":
+            raise InvalidRequest(f"draft_stop ends chains, and tree is {self.tree!r}; leave one of them out")
 
 
 class DraftModel(Proposer):
@@ -74,21 +58,33 @@ class DraftModel(Proposer):
         self.model = model
         self.config = config or DraftModelConfig()
         self.vocab_size = vocab_size or model.vocab_size
+        self.stop: Stop | None = stops.make(self.config.draft_stop, model)
         self._handles: dict[int, Handle] = {}
+        self._drafts: dict[int, Draft] = {}  # whose outcome the stop is to learn
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         growers = {
-            i: self._grower(context, budget)
+            i: (self._handle(context), self._grower(context, budget))
             for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True))
             if budget > 0 and len(context.tokens) + self._rows(budget) <= self.model.max_length
         }
-        while active := [grower for grower in growers.values() if not grower.done]:
-            scores = self.model.score([g.handle for g in active], [g.growing() for g in active])
-            for grower, score in zip(active, scores, strict=True):
-                grower.extend(self._fit(score.logits))
-        return [growers[i].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
+        taps = (self.model.num_layers,) if self.stop is not None and self.stop.hidden else ()
+        while active := [(handle, grower) for handle, grower in growers.values() if not grower.done]:
+            drafts = [grower.growing() for _, grower in active]
+            scores = self.model.score([handle for handle, _ in active], drafts, taps)
+            for (_, grower), score in zip(active, scores, strict=True):
+                grower.extend(score.logits, self._hidden(score))
+        made = [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
+        if self.stop is not None:
+            self._drafts.update((contexts[i].id, made[i]) for i in growers)
+        return made
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
+        if self.stop is not None:
+            for context, observation in zip(contexts, observations, strict=True):
+                # In a mixture another member's draft may have been verified.
+                if self._drafts.pop(context.id, None) is observation.step.draft:
+                    self.stop.observe(context, observation.step)
         known = [(self._handles[c.id], o.step.tokens) for c, o in zip(contexts, observations, strict=True)
                  if c.id in self._handles]  # fmt: skip
         if known:
@@ -106,6 +102,14 @@ class DraftModel(Proposer):
         handle = self._handles.pop(context.id, None)
         if handle is not None:
             self.model.close(handle)
+        if self.stop is not None:
+            self._drafts.pop(context.id, None)
+            self.stop.forget(context)
+
+    def _hidden(self, score: Scores) -> Tensor | None:
+        """The last states of the rows that have logits, [rows, H], if they were asked for."""
+        states = score.taps.get(self.model.num_layers)
+        return None if states is None else states[-len(score.logits) :]
 
     def _fit(self, logits: Tensor) -> Tensor:
         """[rows, V] of the draft to the target's V: ids beyond either vocabulary are never drafted."""
@@ -116,23 +120,17 @@ class DraftModel(Proposer):
         """Cache rows that a draft of ``budget`` nodes may need: of a tree, more are expanded than kept."""
         return budget if self.config.tree == "chain" else max(budget, self.config.steps(budget) * self.config.top_k)
 
-    def _grower(self, context: Context, budget: int) -> Grower:
+    def _handle(self, context: Context) -> Handle:
         if context.id not in self._handles:
             self._handles[context.id] = self.model.open(context.tokens)
-        handle, config, law = self._handles[context.id], self.config, context.law
-        if config.draft_temperature is not None and not law.greedy:
-            law = law.with_temperature(config.draft_temperature)
-        steps, shared = config.steps(budget), context.exactness is Exactness.TRAJECTORY
-        streams, position = context.streams, context.generated
-        stream = streams.shared(position) if shared else streams.private(Purpose.DRAFT, position)
-        if config.tree == "chain":
-            return Chain(context, handle, steps, law, stream, drawn=not shared and not law.greedy)
-        if law.greedy:  # which of the others would be the target's argmax is a question at temperature 1
-            return Fixed(context, handle, budget, steps, config.top_k, law.with_temperature(1.0), None)
-        if shared or config.tree == "top_k":
-            return Fixed(context, handle, budget, steps, config.top_k, law, stream if shared else None)
-        tree = DrawnTree(kind=config.tree, budget=budget, steps=steps, width=config.top_k, stream=stream)
-        return Drawn(context, handle, law, tree)
+        return self._handles[context.id]
+
+    def _grower(self, context: Context, budget: int) -> Grower:
+        law, own = context.law, self.config.draft_temperature
+        if own is not None and not law.greedy:
+            law = law.with_temperature(own)
+        gate = None if self.stop is None else self.stop.begin(context)
+        return begin(self.config, context, budget, self._fit, law, gate=gate)
 
 
 def check_vocabulary(tokenizer: Any, draft: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.checkpoint import resolve
 from foretoken.models.decoder import Decoder
@@ -23,9 +24,7 @@ class EarlyExitConfig(DraftModelConfig):
 
     def __post_init__(self) -> None:
         DraftModelConfig.__post_init__(self)
-        layer = self.exit_layer
-        if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 1):
-            raise InvalidRequest(f"exit_layer must be an integer of at least 1, got {layer!r}")
+        integer("exit_layer", self.exit_layer, 1, optional=True)
 
 
 def build(config: EarlyExitConfig, workshop: Workshop) -> DraftModel:

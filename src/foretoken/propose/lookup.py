@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foretoken.core.checks import integer
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
 from foretoken.propose.base import Method, Proposer, Workshop
 from foretoken.propose.occurrences import PAD, ContextTexts
 
@@ -20,10 +20,8 @@ class LookupConfig:
     prompt_lookup_max: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt_lookup_min", 1), ("prompt_lookup_max", self.prompt_lookup_min)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= PAD:
-                raise InvalidRequest(f"{name} must be an integer from {least} to {PAD}, got {value!r}")
+        integer("prompt_lookup_min", self.prompt_lookup_min, 1, PAD)
+        integer("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, PAD)
 
 
 class Lookup(Proposer):

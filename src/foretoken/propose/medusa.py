@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foretoken.core.checks import integer
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
 from foretoken.models.heads.files import find_head
 from foretoken.models.heads.loading import check_vocabulary, check_width
 from foretoken.models.heads.medusa import read_medusa
@@ -33,11 +33,8 @@ class MedusaConfig:
     num_steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "num_steps"):
-            value = getattr(self, name)
-            wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
-            if wrong and not (name == "num_steps" and value is None):
-                raise InvalidRequest(f"{name} must be an integer of at least 1, got {value!r}")
+        integer("top_k", self.top_k, 1)
+        integer("num_steps", self.num_steps, 1, optional=True)
 
 
 class Parallel(Proposer):

@@ -10,12 +10,12 @@ The choice is made from the past alone, before anything is drawn in the round, s
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -51,10 +51,7 @@ class MixtureConfig:
                 raise InvalidRequest(f"a member is a speculative configuration with a 'method', got {member!r}")
             if member["method"] == "mixture":
                 raise InvalidRequest("a mixture cannot be a member of a mixture; list its members instead")
-            cost = member.get("cost")
-            number = isinstance(cost, int | float) and not isinstance(cost, bool) and 0.0 <= cost < math.inf
-            if cost is not None and not number:
-                raise InvalidRequest(f"cost must be a number of at least 0, in passes of the target, got {cost!r}")
+            number("cost (in passes of the target)", member.get("cost"), 0.0, optional=True)
 
 
 @dataclass(eq=False, slots=True)

@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
+from foretoken.core.checks import integer
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
+from foretoken.core.errors import ModelLoadError, WriteError
 from foretoken.core.step import Step
 from foretoken.propose.base import Method, Observation, Proposer, Workshop
 
@@ -40,10 +41,8 @@ class RecyclingConfig:
     num_steps: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "num_steps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequest(f"{name} must be an integer of at least 1, got {value!r}")
+        integer("top_k", self.top_k, 1)
+        integer("num_steps", self.num_steps, 1)
 
 
 class Ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foretoken.core.checks import integer, number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -27,14 +28,9 @@ class RetrievalConfig:
     base: float = 3.0
 
     def __post_init__(self) -> None:
-        for name, high in (("num_steps", PAD), ("top_k", None)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value > (high or value):
-                raise InvalidRequest(
-                    f"{name} must be an integer of at least 1 (num_steps at most {PAD}), got {value!r}"
-                )
-        if not isinstance(self.base, int | float) or not 1.0 <= self.base <= 1e6:
-            raise InvalidRequest(f"base must be a number from 1 to 1000000, got {self.base!r}")
+        integer("num_steps", self.num_steps, 1, PAD)
+        integer("top_k", self.top_k, 1)
+        number("base", self.base, 1.0, 1e6)
 
 
 class Retrieval(Proposer):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from foretoken.core.checks import integer, number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
 from foretoken.propose.base import Method, Observation, Proposer, Workshop
 from foretoken.propose.continuations import Guess, likeliest
 from foretoken.propose.occurrences import PAD, ContextTexts, Occurrences
@@ -36,15 +35,12 @@ class SuffixConfig:
     top_k: int = 4
 
     def __post_init__(self) -> None:
-        _whole("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1, PAD)
-        _whole("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
-        _whole("suffix_decoding_max_cached_tokens", self.suffix_decoding_max_cached_tokens, 0, 2**30)
-        _whole("top_k", self.top_k, 1)
-        factor, least = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
-        if not isinstance(factor, int | float) or not 0.0 <= factor < float("inf"):
-            raise InvalidRequest(f"suffix_decoding_max_spec_factor must be a number of at least 0, got {factor!r}")
-        if not isinstance(least, int | float) or not 0.0 <= least <= 1.0:
-            raise InvalidRequest(f"suffix_decoding_min_token_prob must be a number from 0 to 1, got {least!r}")
+        integer("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1, PAD)
+        integer("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
+        integer("suffix_decoding_max_cached_tokens", self.suffix_decoding_max_cached_tokens, 0, 2**30)
+        integer("top_k", self.top_k, 1)
+        number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0)
+        number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +115,6 @@ def best_match(found: Occurrences, budget: int, config: SuffixConfig, rival: _Ma
         if match.rank > best.rank:
             best = match
     return best
-
-
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        expected = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequest(f"{name} must be an integer {expected}, got {value!r}")
 
 
 def build(config: SuffixConfig, workshop: Workshop) -> Suffix:

@@ -96,6 +96,7 @@ class Tree(Growth):
     """
 
     scores: list[float] = field(default_factory=list)
+    level: int = 0  # of the frontier; the root's is 0
 
     def expand(self, candidates: Candidates, width: int, budget: int) -> None:
         """Hang ``candidates`` below the frontier, one row for each of it; the next one is the best ``width`` of them.
@@ -116,6 +117,7 @@ class Tree(Growth):
         best = set(self._best(budget, range(len(self.tokens))))
         fresh = self._best(width, range(start, len(self.tokens)))
         self.advance(sorted(node for node in fresh if node in best))
+        self.level += 1
 
     def pruned(self, budget: int) -> Draft:
         """The best ``budget`` nodes of all levels, parents first, with their scores."""

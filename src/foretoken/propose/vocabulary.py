@@ -177,8 +177,9 @@ class Translated(Model):
         for reader, draft in zip(readers, drafts, strict=True):
             if not reader.handle.nodes:
                 reader.fit(len(draft))
-        scores = self.model.score([reader.handle for reader in readers], [self._translate(d) for d in drafts])
-        return [Scores(self._widen(score.logits)) for score in scores]
+        inner = [reader.handle for reader in readers]
+        scores = self.model.score(inner, [self._translate(draft) for draft in drafts], taps)
+        return [Scores(self._widen(score.logits), score.taps, score.first) for score in scores]
 
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
         for handle, new in zip(handles, tokens, strict=True):

@@ -32,7 +32,7 @@ def measure_head(target: Path, head: Path, role: str, corpus: Corpus) -> dict[st
     Over continuations of cuts of the corpus's held-out files.
     """
     method = role.replace("-", "_")
-    llm = LLM(target, speculative_config={"method": method, "model": str(head)}, seed=0)
+    llm = LLM(target, speculative_config={"method": method, "model": str(head), "control": "fixed"}, seed=0)
     stream = encode(corpus.held_out, load_tokenizer(target))
     prompts = Prompts(100, 100).cuts(stream, np.random.default_rng(0), _PROMPTS)
     found: dict[str, float] = {"nodes": SpeculativeConfig(method=method).tokens}

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.checkpoint import resolve_device
 from foretoken.train import processes
@@ -70,14 +71,12 @@ class HeadConfig:
     discount: float = 0.8  # of the loss, per depth
 
     def __post_init__(self) -> None:
-        for name in ("windows", "held_out"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least 1")
+        integer("windows", self.windows, 1)
+        integer("held_out", self.held_out, 1)
         for name in ("generated_share", "writing_share", "acceptance_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; expected a share, 0 to 1")
-        if not 0 < self.discount <= 1 or self.disk_gigabytes < 0:
-            raise InvalidRequest(f"discount {self.discount} or disk_gigabytes {self.disk_gigabytes} is out of range")
+            number(name, getattr(self, name), 0, 1)
+        number("discount", self.discount, 1e-6, 1)
+        number("disk_gigabytes", self.disk_gigabytes, 0)
 
     def arguments(self) -> str:
         """The command line options that give these settings."""
@@ -137,25 +136,30 @@ def train_head(
         trainer = Trainer(together or head, config, checkpoint_of(out), _length, _rate)
         if resume:
             trainer.resume()
-        if config.minutes is not None:
-            spent = processes.largest(time.monotonic() - started, False)[0] / 60  # one schedule for all
-            trainer.config = replace(config, minutes=max(config.minutes - spent, config.minutes / 10))
+        _shorten(trainer, time.monotonic() - started)
         loss, evaluate = _loss(head, taught["train"], data, together), _evaluation(head, taught, together, text["text"])
         trainer.run(_batches(head, taught["train"], trainer, data), loss, evaluate)
         if processes.rank() == 0:
             what = f"{role} {out.name} --model {target.name} {options(settings)} {data.arguments()}"
-            what += f" --start {start.name}" if start is not None else ""
-            what += f" --unfreeze --hold {hold:g}" if hold is not None else ""
+            preparing = (time.monotonic() - started - trainer.elapsed) / 60
             card = provenance(
-                _command(what, config, corpus), config, trainer, role=role, corpus=corpus.name, target=target.name,
-                settings=asdict(settings), data=asdict(data), **earlier, **trainer.history[-1],
-                preparing_minutes=round((time.monotonic() - started - trainer.elapsed) / 60, 1),
+                _command(what, config, corpus, start, hold), config, trainer, role=role, corpus=corpus.name,
+                target=target.name, settings=asdict(settings), data=asdict(data), **earlier, **trainer.history[-1],
+                preparing_minutes=round(preparing, 1),
             )  # fmt: skip
             _save(out, head, teacher, card, together)
             trainer.checkpoint.unlink(missing_ok=True)
             if lessons is None:
                 shutil.rmtree(folder, ignore_errors=True)
         return trainer.history[-1]
+
+
+def _shorten(trainer: Trainer, seconds: float) -> None:
+    """Take what was spent before training off its minutes, in all processes alike."""
+    minutes = trainer.config.minutes
+    if minutes is not None:
+        spent = processes.largest(seconds, False)[0] / 60
+        trainer.config = replace(trainer.config, minutes=max(minutes - spent, minutes / 10))
 
 
 def _taught(
@@ -196,7 +200,9 @@ def _argument(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
 
 
-def _command(what: str, config: TrainConfig, corpus: Corpus) -> str:
+def _command(what: str, config: TrainConfig, corpus: Corpus, start: Path | None, hold: float | None) -> str:
+    what += f" --start {start.name}" if start is not None else ""
+    what += f" --unfreeze --hold {hold:g}" if hold is not None else ""
     texts = "" if "standard library" in corpus.name else "--data FILES"
     return " ".join(f"foretoken train {what} {config.arguments()} {texts}".split())
 

@@ -37,7 +37,7 @@ class Teacher:
                 self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, use_safetensors=True)
         except Exception as error:  # transformers raises many kinds
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ModelLoadError(f"cannot load the target {path}: {reason}; pass the folder of a checkpoint") from error
+            raise ModelLoadError(f"cannot load {path}: {reason}; pass the folder of a checkpoint") from error
         self.model.to(device).eval().requires_grad_(False)
         self.path, self.device = path, device
         self.config: Any = self.model.config.get_text_config()

@@ -1,0 +1,148 @@
+"""Drafts that end early keep the target's law, enumerated; a rule that looks at what it drew does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from tests.control.heads import random_head
+
+from foretoken.control import stops
+from foretoken.control.entropy import EntropyConfig, EntropyStop
+from foretoken.control.fixed import Fixed
+from foretoken.control.margin import Estimate, MarginStop
+from foretoken.core.context import Context, Exactness
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import Step
+from foretoken.core.streams import Streams
+from foretoken.engine.loop import Engine
+from foretoken.models.toy import ToyModel
+from foretoken.propose import growers
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.verify import choose
+
+from .enumerate import Branching, Text, outcomes, total_variation
+from .rounds import Pair, drawn, table
+from .test_engine import LAWS, PROMPT, Length, generate, reference
+
+LIMIT = 1e-12
+# Confident after some tokens and not after others, so that the rules have something to choose.
+TWO = ToyModel(2, order=1, seed=32, sharpness=1.5)
+THREE = ToyModel(3, order=1, seed=2, sharpness=2.5)
+RULES = ("entropy", "margin", "learned")
+THRESHOLDS = {2: 0.66, 3: 0.56, 12: 0.5}  # by vocabulary: entropies grow with it
+Make = Callable[[ToyModel], DraftModel]
+
+
+@pytest.fixture(scope="module")
+def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Make]:
+    """Rules that end some drafts of the toys at once, some later, some not at all."""
+    head = random_head(tmp_path_factory.mktemp("stop") / "head", 8, scale=0.2)
+    learned_stop = stops.make({"rule": "learned", "model": head, "threshold": 0.6}, ToyModel())
+
+    def learned(target: ToyModel) -> DraftModel:
+        made = draft(target, None)
+        made.stop = learned_stop  # without state, so one serves all runs
+        return made
+
+    def draft(target: ToyModel, stop: object) -> DraftModel:
+        return DraftModel(target.perturbed(0.5), DraftModelConfig(draft_stop=stop))  # type: ignore[arg-type]
+
+    def margin(target: ToyModel) -> DraftModel:
+        made = draft(target, {"rule": "margin", "warmup": 0, "probe": 3, "threshold": 0.25})
+        assert isinstance(made.stop, MarginStop)
+        for kind in ("greedy", "distribution", "trajectory"):
+            # As if learned, and near a fit, so that what is verified in this very text moves the rule.
+            made.stop.estimates[kind] = Estimate(pooled=torch.tensor([1.5, -2.0]).numpy(), observed=15)
+        return made
+
+    return {
+        "entropy": lambda target: draft(target, {"rule": "entropy", "threshold": THRESHOLDS[target.vocab_size]}),
+        "margin": margin,
+        "learned": learned,
+    }
+
+
+@pytest.mark.parametrize("rejection", ["block", "token"])
+@pytest.mark.parametrize("law", ["plain", "filters and penalties"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("target", "length", "end"), [(TWO, 4, None), (THREE, 3, 2)], ids=["two", "three"])
+def test_law_of_the_engine(rule, law, rejection, target, length, end, makers):
+    depth = 2
+    lengths: set[tuple[int, int]] = set()  # drafted, and what there was room for
+
+    class Noting(Fixed):
+        def observe(self, steps: list[Step]) -> None:
+            lengths.update((len(step.draft), min(depth, length - 1 - step.position)) for step in steps)
+
+    def run(streams: Branching) -> Text:
+        verifiers = partial(choose, rejection=rejection)
+        engine = Engine(target, makers[rule](target), Noting(depth), rule=verifiers)
+        return generate(engine, LAWS[law], Length(length, end), streams)
+
+    assert total_variation(outcomes(run), reference(target, LAWS[law], length, end)) < LIMIT
+    assert any(drafted < room for drafted, room in lengths), "the rule never stopped a draft"
+    assert any(drafted > 0 for drafted, _ in lengths), "the rule stopped every draft at once"
+
+
+class Peeking(growers.Chain):
+    """Draws, and drops a token that its own law finds unlikely: the chain ends there."""
+
+    __slots__ = ()
+
+    def extend(self, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
+        super().extend(logits, hidden)
+        if float(self.rows[-1][self.tokens[-1]]) < 0.4:
+            self.tokens.pop()
+            self.rows.pop()
+            self.stopped = True
+
+
+@pytest.mark.parametrize("rejection", ["block", "token"])
+def test_a_rule_that_sees_what_was_drawn_is_caught(rejection):
+    target = THREE
+
+    def gap(chain: type[growers.Chain]) -> float:
+        def run(streams: Branching) -> Text:
+            proposer = DraftModel(target.perturbed(0.5))
+            engine = Engine(target, proposer, Fixed(2), rule=partial(choose, rejection=rejection))
+            return generate(engine, SamplingLaw(), Length(3), streams)
+
+        with mock.patch.object(growers, "Chain", chain):
+            return total_variation(outcomes(run), reference(target, SamplingLaw(), 3, None))
+
+    assert gap(growers.Chain) < LIMIT
+    assert gap(Peeking) > 0.01
+
+
+@pytest.mark.parametrize("rejection", ["block", "token"])
+@pytest.mark.parametrize("threshold", [0.6, 0.65, 0.75])
+def test_law_of_a_round(threshold, rejection):
+    """Every history its own logits, three tokens deep."""
+    target, draft = (table(3, seed=seed, sharpness=1.5) for seed in (31, 32))
+    gate = EntropyStop(EntropyConfig(threshold))
+    pair = Pair(target, drawn(draft, stop=lambda q: gate.stops(q, None)), rejection=rejection)
+    assert pair.gap(length=4) < LIMIT
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("law", ["plain", "greedy"])
+def test_one_text_per_seed_in_any_batch(rule, law, makers):
+    """The trajectory grade, and greedy requests of the other: the text of plain decoding."""
+    target = ToyModel(12, order=2, seed=3, sharpness=2.0)
+    grade = Exactness.DISTRIBUTION if law == "greedy" else Exactness.TRAJECTORY
+
+    def texts(depth: int, batch: int) -> list[list[int]]:
+        engine = Engine(target, makers[rule](target), Fixed(depth), max_sequences=batch)
+        contexts = [Context(i, [*PROMPT, i], 6, LAWS[law], Streams(i), grade) for i in range(6)]
+        for context in contexts:
+            engine.add(context, Length(20))
+        while engine.busy:
+            engine.step()
+        return [context.tokens for context in contexts]
+
+    plain = texts(0, 1)
+    assert all(texts(depth, batch) == plain for depth, batch in ((1, 1), (4, 4), (9, 4)))

@@ -1,0 +1,144 @@
+"""The acceptance head: what it is taught, trained and stored at a tiny size, in the form that the stop loads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foretoken import LLM, SamplingParams
+from foretoken.cli.main import app
+from foretoken.control.learned import AcceptanceHead
+from foretoken.core.errors import InvalidRequest
+from foretoken.train import acceptance_head
+from foretoken.train.acceptance_head import (
+    ACCEPTANCE_CONFIG,
+    AcceptanceConfig,
+    Classifier,
+    auc,
+    replay,
+    train_acceptance,
+)
+from foretoken.train.data import Corpus
+from foretoken.train.lessons import Teacher
+
+CONFIG = replace(ACCEPTANCE_CONFIG, steps=40, batch=32, window=24)
+SETTINGS = AcceptanceConfig(intermediate=8, windows=8, held_out=1)
+
+
+@pytest.fixture
+def teachers(tiny_pair: Any) -> tuple[Teacher, Teacher]:
+    return Teacher(tiny_pair.target, torch.device("cpu")), Teacher(tiny_pair.draft, torch.device("cpu"))
+
+
+def test_a_place_is_worth_what_would_be_accepted_there(teachers: tuple[Teacher, Teacher]) -> None:
+    target, draft = teachers
+    windows = torch.arange(40).view(2, 20)
+    places = replay(target, draft, windows, [0.0, 0.7], skip=4)
+    assert places.chance.shape == (32,)
+    assert places.x.shape == (32, draft.hidden + 3)
+    with torch.no_grad():
+        p, q = (teacher.model(windows).logits[:, 4:].float() for teacher in teachers)
+    greedy = (p[0].argmax(-1) == q[0].argmax(-1)).float()
+    assert torch.equal(places.chance[:16], greedy)
+    drawn = torch.minimum((p[1] / 0.7).softmax(-1), (q[1] / 0.7).softmax(-1)).sum(-1)
+    assert torch.allclose(places.chance[16:], drawn, atol=0.02)
+    assert places.x[:, -1].tolist() == [1.0] * 16 + [0.0] * 16
+    assert torch.allclose(places.x[:16, -2], q[0].softmax(-1).amax(-1), atol=0.02)
+
+
+def test_area_under_the_curve() -> None:
+    assert auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0.0, 0.0, 1.0, 1.0])) == 0.75
+    assert auc(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0])) == 0.5
+    assert auc(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])) == 0.5
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 5, (60,), generator=generator).float()
+    chance = torch.rand(60, generator=generator)
+    pairs = (scores[:, None] > scores).float() + 0.5 * (scores[:, None] == scores).float()
+    weights = chance[:, None] * (1 - chance)
+    assert auc(scores, chance) == pytest.approx(float((pairs * weights).sum() / weights.sum()), abs=1e-5)
+
+
+def test_what_is_stored_says_what_was_trained() -> None:
+    torch.manual_seed(0)
+    head, x = Classifier(7, 5), 3 + 10 * torch.rand(20, 7)
+    head.standardise(x)
+    stored = AcceptanceHead(*head.tensors().values())
+    assert stored.hidden_size == 4
+    assert torch.allclose(stored.chances(x), head(x).sigmoid(), atol=1e-6)
+
+
+def test_trained_stored_and_used(tiny_pair: Any, corpus: Corpus, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    figures = train_acceptance(out, tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, device="cpu")
+    assert [f.name for f in tmp_path.iterdir()] == ["head"]
+    assert 0 <= figures["auc_drawn"] <= 1
+    assert figures["loss_drawn"] < 2 * figures["loss_drawn_constant"]
+    card = json.loads((out / "provenance.json").read_text())
+    assert card["command"].startswith("foretoken train acceptance head --model target --draft-model draft --interm")
+    assert card["loss_drawn"] == figures["loss_drawn"]
+    assert card["parameters"] == 8 * 35 + 8 + 8 + 1
+    stop = {"rule": "learned", "model": str(out), "threshold": 0.7}
+    config = {"draft_stop": stop, "num_speculative_tokens": 6}
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    output = LLM(tiny_pair.target, tiny_pair.draft, speculative_config=config, dtype="float32").generate("def", params)[
+        0
+    ]
+    plain = LLM(tiny_pair.target, dtype="float32").generate("def", params)[0]
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert output.stats.drafted < 6 * output.stats.rounds
+
+
+def test_a_resumed_run_ends_the_same(
+    tiny_pair: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_acceptance(tmp_path / "a", tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, device="cpu")
+    batches = acceptance_head._batches
+
+    def interrupted(*args: Any) -> Any:
+        for i, batch in enumerate(batches(*args)):
+            if i == 20:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(acceptance_head, "_batches", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_acceptance(tmp_path / "b", tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, device="cpu")
+    assert (tmp_path / "b.checkpoint").exists()
+    assert (tmp_path / "b.lessons").exists()
+    monkeypatch.undo()
+    train_acceptance(tmp_path / "b", tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, True, "cpu")
+    a, b = (AcceptanceHead.load(tmp_path / name, torch.device("cpu")) for name in "ab")
+    assert torch.equal(a.up, b.up)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_the_command(tiny_pair: Any, corpus: Corpus, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i, text in enumerate((*corpus.train, *corpus.held_out)):
+        (texts / f"f{i}.py").write_text(text)
+    options = ["--model", tiny_pair.target, "--data", texts, "--steps", 5, "--batch", 16, "--window", 24, "--json"]
+    more = ["--windows", 4, "--held-out", 1, "--intermediate", 4, "--device", "cpu"]
+
+    def invoke(*args: object) -> Any:
+        return CliRunner().invoke(app, ["train", "acceptance", *map(str, args)])
+
+    done = invoke(tmp_path / "head", *options, *more, "--draft-model", tiny_pair.draft)
+    assert done.exit_code == 0, done.output
+    assert "auc_greedy" in json.loads(done.stdout)
+    without = invoke(tmp_path / "other", *options, *more)
+    assert isinstance(without.exception, InvalidRequest)
+    assert "without --draft-model" in str(without.exception)
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="intermediate must be an integer of at least 1"):
+        AcceptanceConfig(intermediate=0)
+    with pytest.raises(InvalidRequest, match="generated_share must be a number from 0 to 1"):
+        AcceptanceConfig(generated_share=1.5)
