@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from foretoken import zoo
-from foretoken.control.fixed import Fixed
+from foretoken.control.controls import GoodputConfig
+from foretoken.control.tempo import Tempo
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import atomic_directory
 from foretoken.engine.loop import Engine, draining
+from foretoken.engine.rehearsal import rehearse
 from foretoken.engine.requests import Prompt, Request, RequestBuilder
 from foretoken.models.base import Model
 from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
+from foretoken.propose.mixture import FREE
 from foretoken.speculation import Builder, SpeculativeConfig, with_draft
+from foretoken.verify import choose
 
 
 class LLM:
@@ -65,13 +70,16 @@ class LLM:
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
         self._proposer = builder.build(config)
+        tempo = Tempo()
+        if isinstance(config.control_in_force, GoodputConfig) and config.method not in (*FREE, "mixture"):
+            rehearse(self.target, self._proposer, tempo, config.most)
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
         self.engine = Engine(
             self.target,
             self._proposer,
-            Fixed(config.tokens),
-            rejection=config.rejection,
+            config.controller(self.target.device, tempo),
+            rule=partial(choose, rejection=config.rejection),
             max_sequences=max_num_seqs,
         )
         self._builder = RequestBuilder(self.tokenizer, self.target.vocab_size, eos_ids(path, self.tokenizer), seed)

@@ -8,6 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
+from foretoken.control.base import Controller
+from foretoken.control.controls import Control, ControlConfig, build, most, parse
+from foretoken.control.tempo import Tempo
+from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
 from foretoken.propose.base import Method, Proposer, Workshop
@@ -41,6 +47,9 @@ class SpeculativeConfig:
     model: the draft, the heads or the datastore that the method needs.
     num_speculative_tokens: drafted tokens a round, in a tree all its nodes; None takes the method's.
     rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
+    control: who decides how much to draft each round: "fixed", the same number always; "goodput", what pays by
+    measured time, none included; or a mapping with "name" and the controller's keys. None is "fixed" where
+    num_speculative_tokens is given, else "goodput", which takes that number, if given, as the most.
     options: the method's own keys; ``of`` takes them beside the others.
     """
 
@@ -48,6 +57,7 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int | None = None
     rejection: str = "block"
+    control: Control | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,12 +65,11 @@ class SpeculativeConfig:
             raise InvalidRequest(
                 f"speculative method {self.method!r} is not known; known: {', '.join((*METHODS, NONE))}"
             )
-        count = self.num_speculative_tokens
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-            raise InvalidRequest(f"num_speculative_tokens must be an integer of at least 0, got {count!r}")
+        integer("num_speculative_tokens", self.num_speculative_tokens, 0, optional=True)
         if self.rejection not in _REJECTIONS:
             raise InvalidRequest(f"rejection must be 'block' or 'token', got {self.rejection!r}")
         self.own()
+        self.control_in_force  # noqa: B018
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | SpeculativeConfig | None) -> Self:
@@ -90,11 +99,26 @@ class SpeculativeConfig:
         return method.config(**self.options) if method else None
 
     @property
+    def control_in_force(self) -> ControlConfig:
+        """What ``control`` says, or what follows where it says nothing."""
+        fixed = self.num_speculative_tokens is not None or self.method_in_force == NONE
+        return parse(("fixed" if fixed else "goodput") if self.control is None else self.control)
+
+    @property
     def tokens(self) -> int:
-        """Drafted tokens a round."""
+        """Drafted tokens a round, where nothing makes it vary."""
         method = find(self.method_in_force)
         default = method.tokens if method else 0
         return default if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+    @property
+    def most(self) -> int:
+        """Drafted tokens of any round."""
+        return most(self.control_in_force, self.tokens, self.num_speculative_tokens is not None)
+
+    def controller(self, device: torch.device, tempo: Tempo) -> Controller:
+        """What decides how much to draft, by the times in ``tempo``."""
+        return build(self.control_in_force, self.most, device, tempo)
 
 
 def find(name: str) -> Method | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -12,8 +13,10 @@ from foretoken.core.sampling import History, SamplingLaw
 from foretoken.engine.loop import Engine
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
-from foretoken.propose.draft_model import DraftModel, DraftModelConfig, Shape
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.growers import Shape
 from foretoken.propose.lookup import Lookup
+from foretoken.verify import choose
 
 from .enumerate import Branching, Text, autoregressive_law, outcomes, total_variation
 from .enumerate import Law as TextLaw
@@ -88,7 +91,7 @@ def test_law_of_the_engine(law, proposer, vocab, depth, length, end):
 
     def run(streams: Branching) -> Text:
         speculation, rejection = PROPOSERS[proposer](target)
-        engine = Engine(target, speculation, Fixed(depth), rejection=rejection)
+        engine = Engine(target, speculation, Fixed(depth), rule=partial(choose, rejection=rejection))
         return generate(engine, LAWS[law], Length(length, end), streams)
 
     assert total_variation(outcomes(run), reference(target, LAWS[law], length, end)) < LIMIT

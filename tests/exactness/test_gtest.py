@@ -7,6 +7,7 @@ the target's is found with probability 0.9 at alpha 1e-3.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from foretoken.core.context import Context, Exactness
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
 from foretoken.models.toy import ToyModel
+from foretoken.verify import choose
 
 from .enumerate import Text
 from .gtest import GResult, draws_needed, g_test
@@ -27,7 +29,7 @@ TARGET = ToyModel(VOCAB, order=2, seed=9, sharpness=1.0)
 def sample(proposer: str, grade: Exactness, law: str, draws: int, seed: int) -> GResult:
     """``draws`` requests, served together in batches, each with its own seed."""
     speculation, rejection = PROPOSERS[proposer](TARGET)
-    engine = Engine(TARGET, speculation, Fixed(3), rejection=rejection, max_sequences=64)
+    engine = Engine(TARGET, speculation, Fixed(3), rule=partial(choose, rejection=rejection), max_sequences=64)
     contexts = [
         Context(i, list(PROMPT), len(PROMPT), LAWS[law], Streams(random_seed_from(seed, i)), grade, depth=i % 4)
         for i in range(draws)

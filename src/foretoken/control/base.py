@@ -21,3 +21,6 @@ class Controller:
 
     def observe(self, steps: Sequence[Step]) -> None:
         """What came of it."""
+
+    def forget(self, context: Context) -> None:
+        """The sequence is over, for whatever reason; calling it for an unknown one does nothing."""

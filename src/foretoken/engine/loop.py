@@ -21,14 +21,13 @@ from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import Stopping
 from foretoken.models.base import Model, Scores
 from foretoken.propose.base import Observation, Proposer
-from foretoken.verify import choose, stream_for
+from foretoken.verify import Rule, choose, stream_for
 
 
 class Engine:
     """Runs any number of sequences, up to ``max_sequences`` in one pass; a single one is a batch of one.
 
-    rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade: block (in trees traversal)
-    verification, or token (in trees recursive) rejection.
+    rule: the verifier for drafts of a law in a request of a grade; an audit plants wrong ones.
     """
 
     def __init__(
@@ -37,11 +36,11 @@ class Engine:
         proposer: Proposer,
         controller: Controller,
         *,
-        rejection: str = "block",
+        rule: Rule = choose,
         max_sequences: int = 16,
     ) -> None:
         self.target, self.proposer, self.controller = target, proposer, controller
-        self.rejection, self.max_sequences = rejection, max_sequences
+        self.rule, self.max_sequences = rule, max_sequences
         self.waiting: deque[tuple[Context, Stopping, int | None]] = deque()
         self.running: dict[int, Sequence] = {}
         self.finished: dict[int, Sequence] = {}
@@ -112,7 +111,7 @@ class Engine:
         """The law at every node, then the rule that the draft's own law and the request's grade call for."""
         probs = Rows(context.law, scores.logits, partial(context.history_at, draft))
         stream = stream_for(context.exactness, context.streams, context.generated)
-        return choose(draft.law, context.exactness, self.rejection)(draft, probs, stream)
+        return self.rule(draft.law, context.exactness)(draft, probs, stream)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_sequences:
@@ -142,6 +141,7 @@ class Engine:
         self.running.pop(sequence.context.id, None)
         self.target.close(sequence.handle)
         self.proposer.forget(sequence.context)
+        self.controller.forget(sequence.context)
         self.finished[sequence.context.id] = sequence
 
 

@@ -26,11 +26,14 @@ from foretoken.core.verdict import Verdict
 from foretoken.verify import block, coupled, token, tree, typical, walk
 from foretoken.verify.rows import Probs
 
-__all__ = ["VERIFIERS", "Verifier", "choose", "stream_for"]
+__all__ = ["VERIFIERS", "Rule", "Verifier", "choose", "stream_for"]
 
 Verifier = Callable[[Draft, Probs, Stream], Verdict]
 """(draft, probs [n+1, V], stream) -> verdict. Row 0 is the target's law at the root, row i + 1 at node i; ``Rows``
 are computed as they are read."""
+
+Rule = Callable[[ProposalLaw, Exactness], Verifier]
+"""Which verifier judges drafts of a law in a request of a grade; ``choose`` is the exact one."""
 
 
 def _by_shape(chain: Verifier, drawn_tree: Verifier) -> Verifier:

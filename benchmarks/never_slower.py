@@ -1,0 +1,221 @@
+"""Never slower: proposers that are no good, under the guard, beside plain decoding.
+
+    python benchmarks/never_slower.py --json never_slower.json
+    python benchmarks/never_slower.py --small --batch 1 --proposer random
+
+random: a draft model of random weights. over-large: the target as its own draft. wrong: an EAGLE-3 head whose weights
+were shuffled. Every cell begins with a controller that knows nothing, and plain and guarded runs take turns; both are
+end to end, prompts included, end-of-text ignored. A ratio is guarded over plain tokens per second, the median of the
+repeats; within a repeat both do all requests of the cell.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice, product
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.control.base import Controller
+from foretoken.control.tempo import Tempo
+from foretoken.engine.rehearsal import rehearse
+from foretoken.propose.base import Proposer
+from foretoken.train.scale_up import scaled
+
+PROSE = (
+    "The harbour was quiet that morning. Two boats had come in before dawn, and the men who had been out on them sat "
+    "on the wall with their hands around their cups, saying nothing, while the gulls",
+    "When people speak of the history of the town they usually begin with the fire, because so little was left after "
+    "it that anybody could point to. But the older families remember",
+    "It is often said that a good letter writes itself. Mine did not. I began it on Monday, put it aside on Tuesday, "
+    "and by the end of the week there were eleven first sentences on my desk, of which",
+    "Bread needs four things and patience: flour, water, salt and something that lives. The flour decides how much "
+    "water it will take, and the weather decides how long",
+)
+REPETITION = (
+    "".join(f"    assert add({i}, {i + 1}) == {2 * i + 1}\n" for i in range(12)),
+    "north east south west " * 24,
+    "".join(f"    'item_{i}': Item(name='item_{i}', price={i * 7 % 50}),\n" for i in range(12)),
+    "x = 0\n" * 40,
+)
+TEXTS = {"prose": PROSE, "code": FUNCTIONS, "repetition": REPETITION}
+PROPOSERS = ("random", "over-large", "wrong")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """ratios: guarded over plain tokens per second, one a repeat. drafted: nodes for every plain token."""
+
+    proposer: str
+    text: str
+    temperature: float
+    batch: int
+    plain: float
+    guarded: float
+    ratios: tuple[float, ...]
+    drafted: float
+
+    @property
+    def ratio(self) -> float:
+        return median(self.ratios)
+
+
+def random_draft(folder: Path) -> Path:
+    """The bundled draft with other weights of the same size."""
+    return _with_weights(zoo.path("draft"), folder, lambda w, g: torch.randn(w.shape, generator=g) * w.float().std())
+
+
+def wrong_head(head: Path, folder: Path) -> Path:
+    """A head whose every matrix has its entries shuffled; norms and tables of ids stay."""
+
+    def shuffled(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return weight.flatten()[torch.randperm(weight.numel(), generator=generator)].view(weight.shape)
+
+    return _with_weights(head, folder, shuffled)
+
+
+def _with_weights(source: Path, folder: Path, change: Any) -> Path:
+    shutil.copytree(source, folder)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in tensors.items():
+        if weight.ndim > 1 and weight.is_floating_point():
+            tensors[name] = change(weight, generator).to(weight.dtype).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def configuration(proposer: str, target: Path, folder: Path) -> dict[str, Any]:
+    """As a user would write it."""
+    if proposer == "random":
+        return {"method": "draft_model", "model": str(random_draft(folder / "draft"))}
+    if proposer == "over-large":
+        return {"method": "draft_model", "model": str(target)}
+    from foretoken.train.scale_heads import scaled_head
+
+    head = zoo.path("eagle3") if target == zoo.path("target") else scaled_head("eagle3", target)
+    return {"method": "eagle3", "model": str(wrong_head(head, folder / "head"))}
+
+
+@dataclass
+class Sides:
+    """One set of models that decodes plainly or as configured."""
+
+    llm: LLM
+
+    def __post_init__(self) -> None:
+        self._proposer = self.llm.engine.proposer
+        self.begin()
+
+    def begin(self) -> None:
+        """A controller that knows nothing but the rehearsal."""
+        config, tempo = self.llm.speculative_config, Tempo()
+        rehearse(self.llm.target, self._proposer, tempo, config.most)
+        self._controller = config.controller(self.llm.target.device, tempo)
+
+    def run(self, guarded: bool, groups: Sequence[list[str]], params: SamplingParams) -> tuple[int, int, float]:
+        """-> tokens, drafted nodes, seconds"""
+        engine = self.llm.engine
+        engine.proposer = self._proposer if guarded else Proposer()
+        engine.controller = self._controller if guarded else Controller()
+        tokens = drafted = 0
+        started = time.perf_counter()
+        for group in groups:
+            for output in self.llm.generate(group, params, use_tqdm=False):
+                tokens += len(output.outputs[0].token_ids)
+                drafted += output.outputs[0].stats.drafted
+        return tokens, drafted, time.perf_counter() - started
+
+
+def cell(
+    sides: Sides, proposer: str, text: str, temperature: float, batch: int, tokens: int, requests: int, repeats: int
+) -> Cell:
+    """Plain and guarded in turns, each going first every other time."""
+    prompts = cycle(TEXTS[text])
+    groups = [list(islice(prompts, batch)) for _ in range(requests)]
+    params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
+    sides.run(False, groups[:1], replace(params, max_tokens=8))
+    ratios, speeds, drafted, plain_tokens = [], {True: [], False: []}, 0, 0
+    for repeat in range(repeats):
+        sides.begin()
+        for guarded in (repeat % 2 == 0, repeat % 2 == 1):
+            made, nodes, seconds = sides.run(guarded, groups, params)
+            speeds[guarded].append(made / seconds)
+            drafted, plain_tokens = drafted + nodes, plain_tokens + made * guarded
+        ratios.append(speeds[True][-1] / speeds[False][-1])
+    plain, fast = median(speeds[False]), median(speeds[True])
+    return Cell(proposer, text, temperature, batch, plain, fast, tuple(ratios), drafted / plain_tokens)
+
+
+def cells(
+    target: Path, proposers: Sequence[str], grid: Sequence[tuple[str, float, int]], sizes: tuple[int, int, int]
+) -> Iterator[Cell]:
+    """All of them; models are loaded once for each proposer."""
+    for proposer in proposers:
+        with tempfile.TemporaryDirectory() as folder:
+            config = configuration(proposer, target, Path(folder))
+            sides = Sides(LLM(target, speculative_config=config, max_model_len=2048))
+        for text, temperature, batch in track(grid, description=proposer, transient=True):
+            yield cell(sides, proposer, text, temperature, batch, *sizes)
+        sides.llm.close()
+
+
+def table(found: Sequence[Cell]) -> Table:
+    result = Table(box=box.MARKDOWN)
+    for column in ("proposer", "text", "temperature", "batch", "plain tok/s", "guarded tok/s", "ratio", "lowest"):
+        result.add_column(column, justify="left" if column in ("proposer", "text") else "right")
+    result.add_column("drafted per token", justify="right")
+    for c in found:
+        figures = (f"{c.plain:.1f}", f"{c.guarded:.1f}", f"{c.ratio:.3f}", f"{min(c.ratios):.3f}", f"{c.drafted:.2f}")
+        result.add_row(c.proposer, c.text, f"{c.temperature:g}", str(c.batch), *figures)
+    return result
+
+
+def main(
+    small: Annotated[bool, typer.Option("--small", help="The bundled target itself, not widened to 0.7 B.")] = False,
+    proposer: Annotated[list[str], typer.Option(help=f"Of {', '.join(PROPOSERS)}; may be repeated.")] = list(PROPOSERS),
+    text: Annotated[list[str], typer.Option(help=f"Of {', '.join(TEXTS)}; may be repeated.")] = list(TEXTS),
+    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.5],
+    batch: Annotated[list[int], typer.Option(help="May be repeated.")] = [1, 4, 16],
+    tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 128,
+    requests: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+) -> None:  # fmt: skip
+    """Tokens per second under the guard over plain decoding's, for proposers that are no good."""
+    torch.set_num_threads(cores())
+    for name, known in [(p, PROPOSERS) for p in proposer] + [(t, tuple(TEXTS)) for t in text]:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not known; known: {', '.join(known)}")
+    target = zoo.path("target") if small else scaled()
+    grid = list(product(text, temperature, batch))
+    found = list(cells(target, proposer, grid, (tokens, requests, repeats)))
+    console = wide_console()
+    console.print(table(found))
+    worst = min(found, key=lambda c: c.ratio)
+    console.print(f"lowest ratio {worst.ratio:.3f}: {worst.proposer}, {worst.text}, batch {worst.batch}")
+    facts = setting() | {"target": target.name, "tokens": tokens, "requests": requests, "repeats": repeats}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        rows = [asdict(c) | {"ratio": c.ratio} for c in found]
+        json_file.write_text(json.dumps({"setting": facts, "cells": rows}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

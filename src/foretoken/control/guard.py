@@ -1,0 +1,129 @@
+"""Never slower: a ledger of what drafting cost beside plain decoding, and a limit to how much may be lost.
+
+Every round that drafted is charged its seconds, catching up included, less what plain decoding would have taken for the
+tokens that came. Losses are paid from an allowance, a small share of all time, and from earlier gains up to a limit. A
+round may draft only what would not overdraw the account if every guess were wrong. So whatever the proposer does, text
+takes at most the allowance longer; and tries after a failure become rare by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretoken.control.base import Controller
+from foretoken.control.tempo import Tempo
+from foretoken.core.checks import number
+from foretoken.core.context import Context
+from foretoken.core.step import Step
+
+_START = 4.0  # plain rounds that may be lost before anything was gained
+_MOST = 16.0  # and of earlier gains
+_DISTURBED = 3.0  # times what a round should take; what takes longer is not the proposer's doing
+_UNKNOWN = 2  # nodes for one sequence, while it is not known what drafting takes
+
+
+@dataclass(frozen=True, slots=True)
+class GuardConfig:
+    """allowance: the share of time that drafting may lose."""
+
+    allowance: float = 0.01
+
+    def __post_init__(self) -> None:
+        number("allowance", self.allowance, 0.0, 1.0)
+
+
+class Guard(Controller):
+    """``inner``, as far as the ledger allows. Requests that name their own depth have it, and are not charged.
+
+    balance: seconds that may be lost now, None until a plain round was timed.
+    """
+
+    def __init__(self, inner: Controller, tempo: Tempo, config: GuardConfig | None = None) -> None:
+        """tempo: may be shared with ``inner``."""
+        self.inner, self.tempo, self.config = inner, tempo, config or GuardConfig()
+        self.balance: float | None = None
+        self._forced: dict[int, int] = {}
+
+    def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
+        wanted = self.inner.budgets(contexts, rooms)
+        self._forced = {c.id: k for c, k in zip(contexts, wanted, strict=True) if c.depth is not None}
+        own = [i for i, context in enumerate(contexts) if context.depth is None and wanted[i] > 0]
+        if own:
+            limits = self._affordable(contexts, wanted, own)
+            if limits != {i: wanted[i] for i in own}:
+                rooms = [r if c.depth is not None else min(r, limits.get(i, 0))
+                         for i, (c, r) in enumerate(zip(contexts, rooms, strict=True))]  # fmt: skip
+                wanted = self.inner.budgets(contexts, rooms)
+        self.tempo.begin(contexts, wanted)
+        return wanted
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        if steps:
+            self._charge(steps)
+        self.tempo.observe(steps)
+        self.inner.observe(steps)
+        if steps and (plain := self.tempo.plain_seconds(len(steps))):
+            self.balance = min(_START * plain if self.balance is None else self.balance, _MOST * plain)
+
+    def forget(self, context: Context) -> None:
+        self.tempo.forget(context)
+        self.inner.forget(context)
+
+    def _affordable(self, contexts: Sequence[Context], wanted: Sequence[int], own: Sequence[int]) -> dict[int, int]:
+        """By place in the batch, nodes that may be drafted: all, or what the worst case leaves room for."""
+        if self.balance is None or self.tempo.due(len(contexts)):
+            return {}
+        behind = {i: self.tempo.behind(contexts[i]) for i in own}
+        if not self.tempo.ready:
+            first = min(own, key=lambda i: behind[i])
+            return {first: min(_UNKNOWN, wanted[first])} if self.balance > 0.0 else {}
+        limits = {i: wanted[i] for i in own}
+        if self._worst(len(contexts), limits, behind) <= self.balance:
+            return limits
+        depth = max(limits.values())
+        while depth > 0:
+            limits = {}
+            for i in sorted(own, key=lambda i: behind[i]):
+                more = {**limits, i: min(depth, wanted[i])}
+                if self._worst(len(contexts), more, behind) > self.balance:
+                    break
+                limits = more
+            if limits:
+                return limits
+            depth //= 2
+        return {}
+
+    def _worst(self, batch: int, limits: dict[int, int], behind: dict[int, int]) -> float:
+        """Seconds lost if nothing is accepted."""
+        tempo, rows = self.tempo, batch + sum(limits.values())
+        drafting = tempo.draft_seconds(max(limits.values()), len(limits))
+        missed = tempo.missed_seconds(sum(behind[i] for i in limits))
+        return drafting + missed + max(0.0, tempo.passes.at(rows) - tempo.plain_seconds(batch))
+
+    def _charge(self, steps: Sequence[Step]) -> None:
+        """Enter a round: its allowance, and its loss or gain against the same tokens without the drafts on trial."""
+        plain, batch = self.tempo.plain_seconds(len(steps)), len(steps)
+        if self.balance is None or not plain:
+            return
+        timings = steps[0].timings
+        free = [step for step in steps if step.sequence not in self._forced]
+        self.balance += self.config.allowance * timings.total
+        if not any(len(step.draft) for step in free):
+            return
+        forced = sum(len(step.draft) for step in steps if step.sequence in self._forced)
+        nodes = sum(len(step.draft) for step in free)
+        base = plain if not forced else self._with(batch + forced)
+        if all(step.position > 0 for step in steps):
+            seconds = min(timings.total, _DISTURBED * self._expected(steps, batch + forced + nodes))
+        else:  # beside a prompt's rows only what was added can be told
+            seconds = plain + timings.propose + max(0.0, self._with(batch + nodes) - plain)
+        tokens = sum(len(step.tokens) for step in free)
+        self.balance -= seconds - base * tokens / len(free)
+
+    def _with(self, rows: int) -> float:
+        return self.tempo.passes.at(rows)
+
+    def _expected(self, steps: Sequence[Step], rows: int) -> float:
+        tempo = self.tempo
+        return self._with(rows) + (tempo.planned_seconds() if tempo.ready else steps[0].timings.propose)

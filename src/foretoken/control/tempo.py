@@ -1,0 +1,161 @@
+"""What rounds take, learned from the rounds themselves: plain ones, passes by rows, drafting, and catching up.
+
+Rounds that bring in a prompt teach nothing about passes. A proposer that sat out computes what it missed when it next
+drafts; those seconds are told apart, as seconds a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foretoken.control.curve import Array, Curve
+from foretoken.core.context import Context
+from foretoken.core.step import Step, Timings
+
+_BEHIND = 8  # missed tokens of all sequences together that go unnoticed
+_EARLY = 1.5  # observations that make the time of a plain round known
+_REFRESH = 24  # drafting rounds, at least, before a plain one is timed again;
+_PATIENCE = 200.0  # and so many more for every whole time that drafting is faster, which costs half a percent
+_TOGETHER = 16.0  # missed tokens that take as long as one step of drafting, until measured
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a round was granted. lengths: tokens before it. behind: those of them that the proposer did not see."""
+
+    budgets: dict[int, int]
+    lengths: dict[int, int]
+    behind: int
+
+
+class Tempo:
+    """Shared by the controllers of an engine; each of them may report a round."""
+
+    def __init__(self) -> None:
+        self.passes, self.plain = Curve(), Curve()
+        self._drafts: dict[int, Curve] = {}  # by the bit length of how many sequences draft; over the depth
+        self._missed = [0.0, 0.0]  # seconds of catching up, tokens
+        self._read: dict[int, int] = {}
+        self._plan = Plan({}, {}, 0)
+        self._seen: Timings | None = None
+        self._since = 0
+        self._speedup = 1.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known what drafting takes."""
+        return bool(self._drafts)
+
+    def due(self, batch: int) -> bool:
+        """Whether a plain round should be timed before others draft."""
+        slack = batch // 8
+        if self.plain.known(batch, slack) < (1.0 if self.plain.weight > _EARLY else _EARLY):
+            return True
+        return self._since >= _REFRESH + _PATIENCE * max(0.0, self._speedup - 1.0)
+
+    def plain_seconds(self, batch: int) -> float:
+        """A round of ``batch`` sequences without drafts; 0 until one was seen."""
+        return self.plain.at(batch)
+
+    def draft_seconds(self, depth: int, count: int) -> float:
+        """Drafting ``depth`` nodes for each of ``count`` sequences that missed nothing."""
+        if not self._drafts:
+            return 0.0
+        return self._drafts[self._nearest(count.bit_length())].at(depth)
+
+    def draft_table(self, depths: Array, counts: Array) -> Array:
+        """Seconds for each pair of depth and number of sequences."""
+        if not self._drafts:
+            return np.zeros(len(depths))
+        most = int(np.max(counts, initial=1)).bit_length()
+        nearest = [self._nearest(bits) for bits in range(most + 1)]
+        if len(set(nearest)) == 1:
+            return self._drafts[nearest[0]].over(depths)
+        found = np.zeros(len(depths))
+        bits = np.frexp(counts)[1]  # the bit length of each
+        for known in set(nearest):
+            mine = np.isin(bits, [b for b, other in enumerate(nearest) if other == known])
+            found[mine] = self._drafts[known].over(depths[mine])
+        return found
+
+    def behind(self, context: Context) -> int:
+        """Tokens that the proposer would have to read first."""
+        return len(context.tokens) - self._read.get(context.id, 0)
+
+    def missed_seconds(self, tokens: float) -> float:
+        """Reading ``tokens`` that were missed."""
+        seconds, count = self._missed
+        return tokens * seconds / count if count else 0.0
+
+    def planned_seconds(self) -> float:
+        """Drafting in the round at hand, catching up included."""
+        drafting = [budget for budget in self._plan.budgets.values() if budget > 0]
+        steps = self.draft_seconds(max(drafting), len(drafting)) if drafting else 0.0
+        return steps + self.missed_seconds(self._plan.behind)
+
+    def begin(self, contexts: Sequence[Context], budgets: Sequence[int]) -> None:
+        """What the round at hand was granted; the last word before it counts."""
+        behind = sum(self.behind(c) for c, budget in zip(contexts, budgets, strict=True) if budget > 0)
+        granted = {c.id: budget for c, budget in zip(contexts, budgets, strict=True)}
+        self._plan = Plan(granted, {c.id: len(c.tokens) for c in contexts}, behind)
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        """A round; told of it twice it learns once."""
+        if not steps or steps[0].timings is self._seen:
+            return
+        timings = self._seen = steps[0].timings
+        granted = [self._plan.budgets.get(step.sequence, 0) for step in steps]
+        drafting = [budget for budget in granted if budget > 0]
+        if all(step.position > 0 for step in steps):
+            rows = sum(len(step.draft) + 1 for step in steps)
+            self.passes.add(rows, timings.total - timings.propose)
+            self._since += 1
+            if rows == len(steps) and not drafting:
+                self.plain.add(len(steps), timings.total)
+                self._since = 0
+        for step, budget in zip(steps, granted, strict=True):
+            if budget > 0 and (step.position > 0 or len(step.draft)):
+                length = self._plan.lengths[step.sequence]
+                self._read[step.sequence] = length + len(step.tokens)
+        if drafting and any(len(step.draft) for step in steps):
+            self._learn(max(drafting), len(drafting), timings.propose)
+            self._faster(steps, timings.total)
+
+    def forget(self, context: Context) -> None:
+        """The sequence is over."""
+        self._read.pop(context.id, None)
+
+    def doubt(self) -> None:
+        """What was measured so far stands in only until there is better."""
+        for curve in (self.passes, self.plain, *self._drafts.values()):
+            curve.doubt(0.5)
+        self._missed = [value / max(1.0, self._missed[1] / 64.0) for value in self._missed]
+        self._since, self._read = 0, {}
+
+    def _nearest(self, bits: int) -> int:
+        """Where nothing is known of so many sequences, the number that comes closest."""
+        return bits if bits in self._drafts else min(self._drafts, key=lambda known: abs(known - bits))
+
+    def _learn(self, depth: int, count: int, seconds: float) -> None:
+        """Drafting took ``seconds``: steps, and what was missed before them."""
+        missed = self._plan.behind
+        if missed <= _BEHIND:
+            self._drafts.setdefault(count.bit_length(), Curve(origin=True)).add(depth, seconds)
+            return
+        if self._drafts:
+            excess = max(0.0, seconds - self.draft_seconds(depth, count))
+        else:  # nothing to tell them apart with
+            step = seconds / (depth + missed / _TOGETHER)
+            self._drafts[count.bit_length()] = Curve(origin=True)
+            self._drafts[count.bit_length()].add(depth, step * depth)
+            excess = step * missed / _TOGETHER
+        self._missed = [0.8 * self._missed[0] + excess, 0.8 * self._missed[1] + missed]
+
+    def _faster(self, steps: Sequence[Step], seconds: float) -> None:
+        plain = self.plain_seconds(len(steps))
+        if plain and seconds and all(step.position > 0 for step in steps):
+            speedup = sum(len(step.tokens) for step in steps) / len(steps) * plain / seconds
+            self._speedup += 0.1 * (speedup - self._speedup)

@@ -1,0 +1,170 @@
+"""The bound: whatever a proposer does, text takes hardly longer than without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken.control.fixed import Fixed
+from foretoken.control.goodput import Goodput
+from foretoken.control.guard import Guard, GuardConfig
+from foretoken.control.tempo import Tempo
+from foretoken.core.errors import InvalidRequest
+
+from .world import PLAIN, World, chance, flat
+
+ALLOWANCE, START = 0.01, 4.0
+
+
+def guarded(most: int = 8, fixed: bool = False, allowance: float = ALLOWANCE) -> Guard:
+    tempo = Tempo()
+    return Guard(Fixed(most) if fixed else Goodput(most, tempo), tempo, GuardConfig(allowance))
+
+
+def lost(world: World) -> float:
+    """Plain rounds lost beyond the allowance."""
+    return (world.elapsed - world.plain - ALLOWANCE * world.elapsed) / world.rows(1)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("step", [0.0, 0.0005, 0.004, PLAIN])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_random_draft_costs_the_allowance_at_most(fixed, step, batch):
+    world = World(guard := guarded(fixed=fixed), chance(0.02), step=step, read=step / 16)
+    world.rehearse(guard.tempo)
+    for _ in range(batch):
+        world.add(prompt=200)
+    world.run(200 * batch)
+    assert lost(world) * world.rows(1) / world.rows(batch) < START + 1.0
+    if not fixed:
+        assert world.elapsed < 1.03 * world.plain
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_draft_as_large_as_the_target_is_left_alone(fixed):
+    world = World(guarded(fixed=fixed), chance(1.0), step=PLAIN, read=0.001)
+    world.add(prompt=100)
+    world.run(600)
+    assert lost(world) < START + 6.0  # the first draft's cost is not known before it is made
+    before = world.elapsed - world.plain
+    world.run(600)
+    assert world.elapsed - world.plain - before < 0.02 * 600 * PLAIN
+
+
+def test_a_gain_licenses_no_long_loss():
+    """Right for 200 tokens, then wrong for 1000, again and again."""
+    world = World(guarded(fixed=True), lambda s, position, depth: position % 1200 < 200, step=0.002)
+    world.add()
+    world.run(200)
+    for _ in range(5):
+        before = world.elapsed - world.plain
+        world.run(1000)
+        assert world.elapsed - world.plain - before < (16.0 + 2.0 + 0.01 * 1000) * PLAIN
+        world.run(200)
+    assert world.elapsed < world.plain
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_an_adversary_who_is_wrong_whenever_it_matters(fixed):
+    """Right exactly as long as it has lost more than gained."""
+    world = World(guarded(fixed=fixed), lambda *_: False, step=0.003)
+    world.right = lambda *_: world.elapsed > world.plain + 2 * PLAIN
+    world.add()
+    world.run(4000)
+    assert lost(world) < START + 1.0
+
+
+def test_costs_that_change():
+    """Drafting becomes thirty times dearer, then passes by rows do."""
+    world = World(guarded(fixed=True), chance(0.7), step=0.001)
+    world.add()
+    world.run(1000)
+    assert world.elapsed < 0.7 * world.plain
+    for change in ("step", "rows"):
+        before = world.elapsed - world.plain
+        if change == "step":
+            world.step = 0.030
+        else:
+            world.step, world.rows = 0.001, lambda rows: PLAIN * (1.0 + 1.5 * (rows - 1))
+        world.run(1500)
+        assert world.elapsed - world.plain - before < (16.0 + 20.0 + 0.02 * 1500) * PLAIN
+        if change == "step":
+            world.step = 0.001
+            world.run(3000)
+
+
+def test_batches_that_change():
+    world = World(guarded(), lambda sequence, position, depth: False, step=0.001, read=0.0001)
+    waves = (1, 16, 3, 8, 1, 12)
+    for wave in waves:
+        members = [world.add(prompt=64) for _ in range(wave)]
+        world.run(100 * wave)
+        for member in members:
+            world.end(member)
+    assert world.elapsed < 1.03 * world.plain
+
+
+def test_a_good_draft_is_let_be():
+    for fixed in (True, False):
+        world = World(guarded(most=4, fixed=fixed), chance(0.8), step=0.0005)
+        world.add()
+        world.run(2000)
+        free = World(Fixed(4), chance(0.8), step=0.0005)
+        free.add()
+        free.run(2000)
+        assert world.elapsed < 1.04 * free.elapsed
+
+
+def test_a_disturbance_is_not_the_proposers_doing():
+    world = World(guarded(most=4, fixed=True), chance(0.8), step=0.0005)
+    world.add()
+    world.run(500)
+    world.rows = lambda rows: 100 * flat(rows)
+    world.round()
+    world.rows = flat
+    drafted = len(world.drafted)
+    world.run(300)
+    assert sum(k > 0 for k in world.drafted[drafted:]) > 0.9 * len(world.drafted[drafted:])
+
+
+def test_it_comes_back():
+    world = World(guarded(), lambda sequence, position, depth: position > 1000, step=0.0005)
+    world.add()
+    world.run(1000)
+    assert world.elapsed < 1.02 * world.plain
+    before, plain = world.elapsed, world.plain
+    world.run(1500)
+    assert world.elapsed - before < 0.5 * (world.plain - plain)
+
+
+def test_a_request_that_names_its_depth_has_it():
+    world = World(guarded(), chance(0.0), step=PLAIN)
+    world.add(depth=5)
+    world.add(depth=0)
+    world.add()
+    assert all(world.round()[:2] == [5, 0] for _ in range(60))
+    assert world.controller.balance is None or world.controller.balance > -10 * PLAIN  # type: ignore[attr-defined]
+
+
+def test_what_catching_up_takes_is_counted_before():
+    """Once the cost of reading is known, a long prompt is not read by a proposer that was no good."""
+    world = World(guarded(), chance(0.0), step=0.0005, read=0.002)
+    first = world.add(prompt=20)
+    world.run(300)
+    world.end(first)
+    world.add(prompt=2000)
+    before = world.elapsed - world.plain
+    world.run(300)
+    assert world.elapsed - world.plain - before < 8 * PLAIN
+
+
+def test_plain_rounds_are_timed_again():
+    world = World(guarded(most=4, fixed=True), chance(0.8), step=0.0005)
+    world.add()
+    world.run(8000)
+    plain = sum(k == 0 for k in world.drafted)
+    assert 3 < plain < 0.03 * len(world.drafted)
+
+
+def test_a_wrong_allowance_is_refused():
+    with pytest.raises(InvalidRequest, match="allowance must be a number from 0 to 1"):
+        GuardConfig(allowance=2.0)

@@ -1,0 +1,124 @@
+"""Rounds without models: what they take and which guesses are right is made up, and a controller decides in it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from foretoken.control.base import Controller
+from foretoken.control.tempo import Tempo
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import Step, Timings
+from foretoken.core.streams import Streams
+from foretoken.core.verdict import Verdict
+
+ROOM = 10_000
+PLAIN = 0.020
+
+
+def flat(rows: int) -> float:
+    """A pass on a CPU: a row more costs three per cent of the first."""
+    return PLAIN * (1.0 + 0.03 * (rows - 1))
+
+
+@dataclass
+class Script(Controller):
+    """These depths, one after another."""
+
+    depths: list[int]
+    tempo: Tempo
+
+    def budgets(self, contexts, rooms):
+        budgets = [self.depths.pop(0)] * len(contexts)
+        self.tempo.begin(contexts, budgets)
+        return budgets
+
+    def observe(self, steps):
+        self.tempo.observe(steps)
+
+
+@dataclass
+class World:
+    """Time passes as the functions say; ``elapsed`` is what it took, ``plain`` what plain decoding would have taken.
+
+    step: seconds of one draft step for all sequences. read: seconds a token that the proposer missed.
+    right: whether a guess is, by sequence, tokens generated, and depth.
+    """
+
+    controller: Controller
+    right: Callable[[int, int, int], bool]
+    rows: Callable[[int], float] = flat
+    step: float = 0.0005
+    read: float = 0.0
+    elapsed: float = 0.0
+    plain: float = 0.0
+    tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
+    contexts: dict[int, Context] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
+    made: int = 0
+
+    def add(self, prompt: int = 32, depth: int | None = None, law: SamplingLaw | None = None) -> int:
+        context = Context(self.made, [0] * prompt, prompt, law or SamplingLaw(), Streams(0), depth=depth)
+        self.contexts[self.made] = context
+        self.made += 1
+        return context.id
+
+    def rehearse(self, tempo: Tempo, depths: Sequence[int] = (0, 0, 0, 1, 1, 2, 3, 4, 6, 8)) -> None:
+        """As an ``LLM`` does before the first request; it takes no time."""
+        inner, self.controller = self.controller, Script(list(depths), tempo)
+        member = self.add(prompt=96)
+        for _ in depths:
+            self.round()
+        self.end(member)
+        tempo.doubt()
+        self.controller, self.elapsed, self.plain, self.tokens, self.drafted = inner, 0.0, 0.0, 0, []
+
+    def end(self, identifier: int) -> None:
+        self.controller.forget(self.contexts.pop(identifier))
+        self.seen.pop(identifier, None)
+
+    def round(self) -> list[int]:
+        """-> the budgets"""
+        contexts = list(self.contexts.values())
+        budgets = self.controller.budgets(contexts, [ROOM] * len(contexts))
+        missed = sum(len(c.tokens) - self.seen.get(c.id, 0) for c, k in zip(contexts, budgets, strict=True) if k)
+        propose = max(budgets) * self.step + missed * self.read
+        prompts = sum(c.prompt_length for c in contexts if not c.generated)
+        score = self.rows(sum(budgets) + len(contexts)) + 0.001 * prompts
+        timings = Timings(propose, score, 0.0, 0.0, len(contexts))
+        steps = [self._emit(context, budget, timings) for context, budget in zip(contexts, budgets, strict=True)]
+        emitted = sum(len(step.tokens) for step in steps)
+        self.elapsed += timings.total
+        self.plain += self.rows(len(contexts)) * emitted / len(contexts) + 0.001 * prompts
+        self.tokens += emitted
+        self.drafted.append(sum(budgets))
+        self.controller.observe(steps)
+        return budgets
+
+    def run(self, tokens: int) -> None:
+        """Rounds until so many more tokens have come."""
+        end = self.tokens + tokens
+        while self.tokens < end:
+            self.round()
+
+    def _emit(self, context: Context, budget: int, timings: Timings) -> Step:
+        position = context.generated
+        accepted = 0
+        while accepted < budget and self.right(context.id, position, accepted):
+            accepted += 1
+        tokens = (0,) * (accepted + 1)
+        context.tokens.extend(tokens)
+        if budget:
+            self.seen[context.id] = len(context.tokens)
+        draft = Draft.chain([0] * budget) if budget else Draft.empty()
+        return Step(context.id, position, draft, Verdict(tuple(range(accepted)), 0), tokens, timings)
+
+
+def chance(share: float, seed: int = 0) -> Callable[[int, int, int], bool]:
+    """Guesses are right so often."""
+    numbers = random.Random(seed)
+    return lambda sequence, position, depth: numbers.random() < share

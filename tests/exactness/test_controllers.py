@@ -1,0 +1,199 @@
+"""Whoever decides how much to draft, the law is the target's; one who peeks at what will be drawn bends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from foretoken.control.base import Controller
+from foretoken.control.fixed import Fixed
+from foretoken.control.goodput import Goodput
+from foretoken.control.guard import Guard
+from foretoken.control.memory import Memory, MemoryWatch
+from foretoken.control.tempo import Tempo
+from foretoken.core.context import Context, Exactness
+from foretoken.core.sampling import History, SamplingLaw
+from foretoken.core.streams import Purpose, Streams
+from foretoken.engine import loop
+from foretoken.engine.loop import Engine
+from foretoken.models.toy import ToyModel
+from foretoken.propose.draft_model import DraftModel
+
+from .enumerate import AddressReused, Branching, BranchingStream, Text, autoregressive_law, outcomes, total_variation
+
+LIMIT = 1e-12
+PROMPT = [0, 1, 1, 0, 1]
+TARGET = ToyModel(2, order=1, seed=5, sharpness=1.0)
+DRAFT = TARGET.perturbed(0.5)
+LAW = SamplingLaw()
+
+
+@dataclass
+class Length:
+    room: int
+
+    def push(self, token: int) -> str | None:
+        self.room -= 1
+        return "length" if self.room == 0 else None
+
+
+def guarded(inner: Callable[[Tempo], Controller]) -> Controller:
+    tempo = Tempo()
+    return Guard(inner(tempo), tempo)
+
+
+@dataclass
+class Machine:
+    """Its memory is short once in a while; a second passes from look to look."""
+
+    now: int = 0
+
+    def read(self) -> Memory:
+        return Memory(5 if self.now % 30 == 3 else 50, 100)
+
+    def clock(self) -> float:
+        self.now += 1
+        return float(self.now)
+
+
+def pressed() -> Controller:
+    machine = Machine()
+    return MemoryWatch(guarded(lambda tempo: Goodput(3, tempo)), machine.read, machine.clock)
+
+
+CONTROLLERS: dict[str, Callable[[], Controller]] = {
+    "goodput": lambda: Goodput(3, Tempo()),
+    "guarded goodput": lambda: guarded(lambda tempo: Goodput(3, tempo)),
+    "guarded depth": lambda: guarded(lambda tempo: Fixed(2)),
+    "short of memory": pressed,
+}
+
+
+@dataclass
+class Watched(Controller):
+    """``inner``, and what it granted."""
+
+    inner: Controller
+    granted: list[int] = field(default_factory=list)
+
+    def budgets(self, contexts, rooms):
+        budgets = self.inner.budgets(contexts, rooms)
+        self.granted += budgets
+        return budgets
+
+    def observe(self, steps):
+        self.inner.observe(steps)
+
+    def forget(self, context):
+        self.inner.forget(context)
+
+
+def generate(
+    controller: Controller, streams: Streams | Branching, length: int, law: SamplingLaw = LAW,
+    exactness: Exactness = Exactness.DISTRIBUTION,
+) -> Text:  # fmt: skip
+    engine = Engine(TARGET, DraftModel(DRAFT), controller)
+    context = Context(0, list(PROMPT), len(PROMPT), law, streams, exactness)  # type: ignore[arg-type]
+    engine.add(context, Length(length))
+    while engine.busy:
+        engine.step()
+    return tuple(context.tokens[len(PROMPT) :])
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """Every lap takes a millisecond, so that a round decides the same whenever it is run."""
+    ticks = count()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3))
+
+
+def reference(length: int) -> dict[Text, float]:
+    def row(text: Text):
+        tokens = [*PROMPT, *text]
+        return LAW.probs(TARGET.logits(tokens)[None], [History(tokens, len(PROMPT))])[0]
+
+    return autoregressive_law(row, length)
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_law_of_the_engine(name, steady):
+    """Enumerated with a controller that has learned from some requests already."""
+    learned = CONTROLLERS[name]()
+    for seed in range(3):
+        generate(learned, Streams(seed), 60)
+    granted: set[int] = set()
+
+    def run(streams: Branching) -> Text:
+        controller = Watched(deepcopy(learned))
+        text = generate(controller, streams, 4)
+        granted.update(controller.granted)
+        return text
+
+    assert total_variation(outcomes(run), reference(4)) < LIMIT
+    assert max(granted) > 0
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.parametrize("law", [SamplingLaw(), SamplingLaw(temperature=0.0)], ids=["drawn", "greedy"])
+def test_text_is_that_of_plain_decoding(name, law):
+    """In the trajectory grade, and greedily, the text does not depend on the controller."""
+    for seed in range(3):
+        plain = generate(Controller(), Streams(seed), 200, law, Exactness.TRAJECTORY)
+        assert generate(CONTROLLERS[name](), Streams(seed), 200, law, Exactness.TRAJECTORY) == plain
+
+
+# One who peeks
+
+
+class Remembering(Branching):
+    """A number asked for twice is the same number twice, as with real streams."""
+
+    def branch(self, address, options):
+        known = self.__dict__.setdefault("known", {})
+        if address not in known:
+            known[address] = super().branch(address, options)
+        return known[address]
+
+    def private(self, purpose, position):
+        return BranchingStream(self, purpose, position)
+
+
+class Peeking(Controller):
+    """Drafts only where the token that is going to be drawn is likely under the draft."""
+
+    def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
+        return [min(room, self.peek(context)) for context, room in zip(contexts, rooms, strict=True)]
+
+    def peek(self, context: Context) -> int:
+        q = DRAFT.probs(context.tokens)
+        drawn = context.streams.private(Purpose.DRAFT, context.generated).categorical(q, 0)
+        return 1 if q[drawn] >= 0.5 else 0
+
+
+def remembered(controller: Callable[[], Controller], length: int) -> dict[Text, float]:
+    law: dict[Text, float] = {}
+    script: list[int] = []
+    while True:
+        streams = Remembering(None, script)
+        text = generate(controller(), streams, length)
+        law[text] = law.get(text, 0.0) + streams.probability
+        while script and script[-1] + 1 == streams.widths[len(script) - 1]:
+            script.pop()
+        if not script:
+            return law
+        script[-1] += 1
+
+
+def test_a_controller_that_peeks_is_caught():
+    assert total_variation(remembered(Peeking, 4), reference(4)) > 0.02
+    with pytest.raises(AddressReused):
+        outcomes(lambda streams: generate(Peeking(), streams, 4))
+
+
+def test_the_enumeration_that_catches_it_finds_nothing_in_an_honest_one():
+    assert total_variation(remembered(lambda: Fixed(1), 4), reference(4)) < LIMIT
