@@ -14,7 +14,7 @@ from foretoken.cli.theme import ColorMode
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.costs import Loaded
+    from foretoken.bench.costs import Loaded, PassCost
 
 Quantization = Annotated[str | None, typer.Option(help="Quantise the target: int8.")]
 Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
@@ -80,9 +80,21 @@ def _passes(
 
     loaded = Loaded.of(wide, quantization)
     found = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
+    _keep(loaded, found, notes)
     title = f"\na pass of {wide.name}, {_precision(loaded)}, products read {loaded.weights_bytes / 1e6:.0f} MB"
     facts = [asdict(cost) | {"over_floor": cost.over_floor, "over_read": cost.over_read} for cost in found]
     return facts, [title + (f", batch {batch}" if batch > 1 else ""), tables.passes(found)]
+
+
+def _keep(loaded: Loaded, found: Sequence[PassCost], notes: Console) -> None:
+    """For plans of the same checkpoint on this machine."""
+    from foretoken.core.errors import WriteError
+    from foretoken.plan.costs import known
+
+    try:
+        known(loaded).merged(found).save()
+    except WriteError as error:
+        notes.print(str(error), style="yellow", markup=False, soft_wrap=True)
 
 
 def _precision(loaded: Loaded) -> str:

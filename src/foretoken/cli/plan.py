@@ -1,0 +1,173 @@
+"""``foretoken plan``: what speculation would gain on this machine and this text, before anything is deployed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.costs import Color, Quantization, wide_console
+from foretoken.cli.theme import ColorMode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foretoken.plan.outcome import Plan
+    from foretoken.plan.planner import Say, Settings
+
+_ROLES = ("eagle3", "medusa", "blockwise")
+
+
+def plan(
+    model: Annotated[str | None, typer.Option(help="Target model. [the bundled one, with its draft and heads]")] = None,
+    draft_model: Annotated[list[str] | None, typer.Option(help="A draft model (repeatable).")] = None,
+    heads: Annotated[list[str] | None, typer.Option(help="EAGLE, Medusa or blockwise heads (repeatable).")] = None,
+    speculative_config: Annotated[
+        list[str] | None, typer.Option(metavar="JSON", help="Another way to speculate (repeatable).")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines with a "prompt" each, and the target\'s "completion" if known. [our functions]'),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts to take from the start.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens for each prompt.")] = 64,
+    temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="Repeatable. [0 and 1]")] = None,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once (repeatable). [1]")] = None,
+    turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate.")] = 10,
+    quantization: Quantization = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything found.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,
+    color: Color = ColorMode.AUTO,
+) -> None:
+    """Predict tokens per pass and speed-up of every way to speculate, and say which to take, if any.
+
+    The target writes a sample after the prompts; every candidate is judged on it, and rounds are timed here.
+    """
+    from foretoken.cli.generate import _config
+    from foretoken.plan.candidates import candidates
+    from foretoken.plan.planner import Settings
+    from foretoken.plan.render import rendered
+
+    settings = Settings(
+        temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))), batches=tuple(dict.fromkeys(batch or (1,))),
+        max_tokens=max_tokens, turns=turns, top_p=top_p,
+    )  # fmt: skip
+    target, drafts, found_heads = _models(model, draft_model or [], heads or [])
+    chosen = candidates(drafts, found_heads, [_config(text) or {} for text in speculative_config or []])
+    notes, console = wide_console(color, stderr=True), wide_console(color)
+    with _progress(notes) as say:
+        found = _plan(target, chosen, prompts, count, settings, (dtype, quantization), say)
+    for part in rendered(found):
+        console.print(part, soft_wrap=not hasattr(part, "columns"))
+    console.print(", ".join(f"{key} {value}" for key, value in found.setting.items()), style="dim", markup=False)
+    record = found.to_dict()
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if html_file is not None:
+        from foretoken.report.plan import page
+
+        html_file.write_text(page(record), encoding="utf-8")
+
+
+def _models(model: str | None, drafts: list[str], heads: list[str]) -> tuple[str, list[str], list[str]]:
+    """What was given, or the bundled models."""
+    from foretoken import zoo
+
+    if model is not None:
+        return model, drafts, heads
+    roles = {each.role for each in zoo.list_models()}
+    found = [str(zoo.path(role)) for role in _ROLES if role in roles]
+    return str(zoo.path("target")), drafts or [str(zoo.path("draft"))], heads or found
+
+
+def _plan(
+    model: str, chosen: Sequence[Any], prompts: Path | None, count: int, settings: Settings,
+    options: tuple[str, str | None], say: Say,
+) -> Plan:  # fmt: skip
+    """From options to a plan, with the setting and the costs of passes beside it."""
+    from dataclasses import replace
+    from functools import cache
+
+    import torch
+
+    from foretoken.bench.setting import cores, setting
+    from foretoken.bench.workloads import FUNCTIONS, load_prompts
+    from foretoken.llm import eos_ids
+    from foretoken.models.base import Model
+    from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
+    from foretoken.plan.planner import Planner
+    from foretoken.speculation import Builder
+
+    dtype, quantization = options
+    torch.set_num_threads(cores())
+    say("loading the models", 0.0)
+    path = resolve(model)
+    tokenizer = load_tokenizer(path)
+    texts = load_prompts(prompts, count) if prompts is not None else list(FUNCTIONS)[:count]
+    ids = [list(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+    written = _completions(prompts, len(ids), tokenizer)
+    target = load_model(path, dtype=dtype, quantization=quantization)
+
+    @cache  # two candidates with the same draft share its weights
+    def load(other: str | Path) -> Model:
+        return load_model(resolve(other), dtype=dtype)
+
+    build = Builder(target, tokenizer, path, load).build
+    planner = Planner(target, build, settings, eos_ids(path, tokenizer), say)
+    found = planner.plan(ids, chosen, written)
+    say("passes by rows", 1.0)
+    where = prompts.name if prompts is not None else "our own functions"
+    drafts = {str(c.config["model"]): None for c in chosen if c.method == "draft_model" and c.config.get("model")}
+    loaded = [(path, target, quantization or ""), *((resolve(draft), load(resolve(draft)), "") for draft in drafts)]
+    return replace(
+        found,
+        setting=setting() | {"target": path.name, "max_tokens": settings.max_tokens},
+        prompts=f"{len(ids)} of {where}",
+        costs={folder.name: _passes(folder, each, kind) for folder, each, kind in loaded},
+    )
+
+
+def _completions(prompts: Path | None, count: int, tokenizer: Any) -> list[list[int]] | None:
+    """Of the first ``count`` lines; None where they have none. Raises InvalidRequest where only some have one."""
+    from foretoken.core.errors import InvalidRequest
+
+    if prompts is None:
+        return None
+    lines = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()][:count]
+    given = [line["completion"] for line in lines if "completion" in line]
+    if not given:
+        return None
+    if len(given) < len(lines) or not all(isinstance(text, str) and text for text in given):
+        raise InvalidRequest(f'{prompts}: give a "completion", a text, in every line or in none')
+    return [list(tokenizer.encode(text, add_special_tokens=False)) for text in given]
+
+
+def _passes(path: Path, model: Any, quantization: str) -> list[dict[str, Any]]:
+    """The measured curve of a model that is loaded, from the cache where it is known; empty where memory is short."""
+    from foretoken.bench.costs import Loaded
+    from foretoken.models.checkpoint import load_config
+    from foretoken.plan.costs import has_room, measured
+
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    loaded = Loaded(path, model, load_config(path), size, quantization)
+    return measured(loaded).to_dict() if has_room(loaded) else []
+
+
+@contextmanager
+def _progress(notes: Console) -> Iterator[Say]:
+    """A bar on standard error where somebody watches it."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    if not notes.is_terminal:
+        yield lambda what, share: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)

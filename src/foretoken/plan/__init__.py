@@ -1,0 +1,1 @@
+"""What speculation would gain, before it is deployed: theory, measured costs, and a planner that joins them."""

@@ -1,0 +1,88 @@
+"""What a plan compares: ways to speculate, and how far each drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.checkpoint import load_config, resolve
+from foretoken.speculation import SpeculativeConfig, find
+
+CHAIN = tuple(range(1, 9))
+TREE = (8, 14)
+COPIED = (4, 8)
+_TREES = ("eagle3", "eagle", "medusa", "blockwise", "recycling", "mixture")
+_COPIES = ("ngram", "suffix", "retrieval", "prediction")
+FREE: tuple[Mapping[str, Any], ...] = ({"method": "ngram"}, {"method": "suffix"}, {"method": "recycling"})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration at several depths. config: as users write it, without "num_speculative_tokens"."""
+
+    name: str
+    config: Mapping[str, Any]
+    depths: tuple[int, ...]
+
+    @property
+    def method(self) -> str:
+        return SpeculativeConfig.of(self.config).method_in_force
+
+    def at(self, depth: int) -> dict[str, Any]:
+        """The configuration to paste."""
+        return {**self.config, "num_speculative_tokens": depth}
+
+
+def candidates(
+    drafts: Sequence[str | Path], heads: Sequence[str | Path], configs: Sequence[Mapping[str, Any]] = ()
+) -> list[Candidate]:
+    """Every draft as a chain and as a tree, the heads, what needs no model, and ``configs`` as they are.
+
+    Raises InvalidRequest for configurations that are none, and for heads of no known kind.
+    """
+    found: list[Mapping[str, Any]] = []
+    for draft in map(str, drafts):
+        found.append({"method": "draft_model", "model": draft})
+        found.append({"method": "draft_model", "model": draft, "tree": "sampled"})
+    found += [{"method": head_method(resolve(head)), "model": str(head)} for head in heads]
+    return [_candidate(config) for config in (*found, *FREE, *configs)]
+
+
+def head_method(folder: Path) -> str:
+    """What the heads in ``folder`` are, by their config.json. Raises InvalidRequest where it does not say."""
+    config = load_config(folder)
+    kind, names = str(config.get("model_type")), " ".join(config.get("architectures") or []).lower()
+    if "eagle" in names or "eagle" in kind:
+        return "eagle3" if "eagle3" in names or config.get("draft_vocab_size") else "eagle"
+    if kind == "medusa" or "medusa_num_heads" in config:
+        return "medusa"
+    if kind in ("foretoken_blockwise", "foretoken_early_exit"):
+        return kind.removeprefix("foretoken_")
+    raise InvalidRequest(
+        f"{folder} holds no heads that are known (eagle, eagle3, medusa, blockwise, early_exit); "
+        "give them with their method in a speculative_config"
+    )
+
+
+def _candidate(config: Mapping[str, Any]) -> Candidate:
+    checked, own = SpeculativeConfig.of(config), dict(config)
+    method = checked.method_in_force
+    kind = find(method)
+    if kind is None:
+        raise InvalidRequest('a plan compares with plain decoding anyway; leave {"method": "none"} out')
+    own.setdefault("method", method)
+    depths: tuple[int, ...]
+    if own.pop("num_speculative_tokens", None) is not None:
+        depths = (checked.tokens,)
+    elif method in _TREES or own.get("tree", "chain") != "chain":
+        depths = TREE
+    else:
+        depths = COPIED if method in _COPIES else CHAIN
+    if depths[0] < 1:
+        raise InvalidRequest(f"num_speculative_tokens must be at least 1 in a plan, got {checked.tokens}")
+    details = [Path(str(own["model"])).name] if own.get("model") else []
+    details += [f"{key} {value}" for key, value in own.items() if key not in ("method", "model")]
+    return Candidate(" ".join([method, ", ".join(details)]).strip(), own, depths)

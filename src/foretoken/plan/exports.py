@@ -1,0 +1,59 @@
+"""A configuration of ours as other engines write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_VLLM = {
+    "draft_model": ("model",), "eagle3": ("model",), "eagle": ("model",), "medusa": ("model",),
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"), "suffix": (),
+}  # fmt: skip
+_NGRAM = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
+
+
+def vllm(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """vLLM's ``speculative_config``, None where it has no such method. Its drafts are chains: of a tree, as deep."""
+    method = config["method"]
+    if method not in _VLLM:
+        return None
+    defaults = _NGRAM if method == "ngram" else {}
+    kept = {key: config.get(key, defaults.get(key)) for key in _VLLM[method]}
+    depth = config["num_speculative_tokens"]
+    return {
+        "method": method, **{key: value for key, value in kept.items() if value is not None},
+        "num_speculative_tokens": depth if is_chain(config) else min(depth, 4),
+    }  # fmt: skip
+
+
+def transformers(config: Mapping[str, Any]) -> str | None:
+    """A call of transformers' ``generate``, None where it has no such method.
+
+    Its defaults end a draft early where it is unsure, and change the depth as they go; both are switched off.
+    """
+    method, depth = config["method"], config["num_speculative_tokens"]
+    if method == "ngram":
+        size = config.get("prompt_lookup_max", _NGRAM["prompt_lookup_max"])
+        return f"model.generate(**inputs, prompt_lookup_num_tokens={depth}, max_matching_ngram_size={size})"
+    if method == "early_exit" and config.get("exit_layer"):
+        return f"model.generate(**inputs, assistant_early_exit={config['exit_layer']})"
+    if method != "draft_model":
+        return None
+    return "\n".join([
+        f"draft = AutoModelForCausalLM.from_pretrained({config['model']!r})",
+        f"draft.generation_config.num_assistant_tokens = {depth if is_chain(config) else min(depth, 4)}",
+        'draft.generation_config.num_assistant_tokens_schedule = "constant"',
+        "draft.generation_config.assistant_confidence_threshold = 0",
+        "model.generate(**inputs, assistant_model=draft)",
+    ])  # fmt: skip
+
+
+def is_chain(config: Mapping[str, Any]) -> bool:
+    """Whether drafts are single paths, so that their nodes are their depth."""
+    trees = ("eagle3", "eagle", "medusa", "blockwise", "recycling", "mixture", "suffix", "retrieval")
+    return config.get("tree", "chain") == "chain" and (config["method"] not in trees or config.get("top_k") == 1)
+
+
+def exports(config: Mapping[str, Any]) -> dict[str, Any]:
+    """By engine."""
+    return {"foretoken": dict(config), "vllm": vllm(config), "transformers": transformers(config)}

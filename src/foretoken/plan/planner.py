@@ -1,0 +1,220 @@
+"""What speculation would gain on the user's text and machine, for every proposer, depth, temperature and batch.
+
+Tokens per pass come from the target's own text (``sample``), the time of a round from rounds that are run
+(``rounds``); the gain in decoding is tokens per pass over the round's time in plain steps. Intervals say what another
+run over as many requests of the same kind would give: they hold the spread between requests twice (the sample's and
+that run's), and the spread of the times. See ``statistics``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import SamplingLaw
+from foretoken.models.base import Model
+from foretoken.plan.candidates import Candidate
+from foretoken.plan.outcome import Plan, Row, choices, mark
+from foretoken.plan.predictors import Predictor, fitted
+from foretoken.plan.rounds import RoundTime, Times, midway, timed
+from foretoken.plan.sample import Proposers, Sample, chain_of
+from foretoken.plan.statistics import ratio_interval
+from foretoken.plan.tally import Estimate
+from foretoken.plan.texts import Text, write
+from foretoken.propose.base import Proposer
+from foretoken.speculation import SpeculativeConfig
+
+LEVEL = 0.95
+_TIMED = (1, 2, 4, 6, 8)  # of many depths, those whose rounds are timed; between them times are read off a line
+_NORMAL = 1.96
+Foretold = dict[tuple[str, float], list[Predictor]]  # by draft and temperature
+Say = Callable[[str, float], None]  # what is being done, and the share of the whole that is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to plan for. turns: timed rounds of every candidate."""
+
+    temperatures: Sequence[float] = (0.0, 1.0)
+    batches: Sequence[int] = (1,)
+    max_tokens: int = 64
+    turns: int = 10
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 8:
+            raise InvalidRequest(f"max_tokens must be at least 8 to tell rounds apart, got {self.max_tokens}")
+        if not self.temperatures or not self.batches:
+            raise InvalidRequest("a plan needs a temperature and a batch at least")
+
+    def law(self, temperature: float) -> SamplingLaw:
+        return SamplingLaw(temperature=float(temperature), top_p=float(self.top_p))
+
+
+@dataclass
+class Planner:
+    """Plans for one target. build: makes a proposer of a configuration, as ``speculation.Builder`` does."""
+
+    target: Model
+    build: Callable[[SpeculativeConfig], Proposer]
+    settings: Settings
+    eos: Collection[int] = ()
+    say: Say = lambda what, share: None
+
+    def plan(
+        self,
+        prompts: Sequence[Sequence[int]],
+        candidates: Sequence[Candidate],
+        completions: Sequence[Sequence[int]] | None = None,
+    ) -> Plan:
+        """prompts: token ids. completions: what the target wrote after them, where that is known; else it writes.
+
+        Raises InvalidRequest for prompts that do not fit the target, or none.
+        """
+        if not prompts or not candidates:
+            raise InvalidRequest("a plan needs a prompt and a way to speculate at least")
+        proposers = Proposers(self.build)
+        made = [proposers.get(candidate) for candidate in candidates]
+        taps = sorted({tap for proposer in made for tap in proposer.needs.taps})
+        progress = _Progress(self.say, self.settings, candidates)
+        rows: list[Row] = []
+        predictors: Foretold = {}
+        for temperature in self.settings.temperatures:
+            law = self.settings.law(temperature)
+            progress.next(f"the target writes at temperature {temperature:g}")
+            sample = Sample(self.target, law, self._texts(prompts, completions, law), self.eos, proposers, taps)
+            estimates = {(c.name, depth): e for c, depth, e in self._estimates(sample, candidates, progress)}
+            for batch in self.settings.batches:
+                times = self._times(sample, candidates, batch, progress)
+                for candidate in candidates:
+                    rows += _rows(candidate, temperature, batch, sample, estimates, times)
+            predictors |= _predictors(sample, candidates, temperature)
+        return Plan(tuple(mark(rows)), tuple(choices(rows)), predictors)
+
+    def _texts(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
+    ) -> list[Text]:
+        """Raises InvalidRequest where no text has rounds to speak of."""
+        limit = self.settings.max_tokens
+        if completions is None:
+            texts = write(self.target, prompts, law, limit, self.eos, self.settings.seed)
+        else:
+            pairs = zip(prompts, completions, strict=True)
+            texts = [Text(tuple(prompt), tuple(text[:limit]), limit) for prompt, text in pairs]
+        if all(len(text.tokens) < 2 for text in texts):
+            raise InvalidRequest("every text ends at once; give prompts that the target continues")
+        return texts
+
+    def _estimates(
+        self, sample: Sample, candidates: Sequence[Candidate], progress: _Progress
+    ) -> Iterator[tuple[Candidate, int, Estimate]]:
+        for candidate in candidates:
+            progress.next(f"{candidate.name} on its text")
+            for depth in candidate.depths:
+                yield candidate, depth, sample.estimate(candidate, depth)
+
+    def _times(self, sample: Sample, candidates: Sequence[Candidate], batch: int, progress: _Progress) -> Times:
+        lanes = {
+            _lane(candidate, depth): (sample.proposers.get(candidate), depth)
+            for candidate in candidates
+            for depth in timed_depths(candidate.depths)
+        }
+        what = f"rounds at temperature {sample.law.temperature:g}, batch {batch}"
+        prompts, turns = midway(sample.texts, batch), self.settings.turns
+        progress.next(what, 0.0)
+        found = timed(
+            self.target, lanes, prompts, sample.law, turns, lambda rounds: progress.next(what, rounds / turns)
+        )
+        return Times(found, batch)
+
+
+class _Progress:
+    """Counts what is done: texts, candidates and timed lanes alike."""
+
+    def __init__(self, say: Say, settings: Settings, candidates: Sequence[Candidate]) -> None:
+        lanes = sum(len(timed_depths(candidate.depths)) for candidate in candidates)
+        self._total = len(settings.temperatures) * (1 + len(candidates) + lanes * len(settings.batches))
+        self._say, self._done = say, 0.0
+
+    def next(self, what: str, weight: float = 1.0) -> None:
+        """``what`` begins, and takes a share of ``weight``."""
+        self._say(what, min(1.0, self._done / self._total))
+        self._done += weight
+
+
+def timed_depths(depths: Sequence[int]) -> list[int]:
+    """All of a few, some of many, the deepest always."""
+    return list(depths) if len(depths) <= len(_TIMED) else [d for d in depths if d in _TIMED or d == max(depths)]
+
+
+def _lane(candidate: Candidate, depth: int) -> str:
+    return f"{candidate.name} @ {depth}"
+
+
+def _time(candidate: Candidate, depth: int, times: Times, estimate: Estimate) -> RoundTime:
+    """As timed, or on the line between the depths beside it."""
+    near = timed_depths(candidate.depths)
+    if depth in near:
+        return times.of(_lane(candidate, depth), estimate.sizes)
+    low, high = max(d for d in near if d < depth), min(d for d in near if d > depth)
+    ends = [times.of(_lane(candidate, d), estimate.sizes) for d in (low, high)]
+    share = (depth - low) / (high - low)
+
+    def between(name: str) -> float:
+        return float((1 - share) * getattr(ends[0], name) + share * getattr(ends[1], name))
+
+    return RoundTime(**{name: between(name) for name in RoundTime.__dataclass_fields__})
+
+
+def _rows(
+    candidate: Candidate,
+    temperature: float,
+    batch: int,
+    sample: Sample,
+    estimates: dict[tuple[str, int], Estimate],
+    times: Times,
+) -> Iterator[Row]:
+    tokens = sum(len(text.tokens) for text in sample.texts) / len(sample.texts)
+    for depth in candidate.depths:
+        estimate = estimates[candidate.name, depth]
+        time = _time(candidate, depth, times, estimate)
+        mean, width = estimate.tokens_per_pass, spread(estimate)
+        gain, off = mean / time.over_plain, math.hypot(width, math.sqrt(2) * _NORMAL * time.error)
+        prefill = times.prefill
+        plain = prefill + (tokens - 1) * times.plain
+        rounds = sum(estimate.rounds) / max(1, len(estimate.tallies))
+        yield Row(
+            name=candidate.name, method=candidate.method, config=candidate.at(depth), temperature=temperature,
+            batch=batch, tokens_per_pass=mean, tokens_per_pass_low=mean * _exp(-width),
+            tokens_per_pass_high=mean * _exp(width), speedup=gain, low=gain * _exp(-off), high=gain * _exp(off),
+            end_to_end=plain / (prefill * time.prefill_over_plain + rounds * time.seconds), round_seconds=time.seconds,
+            draft_seconds=time.propose, plain_seconds=times.plain, acceptance=estimate.acceptance,
+            estimator=estimate.estimator, requests=len(estimate.rounds),
+        )  # fmt: skip
+
+
+def spread(estimate: Estimate) -> float:
+    """Half the interval's width in the logarithm, for another sample of as many requests; infinite for one request."""
+    if not estimate.rounds:
+        return math.inf
+    mean, low, high = ratio_interval(estimate.tokens, estimate.rounds, LEVEL)
+    return math.sqrt(2) * (high - low) / 2 / mean
+
+
+def _exp(value: float) -> float:
+    return 0.0 if value == -math.inf else math.exp(value) if value < 700 else math.inf
+
+
+def _predictors(sample: Sample, candidates: Sequence[Candidate], temperature: float) -> Foretold:
+    """For each draft model, what foretells the share of its drawn tokens that a request accepts."""
+    found: Foretold = {}
+    for candidate in candidates:
+        draft = chain_of(sample.proposers.get(candidate))
+        if draft is not None and len(sample.texts) >= 3:
+            chains = sample.chains(candidate, draft)
+            accepted = [ratios.acceptance for ratios in chains.ratios]
+            found[candidate.name, temperature] = fitted(chains.statistics, accepted)
+    return found

@@ -1,0 +1,204 @@
+"""What a round takes: the real engine with the real proposer, in turns with plain decoding, on the same machine.
+
+Drafting, the target's pass, the law, the verdict and the caches are all in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import fmean, median
+from time import perf_counter
+
+import numpy as np
+
+from foretoken.control.fixed import Fixed
+from foretoken.core.sampling import Law
+from foretoken.engine.loop import Engine
+from foretoken.models.base import Model
+from foretoken.plan.texts import Ending, Text, contexts
+from foretoken.propose.base import Proposer
+
+PLAIN = ""
+_OPEN = 32  # sequences open at once: those of plain decoding, and of as many lanes as fit beside it
+_WARM = 2  # rounds after the prompt's that are not timed
+_FOREVER = 1 << 30
+_DRIFT = 0.01  # relative error of any ratio of two times on one machine, however often it was taken
+_ids = count(1 << 40)  # of contexts; a proposer is shared by lanes and must tell them apart
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One round of a whole batch. rows: of the target's pass, all sequences together. Times in seconds."""
+
+    seconds: float
+    propose: float
+    score: float
+    rows: int
+
+
+@dataclass(slots=True)
+class Lane:
+    """A batch that goes on and on; begun anew where a sequence has reached the model's length."""
+
+    target: Model
+    proposer: Proposer
+    depth: int
+    prompts: Sequence[Sequence[int]]
+    law: Law
+    prefill: float = 0.0
+    engine: Engine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(self.target, self.proposer, Fixed(self.depth), max_sequences=len(self.prompts))
+        self._begin()
+
+    def turn(self) -> Turn:
+        if len(self.engine.running) < len(self.prompts):
+            self._begin()
+        started = perf_counter()
+        steps = self.engine.step()
+        seconds = perf_counter() - started
+        laps, rows = steps[0].timings, sum(len(step.draft) + 1 for step in steps)
+        return Turn(seconds, laps.propose, laps.score, rows)
+
+    def close(self) -> None:
+        for identifier in [*self.engine.running, *(entry[0].id for entry in self.engine.waiting)]:
+            self.engine.abort(identifier)
+        self.engine.finished.clear()
+
+    def _begin(self) -> None:
+        self.close()
+        for context in contexts(self.prompts, self.law, 0):
+            context.id = next(_ids)
+            self.engine.add(context, Ending(_FOREVER))
+        started = perf_counter()
+        self.engine.step()
+        self.prefill = perf_counter() - started
+        for _ in range(_WARM):
+            if len(self.engine.running) == len(self.prompts):
+                self.engine.step()
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The turns of one lane, and of plain decoding beside them. prefill: the round that holds the prompts, seconds."""
+
+    turns: tuple[Turn, ...]
+    plain: tuple[Turn, ...]
+    prefill: float
+    plain_prefill: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTime:
+    """Seconds of a batch's round, and of drafting in it; over a plain step's, with the relative error of that ratio."""
+
+    seconds: float
+    propose: float
+    over_plain: float
+    error: float
+    prefill_over_plain: float
+
+
+def timed(
+    target: Model,
+    lanes: Mapping[str, tuple[Proposer, int]],
+    prompts: Sequence[Sequence[int]],
+    law: Law,
+    turns: int,
+    tick: Callable[[int], None] = lambda rounds: None,
+) -> dict[str, Timed]:
+    """Every lane (a proposer and its depth) on ``prompts`` at once, ``turns`` rounds each, some lanes at a time.
+
+    tick: called now and then with the number of rounds timed since, plain ones not counted.
+    """
+    names, found = list(lanes), {}
+    together = max(1, _OPEN // len(prompts) - 1)
+    for start in range(0, len(names), together):
+        group = names[start : start + together]
+        running = {PLAIN: Lane(target, Proposer(), 0, prompts, law)}
+        try:
+            for name in group:
+                running[name] = Lane(target, *lanes[name], prompts, law)
+            seen = _in_turns(running, turns, tick)
+        finally:
+            for lane in running.values():
+                lane.close()
+        for name in group:
+            found[name] = Timed(
+                tuple(seen[name]), tuple(seen[PLAIN]), running[name].prefill, running[PLAIN].prefill
+            )  # fmt: skip
+    return found
+
+
+def _in_turns(running: Mapping[str, Lane], turns: int, tick: Callable[[int], None]) -> dict[str, list[Turn]]:
+    """Each turn begins with another lane."""
+    keys = list(running)
+    seen: dict[str, list[Turn]] = {key: [] for key in keys}
+    for turn in range(turns):
+        for i in range(len(keys)):
+            key = keys[(i + turn) % len(keys)]
+            seen[key].append(running[key].turn())
+        tick(len(keys) - 1)
+    return seen
+
+
+def midway(texts: Sequence[Text], batch: int) -> list[tuple[int, ...]]:
+    """``batch`` prompts with half of what the target wrote after them."""
+    whole = [text.prompt + text.tokens[: len(text.tokens) // 2] for text in texts]
+    return [whole[i % len(whole)] for i in range(batch)]
+
+
+class Times:
+    """Round times from what was timed together, at one temperature and batch."""
+
+    def __init__(self, found: Mapping[str, Timed], batch: int) -> None:
+        self._found, self._batch = found, batch
+        self.plain = median(turn.seconds for each in found.values() for turn in each.plain)
+        self.prefill = median(each.plain_prefill for each in found.values())
+        by_rows: dict[int, list[float]] = {}
+        for each in found.values():
+            for turn in (*each.turns, *each.plain):
+                by_rows.setdefault(turn.rows, []).append(turn.score)
+        self.passes = {rows: median(values) for rows, values in sorted(by_rows.items())}
+
+    def of(self, name: str, sizes: Mapping[int, float]) -> RoundTime:
+        """sizes: shares of the rounds by drafted nodes, of one sequence.
+
+        A lane whose drafts are always of one size took what it took. Where sizes vary, a few rounds are no fair sample
+        of them: the pass is then that of the sizes' whole distribution, on the curve of all passes that were timed.
+        """
+        lane = self._found[name]
+        plain = median(turn.seconds for turn in lane.plain)
+        ratios = [turn.seconds / other.seconds for turn, other in zip(lane.turns, lane.plain, strict=True)]
+        over, error = median(turn.seconds for turn in lane.turns) / plain, _error(ratios)
+        if len({turn.rows for turn in lane.turns}) > 1:
+            rest = sorted(turn.seconds - turn.score for turn in lane.turns)
+            over = (fmean(rest[: max(1, len(rest) - 1)]) + self._pass(sizes)) / plain
+            error = _error([1 + (each - median(rest)) / (over * plain) for each in rest])
+        return RoundTime(
+            seconds=over * self.plain,
+            propose=median(turn.propose for turn in lane.turns),
+            over_plain=over,
+            error=float(np.hypot(error, _DRIFT)),
+            prefill_over_plain=lane.prefill / lane.plain_prefill,
+        )
+
+    def _pass(self, sizes: Mapping[int, float]) -> float:
+        """The mean pass of a batch whose drafts' sizes are independent, jagged curve and all."""
+        known, shares = np.array(list(sizes)), np.array(list(sizes.values()))
+        law = np.bincount(known + 1, weights=shares)  # of one sequence's rows
+        total = law
+        for _ in range(self._batch - 1):
+            total = np.convolve(total, law)
+        seconds = np.interp(np.arange(len(total)), list(self.passes), list(self.passes.values()))
+        return float((total * seconds).sum() / total.sum())
+
+
+def _error(ratios: Sequence[float]) -> float:
+    """Relative standard error of the median, from the median deviation; normal tails."""
+    middle = median(ratios)
+    deviation = 1.4826 * median(abs(ratio - middle) for ratio in ratios)
+    return 1.2533 * deviation / middle / len(ratios) ** 0.5

@@ -1,0 +1,119 @@
+"""The target's text at one temperature, and what every candidate would do on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from foretoken.core.sampling import SamplingLaw
+from foretoken.models.base import Model
+from foretoken.plan.candidates import Candidate
+from foretoken.plan.chains import Ratios, expected, ratios, rows
+from foretoken.plan.predictors import Rows, statistics
+from foretoken.plan.recorded import Recording, record
+from foretoken.plan.replay import Drawn, replayed, run
+from foretoken.plan.tally import Estimate
+from foretoken.plan.texts import TOGETHER, Text
+from foretoken.propose.base import Proposer
+from foretoken.propose.draft_model import DraftModel
+from foretoken.speculation import SpeculativeConfig
+
+READERS = frozenset({"recycling", "mixture"})
+"""Methods that learn from all the target's rows, those of rejected guesses too, which no record has."""
+_TOGETHER_LEARNING = 4  # requests that a proposer learns from at once: fewer is slower, more delays what it learns
+
+
+@dataclass
+class Proposers:
+    """Makes proposers; those that hold weights and no memory of texts are made once."""
+
+    build: Callable[[SpeculativeConfig], Proposer]
+    _kept: dict[str, Proposer] = field(default_factory=dict)
+
+    def get(self, candidate: Candidate) -> Proposer:
+        """One that has learned nothing."""
+        made = self._kept.get(candidate.name)
+        if made is None:
+            made = self.build(SpeculativeConfig.of(candidate.config))
+            if candidate.method not in READERS and (made.needs.taps or isinstance(made, DraftModel)):
+                self._kept[candidate.name] = made
+        return made
+
+
+@dataclass
+class Sample:
+    """See the module. taps: hidden states that any candidate wants."""
+
+    target: Model
+    law: SamplingLaw
+    texts: Sequence[Text]
+    eos: Collection[int]
+    proposers: Proposers
+    taps: Sequence[int] = ()
+    _recordings: list[Recording] = field(default_factory=list)
+    _chains: dict[str, Chains] = field(default_factory=dict)
+
+    def estimate(self, candidate: Candidate, depth: int) -> Estimate:
+        """By the cheapest estimator that is right for it."""
+        proposer = self.proposers.get(candidate)
+        if (draft := chain_of(proposer)) is not None:
+            chains = self.chains(candidate, draft)
+            window, rejection = draft.model.max_length, SpeculativeConfig.of(candidate.config).rejection
+            return expected(chains.ratios, draft.config.steps(depth), rejection, window)
+        learns = not proposer.needs.taps and not isinstance(proposer, DraftModel)
+        if candidate.method not in READERS:
+            self._recordings = self._recordings or record(self.target, self.texts, self.taps)
+            try:
+                together = 1 if learns else TOGETHER
+                return replayed(self.target, self._recordings, proposer, self.law, depth, together)
+            except Drawn:
+                pass
+        return self._run(candidate, proposer, depth, _TOGETHER_LEARNING if learns else TOGETHER)
+
+    def _run(self, candidate: Candidate, proposer: Proposer, depth: int, together: int) -> Estimate:
+        prompts, limit = [text.prompt for text in self.texts], self.texts[0].limit
+        rejection = SpeculativeConfig.of(candidate.config).rejection
+        return run(self.target, prompts, proposer, self.law, depth, limit, self.eos, rejection, together)
+
+    def chains(self, candidate: Candidate, draft: DraftModel) -> Chains:
+        """What target and draft say of every text, for chains of any depth."""
+        known = self._chains.get(candidate.name)
+        if known is None:
+            known = self._chains[candidate.name] = _chains(self.target, draft, self.texts, self.law)
+        return known
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Of one draft model, by request. statistics: see ``predictors``, of the laws at temperature 1 where it is 0."""
+
+    ratios: list[Ratios]
+    statistics: list[dict[str, float]]
+
+
+def chain_of(proposer: Proposer) -> DraftModel | None:
+    """The proposer, if it drafts chains whose length is known beforehand with a model of the target's vocabulary."""
+    if not isinstance(proposer, DraftModel) or proposer.config.draft_stop is not None:
+        return None
+    return proposer if proposer.config.tree == "chain" else None
+
+
+def _chains(target: Model, draft: DraftModel, texts: Sequence[Text], law: SamplingLaw) -> Chains:
+    own = draft.config.draft_temperature
+    draft_law = law if own is None or law.greedy else law.with_temperature(own)
+    found: list[Ratios] = []
+    facts: list[dict[str, float]] = []
+    for text in texts:
+        p, q = (_rows(model, text, target, judged) for model, judged in ((target, law), (draft.model, draft_law)))
+        found.append(ratios(text, p, q, draft_law.greedy))
+        if law.greedy or draft_law.greedy:
+            warm = law.with_temperature(1.0) if law.greedy else law
+            p, q = (_rows(model, text, target, warm) for model in (target, draft.model))
+        facts.append(statistics(Rows(p, q, text.tokens)))
+    return Chains(found, facts)
+
+
+def _rows(model: Model, text: Text, target: Model, law: SamplingLaw) -> Tensor:
+    return rows(model, text, law, target.vocab_size)

@@ -1,0 +1,203 @@
+"""Intervals that know that the tokens of one request belong together: requests are drawn, not tokens.
+
+A ratio of sums over requests is estimated by the sums' ratio; its spread comes from leaving out one request at a time,
+the delete-one jackknife, which is the linearised, cluster-robust variance with each residual over 1 - its leverage.
+Student's t sets the width, with the degrees of freedom that requests of unequal length are worth (Satterthwaite's, as
+Bell and McCaffrey 2002 have them): n - 1 for equal ones, fewer where a long one dominates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.core.checks import number
+from foretoken.core.errors import InvalidRequest
+
+Reals = NDArray[np.float64]
+
+
+class Interval(NamedTuple):
+    """An estimate and where the truth lies at the level asked for; endless where one request is all there is."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+class Spread(NamedTuple):
+    """An estimate, its standard error, and the degrees of freedom that the error itself rests on."""
+
+    estimate: float
+    error: float
+    freedom: float
+
+    def interval(self, level: float) -> Interval:
+        half = student_quantile(0.5 + level / 2, self.freedom) * self.error if math.isfinite(self.error) else math.inf
+        return Interval(self.estimate, self.estimate - half, self.estimate + half)
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], level: float = 0.95) -> Interval:
+    """sum(numerators) / sum(denominators), one of each for every request: tokens over rounds, say.
+
+    Requests without a denominator and a numerator tell nothing and are left out.
+    """
+    number("level", level, 0.0, 1.0 - 1e-12)
+    return _ratio(*_pairs(numerators, denominators)).interval(level)
+
+
+def ratio_of_ratios(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    base_numerators: Sequence[float],
+    base_denominators: Sequence[float],
+    level: float = 0.95,
+    paired: bool = True,
+) -> Interval:
+    """(sum a / sum b) / (sum c / sum d), as a speed over another speed; all sums must be positive.
+
+    paired: the same requests in the same order on both sides, so that what is hard for both cancels. Otherwise the two
+    sides are independent samples of any sizes (Welch). The interval is symmetric in the logarithm.
+    """
+    number("level", level, 0.0, 1.0 - 1e-12)
+    sides = _pairs(numerators, denominators), _pairs(base_numerators, base_denominators)
+    for top, bottom in sides:
+        if not (top.sum() > 0.0 and bottom.sum() > 0.0):
+            raise InvalidRequest("a ratio of ratios needs positive sums on both sides; got one that is not")
+    if paired:
+        if len(numerators) != len(base_numerators):
+            raise InvalidRequest(
+                f"paired ratios need the same requests on both sides, got {len(numerators)} and "
+                f"{len(base_numerators)}: pass paired=False for independent samples"
+            )
+        spread = _paired(
+            _column(numerators), _column(denominators), _column(base_numerators), _column(base_denominators)
+        )
+    else:
+        spread = _independent(*(_relative(_ratio(*side)) for side in sides))
+    estimate, low, high = spread.interval(level)
+    return Interval(math.exp(estimate), _exponential(low), _exponential(high))
+
+
+def student_quantile(probability: float, freedom: float) -> float:
+    """t with P(T <= t) = ``probability`` for Student's T.
+
+    Between whole degrees of freedom linear in their inverse, which is a trifle wide; under one, as one.
+    """
+    number("probability", probability, 0.5, 1.0 - 1e-13)
+    number("freedom", freedom, 0.0)
+    below = max(1, math.floor(freedom))
+    if freedom <= below:
+        return _whole_quantile(probability, below)
+    share = (1 / below - 1 / freedom) * below * (below + 1)
+    return (1 - share) * _whole_quantile(probability, below) + share * _whole_quantile(probability, below + 1)
+
+
+@lru_cache(maxsize=256)
+def _whole_quantile(probability: float, degrees: int) -> float:
+    low, high = 0.0, 1.0
+    while 0.5 + _central(high, degrees) / 2 < probability:
+        low, high = high, 2 * high
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if 0.5 + _central(middle, degrees) / 2 < probability else (low, middle)
+    return (low + high) / 2
+
+
+def _central(t: float, degrees: int) -> float:
+    """P(|T| <= t) for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(degrees))
+    cosine, term, total = math.cos(angle) ** 2, 1.0, 0.0
+    first = 2 if degrees % 2 else 1
+    term = math.cos(angle) if degrees % 2 else 1.0
+    for power in range(first, degrees, 2):
+        total += term
+        term *= cosine * power / (power + 1)
+    series = math.sin(angle) * total
+    return (angle + series) * 2 / math.pi if degrees % 2 else series
+
+
+def _column(values: Sequence[float]) -> Reals:
+    column = np.asarray(values, dtype=np.float64)
+    if column.ndim != 1 or not np.isfinite(column).all():
+        raise InvalidRequest(f"one finite number for every request is needed, got {values!r}")
+    return column
+
+
+def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[Reals, Reals]:
+    top, bottom = _column(numerators), _column(denominators)
+    if len(top) != len(bottom):
+        raise InvalidRequest(
+            f"one of each for every request is needed, got {len(top)} numerators, {len(bottom)} others"
+        )
+    if bool((bottom < 0.0).any()) or not bottom.sum() > 0.0:
+        raise InvalidRequest(f"denominators must not be negative and not all be 0, got {bottom.tolist()}")
+    told = (top != 0.0) | (bottom != 0.0)
+    return top[told], bottom[told]
+
+
+def _ratio(top: Reals, bottom: Reals) -> Spread:
+    """R = sum y / sum x; leaving out request i moves it by -(y_i - R x_i) / (sum x - x_i)."""
+    estimate = float(top.sum() / bottom.sum())
+    others = bottom.sum() - bottom
+    if len(top) < 2 or not others.min() > 0.0:
+        return Spread(estimate, math.inf, 1)
+    return Spread(estimate, _jackknife((top - estimate * bottom) / others), _freedom(bottom))
+
+
+def _jackknife(shifts: Reals) -> float:
+    """The standard error from what leaving out each request does to the estimate."""
+    count = len(shifts)
+    return float(np.sqrt((count - 1) / count * np.square(shifts).sum()))
+
+
+def _freedom(sizes: Reals) -> float:
+    """What the jackknife's variance is worth if requests' own ratios vary alike: 2 mean^2 / variance of it.
+
+    With shares w, that variance is a quadratic form r' M' D M r in the ratios r, M = I - 1 w' and D the squared
+    w / (1 - w): tr(D M M')^2 / tr((D M M')^2).
+    """
+    share = sizes / sizes.sum()
+    scale = np.square(share / (1.0 - share))
+    inner = np.eye(len(share)) - share[:, None] - share[None, :] + share @ share
+    return float((scale @ np.diag(inner)) ** 2 / (scale @ np.square(inner) @ scale))
+
+
+def _relative(spread: Spread) -> Spread:
+    """Of the logarithm."""
+    return Spread(math.log(spread.estimate), spread.error / spread.estimate, spread.freedom)
+
+
+def _paired(a: Reals, b: Reals, c: Reals, d: Reals) -> Spread:
+    """log of (sum a / sum b) / (sum c / sum d), leaving out one request on both sides at a time."""
+    told = (a != 0.0) | (b != 0.0) | (c != 0.0) | (d != 0.0)
+    columns = [column[told] for column in (a, b, c, d)]
+    estimate = _log_ratio(*(column.sum() for column in columns))
+    left = [column.sum() - column for column in columns]
+    if told.sum() < 2 or not all(bool((column > 0.0).all()) for column in left):
+        return Spread(float(estimate), math.inf, 1)
+    freedom = min(_freedom(columns[1]), _freedom(columns[3]))
+    return Spread(float(estimate), _jackknife(_log_ratio(*left) - estimate), freedom)
+
+
+def _log_ratio(a: Any, b: Any, c: Any, d: Any) -> Any:
+    return np.log(a) - np.log(b) - np.log(c) + np.log(d)
+
+
+def _independent(one: Spread, other: Spread) -> Spread:
+    """Of the difference, with Welch's and Satterthwaite's degrees of freedom."""
+    parts = one.error**2, other.error**2
+    total = sum(parts)
+    if not math.isfinite(total) or total == 0.0:
+        return Spread(one.estimate - other.estimate, math.sqrt(total), 1)
+    freedom = total**2 / sum(part**2 / side.freedom for part, side in zip(parts, (one, other), strict=True))
+    return Spread(one.estimate - other.estimate, math.sqrt(total), freedom)
+
+
+def _exponential(value: float) -> float:
+    return math.exp(value) if value < 700.0 else math.inf

@@ -1,0 +1,122 @@
+"""What the target writes after the user's prompts, and what it says of every token of it in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.control.base import Controller
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.sampling import Law
+from foretoken.core.streams import Streams, random_seed_from
+from foretoken.engine.loop import Engine
+from foretoken.models.base import Model
+from foretoken.propose.base import Proposer
+
+TOGETHER = 8  # sequences that share a pass where nothing depends on it
+_PIECE = 64  # tokens of a text that share a pass
+
+
+def silent() -> None:
+    """Who wants no progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One completion, a draw of the target's. limit: tokens it could have had; fewer where it ended by itself."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    limit: int
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return self.prompt + self.tokens
+
+
+@dataclass
+class Ending:
+    """Stops after ``limit`` tokens, at one of ``eos``, or, where the text is known, after its ``length`` tokens."""
+
+    limit: int
+    eos: Collection[int] = ()
+    length: int | None = None
+    count: int = 0
+
+    @property
+    def room(self) -> int:
+        return self.limit - self.count
+
+    def push(self, token: int) -> str | None:
+        self.count += 1
+        if token in self.eos or self.count == self.length:
+            return "stop"
+        return "length" if self.count >= self.limit else None
+
+
+def contexts(prompts: Sequence[Sequence[int]], law: Law, seed: int, first: int = 0) -> list[Context]:
+    """One for each prompt, with random numbers of its own; identifiers count from ``first``."""
+    return [
+        Context(first + i, list(prompt), len(prompt), law, Streams(random_seed_from(seed, i)))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def write(
+    target: Model,
+    prompts: Sequence[Sequence[int]],
+    law: Law,
+    limit: int,
+    eos: Collection[int] = (),
+    seed: int = 0,
+    tick: Callable[[], None] = silent,
+) -> list[Text]:
+    """Plain decoding of every prompt, ``limit`` tokens at most. tick: called for each finished text."""
+    engine = Engine(target, Proposer(), Controller(), max_sequences=TOGETHER)
+    made = contexts(prompts, law, seed)
+    for context in made:
+        engine.add(context, Ending(limit, eos))
+    while engine.busy:
+        for step in engine.step():
+            if step.finish_reason is not None:
+                tick()
+    return [Text(tuple(c.tokens[: c.prompt_length]), tuple(c.tokens[c.prompt_length :]), limit) for c in made]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens of a text. logits: [n, V], what was said before each. taps: see ``told``."""
+
+    tokens: tuple[int, ...]
+    logits: Tensor
+    taps: dict[int, Tensor]
+
+
+@torch.inference_mode()
+def told(model: Model, text: Text, taps: Sequence[int] = ()) -> Iterator[Piece]:
+    """Teacher-forced: what ``model`` says of ``text``, piece by piece, the prompt's hidden states with the first.
+
+    taps of all pieces: [len(whole) - 1, H], at every token but the last, which nothing follows.
+    """
+    handle = model.open(text.prompt)
+    try:
+        for start in range(0, len(text.tokens), _PIECE):
+            tokens = text.tokens[start : start + _PIECE]
+            (scores,) = model.score([handle], [Draft.chain(tokens[:-1])], taps)
+            yield Piece(tokens, scores.logits, scores.taps)
+            model.commit([handle], [tokens])
+    finally:
+        model.close(handle)
+
+
+def laws(text: Text, pieces: Iterator[Piece], law: Law) -> Iterator[Tensor]:
+    """[n, V] for each piece: the law of each token after those before it."""
+    context = Context(0, list(text.prompt), len(text.prompt), law, Streams(0))
+    for piece in pieces:
+        histories = [context.history(piece.tokens[:i]) for i in range(len(piece.tokens))] if law.needs_history else ()
+        yield law.probs(piece.logits, histories)
+        context.tokens.extend(piece.tokens)

@@ -1,0 +1,202 @@
+"""The planner as a whole on the tiny pair and on toys, and the parts of it that are arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from foretoken import zoo
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import SamplingLaw
+from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.models.toy import ToyModel
+from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, candidates, head_method
+from foretoken.plan.exports import exports
+from foretoken.plan.outcome import Plan, Row, choices, mark
+from foretoken.plan.planner import Planner, Settings, spread, timed_depths
+from foretoken.plan.replay import run
+from foretoken.plan.rounds import Lane, Timed, Times, Turn, timed
+from foretoken.plan.sample import Proposers, Sample
+from foretoken.plan.texts import write
+from foretoken.propose.base import Proposer
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.lookup import Lookup
+from foretoken.speculation import Builder
+
+TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
+WARM = SamplingLaw()
+
+
+def row(name: str, depth: int, speedup: float, temperature: float = 0.0, batch: int = 1, off: float = 0.1) -> Row:
+    return Row(
+        name=name, method="ngram", config={"method": "ngram", "num_speculative_tokens": depth},
+        temperature=temperature, batch=batch, tokens_per_pass=speedup, tokens_per_pass_low=speedup - off,
+        tokens_per_pass_high=math.inf, speedup=speedup, low=speedup - off, high=speedup + off, end_to_end=speedup,
+        round_seconds=0.01, draft_seconds=0.0, plain_seconds=0.01, acceptance=(0.5,), estimator="text", requests=1,
+    )  # fmt: skip
+
+
+def test_the_best_is_chosen_and_plain_decoding_where_nothing_gains():
+    rows = [
+        row("a", 2, 1.3),
+        row("a", 4, 1.5),
+        row("b", 2, 1.05),
+        row("a", 2, 0.9, 1.0),
+        row("a", 4, 0.7, 1.0),
+        row("b", 2, 0.95, 1.0),
+    ]
+    found = Plan(tuple(mark(rows)), tuple(choices(rows)))
+    assert [r.best for r in found.rows] == [False, True, False, False, False, False]
+    first, second = found.choices
+    assert first.row.num_speculative_tokens == 4 and first.sure
+    assert second.row is None and not second.sure, "0.95 with an interval up to 1.05"
+    assert found.best == {"method": "ngram", "num_speculative_tokens": 2}, "the mean over what was asked, not one place"
+    record = found.to_dict()
+    assert record["rows"][0]["tokens_per_pass_high"] is None
+    assert record["rows"][1]["paste"]["vLLM"]["method"] == "ngram"
+    json.dumps(record, allow_nan=False)
+    assert Plan((row("a", 2, 0.9),), tuple(choices([row("a", 2, 0.9)]))).best is None
+
+
+def test_depths_that_are_timed_hold_both_ends():
+    assert timed_depths(CHAIN) == [1, 2, 4, 6, 8]
+    assert timed_depths((3, 9)) == [3, 9]
+    assert timed_depths(range(1, 13)) == [1, 2, 4, 6, 8, 12]
+
+
+def test_candidates_are_what_was_given_and_what_is_free(tiny_pair):
+    found = candidates([tiny_pair.draft], [], [{"method": "ngram", "num_speculative_tokens": 3}])
+    methods = [(c.method, c.depths) for c in found]
+    assert methods == [
+        ("draft_model", CHAIN), ("draft_model", TREE), ("ngram", COPIED), ("suffix", COPIED), ("recycling", TREE),
+        ("ngram", (3,)),
+    ]  # fmt: skip
+    assert len({c.name for c in found[:5]}) == 5
+    assert found[0].at(5) == {"method": "draft_model", "model": str(tiny_pair.draft), "num_speculative_tokens": 5}
+    for wrong in ({"method": "none"}, {"method": "ngram", "num_speculative_tokens": 0}, {"method": "what"}):
+        with pytest.raises(InvalidRequest):
+            candidates([], [], [wrong])
+
+
+@pytest.mark.parametrize("role", ["eagle3", "medusa", "blockwise"])
+def test_heads_are_known_by_their_configuration(role, tiny_pair):
+    assert head_method(zoo.path(role)) == role
+    with pytest.raises(InvalidRequest, match="no heads that are known"):
+        head_method(tiny_pair.draft)
+
+
+def test_other_engines_words_for_it():
+    chain = {"method": "draft_model", "model": "D", "num_speculative_tokens": 5}
+    forms = exports(chain)
+    assert forms["foretoken"] == chain == forms["vllm"]
+    assert "assistant_model=draft" in forms["transformers"] and "num_assistant_tokens = 5" in forms["transformers"]
+    compile(forms["transformers"], "call", "exec")
+    lookup = exports({"method": "ngram", "num_speculative_tokens": 8})
+    assert lookup["vllm"] == {
+        "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4, "num_speculative_tokens": 8,
+    }  # fmt: skip
+    assert "prompt_lookup_num_tokens=8" in lookup["transformers"]
+    assert exports(chain | {"tree": "sampled", "num_speculative_tokens": 14})["vllm"]["num_speculative_tokens"] == 4
+    assert exports({"method": "recycling", "num_speculative_tokens": 8})["vllm"] is None
+
+
+def turns(*seconds: float, rows: tuple[int, ...] = (1,), score: float = 0.8) -> tuple[Turn, ...]:
+    return tuple(Turn(s, 0.1 * s, score * s, rows[i % len(rows)]) for i, s in enumerate(seconds))
+
+
+def test_round_times_of_one_size_are_medians_in_plain_steps():
+    plain = turns(1.0, 1.0, 1.1, 0.9)
+    times = Times({"a": Timed(turns(2.0, 2.0, 2.2, 9.0, rows=(5,)), plain, 3.0, 2.0)}, batch=1)
+    found = times.of("a", {4: 1.0})
+    assert found.over_plain == pytest.approx(2.1) and found.seconds == pytest.approx(2.1)
+    assert found.prefill_over_plain == 1.5 and 0.01 <= found.error < 0.2
+
+
+def test_round_times_of_varying_sizes_follow_their_law():
+    """Passes of 1 and 5 rows take 1 and 2; whoever drafts in a quarter of its rounds takes 1.25, and drafting 0.1."""
+    plain = tuple(Turn(1.0, 0.0, 1.0, 1) for _ in range(4))
+    full = tuple(Turn(2.1, 0.1, 2.0, 5) for _ in range(4))
+    mixed = (*full[:3], Turn(1.1, 0.1, 1.0, 1))
+    times = Times({"a": Timed(mixed, plain, 1.0, 1.0)}, batch=1)
+    assert times.of("a", {0: 0.75, 4: 0.25}).over_plain == pytest.approx(1.35)
+    pairs = tuple(Turn(1.0, 0.0, 1.0, 2) for _ in range(4))
+    both = (Turn(1.6, 0.1, 1.5, 6), Turn(2.1, 0.1, 2.0, 10), Turn(1.6, 0.1, 1.5, 6), Turn(1.1, 0.1, 1.0, 2))
+    times = Times({"a": Timed(both, pairs, 1.0, 1.0)}, batch=2)
+    by_hand = 0.1 + 0.75**2 * 1.0 + 2 * 0.75 * 0.25 * 1.5 + 0.25**2 * 2.0
+    assert times.of("a", {0: 0.75, 4: 0.25}).over_plain == pytest.approx(by_hand)
+
+
+def test_lanes_go_on_where_a_sequence_ends():
+    short = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5, max_length=24)
+    found = timed(short, {"a": (Lookup(), 4), "b": (DraftModel(short.perturbed(0.3)), 3)}, [(1, 2, 3)] * 2, WARM, 30)
+    assert all(len(each.turns) == len(each.plain) == 30 for each in found.values())
+    assert {turn.rows for turn in found["b"].plain} == {2}
+    assert short._open == set()
+    lane = Lane(short, Proposer(), 0, [(1, 2, 3)] * 20, WARM)
+    assert lane.turn().rows == 20 and lane.prefill > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_estimators_follow_what_a_proposer_draws(temperature):
+    """Chains by the law of rounds, fixed candidates over the record, what draws trees by running."""
+    law = SamplingLaw(temperature=temperature)
+    made = {
+        "chain": DraftModel(TARGET.perturbed(0.4)),
+        "argmax": DraftModel(TARGET.perturbed(0.4), DraftModelConfig(draft_temperature=0.0)),
+        "likely": DraftModel(TARGET.perturbed(0.4), DraftModelConfig(tree="top_k")),
+        "drawn": DraftModel(TARGET.perturbed(0.4), DraftModelConfig(tree="sampled")),
+        "copied": Lookup(),
+    }
+    wanted = {name: Candidate(name, {"method": "ngram"}, (3,)) for name in made}
+    proposers = Proposers(lambda config: pytest.fail("all are there"), dict(made))
+    texts = write(TARGET, [[i % 6, 1, 2] for i in range(6)], law, 16)
+    sample = Sample(TARGET, law, texts, (), proposers)
+    found = {name: sample.estimate(candidate, 3) for name, candidate in wanted.items()}
+    drawn = "rounds" if temperature else "text"
+    assert {name: e.estimator for name, e in found.items()} == {
+        "chain": "law", "argmax": "law", "likely": "text", "drawn": drawn, "copied": "text",
+    }  # fmt: skip
+    assert all(1.0 <= e.tokens_per_pass <= 4.0 for e in found.values())
+    if not temperature:
+        assert found["chain"].tokens_per_pass == pytest.approx(found["argmax"].tokens_per_pass)
+
+
+def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):
+    target = load_model(tiny_pair.target)
+    builder = Builder(target, load_tokenizer(tiny_pair.target), tiny_pair.target, load_model)
+    shares: list[float] = []
+    settings = Settings(temperatures=(0.0, 1.0), batches=(1, 3), max_tokens=12, turns=3)
+    planner = Planner(target, builder.build, settings, (), lambda what, share: shares.append(share))
+    chosen = [
+        Candidate("draft", {"method": "draft_model", "model": str(tiny_pair.draft)}, tuple(range(1, 8))),
+        Candidate("tree", {"method": "draft_model", "model": str(tiny_pair.draft), "tree": "sampled"}, (6,)),
+        Candidate("ngram", {"method": "ngram"}, (4,)),
+        Candidate("recycling", {"method": "recycling"}, (4,)),
+    ]  # fmt: skip
+    prompts = [tokenizer.encode(text) for text in ("def greet(", "class Ün", "for i in range(10):\n", "    return")]
+    found = planner.plan(prompts, chosen)
+    assert len(found.rows) == 10 * 4 and len(found.choices) == 4
+    assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] < 1.0
+    for each in found.rows:
+        assert 1.0 <= each.tokens_per_pass <= each.num_speculative_tokens + 1
+        assert each.low < each.speedup < each.high and each.round_seconds > 0 and each.end_to_end > 0
+    depths = [each.tokens_per_pass for each in found.rows if each.name == "draft"][:7]
+    assert depths == sorted(depths)
+    assert {key[1] for key in found.predictors} == {0.0, 1.0}
+    json.dumps(found.to_dict(), allow_nan=False)
+    with pytest.raises(InvalidRequest, match="prompt"):
+        planner.plan([], chosen)
+
+
+def test_intervals_cover_another_sample():
+    """Tokens per pass of a second, independent sample lie in the first one's interval about as often as promised."""
+    prompts = [[i % 6, (5 * i) % 6, 1] for i in range(12)]
+    found = [run(TARGET, prompts, DraftModel(TARGET.perturbed(0.4)), WARM, 4, 24, seed=seed) for seed in range(24)]
+    covered = [
+        abs(math.log(other.tokens_per_pass / one.tokens_per_pass)) <= spread(one)
+        for one, other in zip(found[::2], found[1::2], strict=True)
+    ]
+    assert np.mean(covered) >= 0.75
