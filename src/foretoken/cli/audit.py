@@ -1,0 +1,165 @@
+"""``foretoken audit``: is my pair exact?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretoken.cli.theme import ColorMode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from foretoken.audit.result import Audit
+    from foretoken.audit.run import Watch
+    from foretoken.audit.subject import Audited
+    from foretoken.llm import LLM
+
+CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
+STYLES = {"passed": "green", "failed": "bold red", "inconclusive": "yellow", "skipped": "dim"}
+MARKS = {"passed": "✓", "failed": "✗", "inconclusive": "?", "skipped": "-"}
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Implementation(StrEnum):
+    """Whose speculation is audited."""
+
+    FORETOKEN = "foretoken"
+    TRANSFORMERS = "transformers"
+
+
+def audit(
+    model: Annotated[str | None, typer.Option(help="Target model: a folder or hub name. [bundled target]")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder or hub name.")] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
+    ] = None,
+    engine: Annotated[
+        Implementation, typer.Option(help="Whose speculation; transformers' is audited with its defaults.")
+    ] = Implementation.FORETOKEN,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help='JSON lines with a "prompt" each. [our own functions]')
+    ] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="As 90s, 5m or 1h; more finds smaller errors.")] = "2m",
+    temperature: Annotated[float, typer.Option(help="Of the texts that are drawn; above 0.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    float32: Annotated[bool, typer.Option(help="Compare seeded texts in float32 as well.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write every figure.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,
+    color: Annotated[ColorMode, typer.Option(help="Colours of the verdicts.")] = ColorMode.AUTO,
+) -> None:
+    """Test whether speculation leaves the text alone: greedy, drawn, seeded; and whether the test would notice.
+
+    Exit code: 0 passed, 1 failed, 3 inconclusive (nothing wrong was seen, and too little could have been).
+    """
+    seconds = _seconds(budget)
+    from foretoken.audit.run import audit as run
+    from foretoken.bench.workloads import load_prompts
+    from foretoken.cli.costs import wide_console
+    from foretoken.cli.theme import waiting
+
+    texts = load_prompts(prompts) if prompts is not None else None
+    out, notes = wide_console(color), wide_console(color, stderr=True)
+    with waiting(notes, f"loading {model or 'the bundled pair'}"):
+        subject = _subject(engine, model, draft_model, speculative_config, dtype, seed)
+    with _watching(notes) as watch:
+        found = run(
+            subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch
+        )  # fmt: skip
+    record = found.to_dict()
+    if json_file is not None:
+        _write(json_file, json.dumps(record, indent=2, default=str) + "\n")
+    if html_file is not None:
+        from foretoken.report.audit import page
+
+        _write(html_file, page(record))
+    _show(found, out)
+    raise typer.Exit(CODES[found.outcome])
+
+
+def _subject(
+    engine: Implementation, model: str | None, draft: str | None, config: str | None, dtype: str, seed: int
+) -> LLM | Audited:
+    from foretoken.cli.generate import _config
+
+    given = _config(config)
+    if engine is Implementation.FORETOKEN:
+        from foretoken import LLM
+
+        return LLM(model=model, draft_model=draft, speculative_config=given, dtype=dtype, seed=seed)
+    from foretoken import zoo
+    from foretoken.audit.assisted import Assisted
+    from foretoken.speculation import SpeculativeConfig, with_draft
+
+    wanted = SpeculativeConfig.of(given)
+    if model is None and draft is None and wanted.model is None and wanted.method in (None, "draft_model"):
+        draft = str(zoo.path("draft"))
+    return Assisted(model or zoo.path("target"), with_draft(wanted, draft), dtype)
+
+
+def _seconds(text: str) -> float:
+    from foretoken.core.errors import InvalidRequest
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if match is None or float(match[1]) == 0.0:
+        raise InvalidRequest(f"--budget must be a time such as 90s, 5m or 1h, got {text!r}")
+    return float(match[1]) * UNITS[match[2]]
+
+
+@contextmanager
+def _watching(notes: Console) -> Iterator[Watch | None]:
+    """A bar that says which check is at work, only where somebody watches."""
+    if not notes.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda check, share: bar.update(task, description=check, completed=share)
+
+
+def _show(found: Audit, out: Console) -> None:
+    """What was audited, a line for each check, and the verdict last."""
+    from rich.text import Text
+
+    facts = (f"{key} {value}" for key, value in found.subject.items() if value is not None)
+    out.print(Text(", ".join(facts), style="dim"), soft_wrap=True)
+    out.print(_table(found))
+    word = str(found.outcome)
+    out.print(Text(f"{word.upper()} in {found.seconds:.0f} s: {found.summary}", style=STYLES[word]), soft_wrap=True)
+
+
+def _table(found: Audit) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("check", "verdict", "evidence"):
+        table.add_column(head, no_wrap=head != "evidence", overflow="fold")
+    table.add_column("s", justify="right")
+    for check in found.checks:
+        word = str(check.outcome)
+        mark = Text(f"{MARKS[word]} {word}", style=STYLES[word])
+        table.add_row(Text(check.name), mark, Text(check.evidence), f"{check.seconds:.0f}")
+    return table
+
+
+def _write(file: Path, text: str) -> None:
+    from foretoken.core.errors import WriteError
+
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WriteError(f"cannot write {file}: {error.strerror}; choose another file") from error

@@ -1,0 +1,120 @@
+"""The sampled-law test: honest engines pass, each planted mistake fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.audit import mutants
+from tests.audit.toys import drafting, subject, work
+
+from foretoken.audit.negative import hunt, negative
+from foretoken.audit.ours import Foretoken
+from foretoken.audit.prefix import prefix
+from foretoken.audit.result import Outcome
+from foretoken.audit.sampled import drawn, sampled
+from foretoken.core.context import Exactness
+from foretoken.core.sampling import SamplingLaw
+from foretoken.propose.base import Proposer
+from foretoken.propose.lookup import Lookup
+
+HONEST = {
+    "drawn chain": lambda: drafting(),
+    "argmax chain": lambda: drafting(draft_temperature=0.0),
+    "drawn tree": lambda: drafting(tree="sampled", top_k=2),
+    "likely and drawn": lambda: drafting(tree="greedy_multi", top_k=2),
+    "lookup": lambda: Lookup(),
+}
+TOKENS = 4096
+
+
+@pytest.mark.parametrize("proposer", HONEST)
+def test_an_honest_engine_passes(proposer):
+    check, tally = sampled(work(subject(HONEST[proposer]())), most=1024)
+    assert check.outcome is Outcome.PASSED, check.evidence
+    assert tally.tokens == check.numbers["tokens"] == 1024 and tally.rounds > 0
+    assert "would have found" in check.evidence and "power 0.9" in check.evidence
+
+
+def test_seeded_texts_follow_the_law():
+    check, _ = sampled(work(subject()), Exactness.TRAJECTORY, most=1024)
+    assert check.outcome is Outcome.PASSED, check.evidence
+    assert all(one["name"] != "first: toward the draft" for one in check.numbers["statistics"])
+
+
+@pytest.mark.parametrize("error", mutants.RULES)
+def test_a_wrong_rule_fails(error):
+    draft = drafting(strength=mutants.STRENGTHS.get(error, 0.5))
+    wrong = subject(draft, rule=mutants.RULES[error])
+    assert hunt(work(wrong), error, wrong, TOKENS).found
+
+
+@pytest.mark.parametrize("error", mutants.PROPOSERS)
+def test_a_proposer_that_lies_about_its_law_fails(error):
+    tampered = mutants.Tampered(drafting(), mutants.PROPOSERS[error])
+    check, _ = sampled(work(subject(tampered)), most=1024)
+    assert check.outcome is Outcome.FAILED, check.evidence
+    assert "do not follow the target's law" in check.evidence
+
+
+class Unfiltered(Foretoken):
+    """Promises a filter and forgets it."""
+
+    def law(self, temperature):
+        return SamplingLaw(temperature=temperature, top_k=11)
+
+    def generate(self, prompts, ask):
+        return super().generate(prompts, replace(ask, law=SamplingLaw()))
+
+
+def test_a_token_that_cannot_be_drawn_is_an_error():
+    check, tally = sampled(work(subject(kind=Unfiltered)), most=1024)
+    assert check.outcome is Outcome.FAILED and tally.impossible > 0
+    assert "probability 0" in check.evidence
+
+
+def test_without_drafts_nothing_is_proved():
+    check, _ = sampled(work(subject(Proposer())), most=1024)
+    assert (check.outcome, check.evidence) == (Outcome.INCONCLUSIVE, "nothing was drafted")
+
+
+def test_prefixes_follow_their_joint_law():
+    check = prefix(work(subject()), 800)
+    assert check.outcome is Outcome.PASSED, check.evidence
+    assert check.numbers["texts"] == 800 and check.numbers["fits"][0]["dof"] > 10
+
+
+class Repeating(Foretoken):
+    """The right law, and the same texts over and over."""
+
+    def generate(self, prompts, ask):
+        return super().generate(prompts, replace(ask, seeds=tuple(seed % 40 for seed in ask.seeds)))
+
+
+def test_texts_that_repeat_themselves_are_not_independent():
+    assert prefix(work(subject(kind=Repeating)), 480).outcome is Outcome.FAILED
+
+
+def test_a_few_texts_say_nothing():
+    check = prefix(work(subject()), 64)
+    assert check.outcome is Outcome.INCONCLUSIVE and "64 texts are too few" in check.evidence
+
+
+def test_the_control_finds_its_plants():
+    check = negative(work(subject()), TOKENS)
+    assert check.outcome is Outcome.PASSED, check.evidence
+    assert all(0 < plant["tokens"] <= TOKENS for plant in check.numbers["plants"])
+
+
+def test_a_control_that_finds_nothing_says_what_would():
+    """A draft that is nearly the target hides every error."""
+    near = drafting(strength=0.02)
+    check = negative(work(subject(near)), 1024)
+    assert check.outcome is Outcome.INCONCLUSIVE
+    assert "not found in 1,024 tokens" in check.evidence
+
+
+def test_tally_counts_rounds():
+    tally = drawn(work(subject(depth=2)), subject(depth=2), Exactness.DISTRIBUTION, 512, lambda _: False)
+    assert 0 < tally.whole < tally.rounds and tally.drafted <= 2 * tally.rounds
+    assert tally.behind[0].tokens == tally.rounds

@@ -1,0 +1,59 @@
+"""``foretoken audit`` on the tiny pair."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from foretoken.audit import Audit, Check, Outcome
+
+
+def test_audit(run, pair, tmp_path):
+    file = tmp_path / "audit.json"
+    result = run("audit", "--budget", "2s", "--no-float32", "--json", str(file))
+    assert result.code in (0, 3), result.out + result.err
+    record = json.loads(file.read_text())
+    assert {0: "passed", 3: "inconclusive"}[result.code] == record["outcome"]
+    for check in record["checks"]:
+        assert check["name"] in result.out and check["outcome"] != "failed"
+    assert result.out.splitlines()[-1].startswith(record["outcome"].upper())
+    assert record["summary"] in result.out
+    assert "\x1b" not in result.out and result.err == ""
+
+
+def test_transformers(run, pair):
+    lookup = ("--speculative-config", '{"method": "ngram"}')
+    result = run("audit", "--engine", "transformers", *lookup, "--budget", "2s", "--temperature", "0.8")
+    assert result.code in (0, 3), result.out + result.err
+    assert "engine transformers" in result.out and "skipped" in result.out
+
+
+@pytest.mark.parametrize("outcome, code", [(Outcome.PASSED, 0), (Outcome.FAILED, 1), (Outcome.INCONCLUSIVE, 3)])
+def test_the_verdict_is_the_exit_code(run, pair, monkeypatch, outcome, code):
+    checks = (Check("negative control", Outcome.PASSED, "found"), Check("a check", outcome, "some evidence"))
+    monkeypatch.setattr("foretoken.audit.run.audit", lambda *_, **__: Audit({"model": "m"}, checks, 3.0))
+    result = run("audit", "--color", "always")
+    assert result.code == code
+    assert f"{outcome.upper()} in 3 s" in result.out.splitlines()[-1]
+    assert "\x1b[" in result.out and "some evidence" in result.out
+
+
+def test_help_names_the_exit_codes(run):
+    assert "0 passed, 1 failed, 3 inconclusive" in " ".join(run("audit", "--help").out.split())
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("--budget", "soon"), "--budget must be a time such as 90s, 5m or 1h, got 'soon'"),
+        (("--budget", "0s"), "--budget must be a time such as 90s, 5m or 1h, got '0s'"),
+        (("--temperature", "0", "--budget", "1s"), "temperature must be a number of at least 0.05, got 0.0"),
+        (("--prompts", "nowhere.jsonl"), "cannot read the prompts nowhere.jsonl"),
+        (("--engine", "transformers", "--speculative-config", '{"method": "suffix"}'), "transformers assists with"),
+    ],
+)
+def test_wrong_requests_are_one_line(run, pair, args, said):
+    result = run("audit", *args)
+    assert result.code == 1
+    assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1
