@@ -15,8 +15,10 @@ from foretoken.cli.theme import ColorMode
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
-    from foretoken.outputs import CompletionOutput
+    from foretoken.outputs import CompletionOutput, StreamPiece
     from foretoken.params import SamplingParams
+
+LOGPROBS = 5  # of the likeliest tokens, for the page
 
 
 def generate(
@@ -52,9 +54,14 @@ def generate(
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures at the end, on standard error.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="OUT", help="Write a page: every token's origin and probabilities.")
+    ] = None,
 ) -> None:
     """Continue a prompt, faster, with exactly the target's distribution."""
     config = _config(speculative_config)
+    if html_file is not None:
+        _check_place(html_file)
     from foretoken import SamplingParams
 
     params = SamplingParams(
@@ -69,17 +76,69 @@ def generate(
         speculative_tokens=speculative_tokens,
         exactness=exactness,
         prediction=_text_of(prediction_file) if prediction_file is not None else None,
+        logprobs=LOGPROBS if html_file is not None else None,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = _load(model, draft_model, config, dtype, device, quantization, max_model_len, color)
+    page = _Page(llm, text, params, html_file) if html_file is not None else None
     try:
         if as_json:
-            outputs = llm.generate(text, params)[0].outputs
-            print(json.dumps(_record(llm, outputs), ensure_ascii=False))
+            print(json.dumps(_record(llm, _complete(llm, text, params, page)), ensure_ascii=False))
         else:
-            _stream(llm, text, params, color, stats)
+            _stream(llm, text, params, color, stats, page)
+        if page is not None:
+            page.write()
     finally:
         llm.close()
+
+
+class _Page:
+    """Keeps what is streamed, and makes a page of it."""
+
+    def __init__(self, llm: LLM, prompt: str, params: SamplingParams, file: Path) -> None:
+        from foretoken.report.trace import Tracer
+
+        self._llm, self._params, self._file = llm, params, file
+        ids = llm.tokenizer.encode(prompt)
+        self._tracers = [Tracer(llm.tokenizer, ids) for _ in range(params.n)]
+
+    def push(self, piece: StreamPiece) -> None:
+        self._tracers[piece.index].push(piece)
+
+    def write(self) -> None:
+        from foretoken.bench.setting import setting
+        from foretoken.core.errors import WriteError
+        from foretoken.report.tokens import page
+
+        facts = setting() | {
+            "model": self._llm.model, "draft_model": self._llm.draft_model,
+            "method": self._llm.speculative_config.method_in_force, "temperature": self._params.temperature,
+            "seed": self._params.seed,
+        }  # fmt: skip
+        text = page([tracer.trace() for tracer in self._tracers], facts)
+        try:
+            self._file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise WriteError(f"cannot write {self._file}: {error}; choose another file") from error
+
+
+def _complete(llm: LLM, prompt: str, params: SamplingParams, page: _Page | None) -> tuple[CompletionOutput, ...]:
+    """All of it at once, in order."""
+    done: dict[int, CompletionOutput] = {}
+    for piece in llm.stream(prompt, params):
+        if page is not None:
+            page.push(piece)
+        if piece.output is not None:
+            done[piece.index] = piece.output
+    return tuple(done[index] for index in range(params.n))
+
+
+def _check_place(file: Path) -> None:
+    """Raises WriteError, before anything is loaded, where no file can be."""
+    from foretoken.core.errors import WriteError
+
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise WriteError(f"--html {file}: expected the name of a file in a folder that exists")
 
 
 def _text_of(file: Path) -> str:
@@ -135,7 +194,9 @@ def _load(
         )
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams, color: ColorMode, stats: bool) -> None:
+def _stream(
+    llm: LLM, prompt: str, params: SamplingParams, color: ColorMode, stats: bool, page: _Page | None = None
+) -> None:
     """Print as it is accepted; several completions come one after another, each under its number."""
     from foretoken.cli.render import Origins, Span, Writer, summary
     from foretoken.cli.theme import console
@@ -147,6 +208,8 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, color: ColorMode, sta
     done: list[CompletionOutput] = []
     started = perf_counter()
     for piece in llm.stream(prompt, params):
+        if page is not None:
+            page.push(piece)
         spans = origins[piece.index].push(piece)
         if piece.index == 0:
             writer.write(spans)

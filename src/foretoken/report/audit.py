@@ -1,0 +1,235 @@
+"""An audit's record as a page: the verdict, each check with its evidence and power, and where texts part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from foretoken.report.charts import Bar, bars
+from foretoken.report.document import (
+    badge,
+    cards,
+    document,
+    facts,
+    folded,
+    grid,
+    paragraph,
+    said,
+    section,
+    table,
+    wrapped,
+)  # fmt: skip
+from foretoken.report.markup import Html, element, figure, join, number, percent
+from foretoken.report.records import mappings, record, shown
+
+TONES = {"passed": "good", "failed": "bad", "inconclusive": "open"}
+HEADLINES = {"passed": "Exact, as far as it was tested", "failed": "Not exact", "inconclusive": "Inconclusive"}
+MOST = 16.0  # powers of ten of a p-value that are drawn
+
+_STYLE = """
+.texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: .4rem 1rem; }
+.texts h4 { margin: .4rem 0 0; font-size: .85rem; color: var(--dim); font-weight: 500; }
+mark { background: var(--bad-wash); color: var(--bad); font-weight: 700; border-radius: 2px; }
+"""
+
+
+def page(audit: Mapping[str, Any]) -> str:
+    """A whole document. audit: ``Audit.to_dict()``."""
+    outcome, checks = str(audit.get("outcome", "inconclusive")), mappings(audit.get("checks"))
+    summary = str(audit.get("summary", ""))
+    return document(
+        "Is this speculation exact?",
+        [
+            said(TONES.get(outcome, ""), HEADLINES.get(outcome, outcome), paragraph(summary)),
+            _cards(checks, audit),
+            section("Checks", _overview(checks)),
+            *(_check(check) for check in checks),
+            facts(record(audit.get("subject")), "What was audited"),
+        ],
+        record(audit.get("setting")),
+        lead=_subject(record(audit.get("subject"))),
+        footer="A check that passed found nothing, and says what it would have found. The negative control plants an "
+        "error and must find it: without that, nothing passed. Statistical checks share a chance of one in a thousand "
+        "of calling an exact implementation wrong.",
+        style=_STYLE,
+    )
+
+
+def _subject(subject: Mapping[str, Any]) -> str:
+    names = [shown(subject[key]).rpartition("/")[2] for key in ("model", "draft_model") if subject.get(key)]
+    told = [shown(subject[key]) for key in ("engine", "method") if subject.get(key)]
+    return ": ".join(part for part in (", ".join(told), " with ".join(names)) if part)
+
+
+def _cards(checks: Sequence[Mapping[str, Any]], audit: Mapping[str, Any]) -> Html:
+    counted = [(sum(check.get("outcome") == name for check in checks), name) for name in ("passed", "failed")]
+    tokens = sum(int(number(record(check.get("numbers")).get("tokens")) or 0) for check in checks)
+    finds = [
+        number(one.get("finds")) for one in _statistics(checks) if one.get("what") == "probability moved between ranks"
+    ]
+    least = min((value for value in finds if value is not None), default=None)
+    return cards([
+        *((count, f"checks {name}") for count, name in counted),
+        (f"{tokens:,}", "tokens judged"),
+        *([(percent(least), "of probability moved would have been found")] if least is not None else []),
+        (f"{figure(number(audit.get('seconds')))} s", "taken"),
+    ])  # fmt: skip
+
+
+def _statistics(checks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [one for check in checks for one in mappings(record(check.get("numbers")).get("statistics"))]
+
+
+def _overview(checks: Sequence[Mapping[str, Any]]) -> Html:
+    rows = [
+        (
+            check.get("name", ""),
+            element("td", _badge(check), class_="name"),
+            wrapped(str(check.get("evidence", ""))),
+            f"{figure(number(check.get('seconds')), 2)} s",
+        )
+        for check in checks
+    ]
+    return table(("check", "verdict", "evidence", "took"), rows, names=3, stack=True)
+
+
+def _badge(check: Mapping[str, Any]) -> Html:
+    outcome = str(check.get("outcome", ""))
+    return badge(TONES.get(outcome, ""), outcome)
+
+
+def _check(check: Mapping[str, Any]) -> Html:
+    """A section of everything a check recorded; known figures as what they are, others as a list."""
+    numbers = record(check.get("numbers"))
+    parts = [draw(numbers) for key, draw in _DRAWN.items() if key in numbers]
+    rest = {key: value for key, value in numbers.items() if key not in _DRAWN}
+    about = facts({key: shown(value) for key, value in rest.items()}, title="")
+    if not any(parts) and not rest:
+        return Html()
+    return section(join(check.get("name", ""), " ", _badge(check)), paragraph(check.get("evidence", "")), *parts, about)
+
+
+def _surprises(numbers: Mapping[str, Any]) -> Html:
+    """Every statistic's p-value in powers of ten beside the level, and the power that each had."""
+    found = mappings(numbers.get("statistics"))
+    if not found:
+        return Html()
+    groups: dict[str, list[Bar]] = {}
+    for one in found:
+        group, _, name = str(one.get("name", "")).rpartition(": ")
+        groups.setdefault(group, []).append(Bar(name, _powers(one.get("p_value"))))
+    level = _powers(numbers.get("level"))
+    limit = None if math.isnan(level) else level
+    charts = [bars(group or "statistics", items, "zeros of p", level=limit) for group, items in groups.items()]
+    rows = [
+        (
+            one.get("name", ""),
+            f"G = {figure(number(one.get('value')))} on {one['dof']}"
+            if one.get("dof")
+            else f"z = {_signed(one.get('value'))}",
+            figure(number(one.get("p_value")), 2),
+            _finds(one),
+        )
+        for one in found
+    ]
+    return join(
+        element("h3", "How surprising each statistic is"),
+        paragraph(_NOTE, note=True),
+        grid(*charts),
+        folded("Every statistic, and what it would have found", table(("statistic", "value", "p", "would find"), rows)),
+    )
+
+
+_NOTE = "Each unit is a factor of ten: 1 is one in ten. What reaches the dashed line is an error."
+
+
+def _powers(p: Any) -> float:
+    value = number(p)
+    if value is None:
+        return math.nan
+    return MOST if value <= 10.0**-MOST else -math.log10(min(1.0, value))
+
+
+def _signed(value: Any) -> str:
+    known = number(value)
+    return "–" if known is None else f"{known:+.2f}"
+
+
+def _finds(one: Mapping[str, Any]) -> str:
+    least, what = number(one.get("finds")), str(one.get("what", ""))
+    if least is None:
+        return "–"
+    return f"{figure(least, 2)} {what}" if what.startswith("nats") else f"{percent(least)} {what}"
+
+
+def _plants(numbers: Mapping[str, Any]) -> Html:
+    rows = []
+    for one in mappings(numbers.get("plants")):
+        found = record(one.get("found"))
+        how = ", ".join(f"{name} ({figure(number(z))})" for name, z in found.items())
+        if one.get("impossible"):
+            how = f"{one['impossible']} tokens of probability 0" + (f", {how}" if how else "")
+        needed = number(one.get("needed"))
+        missed = "not found" + (f"; about {needed:,.0f} tokens would show it" if needed else "")
+        seen = badge("good", "found") if how else badge("open", "not found")
+        rows.append((
+            wrapped(str(one.get("error", ""))), element("td", seen, class_="name"), wrapped(how or missed),
+            f"{int(number(one.get('tokens')) or 0):,}",
+        ))  # fmt: skip
+    return table(("planted error", "", "by", "tokens"), rows, names=3) if rows else Html()
+
+
+def _divergences(numbers: Mapping[str, Any]) -> Html:
+    found = mappings(numbers.get("divergences"))
+    rows = [
+        (
+            int(number(one.get("prompt")) or 0) + 1,
+            int(number(one.get("position")) or 0) + 1,
+            figure(number(one.get("margin"))),
+            figure(number(one.get("moved"))),
+            "a tie" if one.get("tie") else "not a tie",
+        )
+        for one in found
+    ]
+    heads = ("prompt", "token", "best two apart", "passes apart", "verdict")
+    texts = [_parting(one) for one in found if one.get("plain") is not None and one.get("speculative") is not None]
+    return join(element("h3", "Where texts part"), table(heads, rows, names=0), *texts[:5]) if rows else Html()
+
+
+def _parting(one: Mapping[str, Any]) -> Html:
+    """Both texts, with what follows their common beginning marked."""
+    plain, other = str(one["plain"]), str(one["speculative"])
+    common = next(
+        (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other))
+    )
+
+    def told(title: str, text: str) -> Html:
+        return element("div", element("h4", title), element("pre", text[:common], element("mark", text[common:])))
+
+    where = f"Prompt {int(number(one.get('prompt')) or 0) + 1}, token {int(number(one.get('position')) or 0) + 1}"
+    return folded(
+        where, element("div", told("plain", plain), told("with speculation", other), class_="texts"), open_=True
+    )
+
+
+def _fits(numbers: Mapping[str, Any]) -> Html:
+    rows = [
+        (
+            at,
+            figure(number(one.get("g"))),
+            one.get("dof", ""),
+            figure(number(one.get("p_value")), 2),
+            percent(number(one.get("finds"))),
+        )
+        for at, one in enumerate(mappings(numbers.get("fits")), 1)
+    ]
+    return table(("prompt", "G", "degrees of freedom", "p", "would find, moved"), rows, names=0) if rows else Html()
+
+
+_DRAWN: Mapping[str, Callable[[Mapping[str, Any]], Html]] = {
+    "statistics": _surprises,
+    "fits": _fits,
+    "plants": _plants,
+    "divergences": _divergences,
+}

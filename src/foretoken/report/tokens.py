@@ -1,0 +1,209 @@
+"""A generated text, token by token: who each is from, how probable both models found it, and the rounds on a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foretoken.report.axes import Axis
+from foretoken.report.charts import Bar, Point, Series, bars, lines, missing
+from foretoken.report.document import cards, document, folded, grid, paragraph, table
+from foretoken.report.intervals import wilson
+from foretoken.report.markup import Html, element, figure, join, percent
+from foretoken.report.timeline import STYLE as TIMELINE
+from foretoken.report.timeline import Lap, timeline
+from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Round, Token, Trace
+
+WORDS = {ACCEPTED: "draft, accepted", REJECTED: "draft, rejected", TARGET: "the target's own"}
+PARTS = ("propose", "score", "verify", "commit")
+PROMPT = 4000  # characters of it that are shown: its end
+
+_STYLE = """
+.text { font: .9rem/1.75 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: .8rem .9rem; tab-size: 4; }
+.prompt { color: var(--dim); } .token { border-radius: 3px; cursor: default; unicode-bidi: isolate; padding: .1em 0; }
+.token.accepted, .key.accepted { color: var(--good); background: var(--good-wash); }
+.token.target, .key.target { font-weight: 700; }
+.token.rejected, .key.rejected { color: var(--bad); text-decoration: line-through; opacity: .75; }
+.token.part { color: var(--dim); }
+.token.cut { outline: 1px dotted var(--dim); } .token:hover, .token:focus { outline: 2px solid var(--ours); }
+.token.lit { box-shadow: inset 0 -2px 0 var(--ours); } .key { padding: 0 .3em; border-radius: 3px; }
+#tip { position: fixed; left: 0; right: 0; bottom: 0; margin: 0 auto; max-width: 60rem; padding: .55rem 1rem;
+  background: var(--ink); color: var(--paper); font-size: .88rem; border-radius: 8px 8px 0 0; white-space: pre-wrap; }
+#tip:empty { display: none; }
+"""
+
+# Arrow keys go from token to token, so that a text is one stop of the tab key; what is pointed at is told and lit.
+_SCRIPT = """
+(function () {
+  var tip = document.getElementById("tip"), lit = [];
+  function show(event) {
+    var at = event.target.closest ? event.target.closest("[data-tip]") : null;
+    lit.forEach(function (each) { each.classList.remove("lit"); });
+    lit = at ? Array.from(at.closest("section").querySelectorAll('[data-round="' + at.dataset.round + '"]')) : [];
+    lit.forEach(function (each) { each.classList.add("lit"); });
+    tip.textContent = at ? at.dataset.tip : "";
+  }
+  ["mouseover", "focusin", "click"].forEach(function (name) { document.addEventListener(name, show); });
+  document.addEventListener("keydown", function (event) {
+    var at = document.activeElement, all, to;
+    if (!at || !at.classList.contains("token")) { return; }
+    all = Array.from(at.closest(".text").querySelectorAll(".token"));
+    to = { ArrowRight: all.indexOf(at) + 1, ArrowLeft: all.indexOf(at) - 1, Home: 0, End: all.length - 1 }[event.key];
+    if (all[to]) { event.preventDefault(); at.tabIndex = -1; all[to].tabIndex = 0; all[to].focus(); }
+  });
+})();
+"""
+
+
+def page(traces: Sequence[Trace], setting: Mapping[str, Any] | None = None) -> str:
+    """A whole document on one completion or several of one prompt."""
+    count = len(traces)
+    parts = [
+        _completion(trace, f"Completion {at} of {count}" if count > 1 else "") for at, trace in enumerate(traces, 1)
+    ]
+    return document(
+        "A text, token by token",
+        [_key(), *parts, element("div", id="tip", role="status", aria_live="polite")],
+        setting,
+        lead="Point at a token, or reach the text with the tab key and walk through it with the arrow keys, to see how "
+        "probable both models found it. Whatever was drafted, the text has the target's distribution.",
+        footer="p: the target's own softmax, before temperature and other parameters; q: the law from which the token "
+        "was drafted, after them. Of a drafted token that was refused, p is known where it was among the likeliest.",
+        style=TIMELINE + _STYLE,
+        script=_SCRIPT,
+    )
+
+
+def _completion(trace: Trace, title: str) -> Html:
+    parts = [
+        element("h2", title) if title else "",
+        _summary(trace),
+        _text(trace),
+        paragraph(_ending(trace), note=True),
+        element("h3", "Rounds"),
+        _timeline(trace),
+        grid(_positions(trace), _sizes(trace)),
+        _table(trace.tokens),
+    ]
+    return element("section", *parts)
+
+
+def _key() -> Html:
+    return paragraph(*(join(element("span", word, class_=f"key {origin}"), "  ") for origin, word in WORDS.items()))
+
+
+def _summary(trace: Trace) -> Html:
+    stats = trace.stats
+    return cards([
+        (stats.tokens, "tokens"),
+        (figure(stats.tokens_per_second), "tokens/s, prompt included"),
+        (figure(stats.mean_acceptance_length), "mean acceptance length"),
+        (f"{stats.accepted} of {stats.drafted}", "drafted tokens accepted"),
+        (stats.rounds, "target passes"),
+    ])  # fmt: skip
+
+
+def _ending(trace: Trace) -> str:
+    reasons = {"length": "It ended at its greatest length.", "stop": "It ended at an end mark or a stop string."}
+    grade = f" Exactness: {trace.exactness}." if trace.exactness else ""
+    return reasons.get(trace.finish_reason or "", "It was not finished.") + grade
+
+
+def _text(trace: Trace) -> Html:
+    shown = ("…" if len(trace.prompt) > PROMPT else "") + trace.prompt[-PROMPT:]
+    tokens = [_token(token, first=at == 0) for at, token in enumerate(trace.tokens)]
+    return element(
+        "div", element("span", shown, class_="prompt"), *tokens, class_="text", role="group", aria_label="text"
+    )
+
+
+def _token(token: Token, first: bool) -> Html:
+    """Line breaks of what is not in the text are shown as a sign, so that they break nothing."""
+    outside = token.origin == REJECTED or token.cut
+    text = token.text.replace("\n", "⏎") if outside else token.text
+    kind = f"token {token.origin}" + (" cut" if token.cut else "") + ("" if token.text else " part")
+    return element(
+        "span", text or "·", class_=kind, tabindex=0 if first else -1, data_round=token.round, data_tip=_tip(token)
+    )
+
+
+def _tip(token: Token) -> str:
+    rank = f" (its choice no. {token.rank})" if token.rank else ""
+    facts = [
+        f"{visible(token.text)}  {WORDS[token.origin]}, round {token.round}",
+        f"target p {percent(token.p)}{rank}" if token.p is not None else "",
+        f"draft q {percent(token.q)}" if token.q is not None else "",
+        f"expected to stand with {percent(token.score)}" if token.score is not None else "",
+        "not in the text" if token.cut else "",
+        "target also: " + ", ".join(f"{visible(t)} {percent(p)}" for t, p in token.others[:4]) if token.others else "",
+    ]
+    return " · ".join(fact for fact in facts if fact)
+
+
+def visible(text: str) -> str:
+    """A token's text with its blanks to be seen."""
+    signs = {"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}
+    return "".join(signs.get(char, char) for char in text) or "(part of a character)"
+
+
+def _timeline(trace: Trace) -> Html:
+    """The prompt's own round, whose pass is of another size, is told and not drawn."""
+    laps = [_lap(r) for r in trace.rounds if not r.prompt or len(trace.rounds) == 1]
+    first = next((r for r in trace.rounds if r.prompt), None)
+    note = "Over each round the tokens it emitted."
+    if first is not None and len(trace.rounds) > 1:
+        note += (
+            f" The first round, which reads the prompt, took {figure(first.timings.total * 1e3)} ms and is left out."
+        )
+    return timeline("Time of each round, by part", PARTS, laps, note=note)
+
+
+def _lap(each: Round) -> Lap:
+    t = each.timings
+    shared = f", {t.batch} sequences" if t.batch > 1 else ""
+    said = f"{each.drafted} drafted, {each.landed} accepted, {each.emitted} emitted{shared}"
+    return Lap(each.number, (t.propose, t.score, t.verify, t.commit), f"+{each.emitted}", said)
+
+
+def _positions(trace: Trace) -> Html:
+    points = []
+    for position, (accepted, tried) in enumerate(trace.acceptance(), 1):
+        low, high = wilson(accepted, tried)
+        points.append(Point(position, accepted / tried, low, high, f"{accepted} of {tried}"))
+    at = tuple(float(k) for k in range(1, len(points) + 1)) if len(points) <= 12 else ()
+    if not points:
+        return missing("Acceptance by position", "nothing was drafted")
+    return lines(
+        "Acceptance by position",
+        [Series("accepted", tuple(points))],
+        Axis("position in the draft", at=at),
+        Axis("accepted, if all before it were", zero=True, high=1.0),
+        note="Shaded: the 95 % interval of so few rounds.",
+    )
+
+
+def _sizes(trace: Trace) -> Html:
+    counts: dict[int, int] = {}
+    for each in trace.rounds:
+        counts[each.emitted] = counts.get(each.emitted, 0) + 1
+    items = [Bar(f"{size} token{'s' if size != 1 else ''}", count) for size, count in sorted(counts.items())]
+    return bars("Rounds by tokens emitted", items, "rounds")
+
+
+def _table(tokens: Sequence[Token]) -> Html:
+    heads = ("token", "from", "round", "p", "choice no.", "q", "expected")
+    rows = [
+        (
+            element("code", visible(t.text)),
+            WORDS[t.origin],
+            t.round,
+            percent(t.p),
+            t.rank or "–",
+            percent(t.q),
+            percent(t.score),
+        )
+        for t in tokens
+    ]
+    return folded("Every token in a table", table(heads, rows, names=2)) if rows else Html()

@@ -1,0 +1,114 @@
+"""The pages of a plan, an audit and a benchmark: whole, offline, and saying what the records say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from foretoken.report import audit, plan, prediction
+from foretoken.report.document import document
+
+from . import made_up
+from .made_up import HOSTILE
+from .reading import read, words
+
+
+def test_the_shell_is_safe():
+    root = read(document(HOSTILE, [HOSTILE], {HOSTILE: HOSTILE, "peers": {HOSTILE: 1}}, lead=HOSTILE, footer=HOSTILE))
+    assert words(root.find("body/h1")).startswith("</style><script>")
+    assert root.findtext(".//dd").startswith("</style>")
+
+
+def test_a_plan():
+    root = read(plan.page(made_up.plan()))
+    text = words(root.find("body"))
+    assert "Speculate with draft_model tiny-1m, 6 drafted tokens a round" in text
+    assert "Temperature 0, batch 1: 2.47x" in text and "All 24 rows" in text and "a <fast> one" in text
+    titles = [each.text for each in root.iterfind(".//svg/title")]
+    for title in (
+        "Temperature 1, batch 4",
+        "tiny-15m",
+        "Speed-up, predicted and measured",
+        "draft_model tiny-1m at temperature 1",
+    ):
+        assert title in titles
+    pasted = [each.text for each in root.iterfind(".//pre/code")]
+    assert pasted[0] == '{"method": "draft_model", "num_speculative_tokens": 6}' and pasted[2].endswith(
+        "model.generate()"
+    )
+    bold = root.findall(".//tr[@class='best']")
+    assert {words(row[0]) for row in bold} == {"draft_model tiny-1m"}
+
+
+def test_a_plan_may_say_do_not_speculate():
+    row = {"method": "ngram", "num_speculative_tokens": 4, "temperature": 1.0, "batch": 16, "speedup": 0.8, "low": None}
+    choice = {"temperature": 1.0, "batch": 16, "speculate": False, "sure": True, "row": None}
+    text = words(read(plan.page({"rows": [row], "choices": [choice], "best": None, "exports": None})))
+    assert "Do not speculate" in text and "Temperature 1, batch 16: do not speculate" in text
+    doubtful = row | {
+        "speedup": 1.05,
+        "low": 0.97,
+        "high": 1.13,
+        "config": {"method": "ngram", "num_speculative_tokens": 4},
+    }
+    choice = choice | {"speculate": True, "sure": False, "row": doubtful}
+    text = words(read(plan.page({"rows": [doubtful], "choices": [choice], "best": doubtful["config"], "exports": {}})))
+    assert "1.05x (0.97–1.13) with ngram, 4 drafted tokens; its interval leaves open" in text
+
+
+def test_an_audit():
+    root = read(audit.page(made_up.audit()))
+    text = words(root.find("body"))
+    for said in (
+        "Not exact",
+        "greedy parity",
+        "not a tie",
+        "return y + 2",
+        "1.0 %of probability moved",
+        "z = +0.",
+        "G = 21.3 on 19",
+        "2 p/q",
+        "120,000 tokens would show it",
+        "it does not promise",
+    ):
+        assert said in text, said
+    assert [mark.text for mark in root.iter("mark")] == ["x + 1\n", "y + 2\n"]
+    assert "Exact, as far as it was tested" in words(read(audit.page(made_up.audit("passed"))))
+
+
+def test_predictions():
+    text = words(read(prediction.page({"setting": made_up.SETTING, "rows": made_up.measured()})))
+    assert "100.0 %within 10 % of what was measured" in text and "60pairs" in text
+
+
+def _spoilt(value, poison):
+    """The record with every leaf replaced."""
+    if isinstance(value, dict):
+        return {key: _spoilt(item, poison) for key, item in value.items()}
+    return [_spoilt(item, poison) for item in value] if isinstance(value, list) else poison
+
+
+POISONS = {
+    "hostile": HOSTILE, "null": None, "nan": math.nan, "inf": math.inf, "negative": -1, "zero": 0, "empty": "",
+    "list": [], "object": {}, "true": True, "huge": 10**400,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
+def test_no_record_breaks_a_page(poison):
+    for page, made in (
+        (plan.page, made_up.plan()),
+        (audit.page, made_up.audit()),
+        (prediction.page, {"rows": made_up.measured()}),
+    ):
+        read(page(_spoilt(made, poison)))
+        read(page(dict.fromkeys(made, poison)))
+        read(page({}))
+
+
+def test_sizes_are_bounded():
+    rows = made_up.plan()["rows"] * 12
+    assert len(plan.page(made_up.plan() | {"rows": rows})) < 3_000_000
+    assert len(plan.page(made_up.plan())) < 400_000
+    assert len(audit.page(made_up.audit())) < 100_000

@@ -1,0 +1,128 @@
+"""A text token by token: origins, probabilities and rounds are those of the steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.draft import Draft
+from foretoken.core.step import Step, Timings
+from foretoken.core.verdict import Verdict
+from foretoken.report.tokens import page, visible
+from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Tracer, rejected
+
+from .made_up import HOSTILE, SETTING, Letters, pieces
+from .reading import read, words
+
+
+def traced(tokenizer: Letters, **options):
+    tracer = Tracer(tokenizer, [0, 1])
+    for piece in pieces(tokenizer, **options):
+        tracer.push(piece)
+    return tracer.trace()
+
+
+def test_tokens_are_told_apart():
+    trace = traced(Letters(), rounds=4)
+    kept = [t for t in trace.tokens if t.origin != REJECTED]
+    assert "".join(t.text for t in kept) == trace.text
+    assert [t.origin for t in trace.tokens] == [
+        *[ACCEPTED] * 3, TARGET, *[ACCEPTED] * 2, REJECTED, TARGET, ACCEPTED, *[REJECTED] * 2, TARGET, *[REJECTED] * 3,
+        TARGET,
+    ]  # fmt: skip
+    assert [t.round for t in kept] == [1] * 4 + [2] * 3 + [3] * 2 + [4]
+    assert all(t.p == pytest.approx(0.5) and t.rank == 1 for t in kept)
+    assert all((t.q is None) if t.origin == TARGET else t.q == pytest.approx(1 / 18) for t in trace.tokens)
+    # Of what was refused only the first was judged by a recorded row.
+    assert [t.p for t in trace.tokens if t.origin == REJECTED][:3] == [pytest.approx(0.25), pytest.approx(0.25), None]
+    assert trace.acceptance() == [(3, 4), (2, 3), (1, 2)]
+
+
+def test_the_page_shows_them():
+    trace = traced(Letters())
+    root = read(page([trace], SETTING), scripts=1)
+    spans = [each for each in root.iter("span") if (each.get("class") or "").startswith("token")]
+    shown = "".join(each.text for each in spans if "rejected" not in each.get("class"))
+    assert shown == trace.text
+    assert [each.get("tabindex") for each in spans].count("0") == 1
+    assert (
+        spans[0]
+        .get("data-tip")
+        .startswith("def␣  draft, accepted, round 1 · target p 50.0 % (its choice no. 1) · draft q 5.6 %")
+    )
+    assert len(root.findall(".//g[@class='round']")) == 11  # the prompt's own is told apart
+    assert "took 31.7 ms and is left out" in words(root)
+
+
+def test_hostile_words_stay_words():
+    # A surrogate is what a lone byte of a broken character may become.
+    tokenizer = Letters([HOSTILE] * 16)
+    root = read(page([traced(tokenizer)], {"command": HOSTILE}), scripts=1)
+    assert "<script>alert" in words(root.find("body"))
+
+
+def test_a_text_that_is_empty_or_breaks_off():
+    read(page([Tracer(Letters(), [0]).trace()]), scripts=1)
+    read(page([]), scripts=1)
+    trace = traced(Letters(), rounds=1, finish="stop")
+    assert len(read(page([trace]), scripts=1).findall(".//g[@class='round']")) == 1
+    assert "not finished" in words(read(page([traced(Letters(), finish="abort")]), scripts=1))
+
+
+def test_what_a_stop_cuts_is_marked():
+    tokenizer = Letters()
+    tracer = Tracer(tokenizer, [0])
+    for piece in pieces(tokenizer, rounds=2):
+        tracer.push(replace(piece, text=piece.text[:-1] if piece.output is None else ""))
+    trace = tracer.trace()
+    assert [t.cut for t in trace.tokens if t.origin != REJECTED] == [False] * 3 + [True] * 4
+
+
+def test_an_end_mark_is_named():
+    tokenizer = Letters()
+    piece = pieces(tokenizer, rounds=1, finish="stop")[0]
+    end = len(tokenizer.words) - 1
+    step = Step(0, 0, Draft.empty(), Verdict((), end), (end,), Timings(0, 0.1, 0, 0, 1), "stop")
+    tracer = Tracer(tokenizer, [0])
+    tracer.push(replace(piece, token_ids=(end,), step=step, text=""))
+    (token,) = tracer.trace().tokens
+    assert (token.text, token.cut, token.origin) == ("<|end|>", True, TARGET)
+
+
+def test_the_longest_refused_path_of_a_tree():
+    timings = Timings(0, 0, 0, 0, 1)
+    tree = Draft(torch.arange(6), (-1, -1, 0, 0, 3, 1))
+    assert rejected(Step(0, 0, tree, Verdict((0,), 9), (0, 9), timings)) == (3, 4)
+    assert rejected(Step(0, 0, tree, Verdict((), 9), (9,), timings)) == (0, 3, 4)
+    assert rejected(Step(0, 0, tree, Verdict((0, 3, 4), 9), (0, 3, 4, 9), timings)) == ()
+    assert rejected(Step(0, 0, tree, Verdict((0, 3, 4), 9), (0,), timings, "stop")) == ()
+    assert rejected(Step(0, 0, Draft.empty(), Verdict((), 9), (9,), timings)) == ()
+
+
+def test_signs_for_blanks():
+    assert visible(" a\n\t") == "␣a⏎⇥"
+    assert visible("") == "(part of a character)"
+
+
+@pytest.mark.parametrize("temperature, tree", [(0.0, "chain"), (1.0, "chain"), (1.0, "top_k"), (1.0, "sampled")])
+def test_steps_of_a_real_pair(tiny_pair, temperature, tree):
+    config = {"method": "draft_model", "model": str(tiny_pair.draft), "num_speculative_tokens": 4, "tree": tree}
+    llm = LLM(tiny_pair.target, speculative_config=config, dtype="float32")
+    prompt = "def größe(€):"
+    tracer = Tracer(llm.tokenizer, llm.tokenizer.encode(prompt))
+    params = SamplingParams(max_tokens=24, temperature=temperature, logprobs=3, ignore_eos=True)
+    for piece in llm.stream(prompt, params):
+        tracer.push(piece)
+        output = piece.output
+    trace = tracer.trace()
+    kept = [t for t in trace.tokens if t.origin != REJECTED]
+    assert [t.id for t in kept] == list(output.token_ids) and trace.text == output.text
+    assert all(0 <= t.p <= 1 and t.rank >= 1 for t in kept)
+    assert sum(t.origin == ACCEPTED for t in kept) == output.stats.accepted
+    drawn = temperature > 0 and tree != "top_k"
+    assert all((t.q is not None and 0 < t.q <= 1) == (drawn and t.origin != TARGET) for t in trace.tokens)
+    assert len(page([trace])) < 200_000
+    read(page([trace]), scripts=1)
