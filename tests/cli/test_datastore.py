@@ -33,7 +33,7 @@ def test_build_and_generate(run, pair, files, tmp_path, tokenizer):
     assert result.code == 0
     assert facts["tokens"] == len(tokenizer.encode(TEXT)) + len(tokenizer.encode("日本語 emoji 🙂\n"))
     assert facts["documents"] == 2
-    config = json.dumps({"method": "retrieval", "model": str(out)})
+    config = json.dumps({"method": "retrieval", "model": str(out), "control": "fixed"})
     seeded = ("generate", "def greet(", "--model", str(pair.target), "--max-tokens", "12", "--dtype", "float32")
     seeded += ("--temperature", "1", "--seed", "3", "--json")
     plain = json.loads(run(*seeded, "--speculative-config", '{"method": "none"}').out)
@@ -86,7 +86,7 @@ def test_a_truncated_datastore_is_one_clear_line(run, pair, files, tmp_path):
     build(run, pair, out, files)
     file = out / "order-00000.bin"
     file.write_bytes(file.read_bytes()[:100])
-    config = json.dumps({"method": "retrieval", "model": str(out)})
+    config = json.dumps({"method": "retrieval", "model": str(out), "control": "fixed"})
     result = run("generate", "def", "--model", str(pair.target), "--speculative-config", config)
     assert result.code == 1
     assert "order-00000.bin has 100 bytes" in result.err
@@ -107,7 +107,7 @@ def test_a_prediction_from_a_file(run, pair, tmp_path):
     text = json.loads(run(*plain, "--speculative-config", '{"method": "none"}').out)["text"]
     file = tmp_path / "prediction.txt"
     file.write_text(text, encoding="utf-8")
-    config = ("--speculative-config", '{"method": "prediction"}')
+    config = ("--speculative-config", '{"method": "prediction", "control": "fixed"}')
     record = json.loads(run(*plain, *config, "--prediction-file", str(file)).out)
     assert record["text"] == text
     assert record["stats"]["drafted"] > 0
