@@ -34,6 +34,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import Counts
+from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.models.checkpoint import load_model, load_tokenizer
 from foretoken.speculation import Builder, SpeculativeConfig
@@ -88,17 +89,6 @@ class Cell:
         return self.tokens / self.passes
 
 
-@dataclass
-class Length:
-    """Stops after so many tokens."""
-
-    room: int
-
-    def push(self, token: int) -> str | None:
-        self.room -= 1
-        return None if self.room else "length"
-
-
 @dataclass(frozen=True)
 class Bench:
     """What all cells share."""
@@ -116,7 +106,7 @@ class Bench:
         law, counts = SamplingLaw(temperature=temperature), Counts()
         contexts = [Context(i, list(ids), len(ids), law, Streams(i)) for i, ids in enumerate(prompts)]
         for context in contexts:
-            engine.add(context, Length(self.tokens))  # type: ignore[arg-type]
+            engine.add(context, Length(self.tokens))
         while engine.busy:
             for step in engine.step():
                 counts.add(step)

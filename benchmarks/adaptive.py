@@ -11,17 +11,14 @@ rehearsal that every ``LLM`` begins with.
 from __future__ import annotations
 
 import json
-import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich import box
-from rich.progress import track
 from rich.table import Table
 
 from foretoken import zoo
@@ -29,71 +26,25 @@ from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.control.fixed import Fixed
 from foretoken.control.tempo import Tempo
-from foretoken.core.context import Context
-from foretoken.core.sampling import SamplingLaw
-from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.rehearsal import rehearse
 from foretoken.models.checkpoint import load_model, load_tokenizer
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.scale_up import scaled
-from mixture import Cell, Dictation, Length, Task, tasks
+from mixture import Cell, Dictation, Task, compare, tasks
 
 PARTS = ("completion", "editing", "repetition", "hot")
 ADAPTIVE = "adaptive"
 
 
-@dataclass(frozen=True)
-class Request:
-    """A task and its temperature."""
-
-    part: str
-    task: Task
-    temperature: float
-
-
-def stream(each: Sequence[Task], hot: float) -> list[Request]:
+def stream(each: Sequence[Task], hot: float) -> list[Task]:
     """Every completion comes a second time, hot."""
-    requests: list[Request] = []
+    requests: list[Task] = []
     for task in each:
-        requests.append(Request(task.part, task, 0.0))
+        requests.append(task)
         if task.part == "completion":
-            requests.append(Request("hot", task, hot))
+            requests.append(replace(task, part="hot", temperature=hot))
     return requests
-
-
-def run(engine: Engine, request: Request, identifier: int) -> tuple[list[int], int, float]:
-    """-> tokens, passes, seconds"""
-    target, task = engine.target, request.task
-    assert isinstance(target, Dictation)
-    target.wanted, target.after = task.output, len(task.prompt)
-    law, prompt = SamplingLaw(temperature=request.temperature), list(task.prompt)
-    context = Context(identifier, prompt, len(prompt), law, Streams(identifier), prediction=task.prediction)
-    engine.add(context, Length(task.tokens))  # type: ignore[arg-type]
-    passes, started = 0, time.perf_counter()
-    while engine.busy:
-        engine.step()
-        passes += 1
-    seconds = time.perf_counter() - started
-    engine.take(identifier)
-    return context.tokens[context.prompt_length :], passes, seconds
-
-
-def compare(engines: Mapping[str, Engine], requests: Sequence[Request], repeats: int) -> list[Cell]:
-    """Every request through every engine. Raises RuntimeError where two greedy texts differ."""
-    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    names = list(engines)
-    turns = [i for _ in range(repeats) for i in range(len(requests))]
-    for at, i in enumerate(track(turns, description="requests", transient=True)):
-        texts = []
-        for name in names[at % len(names) :] + names[: at % len(names)]:
-            text, passes, seconds = run(engines[name], requests[i], at)
-            texts.append(text)
-            for part in (requests[i].part, "stream"):
-                sums[name, part] = [a + b for a, b in zip(sums[name, part], (len(text), passes, seconds), strict=True)]
-        if requests[i].temperature == 0.0 and any(text != texts[0] for text in texts):
-            raise RuntimeError(f"two systems wrote different texts in request {i} ({requests[i].part}): not exact")
-    return [Cell(name, part, int(n), int(p), s) for (name, part), (n, p, s) in sums.items()]
 
 
 def table(cells: Sequence[Cell], names: Sequence[str]) -> Table:

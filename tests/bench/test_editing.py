@@ -12,6 +12,7 @@ from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.lookup import Lookup
@@ -29,15 +30,6 @@ def test_an_edit_is_a_rename_and_a_fix(edit):
     names = {node.id for node in ast.walk(ast.parse(edit.edited)) if isinstance(node, ast.Name)}
     assert old not in names
     assert edit.edited != edit.source.replace(old, new)
-
-
-class Length:
-    def __init__(self, room: int) -> None:
-        self.room = room
-
-    def push(self, token: int) -> str | None:
-        self.room -= 1
-        return None if self.room else "length"
 
 
 def rounds(proposer: Proposer, tokenizer, temperature: float = 0.0) -> int:

@@ -21,6 +21,7 @@ from foretoken.core.sampling import History, SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.engine import loop
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.draft_model import DraftModel
 
@@ -31,15 +32,6 @@ PROMPT = [0, 1, 1, 0, 1]
 TARGET = ToyModel(2, order=1, seed=5, sharpness=1.0)
 DRAFT = TARGET.perturbed(0.5)
 LAW = SamplingLaw()
-
-
-@dataclass
-class Length:
-    room: int
-
-    def push(self, token: int) -> str | None:
-        self.room -= 1
-        return "length" if self.room == 0 else None
 
 
 def guarded(inner: Callable[[Tempo], Controller]) -> Controller:

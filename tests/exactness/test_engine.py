@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -11,6 +10,7 @@ from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
 from foretoken.core.sampling import History, SamplingLaw
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
@@ -23,18 +23,6 @@ from .enumerate import Law as TextLaw
 
 LIMIT = 1e-12
 PROMPT: Text = (0, 1, 1, 0, 1)
-
-
-@dataclass
-class Length:
-    """Ends at a number of tokens or at ``end``."""
-
-    room: int
-    end: int | None = None
-
-    def push(self, token: int) -> str | None:
-        self.room -= 1
-        return "stop" if token == self.end else "length" if self.room == 0 else None
 
 
 def tree_of(target: ToyModel, tree: Shape) -> DraftModel:
@@ -92,6 +80,6 @@ def test_law_of_the_engine(law, proposer, vocab, depth, length, end):
     def run(streams: Branching) -> Text:
         speculation, rejection = PROPOSERS[proposer](target)
         engine = Engine(target, speculation, Fixed(depth), rule=partial(choose, rejection=rejection))
-        return generate(engine, LAWS[law], Length(length, end), streams)
+        return generate(engine, LAWS[law], Length(length, () if end is None else (end,)), streams)
 
     assert total_variation(outcomes(run), reference(target, LAWS[law], length, end)) < LIMIT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from foretoken.core.context import Context, Exactness
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.datastore import Datastore
@@ -26,15 +26,6 @@ VOCAB, LENGTH = 6, 60
 TARGET = ToyModel(VOCAB, order=2, seed=3, sharpness=3.0)
 
 
-@dataclass
-class Length:
-    room: int = LENGTH
-
-    def push(self, token: int) -> str | None:
-        self.room -= 1
-        return None if self.room else "length"
-
-
 def run(proposer: Proposer, batch: int, grade: Exactness, temperature: float, depth: int = 8) -> list[list[int]]:
     engine = Engine(TARGET, proposer, Fixed(depth), max_sequences=batch)
     contexts = [
@@ -45,7 +36,7 @@ def run(proposer: Proposer, batch: int, grade: Exactness, temperature: float, de
         for i in range(10)
     ]  # fmt: skip
     for context in contexts:
-        engine.add(context, Length())
+        engine.add(context, Length(LENGTH))
     while engine.busy:
         engine.step()
     return [c.tokens[3:] for c in contexts]
@@ -77,7 +68,7 @@ def test_the_text_does_not_depend_on_the_proposer_or_the_batch(name, grade, temp
 def test_something_is_accepted(name):
     engine = Engine(TARGET, PROPOSERS[name](), Fixed(8))
     context = Context(0, [1, 2, 3], 3, SamplingLaw(0.0), Streams(0))
-    engine.add(context, Length())
+    engine.add(context, Length(LENGTH))
     rounds = 0
     while engine.busy:
         rounds += len(engine.step())
@@ -88,7 +79,9 @@ def test_the_store_serves_the_next_request():
     engine = Engine(TARGET, Suffix(), Fixed(24))
     rounds = []
     for identifier in range(2):
-        engine.add(Context(identifier, [1, 2, 3], 3, SamplingLaw(1.0), Streams(7), Exactness.TRAJECTORY), Length())
+        engine.add(
+            Context(identifier, [1, 2, 3], 3, SamplingLaw(1.0), Streams(7), Exactness.TRAJECTORY), Length(LENGTH)
+        )
         count = 0
         while engine.busy:
             count += len(engine.step())

@@ -17,6 +17,7 @@ from foretoken.core.step import Step, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Needs, Proposer
 from foretoken.propose.credit import Account, Guess, Mean, Rates
@@ -45,15 +46,6 @@ class Oracle(Proposer):
             right = int(TARGET.logits(tokens).argmax())
             tokens.append((right + 1) % 8 if len(tokens) // 40 % 2 in self.wrong else right)
         return Draft.chain(tokens[len(context.tokens) :])
-
-
-@dataclass
-class Length:
-    room: int
-
-    def push(self, token: int) -> str | None:
-        self.room -= 1
-        return None if self.room else "length"
 
 
 def run(proposer: Proposer, tokens: int = 400, requests: int = 1, nodes: int = 4) -> tuple[list[list[int]], int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,6 +22,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import Step
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine, draining
+from foretoken.engine.stopping import Length
 from foretoken.llm import LLM, eos_ids
 from foretoken.models.checkpoint import resolve
 from foretoken.propose.base import Observation, Proposer
@@ -147,18 +147,6 @@ class Foretoken:
         for name, part in parts.items():
             setattr(other, name, part)
         return other
-
-
-@dataclass(slots=True)
-class Length:
-    """Ends after ``room`` tokens, or with one of ``ends``."""
-
-    room: int
-    ends: tuple[int, ...] = ()
-
-    def push(self, token: int) -> str | None:
-        self.room -= 1
-        return "stop" if token in self.ends else "length" if self.room == 0 else None
 
 
 class _Keeping(Proposer):

@@ -89,9 +89,9 @@ def audit(
 def _subject(
     engine: Implementation, model: str | None, draft: str | None, config: str | None, dtype: str, seed: int
 ) -> LLM | Audited:
-    from foretoken.cli.generate import _config
+    from foretoken.cli.generate import speculative
 
-    given = _config(config)
+    given = speculative(config)
     if engine is Implementation.FORETOKEN:
         from foretoken import LLM
 

@@ -133,9 +133,9 @@ def _publish(
 
 
 def _configs(texts: Sequence[str] | None) -> list[dict[str, Any]]:
-    from foretoken.cli.generate import _config
+    from foretoken.cli.generate import speculative
 
-    return [_config(text) or {} for text in texts] if texts else [{"method": "draft_model"}]
+    return [speculative(text) or {} for text in texts] if texts else [{"method": "draft_model"}]
 
 
 def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[list[int]], str]:

@@ -59,7 +59,7 @@ def generate(
     ] = None,
 ) -> None:
     """Continue a prompt, faster, with exactly the target's distribution."""
-    config = _config(speculative_config)
+    config = speculative(speculative_config)
     if html_file is not None:
         _check_place(html_file)
     from foretoken import SamplingParams
@@ -150,7 +150,8 @@ def _text_of(file: Path) -> str:
         raise InvalidRequest(f"cannot read the prediction {file}: {error}; expected a text file in UTF-8") from error
 
 
-def _config(text: str | None) -> dict[str, Any] | None:
+def speculative(text: str | None) -> dict[str, Any] | None:
+    """The configuration that a user wrote as JSON; None of nothing. Raises InvalidRequest."""
     if text is None:
         return None
     from foretoken.core.errors import InvalidRequest

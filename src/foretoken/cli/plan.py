@@ -49,7 +49,7 @@ def plan(
 
     The target writes a sample after the prompts; every candidate is judged on it, and rounds are timed here.
     """
-    from foretoken.cli.generate import _config
+    from foretoken.cli.generate import speculative
     from foretoken.plan.candidates import candidates
     from foretoken.plan.planner import Settings
     from foretoken.plan.render import rendered
@@ -59,7 +59,7 @@ def plan(
         max_tokens=max_tokens, turns=turns, top_p=top_p,
     )  # fmt: skip
     target, drafts, found_heads = _models(model, draft_model or [], heads or [])
-    chosen = candidates(drafts, found_heads, [_config(text) or {} for text in speculative_config or []])
+    chosen = candidates(drafts, found_heads, [speculative(text) or {} for text in speculative_config or []])
     notes, console = wide_console(color, stderr=True), wide_console(color)
     with _progress(notes) as say:
         found = _plan(target, chosen, prompts, count, settings, (dtype, quantization), say)

@@ -14,6 +14,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import Step
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine, draining
+from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
@@ -43,15 +44,6 @@ class _Script(Controller):
         self.tempo.forget(context)
 
 
-class _Endless:
-    """Whatever comes out."""
-
-    room = 2**31
-
-    def push(self, token: int) -> str | None:
-        return None
-
-
 def rehearse(target: Model, proposer: Proposer, tempo: Tempo, most: int) -> None:
     """Teach ``tempo`` what rounds of up to ``most`` nodes take; it will prefer what requests show. Needs room for 32
     tokens and the draft in the target; with less nothing is tried.
@@ -65,7 +57,7 @@ def rehearse(target: Model, proposer: Proposer, tempo: Tempo, most: int) -> None
     engine = Engine(target, proposer, script)
     context = Context(-1, tokens, length, SamplingLaw(temperature=0.0), Streams(0))
     with draining(engine, [context.id]):
-        engine.add(context, _Endless())
+        engine.add(context, Length(2**31))
         while script.left:
             engine.step()
     tempo.doubt()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from foretoken.engine.detokenize import Detokenizer
@@ -19,6 +20,18 @@ class Stopping(Protocol):
     def push(self, token: int) -> str | None:
         """The finish reason once ``token`` ended the sequence, else None."""
         ...
+
+
+@dataclass(slots=True)
+class Length:
+    """Ends after ``room`` tokens, or with one of ``ends``: for whoever has no use for the text."""
+
+    room: int
+    ends: Collection[int] = ()
+
+    def push(self, token: int) -> str | None:
+        self.room -= 1
+        return "stop" if token in self.ends else "length" if self.room == 0 else None
 
 
 class TextStopping:
