@@ -15,12 +15,13 @@ from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.verify import choose
 
 from .enumerate import Text
 from .gtest import GResult, draws_needed, g_test
-from .test_engine import LAWS, PROMPT, PROPOSERS, Length, reference
+from .test_engine import LAWS, PROMPT, PROPOSERS, reference
 
 VOCAB, LENGTH, DELTA = 3, 4, 0.1
 TARGET = ToyModel(VOCAB, order=2, seed=9, sharpness=1.0)

@@ -12,6 +12,7 @@ from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
@@ -23,7 +24,7 @@ from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 
 from .enumerate import Branching, Text, outcomes, total_variation
 from .gtest import draws_needed, g_test
-from .test_engine import LAWS, LIMIT, PROMPT, Length, generate, reference
+from .test_engine import LAWS, LIMIT, PROMPT, generate, reference
 
 VOCAB, LENGTH, DELTA = 3, 4, 0.1
 TARGET = ToyModel(VOCAB, order=2, seed=9, sharpness=1.0)
@@ -69,7 +70,7 @@ PROPOSERS = {
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_law_of_the_engine(proposer: str, law: str) -> None:
     def run(streams: Branching) -> Text:
-        return generate(Engine(TARGET, PROPOSERS[proposer](), Fixed(2)), LAWS[law], Length(3, 2), streams)
+        return generate(Engine(TARGET, PROPOSERS[proposer](), Fixed(2)), LAWS[law], Length(3, (2,)), streams)
 
     assert total_variation(outcomes(run), reference(TARGET, LAWS[law], 3, 2)) < LIMIT
 

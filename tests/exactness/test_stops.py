@@ -19,6 +19,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import Step
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose import growers
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
@@ -26,7 +27,7 @@ from foretoken.verify import choose
 
 from .enumerate import Branching, Text, outcomes, total_variation
 from .rounds import Pair, drawn, table
-from .test_engine import LAWS, PROMPT, Length, generate, reference
+from .test_engine import LAWS, PROMPT, generate, reference
 
 LIMIT = 1e-12
 # Confident after some tokens and not after others, so that the rules have something to choose.
@@ -81,7 +82,7 @@ def test_law_of_the_engine(rule, law, rejection, target, length, end, makers):
     def run(streams: Branching) -> Text:
         verifiers = partial(choose, rejection=rejection)
         engine = Engine(target, makers[rule](target), Noting(depth), rule=verifiers)
-        return generate(engine, LAWS[law], Length(length, end), streams)
+        return generate(engine, LAWS[law], Length(length, () if end is None else (end,)), streams)
 
     assert total_variation(outcomes(run), reference(target, LAWS[law], length, end)) < LIMIT
     assert any(drafted < room for drafted, room in lengths), "the rule never stopped a draft"

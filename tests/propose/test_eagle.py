@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.exactness.gtest import draws_needed, g_test
-from tests.exactness.test_engine import LAWS, PROMPT, Length, reference
+from tests.exactness.test_engine import LAWS, PROMPT, reference
 from tests.models.heads import tiny
 
 from foretoken import LLM, SamplingParams
@@ -22,6 +22,7 @@ from foretoken.core.step import Step, Timings
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.core.verdict import Verdict
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.base import Scores
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
