@@ -18,8 +18,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.setting import cores, setting, wide_console
@@ -31,7 +29,7 @@ from foretoken.engine.rehearsal import rehearse
 from foretoken.models.checkpoint import load_model, load_tokenizer
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.scale_up import scaled
-from mixture import Cell, Dictation, Task, compare, tasks
+from mixture import Dictation, Task, compare, table, tasks
 
 PARTS = ("completion", "editing", "repetition", "hot")
 ADAPTIVE = "adaptive"
@@ -45,29 +43,6 @@ def stream(each: Sequence[Task], hot: float) -> list[Task]:
         if task.part == "completion":
             requests.append(replace(task, part="hot", temperature=hot))
     return requests
-
-
-def table(cells: Sequence[Cell], names: Sequence[str]) -> Table:
-    """Against plain decoding, and in brackets tokens a pass; the best fixed depth of a column has a star."""
-    found = {(c.system, c.part): c for c in cells}
-    result = Table(box=box.MARKDOWN)
-    result.add_column("system")
-    columns = (*PARTS, "stream")
-    for column in columns:
-        result.add_column(column, justify="right")
-    fixed = [name for name in names if name != ADAPTIVE]
-    best = {part: max(fixed, key=lambda name, part=part: found[name, part].speed) for part in columns}
-    for name in names:
-        line = []
-        for part in columns:
-            cell, plain = found[name, part], found["depth 0", part]
-            star = "*" if best[part] == name else ""
-            line.append(f"{cell.speed / plain.speed:.2f}x{star} ({cell.tokens / cell.passes:.2f})")
-        result.add_row(name, *line)
-    single = best["stream"]
-    line = [f"{found[ADAPTIVE, part].speed / found[single, part].speed:.3f}" for part in columns]
-    result.add_row(f"adaptive / {single}", *line)
-    return result
 
 
 def main(
@@ -100,7 +75,7 @@ def main(
     requests = stream(list(tasks(tokenizer, texts, count, tokens)), hot)
     cells = compare(engines, requests, repeats)
     console = wide_console()
-    console.print(table(cells, list(engines)))
+    console.print(table(cells, list(engines), ADAPTIVE, "depth 0", PARTS, single=True))
     facts = setting() | {"target": path.name, "config": given, "count": count, "tokens": tokens, "repeats": repeats}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:

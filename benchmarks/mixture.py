@@ -199,24 +199,32 @@ def compare(engines: Mapping[str, Engine], stream: Sequence[Task], repeats: int)
     return [Cell(name, part, int(n), int(p), s) for (name, part), (n, p, s) in sums.items()]
 
 
-def table(cells: Sequence[Cell], names: Sequence[str]) -> Table:
-    """Tokens per second, against plain decoding, and in brackets tokens a pass; the best single system has a star."""
+def table(
+    cells: Sequence[Cell], names: Sequence[str], ours: str = "mixture", plain: str = "none",
+    parts: Sequence[str] = PARTS, single: bool = False,
+) -> Table:  # fmt: skip
+    """Tokens per second against ``plain``, in brackets tokens a pass; the best of the others has a star.
+
+    The last line holds ``ours`` against the best of each column, or where ``single`` against the stream's.
+    """
     found = {(c.system, c.part): c for c in cells}
     result = Table(box=box.MARKDOWN)
     result.add_column("system")
-    columns = (*PARTS, "stream")
+    columns = (*parts, "stream")
     for column in columns:
         result.add_column(column, justify="right")
-    singles = [name for name in names if name != "mixture"]
+    singles = [name for name in names if name != ours]
     best = {part: max(singles, key=lambda name, part=part: found[name, part].speed) for part in columns}
     for name in names:
         line = []
         for part in columns:
-            cell, plain = found[name, part], found["none", part]
+            cell, base = found[name, part], found[plain, part]
             star = "*" if best[part] == name else ""
-            line.append(f"{cell.speed / plain.speed:.2f}x{star} ({cell.tokens / cell.passes:.2f})")
+            line.append(f"{cell.speed / base.speed:.2f}x{star} ({cell.tokens / cell.passes:.2f})")
         result.add_row(name, *line)
-    result.add_row("mixture / best", *(f"{found['mixture', p].speed / found[best[p], p].speed:.3f}" for p in columns))
+    against = {part: best["stream" if single else part] for part in columns}
+    ratios = (f"{found[ours, part].speed / found[against[part], part].speed:.3f}" for part in columns)
+    result.add_row(f"{ours} / {best['stream'] if single else 'best'}", *ratios)
     return result
 
 

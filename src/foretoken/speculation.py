@@ -69,7 +69,8 @@ class SpeculativeConfig:
         if self.rejection not in _REJECTIONS:
             raise InvalidRequest(f"rejection must be 'block' or 'token', got {self.rejection!r}")
         self.own()
-        self.control_in_force  # noqa: B018
+        if self.control is not None:
+            parse(self.control)
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | SpeculativeConfig | None) -> Self:

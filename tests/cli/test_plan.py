@@ -83,3 +83,11 @@ def test_what_cannot_be_planned_is_one_line(run, tiny_pair, cache, options, word
     result = run(*short(tiny_pair), *(str(tiny_pair.target) if word == "TARGET" else word for word in options))
     assert result.code == 1
     assert words in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("plan",), ("audit",), ("bench", "race"), ("generate", "x")])
+def test_where_no_file_can_be_is_said_before_any_work(command, run, tmp_path):
+    result = run(*command, "--html", str(tmp_path / "missing" / "page.html"))
+    assert result.code == 1
+    assert "expected the name of a file in a folder that exists" in result.err
+    assert result.out == ""

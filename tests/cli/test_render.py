@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.cli.render import Origins, Span, legend, marked, rejected_tokens, styled, summary
+from foretoken.cli.render import Origins, Span, legend, marked, styled, summary
 from foretoken.cli.theme import Origin
 from foretoken.core.draft import Draft
 from foretoken.core.step import Step, Timings
@@ -67,11 +67,11 @@ def test_text_nobody_accounts_for_is_the_targets():
     ],
 )
 def test_rejected_path_of_chains_and_trees(draft, path, expected):
-    assert rejected_tokens(step(draft, path, 0)) == expected
+    assert [draft.ids[node] for node in step(draft, path, 0).rejected] == expected
 
 
 def test_nothing_is_rejected_when_the_text_ended_first():
-    assert rejected_tokens(step(Draft.chain([5, 6, 7]), (0, 1), 0, emitted=1)) == []
+    assert step(Draft.chain([5, 6, 7]), (0, 1), 0, emitted=1).rejected == ()
 
 
 def test_marks_and_styles():

@@ -46,6 +46,14 @@ def test_more_never_takes_less_beyond_what_was_measured():
     assert curve.at(40) == pytest.approx(0.9)
 
 
+def test_below_the_smallest_nothing_takes_less_than_its_share():
+    """A steep line through 3 and 4 would say that two take nothing; then what two took would count as nothing."""
+    curve = of({3: 1.0, 4: 2.0}, times=2)
+    assert curve.at(2) == pytest.approx(2 / 3)
+    curve.add(2, 0.9)
+    assert curve.at(2) == pytest.approx(0.9)
+
+
 def test_a_passing_disturbance_hardly_shows():
     curve = of({1: 1.0})
     curve.add(1, 50.0)

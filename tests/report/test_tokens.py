@@ -12,7 +12,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.step import Step, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.report.tokens import page, visible
-from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Tracer, rejected
+from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Tracer
 
 from .made_up import HOSTILE, SETTING, Letters, pieces
 from .reading import read, words
@@ -95,11 +95,11 @@ def test_an_end_mark_is_named():
 def test_the_longest_refused_path_of_a_tree():
     timings = Timings(0, 0, 0, 0, 1)
     tree = Draft(torch.arange(6), (-1, -1, 0, 0, 3, 1))
-    assert rejected(Step(0, 0, tree, Verdict((0,), 9), (0, 9), timings)) == (3, 4)
-    assert rejected(Step(0, 0, tree, Verdict((), 9), (9,), timings)) == (0, 3, 4)
-    assert rejected(Step(0, 0, tree, Verdict((0, 3, 4), 9), (0, 3, 4, 9), timings)) == ()
-    assert rejected(Step(0, 0, tree, Verdict((0, 3, 4), 9), (0,), timings, "stop")) == ()
-    assert rejected(Step(0, 0, Draft.empty(), Verdict((), 9), (9,), timings)) == ()
+    assert Step(0, 0, tree, Verdict((0,), 9), (0, 9), timings).rejected == (3, 4)
+    assert Step(0, 0, tree, Verdict((), 9), (9,), timings).rejected == (0, 3, 4)
+    assert Step(0, 0, tree, Verdict((0, 3, 4), 9), (0, 3, 4, 9), timings).rejected == ()
+    assert Step(0, 0, tree, Verdict((0, 3, 4), 9), (0,), timings, "stop").rejected == ()
+    assert Step(0, 0, Draft.empty(), Verdict((), 9), (9,), timings).rejected == ()
 
 
 def test_signs_for_blanks():

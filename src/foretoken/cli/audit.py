@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken.cli.files import check_places, write_json, write_text
 from foretoken.cli.theme import ColorMode
 
 if TYPE_CHECKING:
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from foretoken.audit.result import Audit
-    from foretoken.audit.run import Watch
     from foretoken.audit.subject import Audited
     from foretoken.llm import LLM
 
@@ -62,26 +59,27 @@ def audit(
     Exit code: 0 passed, 1 failed, 3 inconclusive (nothing wrong was seen, and too little could have been).
     """
     seconds = _seconds(budget)
+    check_places(json=json_file, html=html_file)
     from foretoken.audit.run import audit as run
     from foretoken.bench.workloads import load_prompts
     from foretoken.cli.costs import wide_console
-    from foretoken.cli.theme import waiting
+    from foretoken.cli.theme import staged, waiting
 
     texts = load_prompts(prompts) if prompts is not None else None
     out, notes = wide_console(color), wide_console(color, stderr=True)
     with waiting(notes, f"loading {model or 'the bundled pair'}"):
         subject = _subject(engine, model, draft_model, speculative_config, dtype, seed)
-    with _watching(notes) as watch:
+    with staged(notes) as watch:
         found = run(
             subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch
         )  # fmt: skip
     record = found.to_dict()
     if json_file is not None:
-        _write(json_file, json.dumps(record, indent=2, default=str) + "\n")
+        write_json(json_file, record)
     if html_file is not None:
         from foretoken.report.audit import page
 
-        _write(html_file, page(record))
+        write_text(html_file, page(record))
     _show(found, out)
     raise typer.Exit(CODES[found.outcome])
 
@@ -115,20 +113,6 @@ def _seconds(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-@contextmanager
-def _watching(notes: Console) -> Iterator[Watch | None]:
-    """A bar that says which check is at work, only where somebody watches."""
-    if not notes.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda check, share: bar.update(task, description=check, completed=share)
-
-
 def _show(found: Audit, out: Console) -> None:
     """What was audited, a line for each check, and the verdict last."""
     from rich.text import Text
@@ -154,12 +138,3 @@ def _table(found: Audit) -> Table:
         mark = Text(f"{MARKS[word]} {word}", style=STYLES[word])
         table.add_row(Text(check.name), mark, Text(check.evidence), f"{check.seconds:.0f}")
     return table
-
-
-def _write(file: Path, text: str) -> None:
-    from foretoken.core.errors import WriteError
-
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WriteError(f"cannot write {file}: {error.strerror}; choose another file") from error

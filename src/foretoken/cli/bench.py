@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.costs import Color, Quantization, costs, tracker, wide_console
+from foretoken.cli.files import check_places, write_json, write_text
 from foretoken.cli.theme import ColorMode
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def race(
     from foretoken.bench.setting import setting
     from foretoken.train.scale_up import scaled
 
+    check_places(json=json_file, html=html_file)
     configs = _configs(speculative_config)
     wanted = chosen(peers)
     if target is None:
@@ -123,10 +124,9 @@ def _publish(
         console.print(part)
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
     if json_file is not None:
-        record = {"setting": facts, "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(json_file, {"setting": facts, "rows": [asdict(row) for row in rows]})
     if html_file is not None:
-        html_file.write_text(page(facts, rows), encoding="utf-8")
+        write_text(html_file, page(facts, rows))
 
 
 # what the options say

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.files import check_places, write_text
 from foretoken.cli.theme import ColorMode
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def generate(
 ) -> None:
     """Continue a prompt, faster, with exactly the target's distribution."""
     config = speculative(speculative_config)
-    if html_file is not None:
-        _check_place(html_file)
+    check_places(html=html_file)
     from foretoken import SamplingParams
 
     params = SamplingParams(
@@ -107,7 +107,6 @@ class _Page:
 
     def write(self) -> None:
         from foretoken.bench.setting import setting
-        from foretoken.core.errors import WriteError
         from foretoken.report.tokens import page
 
         facts = setting() | {
@@ -115,11 +114,7 @@ class _Page:
             "method": self._llm.speculative_config.method_in_force, "temperature": self._params.temperature,
             "seed": self._params.seed,
         }  # fmt: skip
-        text = page([tracer.trace() for tracer in self._tracers], facts)
-        try:
-            self._file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise WriteError(f"cannot write {self._file}: {error}; choose another file") from error
+        write_text(self._file, page([tracer.trace() for tracer in self._tracers], facts))
 
 
 def _complete(llm: LLM, prompt: str, params: SamplingParams, page: _Page | None) -> tuple[CompletionOutput, ...]:
@@ -131,14 +126,6 @@ def _complete(llm: LLM, prompt: str, params: SamplingParams, page: _Page | None)
         if piece.output is not None:
             done[piece.index] = piece.output
     return tuple(done[index] for index in range(params.n))
-
-
-def _check_place(file: Path) -> None:
-    """Raises WriteError, before anything is loaded, where no file can be."""
-    from foretoken.core.errors import WriteError
-
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise WriteError(f"--html {file}: expected the name of a file in a folder that exists")
 
 
 def _text_of(file: Path) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.costs import Color, Quantization, wide_console
-from foretoken.cli.theme import ColorMode
+from foretoken.cli.files import check_places, write_json, write_text
+from foretoken.cli.theme import ColorMode, staged
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from foretoken.plan.outcome import Plan
     from foretoken.plan.planner import Say, Settings
 
@@ -49,6 +47,7 @@ def plan(
 
     The target writes a sample after the prompts; every candidate is judged on it, and rounds are timed here.
     """
+    check_places(json=json_file, html=html_file)
     from foretoken.cli.generate import speculative
     from foretoken.plan.candidates import candidates
     from foretoken.plan.planner import Settings
@@ -61,18 +60,18 @@ def plan(
     target, drafts, found_heads = _models(model, draft_model or [], heads or [])
     chosen = candidates(drafts, found_heads, [speculative(text) or {} for text in speculative_config or []])
     notes, console = wide_console(color, stderr=True), wide_console(color)
-    with _progress(notes) as say:
+    with staged(notes) as say:
         found = _plan(target, chosen, prompts, count, settings, (dtype, quantization), say)
     for part in rendered(found):
         console.print(part, soft_wrap=not hasattr(part, "columns"))
     console.print(", ".join(f"{key} {value}" for key, value in found.setting.items()), style="dim", markup=False)
     record = found.to_dict()
     if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(json_file, record)
     if html_file is not None:
         from foretoken.report.plan import page
 
-        html_file.write_text(page(record), encoding="utf-8")
+        write_text(html_file, page(record))
 
 
 def _models(model: str | None, drafts: list[str], heads: list[str]) -> tuple[str, list[str], list[str]]:
@@ -157,17 +156,3 @@ def _passes(path: Path, model: Any, quantization: str) -> list[dict[str, Any]]:
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     loaded = Loaded(path, model, load_config(path), size, quantization)
     return measured(loaded).to_dict() if has_room(loaded) else []
-
-
-@contextmanager
-def _progress(notes: Console) -> Iterator[Say]:
-    """A bar on standard error where somebody watches it."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    if not notes.is_terminal:
-        yield lambda what, share: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, completed=share)

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.text import Text
 
 from foretoken.cli.theme import MARKS, STYLES, Origin
-from foretoken.core.step import Step
 from foretoken.engine.detokenize import Detokenizer, Tokenizer
 from foretoken.outputs import SpeculationStats, StreamPiece
 
@@ -41,7 +40,7 @@ class Origins:
             origin = Origin.ACCEPTED if index < piece.step.accepted else Origin.TARGET
             self._waiting.append(Span(self._detokenizer.push(token), origin))
         spans = self._take(piece.text)
-        rejected = rejected_tokens(piece.step)
+        rejected = [piece.step.draft.ids[node] for node in piece.step.rejected]
         if rejected:
             at = next((i for i, span in enumerate(spans) if span.origin is Origin.TARGET), len(spans))
             spans.insert(at, Span(self._tokenizer.decode(rejected), Origin.REJECTED))
@@ -58,19 +57,6 @@ class Origins:
                 spans.append(Span(text[: len(given)], known.origin))
                 text = text[len(given) :]
         return spans
-
-
-def rejected_tokens(step: Step) -> list[int]:
-    """The longest drafted path that was not taken, below the last accepted node; empty if nothing was refused."""
-    path = step.verdict.path
-    if step.accepted < len(path):
-        return []  # the sequence ended inside the accepted path
-    at = path[-1] if path else -1
-    below = [node for node in range(len(step.draft)) if at < 0 or (node != at and at in step.draft.path(node))]
-    if not below:
-        return []
-    deepest = max(below, key=lambda node: step.draft.depths[node])
-    return [step.draft.ids[node] for node in step.draft.path(deepest)[len(path) :]]
 
 
 def styled(spans: Iterable[Span], rejected: bool = True) -> Text:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -45,3 +46,17 @@ def console(mode: ColorMode, *, stderr: bool = False) -> Console:
 def waiting(console: Console, text: str) -> AbstractContextManager[Any]:
     """A spinner beside ``text``, only where somebody watches."""
     return console.status(text) if console.file.isatty() else nullcontext()
+
+
+@contextmanager
+def staged(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """A bar, only where somebody watches: what is being done, and the share of the whole that is done."""
+    if not console.is_terminal:
+        yield lambda what, share: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)

@@ -18,7 +18,8 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 class Curve:
     """Mean seconds of every size that was measured; between two of them a line, beyond the slope of all.
 
-    origin: size 0 takes no time, so that one measured size is enough for a slope.
+    origin: size 0 takes no time, so that one measured size is enough for a slope. Below the smallest measured size
+    nothing takes less than its share, since a row more makes none of the others dearer.
     """
 
     def __init__(self, *, origin: bool = False) -> None:
@@ -81,5 +82,7 @@ class Curve:
         found = np.interp(wanted, sizes, seconds)
         found += slope * np.maximum(0.0, wanted - sizes[-1])
         if not self._origin:
-            found = np.maximum(found - slope * np.maximum(0.0, sizes[0] - wanted), 0.0)
+            below = wanted < sizes[0]
+            share = seconds[0] * wanted / sizes[0]
+            found[below] = np.maximum(found - slope * (sizes[0] - wanted), share)[below]
         return found

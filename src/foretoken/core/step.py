@@ -44,3 +44,16 @@ class Step:
     def accepted(self) -> int:
         """Drafted tokens that were emitted."""
         return min(len(self.verdict.path), len(self.tokens))
+
+    @property
+    def rejected(self) -> tuple[int, ...]:
+        """The longest drafted path that was not taken, below the last accepted node; empty if nothing was refused."""
+        path, draft = self.verdict.path, self.draft
+        if self.accepted < len(path):
+            return ()  # the sequence ended inside the accepted path
+        at = path[-1] if path else -1
+        below = [node for node in range(len(draft)) if node > at and (at < 0 or at in draft.path(node))]
+        if not below:
+            return ()
+        deepest = max(below, key=lambda node: draft.depths[node])
+        return draft.path(deepest)[len(path) :]

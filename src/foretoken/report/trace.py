@@ -104,7 +104,7 @@ class Tracer:
         step, draft = piece.step, piece.step.draft
         path = step.verdict.path[: step.accepted]
         self._guesses.append((*(_guess(draft, node) for node in path), *[None] * (len(step.tokens) - len(path))))
-        self._vain.append(tuple(_guess(draft, node) for node in rejected(step)))
+        self._vain.append(tuple(_guess(draft, node) for node in step.rejected))
         self._emitted.append(step.tokens)
         self._texts.append(piece.text)
         self._rounds.append(_round(len(self._rounds) + 1, step))
@@ -164,19 +164,6 @@ class Tracer:
         text = self.tokenizer.decode([guess.id], skip_special_tokens=False)
         p, rank = (math.exp(known.logprob), known.rank) if known else (None, None)
         return Token(guess.id, text, REJECTED, number, p, rank, guess.q, guess.score)
-
-
-def rejected(step: Step) -> tuple[int, ...]:
-    """Nodes of the longest drafted path that was not taken, below the last accepted one; none if none was refused."""
-    path = step.verdict.path
-    if step.accepted < len(path):
-        return ()  # the sequence ended inside the accepted path
-    at, draft = (path[-1] if path else -1), step.draft
-    below = [node for node in range(len(draft)) if node > at and (at < 0 or at in draft.path(node))]
-    if not below:
-        return ()
-    deepest = max(below, key=lambda node: draft.depths[node])
-    return draft.path(deepest)[len(path) :]
 
 
 def _round(number: int, step: Step) -> Round:
