@@ -20,7 +20,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Needs, Proposer
-from foretoken.propose.credit import Account, Guess, Mean, Rates
+from foretoken.propose.credit import Account, Guess, Ladder, Mean, Rates
 from foretoken.propose.mixture import Member, Mixture, MixtureConfig
 from foretoken.propose.pace import Pace
 from foretoken.propose.union import Union
@@ -84,6 +84,30 @@ def test_a_costly_member_is_used_where_it_pays(cost: float, used: bool) -> None:
         assert good.calls > 0.9 * rounds
     else:
         assert good.calls < 0.15 * rounds  # tried, and tried again ever more seldom
+
+
+def test_fixed_candidates_of_a_costly_member_join_the_tree() -> None:
+    """Each knows what the other does not, so together they are right everywhere."""
+    one, other = free("one", Oracle((0,))), Member("other", Oracle((1,)), free=False, most=4, cost=0.05)
+    mixture = Mixture([one, other])
+    texts, rounds = run(mixture, nodes=8)
+    assert texts == run(Proposer())[0]
+    assert rounds < 0.7 * min(run(Oracle((0,)), nodes=4)[1], run(Oracle((1,)), nodes=4)[1])
+    context = Context(9, [1, 2, 3], 3, SamplingLaw(temperature=0.0), Streams(0))
+    mixture = Mixture([one, Member("other", Oracle((1,)), free=False, most=4, cost=0.05)])
+    draft = mixture.propose([context], [8])[0]
+    assert not draft.is_chain and mixture.last_member[9].count("other") == 4 and "one" in mixture.last_member[9]
+
+
+def test_a_costly_member_s_draws_take_the_tree_s_place() -> None:
+    class Drawn(Proposer):
+        def propose(self, contexts, budgets):
+            return [Draft.chain([1], Sampled(torch.ones(1, 8) / 8)) for _ in contexts]
+
+    context = Context(0, [1, 2, 3], 3, SamplingLaw(), Streams(0))
+    mixture = Mixture([free("fixed", Oracle()), Member("drawn", Drawn(), free=False, most=1)])
+    draft = mixture.propose([context], [4])[0]
+    assert isinstance(draft.law, Sampled) and mixture.last_member[0] == ("drawn",)
 
 
 def test_what_one_request_taught_serves_the_next() -> None:
@@ -185,10 +209,21 @@ def test_means_begin_at_their_prior() -> None:
     assert own.value < 0.5
 
 
+def test_a_ladder_tells_promises_apart() -> None:
+    everywhere = Ladder()
+    own = Ladder(everywhere, strength=8.0)
+    for _ in range(50):
+        own.at(0.5).add(3.0)
+        own.at(8.0).add(0.0)
+    assert own.at(0.3).value == pytest.approx(3.0, abs=0.3) and own.at(7.0).value == pytest.approx(0.0, abs=0.3)
+    assert everywhere.at(0.6).value == pytest.approx(3.0, abs=0.3)
+    assert own.at(2.0).value == pytest.approx(1.5, abs=0.3)  # nothing seen there: the mean of all
+
+
 def test_union() -> None:
     union = Union()
-    union.add(Draft.chain([1, 2, 3]), [0.9, 0.8, 0.5], "a")
-    union.add(Draft(torch.tensor([1, 4, 2]), (-1, -1, 0)), [0.5, 0.5, 0.9], "b")
+    assert union.add(Draft.chain([1, 2, 3]), [0.9, 0.8, 0.5], "a") == [0, 1, 2]
+    assert union.add(Draft(torch.tensor([1, 4, 2]), (-1, -1, 0)), [0.5, 0.5, 0.9], "b") == [0, 3, 1]
     assert union.tokens == [1, 2, 3, 4] and union.parents == [-1, 0, 1, -1]
     assert union.owners == ["a", "b", "a", "b"]
     weights = union.weights()
@@ -217,6 +252,8 @@ def test_pace_learns_what_a_row_costs() -> None:
     # The second row brings .3 tokens for a tenth of a pass; the third .05.
     assert pace.worthwhile([0.3, 0.05], 8, 1) == [0]
     assert pace.worthwhile([0.9, 0.9, 0.8], 2, 1) == [0, 1]
+    assert pace.worthwhile([0.3, 0.05, 0.01], 8, 1, held=[2]) == [2, 0]
+    assert pace.worthwhile([0.9, 0.9, 0.01], 2, 1, held=[2]) == [2, 0]
 
 
 def test_pace_before_anything_is_known() -> None:

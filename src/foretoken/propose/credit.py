@@ -15,6 +15,7 @@ from foretoken.core.draft import Draft
 _PLACES = (1, 2, 3, 4, 6, 9, 16)  # nodes of a draft, in its own order, share a rate from one of these to the next
 _STREAKS = (1, 4, 12)  # so do drafts by how many tokens their maker had right just before,
 _SIZES = (3, 8)  # and by how many nodes it dares to draft
+_RUNGS = (0.25, 0.75, 1.5, 3.0, 6.0)  # promised tokens from which another mean counts
 _BASE = 0.7  # of whom nothing is known; too high costs a few rows, too low leaves good drafts out
 
 Row = tuple[int, int]
@@ -140,3 +141,18 @@ class Mean:
         if self._prior is None:
             return self._sum / self.count if self.count else 0.0
         return (self._sum + self._strength * self._prior.value) / (self.count + self._strength)
+
+
+class Ladder:
+    """Means by how much was promised, since what one brings depends on how well the others do at that moment.
+
+    A rung begins from the same rung of ``prior``, or without one from the mean of all rungs.
+    """
+
+    def __init__(self, prior: Ladder | None = None, strength: float = 4.0, memory: float = 256.0) -> None:
+        self.all: Mean = prior.all if prior else Mean(memory=memory)
+        above: list[Mean] = prior.rungs if prior else [self.all] * (len(_RUNGS) + 1)
+        self.rungs: list[Mean] = [Mean(rung, strength, memory) for rung in above]
+
+    def at(self, promised: float) -> Mean:
+        return self.rungs[bisect_right(_RUNGS, promised)]

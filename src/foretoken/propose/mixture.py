@@ -2,8 +2,11 @@
 
 Free members (text and tables, no model) draft every round, and their drafts are joined into one tree. All of them are
 judged on the text that came, used or not: full information, which bandits have not. A member that costs time drafts
-only where the tokens it is expected to bring, over the time it takes, are more than the free tree's. What was learned
-in other requests is where a request begins; what happens in it soon weighs more.
+only where the tokens it is expected to bring, over the time it takes, are more than the free tree's; what it brings is
+known by what the free tree promises at such a moment, for where text is being copied nobody else is needed. If its
+draft is of fixed candidates too (greedy requests, requests with a seed, trees of the likeliest) it joins the tree; if
+it was drawn, its law is its own, and it takes the tree's place. What was learned in other requests is where a request
+begins; what happens in it soon weighs more.
 
 The choice is made from the past alone, before anything is drawn in the round, so it cannot bend the law.
 """
@@ -21,7 +24,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass
 from foretoken.propose.base import Method, Needs, Observation, Proposer, Workshop
-from foretoken.propose.credit import Account, Guess, Mean, Rates
+from foretoken.propose.credit import Account, Guess, Ladder, Mean, Rates
 from foretoken.propose.pace import Pace
 from foretoken.propose.union import Union
 
@@ -58,7 +61,8 @@ class MixtureConfig:
 class Member:
     """A proposer in the mixture. most: nodes it may draft, None for the whole budget. cost: in passes, None measured.
 
-    rates, gain: what is known of a free and of a costly one over all requests.
+    rates, gain, nodes: what is known of it over all requests; the last two of costly ones only: accepted tokens and
+    drafted nodes of the rounds that it took part in.
     """
 
     name: str
@@ -68,7 +72,8 @@ class Member:
     cost: float | None = None
     seconds: Mean = field(default_factory=lambda: Mean(memory=32.0))
     rates: Rates = field(default_factory=Rates)
-    gain: Mean = field(default_factory=lambda: Mean(memory=256.0))
+    gain: Ladder = field(default_factory=Ladder)
+    nodes: Mean = field(default_factory=Mean)
 
     def budget(self, nodes: int) -> int:
         return nodes if self.most is None else min(nodes, self.most)
@@ -84,16 +89,31 @@ class Member:
 class Record:
     """What the mixture keeps of one request.
 
-    trees: the free trees whose worth is not known yet, each with the accepted tokens it was expected to bring.
+    accounts, costly: of free and of costly members. gains: of costly ones, accepted tokens of rounds they took part in.
+    trees: the free trees whose worth is not known yet, each with the accepted tokens that it promised; off: how many
+    more such trees brought. chosen, promised: this round's costly member, and what the free tree promised.
     idle: rounds since a costly member drafted here, and in ``probe`` how many until it is tried again.
     """
 
     accounts: list[Account]
-    gains: list[Mean]
+    costly: list[Account]
+    gains: list[Ladder]
+    off: Ladder
     idle: list[int]
     probe: list[int]
     trees: list[tuple[Guess, float]] = field(default_factory=list)
     chosen: int | None = None
+    promised: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The union of the free members' drafts, and the tree of those nodes that pay. promised: tokens it should bring."""
+
+    union: Union
+    draft: Draft
+    names: tuple[str, ...]
+    promised: float
 
 
 class Mixture(Proposer):
@@ -109,30 +129,27 @@ class Mixture(Proposer):
         self.pace = Pace()
         self.last_member: dict[int, tuple[str, ...]] = {}
         self._records: dict[int, Record] = {}
-        self._promised, self._kept = Mean(memory=256.0), Mean(memory=256.0)
+        self._off = Ladder()
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         offers = [member.propose(contexts, budgets) for member in self.free]
-        drafts: list[Draft] = []
+        trees: list[Joined] = []
         users: dict[int, list[int]] = {}
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             record = self._record(context)
-            tree, names, expected = self._join(context, record, budget, [offer[i] for offer in offers], len(contexts))
-            drafts.append(tree)
-            self.last_member[context.id] = names
-            record.chosen = self._choose(record, len(tree), expected, budget, len(contexts)) if budget > 0 else None
+            tree = self._join(context, record, budget, [offer[i] for offer in offers], len(contexts))
+            trees.append(tree)
+            record.promised = tree.promised
+            record.chosen = self._choose(record, tree, budget, len(contexts)) if budget > 0 else None
             if record.chosen is not None:
                 users.setdefault(record.chosen, []).append(i)
         for costly, own in users.items():
-            member = self.costly[costly]
-            made = member.propose([contexts[i] for i in own], [budgets[i] for i in own])
+            made = self.costly[costly].propose([contexts[i] for i in own], [budgets[i] for i in own])
             for i, draft in zip(own, made, strict=True):
-                if len(draft):
-                    drafts[i] = draft
-                    self.last_member[contexts[i].id] = (member.name,) * len(draft)
-                else:
-                    self._record(contexts[i]).chosen = None
-        return drafts
+                trees[i] = self._with(contexts[i], costly, trees[i], draft, budgets[i], len(contexts))
+        for context, tree in zip(contexts, trees, strict=True):
+            self.last_member[context.id] = tree.names
+        return [tree.draft for tree in trees]
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for member in self.members:
@@ -153,43 +170,59 @@ class Mixture(Proposer):
         if context.id not in self._records:
             self._records[context.id] = Record(
                 accounts=[Account(Rates(member.rates, strength=16.0, memory=48.0)) for member in self.free],
-                gains=[Mean(member.gain, strength=8.0, memory=32.0) for member in self.costly],
+                costly=[Account(Rates(member.rates, strength=16.0, memory=48.0)) for member in self.costly],
+                gains=[Ladder(member.gain, strength=8.0, memory=32.0) for member in self.costly],
+                off=Ladder(self._off, strength=8.0, memory=32.0),
                 idle=[0] * len(self.costly),
                 probe=[_PROBE] * len(self.costly),
             )
         return self._records[context.id]
 
-    def _join(
-        self, context: Context, record: Record, budget: int, offers: Sequence[Draft], batch: int
-    ) -> tuple[Draft, tuple[str, ...], float]:
-        """The free members' drafts as one tree of the nodes that are worth a row.
-
-        -> the tree, each node's member, and how many tokens are expected to be accepted
-        """
-        if budget < 1:
-            return Draft.empty(), (), 0.0
+    def _join(self, context: Context, record: Record, budget: int, offers: Sequence[Draft], batch: int) -> Joined:
+        """The free members' drafts as one tree."""
         union = Union()
+        if budget < 1:
+            return Joined(union, Draft.empty(), (), 0.0)
         for member, account, draft in zip(self.free, record.accounts, offers, strict=True):
             if not isinstance(draft.law, PointMass):
                 raise TypeError(f"{member.name} counts as free, but its drafts are drawn; only fixed candidates join")
             union.add(draft, account.guess(draft, len(context.tokens)), member.name)
-        weights = union.weights()
-        kept = sorted(self.pace.worthwhile(weights, budget, batch))
-        expected = sum(weights[node] for node in kept)
-        tree = union.draft(kept, weights)
-        if kept:
-            record.trees.append((Guess(tree, len(context.tokens)), expected))
-        return tree, tuple(union.owners[node] for node in kept), expected
+        tree = self._pruned(union, budget, batch)
+        if len(tree.draft):
+            record.trees.append((Guess(tree.draft, len(context.tokens)), tree.promised))
+        return tree
 
-    def _choose(self, record: Record, nodes: int, expected: float, budget: int, batch: int) -> int | None:
+    def _with(self, context: Context, costly: int, free: Joined, draft: Draft, budget: int, batch: int) -> Joined:
+        """The round's draft now that the costly member has made its own."""
+        record, member = self._record(context), self.costly[costly]
+        if not len(draft):
+            record.chosen = None
+            return free
+        tree = Joined(free.union, draft, (member.name,) * len(draft), free.promised)
+        if isinstance(draft.law, PointMass):
+            rates = record.costly[costly].guess(draft, len(context.tokens))
+            held = free.union.add(draft, rates, member.name)  # paid for, and rows cost little beside it
+            tree = self._pruned(free.union, budget, batch, held)
+        member.nodes.add(float(len(tree.draft)))
+        return tree
+
+    def _pruned(self, union: Union, budget: int, batch: int, held: Sequence[int] = ()) -> Joined:
+        """The nodes that are worth a row, and those ``held``."""
+        weights = union.weights()
+        kept = sorted(self.pace.worthwhile(weights, budget, batch, held))
+        names = tuple(union.owners[node] for node in kept)
+        return Joined(union, union.draft(kept, weights), names, sum(weights[node] for node in kept))
+
+    def _choose(self, record: Record, tree: Joined, budget: int, batch: int) -> int | None:
         """The costly member that is to draft, None for the free tree: most tokens per second, as far as is known."""
-        trust = (self._kept.value + 0.1) / (self._promised.value + 0.1)
-        best = (1.0 + trust * expected) / self.pace.seconds(nodes, batch)
+        expected = max(0.0, tree.promised + record.off.at(tree.promised).value)
+        best = (1.0 + expected) / self.pace.seconds(len(tree.draft), batch)
         choice: int | None = None
         for i, (member, gain) in enumerate(zip(self.costly, record.gains, strict=True)):
-            if member.gain.count < _TRIALS or record.idle[i] >= record.probe[i]:
+            if member.gain.all.count < _TRIALS or record.idle[i] >= record.probe[i]:
                 return i
-            value = (1.0 + gain.value) / (self.pace.seconds(member.budget(budget), batch) + self._price(member) / batch)
+            seconds = self.pace.seconds(member.nodes.value, batch) + self._price(member) / batch
+            value = (1.0 + gain.at(tree.promised).value) / seconds
             if value > best:
                 best, choice = value, i
         return choice
@@ -198,13 +231,12 @@ class Mixture(Proposer):
         return member.seconds.value if member.cost is None else member.cost * self.pace.seconds(0, 1)
 
     def _settle(self, context: Context, record: Record, observation: Observation) -> None:
-        for account in record.accounts:
+        for account in (*record.accounts, *record.costly):
             account.settle(context.tokens)
         open_trees = []
         for guess, expected in record.trees:
             if guess.follow(context.tokens):
-                self._promised.add(expected)
-                self._kept.add(float(guess.depth))
+                record.off.at(expected).add(guess.depth - expected)
             else:
                 open_trees.append((guess, expected))
         record.trees = open_trees
@@ -215,7 +247,7 @@ class Mixture(Proposer):
                 record.probe[i] *= 2 if record.idle[i] > record.probe[i] else 1
                 record.idle[i] = 0
                 if step.finish_reason is None:
-                    gain.add(float(step.accepted))
+                    gain.at(record.promised).add(float(step.accepted))
 
 
 def build(config: MixtureConfig, workshop: Workshop) -> Mixture:

@@ -38,15 +38,18 @@ class Pace:
         """One sequence's share of a pass in which each of ``batch`` drafts so many nodes; in passes until measured."""
         return self._seconds((nodes + 1.0) * batch) / batch
 
-    def worthwhile(self, weights: Sequence[float], budget: int, batch: int) -> list[int]:
+    def worthwhile(self, weights: Sequence[float], budget: int, batch: int, held: Sequence[int] = ()) -> list[int]:
         """The nodes whose rows pay, the best first: each raises expected tokens per second. weights: P(node stands).
 
         Along a path weights only fall, and of equals the older comes first, so that no node is kept without its parent.
+        held: nodes that are kept in any case, with their parents.
         """
-        kept: list[int] = []
-        tokens, least = 1.0, self.seconds(0, batch)
+        kept = list(held[:budget])
+        tokens = 1.0 + sum(weights[node] for node in kept)
+        least = self.seconds(0, batch)
         row = self.seconds(1, batch) - least
-        for node in sorted(range(len(weights)), key=lambda i: (-weights[i], i))[:budget]:
+        others = sorted(set(range(len(weights))).difference(held), key=lambda i: (-weights[i], i))
+        for node in others[: budget - len(kept)]:
             if weights[node] * (least + row * len(kept)) <= row * tokens:
                 break
             kept.append(node)

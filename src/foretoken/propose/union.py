@@ -20,8 +20,8 @@ class Union:
     owners: list[str] = field(default_factory=list)
     _nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # by parent and token
 
-    def add(self, draft: Draft, rates: Sequence[float], owner: str) -> None:
-        """Fixed candidates, and P(node stands | its parent stands) of each."""
+    def add(self, draft: Draft, rates: Sequence[float], owner: str) -> list[int]:
+        """Fixed candidates, and P(node stands | its parent stands) of each. -> where they are"""
         places: list[int] = []
         for token, parent, rate in zip(draft.ids, draft.parents, rates, strict=True):
             above = places[parent] if parent >= 0 else -1
@@ -34,6 +34,7 @@ class Union:
                 self.owners.append(owner)
             elif rate > self.rates[node]:
                 self.rates[node], self.owners[node] = rate, owner
+        return places
 
     def weights(self) -> list[float]:
         """P(node stands) of every node. Of siblings one can at most: the surest has its rate, the next what is left."""
