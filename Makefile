@@ -15,6 +15,9 @@ PEERS ?= openvino vllm
 RESULTS ?= benchmarks/results
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -q $(PIP_ARGS) -c constraints.txt
+# Byte code for all at once, on all cores: without it every start of Python would compile torch again where it may not
+# keep what it compiled, which takes longer than anything else until the first token. A file that is no Python is no error.
+COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
@@ -63,11 +66,13 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@$(PIP) torch==2.13.0
 	@echo "== installing foretoken"
 	@$(PIP) -e .
+	$(COMPILE)
 	@touch $@
 
 $(DEV): $(RUNTIME)
 	@echo "== installing the development tools"
 	@$(PIP) -e '.[dev]'
+	$(COMPILE)
 	@touch $@
 
 clean:
