@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken; before torch is imported, and for processes of tests too
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -24,6 +27,14 @@ TEXT = (
     "class Ünïcode:\n    '''日本語 emoji 🙂🙃 and   spaces'''\n\tx = 1\n",
     "for i in range(10):\n    print(i, i * i)\n",
 )
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Commands that measure take all cores; the next test must not."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 class Pair(NamedTuple):

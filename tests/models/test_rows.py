@@ -21,6 +21,12 @@ NUMBERS: dict[str, tuple[torch.dtype, str | None]] = {
 VOCAB = 256
 
 
+@pytest.fixture(autouse=True)
+def two_threads() -> None:
+    """Whatever share of the machine the tests have: rows are shared out among threads. ``conftest`` sets it back."""
+    torch.set_num_threads(2)
+
+
 @pytest.fixture(params=[f"{numbers}-{runner}" for numbers in NUMBERS for runner in ("compiled", "torch")])
 def kind(request: pytest.FixtureRequest) -> str:
     """Which numbers on which runner."""
@@ -110,6 +116,16 @@ def test_neighbours_change_no_bit(kind: str, other: int) -> None:
     got = model.score([*handles, mine], [*drafts, Draft.chain(rest[:4])])[-1].logits
     for row in range(5):
         assert torch.equal(got[row], expected[row]), row
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_number_of_threads_changes_no_bit(kind: str, threads: int) -> None:
+    prompt, rest = tokens(300), tokens(5, seed=9)
+    expected = one_by_one(decoder(kind), prompt, rest)
+    torch.set_num_threads(threads)
+    model = decoder(kind)
+    got = model.score([model.open(prompt)], [Draft.chain(rest[:4])])[0].logits
+    assert all(torch.equal(got[row], expected[row]) for row in range(5))
 
 
 def test_the_order_of_slots_does_not_matter(kind: str) -> None:
