@@ -77,6 +77,12 @@ class Cell:
     divergences: list[Divergence] = field(default_factory=list)
 
 
+def named(config: Config) -> Config:
+    """With the bundled draft's folder for "draft"."""
+    return {key: str(zoo.path("draft")) if (key, value) == ("model", "draft") else value
+            for key, value in config.items()}  # fmt: skip
+
+
 def own_prompts(count: int) -> list[str]:
     """Our functions, cut after their second line, their third, and so on: as many as asked for."""
     cut = ("\n".join(text.splitlines()[:lines]) for lines in range(2, 20) for text in FUNCTIONS)
@@ -156,9 +162,7 @@ def grid(course: Course, configs: Sequence[Config], depths: Sequence[int]) -> It
     plain = complete(pair, course.prompts, 0, course.temperature, course.max_tokens, batch=1)
     yield compare(course, pair, plain, "off", 0, BATCHES[-1])
     for config in configs:
-        named = {key: str(zoo.path("draft")) if (key, value) == ("model", "draft") else value
-                 for key, value in config.items()}  # fmt: skip
-        llm = load(course.kind, speculative_config=named)
+        llm = load(course.kind, speculative_config=named(config))
         own = config.get("num_speculative_tokens")
         for depth in depths if own is None else [own]:
             for batch in BATCHES:

@@ -4,9 +4,10 @@
     python benchmarks/never_slower.py --small --batch 1 --proposer random
 
 random: a draft model of random weights. over-large: the target as its own draft. wrong: an EAGLE-3 head whose weights
-were shuffled. Every cell begins with a controller that knows nothing, and plain and guarded runs take turns; both are
-end to end, prompts included, end-of-text ignored. A ratio is guarded over plain tokens per second, the median of the
-repeats; within a repeat both do all requests of the cell.
+were shuffled. Every repeat begins with a controller that knows nothing, and plain and guarded batches take turns, so
+that a machine whose speed drifts is as slow for one as for the other; both are end to end, prompts included,
+end-of-text ignored. A ratio is guarded over plain tokens per second over all batches of a repeat; of a cell, the
+repeats' median.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ PROPOSERS = ("random", "over-large", "wrong")
 
 @dataclass(frozen=True)
 class Cell:
-    """ratios: guarded over plain tokens per second, one a repeat. drafted: nodes for every plain token."""
+    """ratios: guarded over plain tokens per second, one a repeat. drafted: nodes for every token."""
 
     proposer: str
     text: str
@@ -113,6 +114,22 @@ def configuration(proposer: str, target: Path, folder: Path) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(wrong_head(head, folder / "head"))}
 
 
+@dataclass(frozen=True)
+class Sum:
+    """nodes: drafted."""
+
+    tokens: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.tokens + other.tokens, self.nodes + other.nodes, self.seconds + other.seconds)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
 @dataclass
 class Sides:
     """One set of models that decodes plainly or as configured."""
@@ -129,18 +146,15 @@ class Sides:
         rehearse(self.llm.target, self._proposer, tempo, config.most)
         self._controller = config.controller(self.llm.target.device, tempo)
 
-    def run(self, guarded: bool, groups: Sequence[list[str]], params: SamplingParams) -> tuple[int, int, float]:
-        """-> tokens, drafted nodes, seconds"""
+    def run(self, guarded: bool, prompts: list[str], params: SamplingParams) -> Sum:
+        """One batch."""
         engine = self.llm.engine
         engine.proposer = self._proposer if guarded else Proposer()
         engine.controller = self._controller if guarded else Controller()
-        tokens = drafted = 0
         started = time.perf_counter()
-        for group in groups:
-            for output in self.llm.generate(group, params, use_tqdm=False):
-                tokens += len(output.outputs[0].token_ids)
-                drafted += output.outputs[0].stats.drafted
-        return tokens, drafted, time.perf_counter() - started
+        outputs = [output.outputs[0] for output in self.llm.generate(prompts, params, use_tqdm=False)]
+        seconds = time.perf_counter() - started
+        return Sum(sum(len(o.token_ids) for o in outputs), sum(o.stats.drafted for o in outputs), seconds)
 
 
 def cell(
@@ -150,17 +164,20 @@ def cell(
     prompts = cycle(TEXTS[text])
     groups = [list(islice(prompts, batch)) for _ in range(requests)]
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
-    sides.run(False, groups[:1], replace(params, max_tokens=8))
-    ratios, speeds, drafted, plain_tokens = [], {True: [], False: []}, 0, 0
+    sides.run(False, groups[0], replace(params, max_tokens=8))
+    found: list[dict[bool, Sum]] = []
     for repeat in range(repeats):
         sides.begin()
-        for guarded in (repeat % 2 == 0, repeat % 2 == 1):
-            made, nodes, seconds = sides.run(guarded, groups, params)
-            speeds[guarded].append(made / seconds)
-            drafted, plain_tokens = drafted + nodes, plain_tokens + made * guarded
-        ratios.append(speeds[True][-1] / speeds[False][-1])
-    plain, fast = median(speeds[False]), median(speeds[True])
-    return Cell(proposer, text, temperature, batch, plain, fast, tuple(ratios), drafted / plain_tokens)
+        sums = {True: Sum(), False: Sum()}
+        for i, group in enumerate(groups):
+            first = (repeat + i) % 2 == 0
+            for guarded in (first, not first):
+                sums[guarded] += sides.run(guarded, group, params)
+        found.append(sums)
+    plain, fast = (median(sums[side].speed for sums in found) for side in (False, True))
+    ratios = tuple(sums[True].speed / sums[False].speed for sums in found)
+    drafted = sum((sums[True] for sums in found), Sum())
+    return Cell(proposer, text, temperature, batch, plain, fast, ratios, drafted.nodes / drafted.tokens)
 
 
 def cells(

@@ -1,0 +1,82 @@
+"""Is every proposer exact? ``foretoken audit`` on each of the bundled family's, and on transformers' own assistance.
+
+    python benchmarks/audits.py --budget 120 --json audits.json
+
+One line for each: the verdict, and what every check said. Budgets are seconds; nothing here is a speed, so other work
+beside it only makes a verdict less sharp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from exactness_grid import ALL, Config, label, named
+from foretoken import LLM, zoo
+from foretoken.audit import Audit, Outcome, audit
+from foretoken.audit.assisted import Assisted
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.workloads import load_prompts
+from foretoken.speculation import SpeculativeConfig
+
+ASSISTED: list[Config] = [{"method": "draft_model", "model": "draft"}, {"method": "ngram"}]
+SIGNS = {Outcome.PASSED: "yes", Outcome.FAILED: "NO", Outcome.INCONCLUSIVE: "?", Outcome.SKIPPED: "-"}
+
+
+def table(found: Sequence[tuple[str, Audit]]) -> Table:
+    result = Table(box=box.MARKDOWN)
+    result.add_column("proposer")
+    for check in found[0][1].checks:
+        result.add_column(check.name)
+    result.add_column("verdict")
+    for name, one in found:
+        result.add_row(name, *(SIGNS[check.outcome] for check in one.checks), str(one.outcome))
+    return result
+
+
+def main(
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each. [our own functions]")] = None,
+    config: Annotated[list[str] | None, typer.Option(help="JSON; may be repeated. [every proposer]")] = None,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds for each.")] = 120.0,
+    peers: Annotated[bool, typer.Option(help="transformers too, which may fail.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and audits here.")] = None,
+) -> None:
+    """Audit all; exit 1 where one of ours fails."""
+    torch.set_num_threads(cores())
+    texts = load_prompts(prompts) if prompts else None
+    configs = [json.loads(text) for text in config] if config else ALL
+    subjects: list[tuple[str, Any]] = [
+        (label(each), lambda each=each: LLM(zoo.path("target"), speculative_config=named(each))) for each in configs
+    ]
+    if peers:
+        subjects += [
+            (f"transformers: {label(each)}",
+             lambda each=each: Assisted(zoo.path("target"), SpeculativeConfig.of(named(each))))
+            for each in ASSISTED
+        ]  # fmt: skip
+    found = [(name, audit(make(), texts, budget=budget)) for name, make in track(subjects, transient=True)]
+    console = wide_console()
+    console.print(table(found))
+    for name, one in found:
+        for check in one.checks:
+            if check.outcome in (Outcome.FAILED, Outcome.INCONCLUSIVE):
+                console.print(f"{name}: {check.name} {check.outcome}: {check.evidence}", highlight=False)
+    facts = setting() | {"budget": budget}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        rows = [{"proposer": name} | one.to_dict() for name, one in found]
+        json_file.write_text(json.dumps({"setting": facts, "audits": rows}, indent=2, default=str) + "\n")
+    ours = [one for name, one in found if not name.startswith("transformers")]
+    raise typer.Exit(int(any(one.outcome is Outcome.FAILED for one in ours)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
