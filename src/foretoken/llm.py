@@ -21,7 +21,6 @@ from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
-from foretoken.propose.mixture import FREE
 from foretoken.speculation import Builder, SpeculativeConfig, with_draft
 from foretoken.verify import choose
 
@@ -71,7 +70,8 @@ class LLM:
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
         self._proposer = builder.build(config)
         tempo = Tempo()
-        if isinstance(config.control_in_force, GoodputConfig) and config.method not in (*FREE, "mixture"):
+        measured = not (self._proposer.costless or self._proposer.learns)
+        if measured and isinstance(config.control_in_force, GoodputConfig):
             rehearse(self.target, self._proposer, tempo, config.most)
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))

@@ -42,6 +42,7 @@ def test_drafting_shrinks_stops_and_comes_back():
     assert [machine.budget() for _ in range(5)] == [4, 2, 1, 0, 0]
     machine.free = GIB
     assert machine.budget(5) == 0  # not at once
+    assert [machine.budget(20) for _ in range(4)] == [1, 2, 4, 8]
     assert machine.budget(200) == 8
 
 

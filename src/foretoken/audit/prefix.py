@@ -38,19 +38,20 @@ class Cell:
 
 
 def prefix(work: Work, most: int = MOST) -> Check:
-    """Draws while there is time, from two prompts by turns."""
+    """Draws while there is time, from two prompts by turns once each has enough for a verdict."""
     prompts = work.prompts[:PROMPTS]
     counts: list[Counter[tuple[int, ...]]] = [Counter() for _ in prompts]
     law, batch = work.subject.law(work.temperature), work.subject.batch
     size = min(TEXTS, batch * 4)
     for portion in work.portions(-(-most // size)):
-        at = portion % len(prompts)
+        short = (i for i, found in enumerate(counts) if _texts(found) < LEAST)
+        at = next(short, portion % len(prompts))
         ask = Ask(law, LENGTH + BEYOND, work.seeds(PURPOSE, portion, size), work.subject.depth, batch=batch)
         for text in work.subject.generate([prompts[at]] * size, ask):
             counts[at].update(text.tokens[:length] for length in range(1, LENGTH + 1))
     tested = [(prompt, found) for prompt, found in zip(prompts, counts, strict=True) if _texts(found) >= LEAST]
     if not tested:
-        return Check(NAME, Outcome.INCONCLUSIVE, f"{sum(map(_texts, counts))} texts are too few; {LEAST} at least")
+        return Check(NAME, Outcome.INCONCLUSIVE, f"{_texts(counts[0])} texts are too few; {LEAST} at least")
     fits: list[Fit] = []
     for prompt, found in tested:
         cells = tree(work, prompt, found)

@@ -48,11 +48,12 @@ class MemoryWatch(Controller):
         """read: what is free; None says that it cannot be known, and nothing is limited."""
         self.inner, self._read, self._clock = inner, read, clock
         self.halvings = 0
-        self._looked, self._spare = -_EVERY, 0
+        self._looked, self._spare, self._wanted = -_EVERY, 0, 0
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
         self._look()
         wanted = self.inner.budgets(contexts, rooms)
+        self._wanted = max(self._wanted, *wanted)
         if self.halvings:
             none = self.halvings >= _NONE
             wanted = self.inner.budgets(contexts, [0 if none else k >> self.halvings for k in wanted])
@@ -78,7 +79,9 @@ class MemoryWatch(Controller):
         elif self.halvings and memory.free > 2 * memory.low:
             self._spare += 1
             if self._spare >= _PATIENCE:
-                self._spare, self.halvings = 0, self.halvings - 1
+                self._spare = 0
+                leaves_none = max(1, self._wanted.bit_length())
+                self.halvings = min(self.halvings, leaves_none) - 1
         else:
             self._spare = 0
 

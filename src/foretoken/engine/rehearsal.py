@@ -19,7 +19,7 @@ from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
 _PROMPT = 96  # tokens
-_DEPTHS = (0, 0, 0, 1, 1, 2, 3, 4, 6, 8, 12, 16)  # the prompt's round first
+_DEPTHS = (0, 0, 0, 1, 1, 2, 4, 8, 16)  # the prompt's round first; what lies between is read off a line
 _ENOUGH = 1.0  # plain rounds; drafting that takes longer need not be looked at more closely
 
 

@@ -49,6 +49,14 @@ class Int8:
 Matrix = Tensor | Int8
 
 
+def stacked(parts: Sequence[Matrix]) -> Matrix:
+    """Matrices of one kind below one another."""
+    if len(parts) == 1:
+        return parts[0]
+    quantised = [part for part in parts if isinstance(part, Int8)]
+    return Int8.cat(quantised) if quantised else torch.cat([part for part in parts if isinstance(part, Tensor)])
+
+
 def quantise(weight: Tensor) -> Int8:
     """Each output channel by its largest magnitude, rounded half to even. weight [out, in], any float dtype"""
     values = torch.empty(weight.shape, dtype=torch.int8)

@@ -99,7 +99,7 @@ def _of_one_kind(layers: Iterable[LayerWeights], ends: Ends) -> Iterator[LayerWe
 
     int8 = isinstance(ends.head, Int8)
     for layer in layers:
-        if any(isinstance(matrix, Int8) != int8 for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)):
+        if any(isinstance(matrix, Int8) != int8 for matrix in (*layer.qkv, layer.out, *layer.gate_up, layer.down)):
             raise Unavailable("only some of its matrices are int8; quantization='int8' makes the others so")
         yield layer
         del layer  # before the next is read

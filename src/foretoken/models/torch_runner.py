@@ -21,6 +21,7 @@ from foretoken.models.attention import Geometry, attend
 from foretoken.models.kv import KVCache
 from foretoken.models.linear import Product, can_pack, product
 from foretoken.models.plan import Plan
+from foretoken.models.quantize import stacked
 from foretoken.models.runner import Pass
 from foretoken.models.weights import Ends, Entry, LayerWeights
 
@@ -47,13 +48,13 @@ class Layer:
 
         return Layer(
             norm=to(weights.norm),
-            qkv=product(weights.qkv.to(device), to(weights.qkv_bias)),
+            qkv=product(stacked(weights.qkv).to(device), to(weights.qkv_bias)),
             q_norm=to(weights.q_norm),
             k_norm=to(weights.k_norm),
             out=product(weights.out.to(device), to(weights.out_bias)),
             post_attention_norm=to(weights.post_attention_norm),
             mlp_norm=weights.mlp_norm.to(device),
-            gate_up=product(weights.gate_up.to(device)),
+            gate_up=product(stacked(weights.gate_up).to(device)),
             down=product(weights.down.to(device)),
             post_mlp_norm=to(weights.post_mlp_norm),
         )

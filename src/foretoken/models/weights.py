@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,11 @@ class LayerWeights:
 
     A matrix may be a view of a mapped file, so copy or pack it; the mapping goes with it. Norm weights are float32
     [n], Gemma's offset of 1 included; a norm is computed in float32 and rounded once. ``qkv`` holds the rows of
-    queries, keys, values; ``gate_up`` those of gate, up.
+    queries, keys, values, ``gate_up`` those of gate, up: one product in parts of one kind, as many as are stored.
     """
 
     norm: Tensor | None  # None in the first layer of EAGLE-1
-    qkv: Matrix
+    qkv: tuple[Matrix, ...]
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -33,7 +33,7 @@ class LayerWeights:
     out_bias: Tensor | None
     post_attention_norm: Tensor | None  # Gemma 2 and 3: on the attention's output, before it is added
     mlp_norm: Tensor
-    gate_up: Matrix
+    gate_up: tuple[Matrix, ...]
     down: Matrix
     post_mlp_norm: Tensor | None
 
@@ -95,16 +95,16 @@ def read_layer(source: Source, index: int) -> LayerWeights:
     heads = a.family in ("qwen3", "gemma3_text")
     return LayerWeights(
         norm=reader.norm(f"{at}.input_layernorm", a.hidden),
-        qkv=reader.matrix(qkv, wide + 2 * narrow, a.hidden),
+        qkv=reader.parts(qkv, wide + 2 * narrow, a.hidden),
         qkv_bias=reader.bias(qkv),
         q_norm=reader.norm(f"{attention}.q_norm", a.head_dim) if heads else None,
         k_norm=reader.norm(f"{attention}.k_norm", a.head_dim) if heads else None,
-        out=reader.matrix((f"{attention}.o_proj",), a.hidden, wide),
+        out=reader.matrix(f"{attention}.o_proj", a.hidden, wide),
         out_bias=reader.bias((f"{attention}.o_proj",)),
         post_attention_norm=reader.norm(f"{at}.post_attention_layernorm", a.hidden) if sandwich else None,
         mlp_norm=reader.norm(f"{at}.{'pre_feedforward' if sandwich else 'post_attention'}_layernorm", a.hidden),
-        gate_up=reader.matrix(gate_up, 2 * a.intermediate, a.hidden),
-        down=reader.matrix((f"{mlp}.down_proj",), a.hidden, a.intermediate),
+        gate_up=reader.parts(gate_up, 2 * a.intermediate, a.hidden),
+        down=reader.matrix(f"{mlp}.down_proj", a.hidden, a.intermediate),
         post_mlp_norm=reader.norm(f"{at}.post_feedforward_layernorm", a.hidden) if sandwich else None,
     )
 
@@ -113,11 +113,11 @@ def read_ends(source: Source) -> Ends:
     """Embedding, last norm and head."""
     a, reader = source.architecture, _Reader(source)
     stored = reader.get("model.embed_tokens.weight")
-    reader.check(stored, ("model.embed_tokens",), a.vocab, a.hidden)
+    reader.check((stored,), ("model.embed_tokens",), a.vocab, a.hidden)
     embedding = stored.to(source.dtype, copy=True)
     head: Matrix = embedding
     if not a.tied and ("lm_head.weight" in source.weights or "lm_head._weight_qdata" in source.weights):
-        head = reader.matrix(("lm_head",), a.vocab, a.hidden)
+        head = reader.matrix("lm_head", a.vocab, a.hidden)
     elif source.quantise:
         head = quantise(stored)
     return Ends(embedding, reader.norm("model.norm", a.hidden), head)
@@ -127,24 +127,25 @@ def read_ends(source: Source) -> Ends:
 class _Reader:
     source: Source
 
-    def matrix(self, names: tuple[str, ...], rows: int, columns: int) -> Matrix:
-        """[rows, columns]: the weights of these products below one another."""
-        parts = [self._part(name) for name in names]
-        whole: Matrix
-        if all(isinstance(part, Int8) for part in parts):
-            whole = Int8.cat([part for part in parts if isinstance(part, Int8)])
-        elif all(isinstance(part, Tensor) for part in parts):
-            plain = [part for part in parts if isinstance(part, Tensor)]
-            whole = torch.cat(plain) if len(plain) > 1 else plain[0]
-        else:
-            raise ModelLoadError(f"of {' and '.join(names)} only some are quantised; they are one product here")
-        self.check(whole, names, rows, columns)
-        return whole
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """[rows, columns]: the weight of one product."""
+        return self.parts((name,), rows, columns)[0]
 
-    def check(self, matrix: Matrix, names: tuple[str, ...], rows: int, columns: int) -> None:
-        if tuple(matrix.shape) != (rows, columns):
+    def parts(self, names: tuple[str, ...], rows: int, columns: int) -> tuple[Matrix, ...]:
+        """The weights of these products, [rows, columns] below one another."""
+        parts = tuple(self._part(name) for name in names)
+        if len({isinstance(part, Int8) for part in parts}) > 1:
+            raise ModelLoadError(f"of {' and '.join(names)} only some are quantised; they are one product here")
+        self.check(parts, names, rows, columns)
+        return parts
+
+    def check(self, parts: Sequence[Matrix], names: tuple[str, ...], rows: int, columns: int) -> None:
+        shapes = [tuple(part.shape) for part in parts]
+        if sum(shape[0] for shape in shapes) != rows or any(shape[1:] != (columns,) for shape in shapes):
+            found = " and ".join(map(str, shapes))
             raise ModelLoadError(
-                f"{' and '.join(names)} have the shape {tuple(matrix.shape)}, but config.json says {(rows, columns)}"
+                f"{' and '.join(names)} have the shape {found}, but config.json says {(rows, columns)}"
+                f"{' together' * (len(parts) > 1)}"
             )
 
     def bias(self, names: tuple[str, ...]) -> Tensor | None:

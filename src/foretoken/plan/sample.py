@@ -20,14 +20,12 @@ from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import SpeculativeConfig
 
-READERS = frozenset({"recycling", "mixture"})
-"""Methods that learn from all the target's rows, those of rejected guesses too, which no record has."""
 _TOGETHER_LEARNING = 4  # requests that a proposer learns from at once: fewer is slower, more delays what it learns
 
 
 @dataclass
 class Proposers:
-    """Makes proposers; those that hold weights and no memory of texts are made once."""
+    """Makes proposers; those that learn nothing are made once."""
 
     build: Callable[[SpeculativeConfig], Proposer]
     _kept: dict[str, Proposer] = field(default_factory=dict)
@@ -37,7 +35,7 @@ class Proposers:
         made = self._kept.get(candidate.name)
         if made is None:
             made = self.build(SpeculativeConfig.of(candidate.config))
-            if candidate.method not in READERS and (made.needs.taps or isinstance(made, DraftModel)):
+            if not made.learns:
                 self._kept[candidate.name] = made
         return made
 
@@ -62,15 +60,14 @@ class Sample:
             chains = self.chains(candidate, draft)
             window, rejection = draft.model.max_length, SpeculativeConfig.of(candidate.config).rejection
             return expected(chains.ratios, draft.config.steps(depth), rejection, window)
-        learns = not proposer.needs.taps and not isinstance(proposer, DraftModel)
-        if candidate.method not in READERS:
+        if not proposer.needs.rounds:
             self._recordings = self._recordings or record(self.target, self.texts, self.taps)
             try:
-                together = 1 if learns else TOGETHER
+                together = 1 if proposer.learns else TOGETHER
                 return replayed(self.target, self._recordings, proposer, self.law, depth, together)
             except Drawn:
                 pass
-        return self._run(candidate, proposer, depth, _TOGETHER_LEARNING if learns else TOGETHER)
+        return self._run(candidate, proposer, depth, _TOGETHER_LEARNING if proposer.learns else TOGETHER)
 
     def _run(self, candidate: Candidate, proposer: Proposer, depth: int, together: int) -> Estimate:
         prompts, limit = [text.prompt for text in self.texts], self.texts[0].limit

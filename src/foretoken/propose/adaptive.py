@@ -90,7 +90,7 @@ class Adaptive(Proposer):
 
     def __init__(self, inner: DraftModel, student: Student, config: AdaptConfig) -> None:
         self.inner, self.student, self.config = inner, student, config
-        self.name, self.needs = inner.name, inner.needs
+        self.name, self.needs, self.learns = inner.name, inner.needs, True
         self.history: list[Update] = []
         self._notes: dict[int, _Notes] = {}
         self._lessons: deque[tuple[Lesson, bool]] = deque()  # the oldest first, and whether it is held out

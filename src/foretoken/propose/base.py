@@ -15,9 +15,13 @@ from foretoken.models.base import Model, Scores
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a proposer wants from the target, as data: hidden-state taps by layer index."""
+    """What a proposer wants from the target, as data: hidden-state taps by layer index.
+
+    rounds: it learns from rounds as they really went, from the rows of rejected guesses or from the time they took.
+    """
 
     taps: tuple[int, ...] = ()
+    rounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +33,16 @@ class Observation:
 
 
 class Proposer:
-    """Base of every proposer; this one proposes nothing, which is plain decoding."""
+    """Base of every proposer; this one proposes nothing, which is plain decoding.
+
+    costless: drafts come from texts and tables, take no time to speak of, and are fixed candidates.
+    learns: they depend on earlier requests, so that nobody may make one up.
+    """
 
     name: str = "none"
     needs: Needs = Needs()
+    costless: bool = False
+    learns: bool = False
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """At most ``budgets[i]`` nodes for ``contexts[i]``; budgets were decided before anything is drawn."""

@@ -28,6 +28,7 @@ class Lookup(Proposer):
     """Copies what followed the latest occurrence of the text's own ending; fixed candidates, verified by the walk."""
 
     name = "ngram"
+    costless = True
 
     def __init__(self, config: LookupConfig | None = None) -> None:
         self.config = config or LookupConfig()

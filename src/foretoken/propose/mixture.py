@@ -28,7 +28,6 @@ from foretoken.propose.credit import Account, Guess, Ladder, Mean, Rates
 from foretoken.propose.pace import Pace
 from foretoken.propose.union import Union
 
-FREE = frozenset({"ngram", "suffix", "retrieval", "recycling", "prediction"})
 _DEFAULT = ({"method": "suffix"}, {"method": "recycling"})
 _TRIALS = 8  # rounds after which a costly member is known well enough to be left out
 _MOST = 8  # nodes that a costly member drafts unless its configuration says otherwise
@@ -120,12 +119,14 @@ class Mixture(Proposer):
     """See the module. ``last_member`` tells viewers, by context id, who drafted each node of the last draft."""
 
     name = "mixture"
+    learns = True
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.free = [member for member in members if member.free]
         self.costly = [member for member in members if not member.free]
         self.members = [*self.free, *self.costly]
-        self.needs = Needs(tuple(sorted({tap for member in members for tap in member.proposer.needs.taps})))
+        taps = sorted({tap for member in members for tap in member.proposer.needs.taps})
+        self.needs = Needs(tuple(taps), rounds=True)
         self.pace = Pace()
         self.last_member: dict[int, tuple[str, ...]] = {}
         self._records: dict[int, Record] = {}
@@ -257,9 +258,10 @@ def build(config: MixtureConfig, workshop: Workshop) -> Mixture:
         own = {key: value for key, value in given.items() if key != "cost"}
         method = given["method"]
         name = method if all(member.name != method for member in members) else f"{method} {len(members) + 1}"
-        free = method in FREE and not given.get("cost")
+        proposer = workshop.member(own)
+        free = proposer.costless and not given.get("cost")
         most = given.get("num_speculative_tokens", None if free else _MOST)
-        members.append(Member(name, workshop.member(own), free, most, given.get("cost")))
+        members.append(Member(name, proposer, free, most, given.get("cost")))
     return Mixture(members)
 
 

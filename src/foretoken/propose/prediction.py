@@ -152,6 +152,7 @@ class Prediction(Proposer):
     """
 
     name = "prediction"
+    costless = True
 
     def __init__(self, config: PredictionConfig | None = None) -> None:
         self.config = config or PredictionConfig()

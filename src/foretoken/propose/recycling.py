@@ -25,7 +25,7 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError, WriteError
 from foretoken.core.step import Step
-from foretoken.propose.base import Method, Observation, Proposer, Workshop
+from foretoken.propose.base import Method, Needs, Observation, Proposer, Workshop
 
 _NONE = -1  # no successor known
 _TENSOR = "successors"  # its name in a saved table
@@ -87,6 +87,9 @@ class Recycling(Proposer):
     """
 
     name = "recycling"
+    costless = True
+    learns = True
+    needs = Needs(rounds=True)
 
     def __init__(
         self, vocab_size: int, config: RecyclingConfig | None = None, table: NDArray[np.int32] | None = None

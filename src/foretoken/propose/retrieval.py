@@ -41,6 +41,7 @@ class Retrieval(Proposer):
     """
 
     name = "retrieval"
+    costless = True
 
     def __init__(self, datastore: Datastore, config: RetrievalConfig | None = None) -> None:
         self.datastore, self.config = datastore, config or RetrievalConfig()

@@ -63,6 +63,8 @@ class Suffix(Proposer):
     """
 
     name = "suffix"
+    costless = True
+    learns = True
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self.config = config = config or SuffixConfig()

@@ -226,7 +226,7 @@ def _layer(head: EagleHead, index: int, dtype: torch.dtype) -> LayerWeights:
     norm = tensors.get(f"{at}input_layernorm.weight")
     return LayerWeights(
         norm=None if norm is None else norm.float(),
-        qkv=torch.cat([tensors[f"{name}.weight"] for name in qkv]).to(dtype),
+        qkv=tuple(tensors[f"{name}.weight"].to(dtype) for name in qkv),
         qkv_bias=torch.cat([tensors[f"{name}.bias"] for name in qkv]).to(dtype) if biased else None,
         q_norm=None,
         k_norm=None,
@@ -234,7 +234,7 @@ def _layer(head: EagleHead, index: int, dtype: torch.dtype) -> LayerWeights:
         out_bias=None,
         post_attention_norm=None,
         mlp_norm=tensors[f"{at}post_attention_layernorm.weight"].float(),
-        gate_up=torch.cat([tensors[f"{at}mlp.{part}_proj.weight"] for part in ("gate", "up")]).to(dtype),
+        gate_up=tuple(tensors[f"{at}mlp.{part}_proj.weight"].to(dtype) for part in ("gate", "up")),
         down=tensors[f"{at}mlp.down_proj.weight"].to(dtype),
         post_mlp_norm=None,
     )

@@ -168,7 +168,7 @@ class NativeRunner:
 
     def _layer(self, weights: LayerWeights) -> LayerSpec:
         return LayerSpec(
-            qkv=self._matrix([weights.qkv], weights.qkv_bias),
+            qkv=self._matrix(weights.qkv, weights.qkv_bias),
             out=self._matrix([weights.out], weights.out_bias),
             gate_up=self._matrix(_halves(weights.gate_up), interleave=True),
             down=self._matrix([weights.down]),
@@ -211,8 +211,11 @@ def _wide(embedding: Tensor) -> Tensor:
     return F.pad(embedding, (0, missing)) if missing else embedding
 
 
-def _halves(matrix: AnyMatrix) -> list[AnyMatrix]:
+def _halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
     """Gate and up."""
+    if len(parts) == 2:
+        return parts
+    (matrix,) = parts
     middle = matrix.shape[0] // 2
     if isinstance(matrix, Int8):
         return [Int8(matrix.values[at : at + middle], matrix.scales[at : at + middle]) for at in (0, middle)]

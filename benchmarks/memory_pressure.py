@@ -1,0 +1,132 @@
+"""Memory runs short while long contexts are served: does drafting give way, does anything fail, does it come back?
+
+    python benchmarks/memory_pressure.py --json memory_pressure.json
+
+The bundled pair completes a batch of long prompts under a limit of its address space, as ``ulimit -v`` sets it. After a
+third of the rounds something else in the process takes nearly all that is left, and gives it back after another third.
+An allocation beyond the limit would fail. The texts must be those of a run without any of this.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import resource
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+
+from foretoken import LLM, SamplingParams
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.control.memory import Free, MemoryWatch
+
+PHASES = ("before", "short of memory", "after")
+LEFT = 0.4  # of what the watch calls low, while memory is short
+
+
+class Balloon:
+    """Takes address space until ``left`` bytes of it are free."""
+
+    def __init__(self) -> None:
+        self._held: mmap.mmap | None = None
+        self.taken = 0
+
+    def grow(self, free: int, left: int) -> None:
+        self.taken = (free - left) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._held = mmap.mmap(-1, self.taken)
+
+    def burst(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+def prompts(count: int, length: int, llm: LLM) -> list[list[int]]:
+    """Token ids: our functions one after another, each prompt beginning with another one."""
+    texts = ("\n\n".join(FUNCTIONS[i:] + FUNCTIONS[:i]) for i in range(count))
+    return [(list(llm.tokenizer(text)["input_ids"]) * 64)[:length] for text in texts]
+
+
+def serve(llm: LLM, ids: list[list[int]], tokens: int, seen: Callable[[int, float], None]) -> list[tuple[int, ...]]:
+    """-> texts. seen: called after every round with its number and the nodes drafted for each sequence"""
+    params = [SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)] * len(ids)
+    texts: dict[int, tuple[int, ...]] = {}
+    rounds, drafted = 0, list[int]()
+    timings = None
+    for piece in llm.stream(ids, params):
+        if timings is not None and piece.step.timings is not timings:
+            seen(rounds, fmean(drafted))
+            rounds, drafted = rounds + 1, []
+        timings = piece.step.timings
+        drafted.append(len(piece.step.draft))
+        if piece.output is not None:
+            texts[piece.request_id] = tuple(piece.output.token_ids)
+    return [texts[request] for request in sorted(texts)]
+
+
+def main(
+    batch: Annotated[int, typer.Option(min=1)] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1500,
+    tokens: Annotated[int, typer.Option(min=8, help="To write after each.")] = 1024,
+    depth: Annotated[int, typer.Option(min=1, help="Tokens to draft.")] = 8,
+    room: Annotated[int, typer.Option(min=1, help="MiB of address space beyond what is taken when it begins.")] = 2048,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and phases here.")] = None,
+) -> None:
+    """Drafted nodes a round and sequence, before, while and after memory is short; exit 1 where a text changed."""
+    torch.set_num_threads(cores())
+    llm = LLM(speculative_config={"method": "draft_model", "num_speculative_tokens": depth}, max_model_len=4096)
+    watch = llm.engine.controller
+    assert isinstance(watch, MemoryWatch)
+    ids = prompts(batch, length, llm)
+    rounds: list[float] = []
+    expected = serve(llm, ids, tokens, lambda number, nodes: rounds.append(nodes))
+    free, balloon = Free(torch.device("cpu")), Balloon()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    limit = used + room * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    third = len(rounds) // 3
+    drafts: dict[str, list[float]] = defaultdict(list)
+    halvings: dict[str, list[int]] = defaultdict(list)
+
+    def seen(number: int, nodes: float) -> None:
+        memory = free()
+        assert memory is not None
+        if number == third:
+            balloon.grow(memory.free, int(LEFT * memory.low))
+        if number == 2 * third:
+            balloon.burst()
+        phase = PHASES[min(2, number // third)]
+        drafts[phase].append(nodes)
+        halvings[phase].append(watch.halvings)
+
+    found = serve(llm, ids, tokens, seen)
+    table = Table(box=box.MARKDOWN)
+    for head in ("", "rounds", "drafted a round and sequence", "in its last 20"):
+        table.add_column(head, justify="left" if not head else "right")
+    for phase in PHASES:
+        each = drafts[phase]
+        table.add_row(phase, str(len(each)), f"{fmean(each):.1f}", f"{fmean(each[-20:]):.1f}")
+    console = wide_console()
+    console.print(table)
+    equal = sum(a == b for a, b in zip(found, expected, strict=True))
+    console.print(f"{equal} of {batch} texts as without a limit; {balloon.taken / 2**20:,.0f} MiB were taken meanwhile")
+    facts = setting() | {"batch": batch, "length": length, "tokens": tokens, "depth": depth, "room_mib": room}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        phases = [{"phase": p, "drafted": drafts[p], "halvings": halvings[p]} for p in PHASES]
+        record = {"setting": facts, "equal": equal, "phases": phases}
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(int(equal < batch))
+
+
+if __name__ == "__main__":
+    typer.run(main)
