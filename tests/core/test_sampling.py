@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from foretoken.core import sampling as module
+from foretoken.core import filters, sampling
 from foretoken.core.sampling import History, Rows, SamplingLaw
 
 VOCAB = 6
@@ -211,18 +212,40 @@ def tied_scores(vocab: int, rows: int = 3) -> torch.Tensor:
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999, 1 - 1e-7])
 def test_the_nucleus_is_that_of_the_whole_order(vocab, top_p, dtype):
     scores = tied_scores(vocab).to(dtype)
-    assert torch.equal(module._nucleus(scores, top_p), module._nucleus_sorted(scores, top_p))
+    assert torch.equal(filters.nucleus(scores, top_p), filters.nucleus_sorted(scores, top_p))
 
 
 def test_the_nucleus_of_a_large_vocabulary():
     scores = tied_scores(151_936, rows=2)
-    assert torch.equal(module._nucleus(scores, 0.9), module._nucleus_sorted(scores, 0.9))
+    assert torch.equal(filters.nucleus(scores, 0.9), filters.nucleus_sorted(scores, 0.9))
 
 
 @pytest.mark.parametrize("vocab, k", [(7, 1), (7, 6), (4096, 50), (151_936, 50)])
 def test_the_kth_largest_is_that_of_the_whole_order(vocab, k):
     scores = tied_scores(vocab)
-    assert torch.equal(module._kth_largest(scores, k), scores.sort(descending=True).values[:, k - 1 : k])
+    assert torch.equal(filters.kth_largest(scores, k), scores.sort(descending=True).values[:, k - 1 : k])
+
+
+@pytest.mark.parametrize("vocab, k", [(64, 2), (4096, 50), (4101, 128), (151_936, 50)])
+def test_the_largest_are_those_that_no_k_others_exceed(vocab, k):
+    for row in tied_scores(vocab).numpy():
+        least = np.sort(row)[-k]
+        assert filters.largest(row, k).tolist() == np.flatnonzero(row >= least).tolist()
+
+
+def test_a_row_of_nan_is_not_mended():
+    logits = torch.randn(1, 4096)
+    logits[0, 17] = torch.nan
+    assert bool(SamplingLaw(top_k=50).probs(logits, [])[0].isnan().any())
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.3}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 1e-30}])
+def test_looking_at_few_tokens_changes_no_law(more, monkeypatch):
+    law = SamplingLaw(top_k=20, **more)
+    logits = tied_scores(4096)
+    few = law.probs(logits, [])
+    monkeypatch.setattr(sampling, "BLOCK", 4096)  # no vocabulary is large now
+    assert torch.allclose(law.probs(logits, []), few, rtol=1e-6, atol=0.0)
 
 
 # Rows that are computed when asked for

@@ -74,6 +74,26 @@ class Branching:
         return value
 
 
+@dataclass
+class BranchingUniform:
+    """One number of which it is known that it lies from ``low`` up to ``high``; each answer branches within that."""
+
+    streams: Branching
+    address: tuple[object, ...]
+    low: float = 0.0
+    high: float = 1.0
+    asked: int = 0
+
+    def below(self, p: float) -> bool:
+        if not 0.0 <= p <= 1.0:
+            raise AssertionError(f"below({p}) is no probability")
+        share = min(1.0, max(0.0, (p - self.low) / (self.high - self.low)))
+        self.asked += 1
+        found = bool(self.streams.branch((*self.address, self.asked), [(1, share), (0, 1.0 - share)]))
+        self.low, self.high = (self.low, min(p, self.high)) if found else (max(p, self.low), self.high)
+        return found
+
+
 @dataclass(frozen=True)
 class BranchingStream:
     """One purpose's draws; the interface of ``foretoken.core.streams.Stream``."""
@@ -86,6 +106,11 @@ class BranchingStream:
         if not 0.0 <= p <= 1.0:
             raise AssertionError(f"bernoulli({p}) is no probability")
         return bool(self.streams.branch(self._address(index, "bernoulli"), [(1, p), (0, 1.0 - p)]))
+
+    def uniform(self, index: int) -> BranchingUniform:
+        address = self._address(index, "bernoulli")
+        self.streams.branch(address, [(0, 1.0)])  # taken: nobody else may have this number
+        return BranchingUniform(self.streams, address)
 
     def categorical(self, weights: Tensor, index: int) -> int:
         values = weights.double()

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.filters import BLOCK, kth_largest, largest, nucleus
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +138,18 @@ class SamplingLaw:
         scores = self._scores(logits, histories)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        if scores.is_cpu and 0 < self.top_k <= scores.shape[-1] // BLOCK:
+            return self._of_few(scores)
+        return self._filtered(scores)
+
+    def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
+        """See ``Law``. On the CPU numpy compares many numbers at once; it too takes the lowest id on ties."""
+        scores = self._scores(logits, histories)
+        found: list[int] = (scores.numpy() if scores.is_cpu else scores).argmax(-1).tolist()
+        return found
+
+    def _filtered(self, scores: Tensor) -> Tensor:
+        """Temperature and what follows it."""
         if self.temperature != 1.0 or self.min_p > 0.0 or self.top_k > 0:
             # Relative to the top, so that no temperature, however small, overflows.
             scores = scores - scores.amax(-1, keepdim=True)
@@ -148,15 +159,17 @@ class SamplingLaw:
             floor = scores.amax(-1, keepdim=True) + torch.tensor(self.min_p, dtype=scores.dtype).log()
             scores.masked_fill_(scores < floor, -torch.inf)
         if 0 < self.top_k < scores.shape[-1]:
-            scores.masked_fill_(scores < _kth_largest(scores, self.top_k), -torch.inf)
+            scores.masked_fill_(scores < kth_largest(scores, self.top_k), -torch.inf)
         if self.top_p < 1.0:
-            scores = _nucleus(scores, self.top_p)
+            scores = nucleus(scores, self.top_p)
         return scores.softmax(-1)
 
-    def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
-        """See ``Law``. On the CPU numpy compares many numbers at once; it too takes the lowest id on ties."""
-        scores = self._scores(logits, histories)
-        found: list[int] = (scores.numpy() if scores.is_cpu else scores).argmax(-1).tolist()
+    def _of_few(self, scores: Tensor) -> Tensor:
+        """``_filtered`` where top-k leaves few of many tokens: after that only those few are looked at."""
+        found = torch.zeros_like(scores)
+        for row, target in zip(scores, found, strict=True):
+            ids = torch.from_numpy(largest(row.numpy(), self.top_k))
+            target[ids] = self._filtered(row[ids][None])[0]
         return found
 
     def _scores(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
@@ -209,54 +222,3 @@ class SamplingLaw:
             if own:
                 ids, times = list(own), torch.tensor(list(own.values()), dtype=logits.dtype, device=logits.device)
                 logits[row, ids] -= self.frequency_penalty * times + self.presence_penalty
-
-
-def _kth_largest(scores: Tensor, k: int) -> Tensor:
-    """[rows, V] to [rows, 1]. numpy selects where torch would order all k."""
-    if not scores.is_cpu:
-        return scores.topk(k, dim=-1).values[..., -1:]
-    return torch.from_numpy(np.partition(scores.numpy(), -k, axis=-1)[:, -k, None])
-
-
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of most probable tokens whose mass reaches ``top_p``, at least one.
-
-    Equals ``_nucleus_sorted`` bit for bit, and orders the head of each row alone.
-    """
-    if not scores.is_cpu:
-        return _nucleus_sorted(scores, top_p)
-    kept = torch.full_like(scores, -torch.inf)
-    for row, source, target in zip(scores.softmax(-1).numpy(), scores.numpy(), kept.numpy(), strict=True):
-        ids = _head(row, top_p)
-        target[ids] = source[ids]
-    return kept
-
-
-def _head(probs: NDArray[Any], top_p: float) -> NDArray[np.int64]:
-    """Ids of one row's nucleus: the tokens before which less than ``top_p`` of the mass lies, lowest ids on ties.
-
-    Tokens under (1 - top_p) / V cannot be among them, save for rounding; mostly far fewer are ordered.
-    """
-    for floor in (1e-3, (1.0 - top_p) / probs.size, 0.0):
-        head = np.sort(probs[probs >= floor])[::-1]
-        # As torch sums a row: in float64, rounded at every entry.
-        before = head.cumsum(dtype=np.float64).astype(head.dtype) - head
-        count = int(np.searchsorted(before, head.dtype.type(top_p)))
-        if 0 < count < head.size or floor == 0.0:
-            break
-    if count == 0:  # a row of NaN, which the draw will refuse
-        return np.arange(0)
-    least = head[count - 1]
-    ids = np.flatnonzero(probs >= least)
-    if ids.size > count:
-        tied = np.flatnonzero(probs[ids] == least)
-        ids = np.delete(ids, tied[count - ids.size :])
-    return ids
-
-
-def _nucleus_sorted(scores: Tensor, top_p: float) -> Tensor:
-    """The nucleus by ordering whole rows, lowest id first on ties: no waiting where that matters."""
-    ordered, ids = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered
-    dropped = torch.empty_like(before, dtype=torch.bool).scatter_(-1, ids, before >= top_p)
-    return scores.masked_fill(dropped, -torch.inf)

@@ -37,6 +37,14 @@ class Purpose(IntEnum):
     SHARED = 3
 
 
+class Uniform(Protocol):
+    """One number between 0 and 1."""
+
+    def below(self, p: float) -> bool:
+        """Whether it is below ``p``, which has probability ``p``. May be asked of several p: it is one number still."""
+        ...
+
+
 class Stream(Protocol):
     """The randomness a verifier or proposer sees; an exact enumerator can stand in for it.
 
@@ -45,6 +53,10 @@ class Stream(Protocol):
 
     def bernoulli(self, p: float, index: int) -> bool:
         """True with probability ``p``."""
+        ...
+
+    def uniform(self, index: int) -> Uniform:
+        """The number that ``bernoulli(p, index)`` holds against p, for who learns p bit by bit."""
         ...
 
     def categorical(self, weights: Tensor, index: int) -> int:
@@ -68,6 +80,16 @@ class Streams:
 
 
 @dataclass(frozen=True, slots=True)
+class Number:
+    """A ``Uniform`` that is known."""
+
+    value: float
+
+    def below(self, p: float) -> bool:
+        return self.value < p
+
+
+@dataclass(frozen=True, slots=True)
 class PrivateStream:
     """One uniform per draw, inverse-CDF sampling."""
 
@@ -75,6 +97,9 @@ class PrivateStream:
 
     def bernoulli(self, p: float, index: int) -> bool:
         return self._uniform(2 * index) < p
+
+    def uniform(self, index: int) -> Uniform:
+        return Number(self._uniform(2 * index))
 
     def categorical(self, weights: Tensor, index: int) -> int:
         cumulative = weights.double().cumsum(-1)
@@ -98,6 +123,9 @@ class SharedStream:
     position: int
 
     def bernoulli(self, p: float, index: int) -> bool:
+        raise TypeError("shared noise answers categorical draws only; the coupled rule needs no other")
+
+    def uniform(self, index: int) -> Uniform:
         raise TypeError("shared noise answers categorical draws only; the coupled rule needs no other")
 
     def categorical(self, weights: Tensor, index: int) -> int:

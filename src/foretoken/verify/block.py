@@ -19,7 +19,8 @@ def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """tau = max{i : u_i <= h_i}, then one draw from norm((w_tau p_{tau+1} - q_{tau+1})+), or p_{n+1} if tau = n.
 
     h_n = w_n, else h_i = Z_i / (Z_i + 1 - w_i) with Z_i the mass of that excess. Once w_i is 0 it stays so, and no row
-    below is read; the others are asked from the deepest up, so no excess is computed nearer the root than tau.
+    below is read; the others are asked from the deepest up, so no excess is computed nearer the root than tau. Nor is
+    one where u_i >= w_i: it is no larger than w_i, so h_i is not either.
 
     draft: a chain with law ``Sampled``; token i was drawn from row i of q. probs: [n+1, V].
     """
@@ -29,9 +30,12 @@ def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     if n == 0 or (len(w) > n and stream.bernoulli(w[n], index=n)):
         return Verdict(tuple(range(n)), draw(probs, n, stream, index=n))
     for tau in range(min(len(w), n) - 1, -1, -1):
+        u = stream.uniform(tau) if tau else None
+        if u is not None and not u.below(w[tau]):
+            continue
         rest, mass = excess(probs[tau], q[tau], w[tau])
         exit_mass = mass + (1.0 - w[tau])
-        if tau == 0 or stream.bernoulli(mass / exit_mass if exit_mass > 0.0 else 1.0, index=tau):
+        if u is None or u.below(mass / exit_mass if exit_mass > 0.0 else 1.0):
             return Verdict(tuple(range(tau)), stream.categorical(rest if mass > 0.0 else probs[tau], index=tau))
     raise AssertionError("row 0 always yields a token")
 
