@@ -22,27 +22,27 @@ def kth_largest(scores: Tensor, k: int) -> Tensor:
 def largest(row: NDArray[Any], k: int) -> NDArray[np.int64]:
     """Ids of the ``k`` largest entries and of those equal to the least of them, in rising order.
 
-    row: [V], of at least k blocks. The k-th largest of the blocks' maxima is a floor that k entries reach and few
-    others, so few are ordered. NaN is kept, for the draw to refuse.
+    row: [V], of at least k blocks; a block is every ``blocks``-th entry. The k-th largest of their maxima is a floor
+    that k entries reach and few others, so few are ordered. NaN is kept, for the draw to refuse.
     """
     blocks = row.size // BLOCK
-    floor = np.partition(row[: blocks * BLOCK].reshape(blocks, BLOCK).max(1), -k)[-k]
+    floor = np.partition(row[: blocks * BLOCK].reshape(BLOCK, blocks).max(0), -k)[-k]
     ids = np.flatnonzero(~(row < floor))
     return ids[~(row[ids] < np.partition(row[ids], -k)[-k])]
 
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of most probable tokens whose mass reaches ``top_p``, at least one.
+    """[rows, V] to probabilities: the smallest set of most probable tokens whose mass reaches ``top_p``, at least one.
 
-    Equals ``nucleus_sorted`` bit for bit, and orders the head of each row alone.
+    The set is that of ``nucleus_sorted``; here the head of each row alone is ordered, and normalised.
     """
     if not scores.is_cpu:
-        return nucleus_sorted(scores, top_p)
-    kept = torch.full_like(scores, -torch.inf)
-    for row, source, target in zip(scores.softmax(-1).numpy(), scores.numpy(), kept.numpy(), strict=True):
-        ids = _head(row, top_p)
-        target[ids] = source[ids]
-    return kept
+        return nucleus_sorted(scores, top_p).softmax(-1)
+    found = torch.zeros_like(scores)
+    for probs, row, target in zip(scores.softmax(-1).numpy(), scores, found, strict=True):
+        ids = torch.from_numpy(_head(probs, top_p))
+        target[ids] = row[ids].softmax(-1)
+    return found
 
 
 def _head(probs: NDArray[Any], top_p: float) -> NDArray[np.int64]:

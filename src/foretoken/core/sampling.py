@@ -160,9 +160,7 @@ class SamplingLaw:
             scores.masked_fill_(scores < floor, -torch.inf)
         if 0 < self.top_k < scores.shape[-1]:
             scores.masked_fill_(scores < kth_largest(scores, self.top_k), -torch.inf)
-        if self.top_p < 1.0:
-            scores = nucleus(scores, self.top_p)
-        return scores.softmax(-1)
+        return nucleus(scores, self.top_p) if self.top_p < 1.0 else scores.softmax(-1)
 
     def _of_few(self, scores: Tensor) -> Tensor:
         """``_filtered`` where top-k leaves few of many tokens: after that only those few are looked at."""
