@@ -11,6 +11,7 @@ rehearsal that every ``LLM`` begins with.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from foretoken.engine.rehearsal import rehearse
 from foretoken.models.checkpoint import load_model, load_tokenizer
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.scale_up import scaled
-from mixture import Dictation, Task, compare, table, tasks
+from mixture import Cell, Dictation, Task, compare, table, tasks
 
 PARTS = ("completion", "editing", "repetition", "hot")
 ADAPTIVE = "adaptive"
@@ -43,6 +44,15 @@ def stream(each: Sequence[Task], hot: float) -> list[Task]:
         if task.part == "completion":
             requests.append(replace(task, part="hot", temperature=hot))
     return requests
+
+
+def foreknown(cells: Sequence[Cell]) -> float:
+    """The best depth of each part against the best single one, on the stream."""
+    taken: dict[str, dict[str, float]] = defaultdict(dict)
+    for cell in cells:
+        if cell.system != ADAPTIVE:
+            taken[cell.part][cell.system] = cell.seconds
+    return min(taken["stream"].values()) / sum(min(taken[part].values()) for part in PARTS)
 
 
 def main(
@@ -76,6 +86,8 @@ def main(
     cells = compare(engines, requests, repeats)
     console = wide_console()
     console.print(table(cells, list(engines), ADAPTIVE, "depth 0", PARTS, single=True))
+    bound = foreknown(cells)
+    console.print(f"each part at its own best depth, known beforehand: {bound:.3f} of the best single one")
     facts = setting() | {"target": path.name, "config": given, "count": count, "tokens": tokens, "repeats": repeats}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
