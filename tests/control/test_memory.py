@@ -21,7 +21,7 @@ CONTEXT = Context(0, [0], 1, SamplingLaw(), Streams(0))
 
 
 class Machine:
-    """4 GiB, of which so much is free; time passes by 0.1 s a look."""
+    """4 GiB, of which so much is free; time passes by 0.3 s a look."""
 
     def __init__(self) -> None:
         self.free, self.now = GIB, 0.0
@@ -30,7 +30,7 @@ class Machine:
     def budget(self, looks: int = 1, depth: int | None = None) -> int:
         context = Context(0, [0], 1, SamplingLaw(), Streams(0), depth=depth)
         for _ in range(looks):
-            self.now += 0.1
+            self.now += 0.3
             budget = self.watch.budgets([context], [100])[0]
         return budget
 

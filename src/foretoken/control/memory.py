@@ -15,7 +15,7 @@ from foretoken.core.context import Context
 from foretoken.core.step import Step
 
 _GIB = 2**30
-_EVERY = 0.05  # seconds between two looks
+_EVERY, _CALM = 0.05, 0.25  # seconds between two looks: while memory is short, and while it is not
 _PATIENCE = 20  # looks with room to spare before drafting grows again
 _NONE = 6  # halvings that leave nothing, whatever the budget
 
@@ -48,7 +48,7 @@ class MemoryWatch(Controller):
         """read: what is free; None says that it cannot be known, and nothing is limited."""
         self.inner, self._read, self._clock = inner, read, clock
         self.halvings = 0
-        self._looked, self._spare, self._wanted = -_EVERY, 0, 0
+        self._looked, self._spare, self._wanted = -_CALM, 0, 0
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
         self._look()
@@ -67,7 +67,7 @@ class MemoryWatch(Controller):
 
     def _look(self) -> None:
         now = self._clock()
-        if now - self._looked < _EVERY:
+        if now - self._looked < (_EVERY if self.halvings else _CALM):
             return
         self._looked = now
         memory = self._read()

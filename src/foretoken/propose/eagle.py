@@ -49,6 +49,7 @@ class Eagle(Proposer):
         self.taps = tuple(taps)
         self.needs = Needs(tuple(sorted(set(taps))))
         self._handles: dict[int, HeadHandle] = {}
+        self._unread: dict[int, list[tuple[list[int], Tensor]]] = {}  # by sequence: tokens, states before them
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         growers = {
@@ -58,6 +59,7 @@ class Eagle(Proposer):
         }
         active = list(growers.values())
         if active:
+            self._read([contexts[i].id for i in growers])
             _extend(active, self.net.catch_up([handle for handle, _ in active]))
         while active := [(handle, grower) for handle, grower in active if not grower.done]:
             drafts = [grower.growing() for _, grower in active]
@@ -65,15 +67,16 @@ class Eagle(Proposer):
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        """Give every sequence its newly committed tokens and the target's features before them."""
-        fresh = [self._committed(context, seen) for context, seen in zip(contexts, observations, strict=True)]
-        if fresh:
-            features = self.net.features(torch.cat([raw for _, _, raw in fresh]))
-            parts = features.split([len(raw) for _, _, raw in fresh])
-            for (handle, tokens, _), part in zip(fresh, parts, strict=True):
-                self.net.extend(handle, tokens, part)
+        """Keep every sequence's newly committed tokens and the target's states before them: a round that drafts reads
+        them, and one that does not pays nothing.
+        """
+        for context, seen in zip(contexts, observations, strict=True):
+            if context.id not in self._handles:
+                self._handles[context.id] = self.net.open()
+            self._unread.setdefault(context.id, []).append(self._committed(context, seen))
 
     def forget(self, context: Context) -> None:
+        self._unread.pop(context.id, None)
         handle = self._handles.pop(context.id, None)
         if handle is not None:
             self.net.close(handle)
@@ -90,16 +93,23 @@ class Eagle(Proposer):
 
     # the truth
 
-    def _committed(self, context: Context, seen: Observation) -> tuple[HeadHandle, list[int], Tensor]:
-        """-> the sequence, its new tokens, and the target's states [n, taps * Ht] at the tokens before them"""
+    def _read(self, sequences: Sequence[int]) -> None:
+        """What these sequences committed since they last drafted, as features."""
+        pieces = [(self._handles[i], *piece) for i in sequences for piece in self._unread.pop(i, [])]
+        if not pieces:
+            return
+        features = self.net.features(torch.cat([raw for _, _, raw in pieces]))
+        for (handle, tokens, _), part in zip(pieces, features.split([len(raw) for *_, raw in pieces]), strict=True):
+            self.net.extend(handle, tokens, part)
+
+    def _committed(self, context: Context, seen: Observation) -> tuple[list[int], Tensor]:
+        """-> the sequence's new tokens, and the target's states [n, taps * Ht] at the tokens before them"""
         step, scores = seen.step, seen.scores
-        if context.id not in self._handles:
-            self._handles[context.id] = self.net.open()
         known = len(scores.taps[self.taps[0]]) - len(step.draft)  # rows of committed tokens, then the draft's
         rows = [*range(known), *(known + node for node in step.verdict.path[: len(step.tokens) - 1])]
         raw = torch.cat([scores.taps[layer][rows] for layer in self.taps], dim=-1)
         start = scores.first + 1
-        return self._handles[context.id], context.tokens[start : start + len(rows)], raw
+        return context.tokens[start : start + len(rows)], raw
 
 
 def _extend(active: Sequence[tuple[HeadHandle, Grower]], rows: Sequence[Tensor]) -> None:
