@@ -17,7 +17,7 @@ from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.step import Step
 
-_START = 4.0  # plain rounds that may be lost before anything was gained
+_START = 2.0  # plain rounds that may be lost before anything was gained
 _MOST = 16.0  # and of earlier gains
 _DISTURBED = 3.0  # times what a round should take; what takes longer is not the proposer's doing
 _UNKNOWN = 2  # nodes for one sequence, while it is not known what drafting takes
@@ -27,7 +27,7 @@ _UNKNOWN = 2  # nodes for one sequence, while it is not known what drafting take
 class GuardConfig:
     """allowance: the share of time that drafting may lose."""
 
-    allowance: float = 0.01
+    allowance: float = 0.005
 
     def __post_init__(self) -> None:
         number("allowance", self.allowance, 0.0, 1.0)
