@@ -73,7 +73,9 @@ def main(
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
         rows = [{"proposer": name} | one.to_dict() for name, one in found]
-        json_file.write_text(json.dumps({"setting": facts, "audits": rows}, indent=2, default=str) + "\n")
+        json_file.write_text(
+            json.dumps({"setting": facts, "audits": rows}, indent=2, default=str) + "\n", encoding="utf-8"
+        )
     ours = [one for name, one in found if not name.startswith("transformers")]
     raise typer.Exit(int(any(one.outcome is Outcome.FAILED for one in ours)))
 

@@ -159,3 +159,7 @@ def test_wrong_configurations_are_refused(control, message):
     with pytest.raises(InvalidRequest, match=message):
         parse(control)
     assert set(CONTROLS) == {"fixed", "goodput"}
+
+
+def test_a_round_of_nobody_is_granted_nothing():
+    assert MemoryWatch(Fixed(8), lambda: None).budgets([], []) == []

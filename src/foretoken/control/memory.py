@@ -53,7 +53,7 @@ class MemoryWatch(Controller):
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
         self._look()
         wanted = self.inner.budgets(contexts, rooms)
-        self._wanted = max(self._wanted, *wanted)
+        self._wanted = max([self._wanted, *wanted])
         if self.halvings:
             none = self.halvings >= _NONE
             wanted = self.inner.budgets(contexts, [0 if none else k >> self.halvings for k in wanted])
