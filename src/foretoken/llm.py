@@ -13,15 +13,19 @@ from foretoken.control.controls import GoodputConfig
 from foretoken.control.tempo import Tempo
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import atomic_directory
+from foretoken.engine.assemble import Assembler, submit
 from foretoken.engine.loop import Engine, draining
+from foretoken.engine.pace import PromptRows
 from foretoken.engine.rehearsal import rehearse
-from foretoken.engine.requests import Prompt, Request, RequestBuilder
+from foretoken.engine.requests import Prompt, PromptLogprobs, Request, RequestBuilder
+from foretoken.engine.room import share_memory
 from foretoken.models.base import Model
 from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
-from foretoken.speculation import Builder, SpeculativeConfig, with_draft
+from foretoken.propose.selection import Selection
+from foretoken.speculation import Builder, SpeculativeConfig, selection, with_draft
 from foretoken.verify import choose
 
 
@@ -38,6 +42,12 @@ class LLM:
     quantization: "int8" quantises the target's weights and, row by row, what they multiply. It is then another
     target, and exact with respect to itself. None leaves the checkpoint as it is stored.
     adapt: the draft model learns from what the target verifies, in the background; True, or keys of ``AdaptConfig``.
+    methods: more ways to speculate, each a configuration or a method's name, that a request may choose by
+    ``speculative_method``; ``llm.methods`` lists their names, the usual one first.
+    kv_memory: bytes that keys and values may take; who finds no room waits. None is no bound.
+    enable_prefix_caching: a prompt that begins as an earlier one did finds that beginning computed.
+    max_num_batched_tokens: prompt tokens that one round may read, so that a long prompt does not hold up the others;
+    "auto" is what hardly shows in their pace, None reads prompts whole.
     """
 
     def __init__(
@@ -55,6 +65,10 @@ class LLM:
         max_num_seqs: int = 16,
         quantization: str | None = None,
         adapt: bool | Mapping[str, Any] = False,
+        methods: Sequence[str | Mapping[str, Any]] = (),
+        kv_memory: int | None = None,
+        enable_prefix_caching: bool = False,
+        max_num_batched_tokens: PromptRows = None,
     ) -> None:
         config = SpeculativeConfig.of(speculative_config)
         if model is None:
@@ -75,14 +89,20 @@ class LLM:
             rehearse(self.target, self._proposer, tempo, config.most)
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
+        chosen = selection(builder, config, self._proposer, methods)
+        self.methods = tuple(chosen.members) if isinstance(chosen, Selection) else (config.method_in_force,)
+        capacity = share_memory(self.target, chosen, kv_memory, enable_prefix_caching, max_num_seqs)
         self.engine = Engine(
             self.target,
-            self._proposer,
+            chosen,
             config.controller(self.target.device, tempo),
             rule=partial(choose, rejection=config.rejection),
             max_sequences=max_num_seqs,
+            prompt_rows=max_num_batched_tokens,
+            capacity=capacity,
         )
-        self._builder = RequestBuilder(self.tokenizer, self.target.vocab_size, eos_ids(path, self.tokenizer), seed)
+        ends = eos_ids(path, self.tokenizer)
+        self.requests = RequestBuilder(self.tokenizer, self.target.vocab_size, ends, seed, self.methods)
 
     def generate(
         self,
@@ -98,13 +118,15 @@ class LLM:
 
         requests = self._add(prompts, sampling_params)
         done: dict[int, dict[int, CompletionOutput]] = {request.id: {} for request in requests}
+        of_prompt: dict[int, PromptLogprobs | None] = {}
         total = sum(request.params.n for request in requests)
         with progress(total, use_tqdm) as advance:
             for piece in self._run(requests):
                 if piece.output is not None:
                     done[piece.request_id][piece.index] = piece.output
+                    of_prompt[piece.request_id] = piece.prompt_logprobs
                     advance()
-        return [request.output([done[request.id][i] for i in range(request.params.n)]) for request in requests]
+        return [r.output([done[r.id][i] for i in range(r.params.n)], of_prompt[r.id]) for r in requests]
 
     def stream(
         self,
@@ -139,8 +161,7 @@ class LLM:
 
     def close(self) -> None:
         """Cancel everything; the models are freed with the object."""
-        for identifier in [*self.engine.running, *(entry[0].id for entry in self.engine.waiting)]:
-            self.engine.abort(identifier)
+        self.engine.clear()
 
     def _add(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -150,30 +171,23 @@ class LLM:
         settings = [params or SamplingParams()] * len(each) if not isinstance(params, Sequence) else list(params)
         if len(settings) != len(each):
             raise InvalidRequest(f"{len(settings)} sampling_params for {len(each)} prompts; give one, or one each")
-        built = [self._builder.build(prompt, p) for prompt, p in zip(each, settings, strict=True)]
+        built = [self.requests.build(prompt, p) for prompt, p in zip(each, settings, strict=True)]
         for _, contexts in built:
             for context in contexts:
                 self.engine.check(context)
         for request, contexts in built:
-            for context, stopping in zip(contexts, request.stoppings, strict=True):
-                self.engine.add(context, stopping, request.params.logprobs)
+            submit(self.engine, request, contexts)
         return [request for request, _ in built]
 
     def _run(self, requests: Sequence[Request]) -> Iterator[StreamPiece]:
-        owners = {member: (r, i) for r in requests for i, member in enumerate(r.members)}
-        left = set(owners)
-        with draining(self.engine, list(owners)):
-            while left:
+        assembler = Assembler(self.engine, self.tokenizer)
+        for request in requests:
+            assembler.add(request)
+        with draining(self.engine, [member for request in requests for member in request.members]):
+            while assembler.open:
                 for step in self.engine.step():
-                    if step.sequence not in owners:
-                        continue
-                    request, index = owners[step.sequence]
-                    output = None
-                    if step.finish_reason is not None:
-                        left.discard(step.sequence)
-                        output = request.completion(index, self.engine.take(step.sequence), self.tokenizer)
-                    text = request.stoppings[index].take()
-                    yield StreamPiece(request.id, index, text, step.tokens, step, output)
+                    if assembler.owner(step.sequence) is not None:
+                        yield assembler.piece(step)
 
 
 def eos_ids(path: Path, tokenizer: Any) -> list[int]:

@@ -59,6 +59,19 @@ class SpeculationStats:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """What was thought of the tokens of one round: [nodes] each, then of the tokens that came.
+
+    p: the target's law at each drafted token, given that its parent was reached. q: what it was drafted with, None
+    where drafts are fixed candidates. came: the target's law at each emitted token.
+    """
+
+    p: tuple[float, ...]
+    q: tuple[float | None, ...]
+    came: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
     """One completion. ``finish_reason`` is "stop", "length" or "abort"; ``stop_reason`` the string or id that hit."""
@@ -75,12 +88,16 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its completions; prints as the text."""
+    """A prompt and its completions; prints as the text.
+
+    prompt_logprobs: where they were asked for, one entry for each token of the prompt, None for the first.
+    """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
     @property
     def stats(self) -> SpeculationStats:
@@ -98,6 +115,8 @@ class StreamPiece:
     text: the new text, whole characters only, held back while it could be the start of a stop string.
     step: the round itself: what was drafted, accepted and added by the target.
     output: the finished completion, on its last piece.
+    logprobs: of ``token_ids``, where they were asked for. explained: likewise. prompt_logprobs: likewise, on the last
+    piece.
     """
 
     request_id: int
@@ -106,3 +125,6 @@ class StreamPiece:
     token_ids: tuple[int, ...]
     step: Step
     output: CompletionOutput | None = None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    explained: Explained | None = None
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,13 @@ class SamplingParams:
     speculative_tokens: drafted tokens per round; None takes the engine's, 0 is plain decoding.
     exactness: ``"distribution"``, ``"trajectory"`` or ``"lossy-typical"``; None means trajectory when ``seed``
     is set, else distribution.
+    speculative_method: which of the loaded methods drafts; None takes the engine's choice.
+    structured_outputs: what the text has to be, as vLLM's: one of {"json": schema}, {"json_object": True},
+    {"regex": pattern}, {"choice": [texts]} and {"grammar": Lark or GBNF}; the law then is the model's own, restricted
+    at every token to what the text can still go on with. JSON is spaced as json.dumps spaces it; "whitespace": True
+    beside it allows any.
+    logprobs, prompt_logprobs: so many of the likeliest tokens at every place of the output and of the prompt.
+    explain: every piece says what the target and the draft thought of each drafted token; see ``StreamPiece``.
     prediction: a text (or its token ids) that the output is expected to follow in the main, as OpenAI's predicted
     outputs. Methods that read it ("prediction", mixtures with it) draft from it; it never changes what comes out.
     """
@@ -43,9 +50,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: Mapping[str, Any] | None = None
     speculative_tokens: int | None = None
+    speculative_method: str | None = None
     exactness: str | None = None
     prediction: str | Sequence[int] | None = None
+    explain: bool = False
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, math.inf, "a number of at least 0 (0 is greedy)")
@@ -58,7 +69,7 @@ class SamplingParams:
         integer("max_tokens", self.max_tokens, 1)
         integer("min_tokens", self.min_tokens, 0)
         integer("top_k", self.top_k, -1)
-        for name in ("logprobs", "speculative_tokens"):
+        for name in ("logprobs", "prompt_logprobs", "speculative_tokens"):
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name), 0)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
@@ -69,6 +80,13 @@ class SamplingParams:
             raise InvalidRequest(f"exactness must be one of {', '.join(Exactness)}, got {self.exactness!r}")
         if any(not s for s in self.stops):
             raise InvalidRequest("stop strings must not be empty")
+        if self.structured_outputs is not None:
+            _structured(self.structured_outputs)
+            if self.ignore_eos:
+                raise InvalidRequest(
+                    "structured_outputs end with the end-of-text token, so ignore_eos has no meaning beside them; "
+                    "leave one of them out"
+                )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -99,6 +117,35 @@ class SamplingParams:
             min_tokens=self.min_tokens,
             end_ids=tuple(end_ids),
         )
+
+
+_STRUCTURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "json": ("a JSON schema: a dict, True, or its JSON", lambda v: isinstance(v, Mapping | str | bool)),
+    "json_object": ("True", lambda v: v is True),
+    "regex": ("a pattern that is not empty", lambda v: isinstance(v, str) and v != ""),
+    "choice": ("a list of texts that is not empty", lambda v: _texts(v) and len(v) > 0),
+    "grammar": ("a grammar in Lark or GBNF", lambda v: isinstance(v, str) and v.strip() != ""),
+}
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(text, str) for text in value)
+
+
+def _structured(value: Any) -> None:
+    """Exactly one of the known keys, with a value of its kind; keys that hold None are not there."""
+    known = f"one of {', '.join(_STRUCTURED)}, and for JSON also 'whitespace'"
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"structured_outputs must be a mapping with {known}, got {value!r}")
+    given = {key: item for key, item in value.items() if item is not None}
+    kinds = [key for key in given if key != "whitespace"]
+    if len(kinds) != 1 or kinds[0] not in _STRUCTURED:
+        raise InvalidRequest(f"structured_outputs must have {known}, got {sorted(map(str, given)) or 'nothing'}")
+    expected, fits = _STRUCTURED[kinds[0]]
+    if not fits(given[kinds[0]]):
+        raise InvalidRequest(f"structured_outputs[{kinds[0]!r}] must be {expected}, got {given[kinds[0]]!r}")
+    if "whitespace" in given and (not kinds[0].startswith("json") or not isinstance(given["whitespace"], bool)):
+        raise InvalidRequest("structured_outputs['whitespace'] goes with 'json' or 'json_object', and is True or False")
 
 
 def _number(name: str, value: Any, low: float, high: float, expected: str, above: bool = False) -> None:

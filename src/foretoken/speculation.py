@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
 from foretoken.propose.base import Method, Proposer, Workshop
+from foretoken.propose.selection import Selection
 
 METHODS: dict[str, str] = {
     "draft_model": "draft_model",
@@ -150,6 +151,21 @@ class Builder:
     def member(self, config: Mapping[str, Any]) -> Proposer:
         """From a configuration as users write it."""
         return self.build(SpeculativeConfig.of(config))
+
+
+def selection(
+    builder: Builder, config: SpeculativeConfig, usual: Proposer, others: Sequence[str | Mapping[str, Any]]
+) -> Proposer:
+    """``usual`` and what else requests may choose, by the methods' names. Raises InvalidRequest for a name twice."""
+    if not others:
+        return usual
+    members = {config.method_in_force: usual}
+    for other in others:
+        own = SpeculativeConfig.of({"method": other} if isinstance(other, str) else other)
+        if own.method_in_force in members:
+            raise InvalidRequest(f"two ways to speculate are named {own.method_in_force!r}; leave one of them out")
+        members[own.method_in_force] = builder.build(own)
+    return Selection(members)
 
 
 def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> SpeculativeConfig:

@@ -212,7 +212,7 @@ def test_captured_work_never_needs_the_host(name: str, quantise: bool, tmp_path:
     architecture = Architecture.of(load_config(path))
     source = Source(open_weights(path), architecture, torch.float16, quantise)
     runner = GraphRunner(architecture, Layers(source), read_ends(source), torch.float16, META, capture=Guarded)
-    assert [runner.acquire(), runner.acquire()] == [0, 1]
+    assert [runner.acquire(), runner.acquire()] == [(0, 0), (1, 0)]
     result = runner.run(plan((0, 300, 1, deep_tree(9, 1)), (1, 7, 1, CHAIN)), (0, 1), True)
     assert result.logits is not None and result.logits.shape == (14, architecture.vocab)
 

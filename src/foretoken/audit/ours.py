@@ -25,7 +25,7 @@ from foretoken.engine.loop import Engine, draining
 from foretoken.engine.stopping import Length
 from foretoken.llm import LLM, eos_ids
 from foretoken.models.checkpoint import resolve
-from foretoken.propose.base import Observation, Proposer
+from foretoken.propose.base import Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import NONE
 
@@ -149,24 +149,18 @@ class Foretoken:
         return other
 
 
-class _Keeping(Proposer):
+class _Keeping(Wrapper):
     """Another proposer, whose observations are kept: the rows that tokens came from, by sequence."""
 
-    def __init__(self, other: Proposer) -> None:
-        self.other, self.name, self.needs = other, other.name, other.needs
+    def __init__(self, inner: Proposer) -> None:
+        super().__init__(inner)
         self.rows: dict[int, list[Tensor]] = {}
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return self.other.propose(contexts, budgets)
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, seen in zip(contexts, observations, strict=True):
             path = [0, *(node + 1 for node in seen.step.verdict.path)][: len(seen.step.tokens)]
             self.rows.setdefault(context.id, []).append(seen.scores.logits[path].float().clone())
-        self.other.observe(contexts, observations)
-
-    def forget(self, context: Context) -> None:
-        self.other.forget(context)
+        super().observe(contexts, observations)
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:

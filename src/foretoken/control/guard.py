@@ -15,7 +15,7 @@ from foretoken.control.base import Controller
 from foretoken.control.tempo import Tempo
 from foretoken.core.checks import number
 from foretoken.core.context import Context
-from foretoken.core.step import Step
+from foretoken.core.step import Step, steady
 
 _START = 2.0  # plain rounds that may be lost before anything was gained
 _MOST = 16.0  # and of earlier gains
@@ -114,7 +114,7 @@ class Guard(Controller):
         forced = sum(len(step.draft) for step in steps if step.sequence in self._forced)
         nodes = sum(len(step.draft) for step in free)
         base = plain if not forced else self._with(batch + forced)
-        if all(step.position > 0 for step in steps):
+        if steady(steps):
             seconds = min(timings.total, _DISTURBED * self._expected(steps, batch + forced + nodes))
         else:  # beside a prompt's rows only what was added can be told
             seconds = plain + timings.propose + max(0.0, self._with(batch + nodes) - plain)

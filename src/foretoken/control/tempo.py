@@ -13,7 +13,7 @@ import numpy as np
 
 from foretoken.control.curve import Array, Curve
 from foretoken.core.context import Context
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import Step, Timings, steady
 
 _BEHIND = 8  # missed tokens of all sequences together that go unnoticed
 _EARLY = 1.5  # observations that make the time of a plain round known
@@ -109,7 +109,7 @@ class Tempo:
         timings = self._seen = steps[0].timings
         granted = [self._plan.budgets.get(step.sequence, 0) for step in steps]
         drafting = [budget for budget in granted if budget > 0]
-        if all(step.position > 0 for step in steps):
+        if steady(steps):
             rows = sum(len(step.draft) + 1 for step in steps)
             self.passes.add(rows, timings.total - timings.propose)
             self._since += 1
@@ -156,6 +156,6 @@ class Tempo:
 
     def _faster(self, steps: Sequence[Step], seconds: float) -> None:
         plain = self.plain_seconds(len(steps))
-        if plain and seconds and all(step.position > 0 for step in steps):
+        if plain and seconds and steady(steps):
             speedup = sum(len(step.tokens) for step in steps) / len(steps) * plain / seconds
             self._speedup += 0.1 * (speedup - self._speedup)

@@ -24,6 +24,7 @@ class Context:
     """The live record of one sequence; only the engine appends to ``tokens``.
 
     depth: drafted tokens a round that the request asked for; None leaves it to the controller.
+    method: who is to draft, of several that are loaded; None leaves it to the engine.
     prediction: the tokens of a text that the client expects to come out, or something like it.
     """
 
@@ -35,6 +36,7 @@ class Context:
     exactness: Exactness = Exactness.DISTRIBUTION
     depth: int | None = None
     prediction: tuple[int, ...] = ()
+    method: str | None = None
 
     @property
     def generated(self) -> int:

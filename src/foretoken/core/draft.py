@@ -65,6 +65,12 @@ class Draft:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return tuple(depths)
 
+    def chance(self, node: int) -> float | None:
+        """What the token of ``node`` was drawn with, None for a fixed candidate."""
+        if isinstance(self.law, PointMass):
+            return None
+        return float(self.law.probs[self.parents[node] + 1, self.ids[node]])
+
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of each node in order; entry 0 is the root's, entry i + 1 node i's."""

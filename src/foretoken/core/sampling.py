@@ -1,6 +1,6 @@
 """From logits to the law that is sampled. Every parameter lives here and nowhere else.
 
-The order is vLLM's: bad words and min_tokens, logit bias, repetition, frequency and presence penalties,
+The order is vLLM's: grammar, bad words and min_tokens, logit bias, repetition, frequency and presence penalties,
 temperature, min-p, top-k, top-p. Temperature 0 is the one-hot law of the argmax, the lowest id on ties.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.filters import BLOCK, kth_largest, largest, nucleus
+from foretoken.core.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,8 @@ class SamplingLaw:
 
     Penalties follow vLLM: presence and frequency count generated tokens, repetition the prompt's too.
     ``bad_words`` are token sequences whose last token is forbidden when the ones before it are the tail of
-    the history. ``end_ids`` cannot come before ``min_tokens`` have been generated.
+    the history. ``end_ids`` cannot come before ``min_tokens`` have been generated. What ``grammar`` refuses cannot come
+    at all; where it leaves ``end_ids`` alone, they may come early.
     """
 
     temperature: float = 1.0
@@ -116,6 +118,7 @@ class SamplingLaw:
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     end_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -127,11 +130,15 @@ class SamplingLaw:
     @property
     def needs_history(self) -> bool:
         """Whether rows with the same logits may have different laws."""
-        return self.penalises or bool(self.bad_words) or (self.min_tokens > 0 and bool(self.end_ids))
+        return self.penalises or self._forbids
 
     @property
     def penalises(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def _forbids(self) -> bool:
+        return self.grammar is not None or bool(self.bad_words) or (self.min_tokens > 0 and bool(self.end_ids))
 
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """[rows, V] logits to probabilities; row r is judged with ``histories[r]``."""
@@ -185,22 +192,35 @@ class SamplingLaw:
         """Everything that speaks of single tokens, row by row, in place."""
         if self.needs_history and len(histories) != logits.shape[0]:
             raise ValueError(f"{len(histories)} histories for {logits.shape[0]} rows")
-        for row in range(logits.shape[0]) if self.needs_history else ():
-            history = histories[row]
-            banned = [w[-1] for w in self.bad_words if history.tail(len(w) - 1) == w[:-1]]
-            if history.generated < self.min_tokens:
-                banned += self.end_ids
-            logits[row, banned] = -torch.inf
-            if banned and not bool((logits[row] > -torch.inf).any()):
-                raise InvalidRequest(
-                    "bad_words and min_tokens together forbid every token at one place; allow at least one"
-                )
+        for row in range(logits.shape[0]) if self._forbids else ():
+            self._forbid(logits[row], histories[row])
         if self.logit_bias:
             ids, values = zip(*self.logit_bias, strict=True)
             logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
         if self.penalises:
             self._penalise(logits, histories)
         return logits
+
+    def _forbid(self, scores: Tensor, history: History) -> None:
+        """-inf, in place, for all that cannot come at one node. scores: [V]"""
+        allowed = None if self.grammar is None else self.grammar.allowed(history)
+        banned = [w[-1] for w in self.bad_words if history.tail(len(w) - 1) == w[:-1]]
+        if history.generated < self.min_tokens and _others(allowed, self.end_ids):
+            banned += self.end_ids
+        if allowed is None:
+            scores[banned] = -torch.inf
+            possible = not banned or bool((scores > -torch.inf).any())
+        else:
+            left = allowed.clone()
+            left[banned] = False
+            possible = bool(left.any())
+            left = left.to(scores.device)
+            scores.masked_fill_(~left, -torch.inf)
+            # A draft may know none of them, its vocabulary being smaller: then each is as good as any.
+            scores.masked_fill_(left & (scores == -torch.inf).all(), 0.0)
+        if not possible:
+            named = "bad_words and min_tokens" if allowed is None else "structured_outputs, bad_words and min_tokens"
+            raise InvalidRequest(f"{named} together forbid every token at one place; allow at least one")
 
     def _penalise(self, logits: Tensor, histories: Sequence[History]) -> None:
         counts: Counter[int] = Counter()
@@ -220,3 +240,12 @@ class SamplingLaw:
             if own:
                 ids, times = list(own), torch.tensor(list(own.values()), dtype=logits.dtype, device=logits.device)
                 logits[row, ids] -= self.frequency_penalty * times + self.presence_penalty
+
+
+def _others(allowed: Tensor | None, ids: Sequence[int]) -> bool:
+    """Whether anything but ``ids`` is allowed."""
+    if allowed is None:
+        return True
+    rest = allowed.clone()
+    rest[list(ids)] = False
+    return bool(rest.any())

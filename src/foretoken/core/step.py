@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.core.draft import Draft
@@ -10,13 +11,17 @@ from foretoken.core.verdict import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of one round, shared by all sequences that took part in it."""
+    """Seconds of one round, shared by all sequences that took part in it.
+
+    prompt_rows: rows of prompts that were computed in the round beside the one row that each sequence needs.
+    """
 
     propose: float
     score: float
     verify: float
     commit: float
     batch: int
+    prompt_rows: int = 0
 
     @property
     def total(self) -> float:
@@ -29,7 +34,7 @@ class Step:
 
     position: tokens the sequence had generated before the round.
     tokens: what was emitted: the accepted path and the target's token, cut at EOS, stop or max_tokens.
-    finish_reason: ``"stop"``, ``"length"``, ``"abort"`` or None while the sequence goes on.
+    finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` or None while the sequence goes on.
     """
 
     sequence: int
@@ -57,3 +62,8 @@ class Step:
             return ()
         deepest = max(below, key=lambda node: draft.depths[node])
         return draft.path(deepest)[len(path) :]
+
+
+def steady(steps: Sequence[Step]) -> bool:
+    """Whether the round's time tells what such rounds take: no prompt was read in it."""
+    return all(step.position > 0 for step in steps) and not any(step.timings.prompt_rows for step in steps[:1])

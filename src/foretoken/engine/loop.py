@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,10 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import Rows
 from foretoken.core.step import Step, Timings
 from foretoken.core.verdict import Verdict
-from foretoken.engine.sequence import Sequence
+from foretoken.engine.pace import Pace, PromptRows
+from foretoken.engine.reading import drafts_aloud, note_aloud
+from foretoken.engine.scheduler import Scheduler, Usage
+from foretoken.engine.sequence import Sequence, Wanted
 from foretoken.engine.stopping import Stopping
 from foretoken.models.base import Model, Scores
 from foretoken.propose.base import Observation, Proposer
@@ -28,6 +30,8 @@ class Engine:
     """Runs any number of sequences, up to ``max_sequences`` in one pass; a single one is a batch of one.
 
     rule: the verifier for drafts of a law in a request of a grade; an audit plants wrong ones.
+    contained: what a law or a verdict may raise to the end of its own sequence alone; others end the round.
+    prompt_rows: rows of prompts that one round may read. capacity: tokens whose keys and values fit.
     """
 
     def __init__(
@@ -38,93 +42,150 @@ class Engine:
         *,
         rule: Rule = choose,
         max_sequences: int = 16,
+        prompt_rows: PromptRows = None,
+        capacity: int | None = None,
     ) -> None:
-        self.target, self.proposer, self.controller = target, proposer, controller
-        self.rule, self.max_sequences = rule, max_sequences
-        self.waiting: deque[tuple[Context, Stopping, int | None]] = deque()
-        self.running: dict[int, Sequence] = {}
+        self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
+        self.contained: type[Exception] = InvalidRequest
+        self.pace = Pace(prompt_rows)
+        self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, self._set_aside)
         self.finished: dict[int, Sequence] = {}
+
+    @property
+    def max_sequences(self) -> int:
+        return self.scheduler.max_sequences
+
+    @property
+    def running(self) -> dict[int, Sequence]:
+        return self.scheduler.running
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return self.scheduler.waiting
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, context: Context, stopping: Stopping, logprobs: int | None = None) -> None:
-        """Queue a sequence; it joins when there is room."""
+    @property
+    def usage(self) -> Usage:
+        return self.scheduler.usage
+
+    def add(
+        self, context: Context, stopping: Stopping, logprobs: int | None = None, *, prompt_logprobs: int | None = None,
+        explain: bool = False, priority: int = 0,
+    ) -> None:  # fmt: skip
+        """Queue a sequence; it joins when there is room, the lowest priority first. The others: see ``Wanted``."""
         self.check(context)
-        self.waiting.append((context, stopping, logprobs))
+        self.scheduler.add(Sequence(context, stopping, Wanted(logprobs, prompt_logprobs, explain), priority))
 
     def check(self, context: Context) -> None:
         """Refuse a prompt that could never run."""
         if not context.tokens:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
-        if len(context.tokens) >= self.target.max_length:
-            raise InvalidRequest(
-                f"the prompt has {len(context.tokens)} tokens and the model was opened with room for "
-                f"{self.target.max_length}, prompt and output together; shorten it or raise max_model_len"
-            )
+        self.scheduler.check(len(context.tokens))
 
     def abort(self, identifier: int) -> None:
         """Drop a sequence wherever it is; unknown ones are ignored."""
-        self.waiting = deque(entry for entry in self.waiting if entry[0].id != identifier)
-        if identifier in self.running:
-            self.running[identifier].finish_reason = "abort"
-            self._retire(self.running[identifier])
+        sequence = self.scheduler.remove(identifier)
+        if sequence is not None:
+            sequence.finish_reason = "abort"
+            self._retire(sequence)
+
+    def clear(self) -> None:
+        """Drop every sequence."""
+        for sequence in [*self.running.values(), *self.waiting]:
+            self.abort(sequence.context.id)
+        self.finished.clear()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where sequences, places and rows do not add up."""
+        self.scheduler.check_integrity()
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """One round of every running sequence. -> what each emitted, in order of admission"""
-        self._admit()
-        batch = list(self.running.values())
+        """One round of every running sequence. -> what each emitted, in order of admission; nothing from those whose
+        prompts are still being read
+        """
+        plan = self.scheduler.round()
+        batch = [*plan.ready, *plan.reading]
         if not batch:
             return []
-        contexts = [sequence.context for sequence in batch]
-        clock = _Clock()
+        contexts = [sequence.context for sequence in plan.ready]
+        clock = _Clock(len(contexts), sum(len(s.handle.pending) for s in batch) - len(plan.ready))
         with self._abandoning(batch):
-            rooms = [sequence.room(self.target.max_length) for sequence in batch]
-            drafts = self.proposer.propose(contexts, self.controller.budgets(contexts, rooms))
+            drafts = [*self._propose(contexts, plan.rooms), *drafts_aloud(plan.reading)]
             clock.lap()
             scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
             clock.lap()
-            verdicts = [self._judge(c, d, s) for c, d, s in zip(contexts, drafts, scores, strict=True)]
-        rounds = list(zip(batch, drafts, verdicts, scores, strict=True))
-        emitted = [s.emit(d, v, score.logits, self.target.max_length) for s, d, v, score in rounds]
-        clock.lap()
-        self.target.commit([s.handle for s in batch], emitted)
-        positions = [context.generated for context in contexts]
-        for context, tokens in zip(contexts, emitted, strict=True):
-            context.tokens.extend(tokens)
-        timings = clock.timings(len(batch))
-        steps = [
-            Step(s.context.id, position, draft, verdict, tokens, timings, s.finish_reason)
-            for (s, draft, verdict, _), position, tokens in zip(rounds, positions, emitted, strict=True)
-        ]
-        self.proposer.observe(contexts, [Observation(t, s) for t, s in zip(steps, scores, strict=True)])
-        self._settle(batch, steps)
-        return steps
+            verdicts = [self._judge(*each) for each in zip(plan.ready, drafts, scores, strict=False)]
+        self._read(plan.reading, scores[len(contexts) :])
+        return self._settle(plan.ready, drafts, verdicts, scores, clock)
 
     def take(self, identifier: int) -> Sequence:
         """Hand over a finished sequence."""
         return self.finished.pop(identifier)
 
-    def _judge(self, context: Context, draft: Draft, scores: Scores) -> Verdict:
-        """The law at every node, then the rule that the draft's own law and the request's grade call for."""
-        probs = Rows(context.law, scores.logits, partial(context.history_at, draft))
-        stream = stream_for(context.exactness, context.streams, context.generated)
-        return self.rule(draft.law, context.exactness)(draft, probs, stream)
+    def _propose(self, contexts: list[Context], rooms: list[int]) -> list[Draft]:
+        """What is to be verified. Where a request's law contradicts itself nobody drafts; it ends when it is judged."""
+        if not contexts:
+            return []
+        try:
+            return self.proposer.propose(contexts, self.controller.budgets(contexts, rooms))
+        except InvalidRequest:
+            for context in contexts:
+                self.proposer.forget(context)
+            return [Draft.empty()] * len(contexts)
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_sequences:
-            context, stopping, logprobs = self.waiting.popleft()
-            handle = self.target.open(context.tokens)
-            self.running[context.id] = Sequence(context, handle, stopping, logprobs)
+    def _judge(self, sequence: Sequence, draft: Draft, scores: Scores) -> Verdict | None:
+        """The law at every node, then the rule that the draft's own law and the request's grade call for.
 
-    def _settle(self, batch: list[Sequence], steps: list[Step]) -> None:
-        self.controller.observe(steps)
-        for sequence, step in zip(batch, steps, strict=True):
+        None where that fails, which is then this sequence's affair alone.
+        """
+        context = sequence.context
+        try:
+            probs = Rows(context.law, scores.logits, partial(context.history_at, draft))
+            stream = stream_for(context.exactness, context.streams, context.generated)
+            return self.rule(draft.law, context.exactness)(draft, probs, stream)
+        except self.contained as error:
+            sequence.fail(error)
+            return None
+
+    def _read(self, reading: list[Sequence], scores: list[Scores]) -> None:
+        """Pieces of texts are in: the target's states there are for proposers, and what it thinks for who asked."""
+        for sequence, score in zip(reading, scores, strict=True):
+            if piece := note_aloud(sequence, score):
+                self.target.commit([sequence.handle], [piece])
+        self.proposer.read([sequence.context for sequence in reading], scores)
+
+    def _settle(
+        self, ready: list[Sequence], drafts: list[Draft], verdicts: list[Verdict | None], scores: list[Scores],
+        clock: _Clock,
+    ) -> list[Step]:  # fmt: skip
+        """Commit, observe, and tell what happened."""
+        emitted = [
+            () if verdict is None else sequence.emit(draft, verdict, score.logits, self.target.max_length)
+            for sequence, draft, verdict, score in zip(ready, drafts, verdicts, scores, strict=False)
+        ]
+        clock.lap()
+        self.target.commit([s.handle for s in ready], emitted)
+        positions = [sequence.context.generated for sequence in ready]
+        for sequence, tokens in zip(ready, emitted, strict=True):
+            sequence.context.tokens.extend(tokens)
+        timings = clock.timings()
+        self.pace.observe(timings)
+        steps = [
+            Step(s.context.id, position, draft, verdict or Verdict((), -1), tokens, timings, s.finish_reason)
+            for s, position, draft, verdict, tokens in zip(ready, positions, drafts, verdicts, emitted, strict=False)
+        ]
+        whole = [(s, t, score) for s, t, score in zip(ready, steps, scores, strict=False) if s.error is None]
+        self.proposer.observe([s.context for s, _, _ in whole], [Observation(t, score) for _, t, score in whole])
+        self.controller.observe([step for _, step, _ in whole])
+        for sequence, step in zip(ready, steps, strict=True):
             sequence.counts.add(step)
             if step.finish_reason is not None:
                 self._retire(sequence)
+        return steps
 
     @contextmanager
     def _abandoning(self, batch: list[Sequence]) -> Iterator[None]:
@@ -137,11 +198,13 @@ class Engine:
                 self.proposer.forget(sequence.context)
             raise
 
+    def _set_aside(self, context: Context) -> None:
+        self.proposer.forget(context)
+        self.controller.forget(context)
+
     def _retire(self, sequence: Sequence) -> None:
-        self.running.pop(sequence.context.id, None)
-        self.target.close(sequence.handle)
-        self.proposer.forget(sequence.context)
-        self.controller.forget(sequence.context)
+        self.scheduler.remove(sequence.context.id)
+        self._set_aside(sequence.context)
         self.finished[sequence.context.id] = sequence
 
 
@@ -159,7 +222,8 @@ def draining(engine: Engine, identifiers: list[int]) -> Iterator[None]:
 class _Clock:
     """Laps of one round, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: int, prompt_rows: int) -> None:
+        self.batch, self.prompt_rows = batch, prompt_rows
         self.laps: list[float] = []
         self._last = time.perf_counter()
 
@@ -168,7 +232,7 @@ class _Clock:
         self.laps.append(now - self._last)
         self._last = now
 
-    def timings(self, batch: int) -> Timings:
+    def timings(self) -> Timings:
         self.lap()
         propose, score, verify, commit = self.laps
-        return Timings(propose, score, verify, commit, batch)
+        return Timings(propose, score, verify, commit, self.batch, self.prompt_rows)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.detokenize import Detokenizer
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import TextStopping
+from foretoken.engine.structured import Grammars
 from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
 from foretoken.params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,36 +36,47 @@ class Request:
     def completion(self, index: int, running: Running, tokenizer: Any) -> CompletionOutput:
         """The finished sequence as the user sees it."""
         stopping, context = self.stoppings[index], running.context
-        recorded = running.recorded
+        logprobs = tuple(logprob_entries(recorded, tokenizer) for recorded in running.recorded)
         return CompletionOutput(
             index=index,
             text=stopping.text,
             token_ids=tuple(context.tokens[context.prompt_length :]),
             finish_reason=running.finish_reason,
             stop_reason=stopping.stop_reason,
-            logprobs=tuple(_logprobs(r, tokenizer) for r in recorded) if running.logprobs is not None else None,
+            logprobs=None if running.wanted.logprobs is None else logprobs,
             stats=running.counts.freeze(),
             exactness=str(context.exactness),
         )
 
-    def output(self, completions: Sequence[CompletionOutput]) -> RequestOutput:
-        return RequestOutput(self.id, self.prompt, self.prompt_ids, tuple(completions))
+    def output(self, completions: Sequence[CompletionOutput], of_prompt: PromptLogprobs | None = None) -> RequestOutput:
+        return RequestOutput(self.id, self.prompt, self.prompt_ids, tuple(completions), of_prompt)
 
 
 class RequestBuilder:
     """Tokenises prompts and gives every sequence its law, its random numbers and its end."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], seed: int, methods: Sequence[str] = ()
+    ) -> None:
+        """methods: what a request may name as its ``speculative_method``."""
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
+        self._methods = tuple(methods)
         self._eos = tuple(eos_ids)
+        self._grammars = Grammars(tokenizer, vocab_size)
         self._requests, self._sequences = 0, 0
 
     def build(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, list[Context]]:
         """A request and one context for each of its ``n`` completions."""
         text, ids = self.tokens(prompt)
+        if params.speculative_method is not None and params.speculative_method not in self._methods:
+            raise InvalidRequest(
+                f"speculative_method {params.speculative_method!r} is not loaded; loaded: {', '.join(self._methods)}"
+            )
         eos = () if params.ignore_eos else self._eos
         stop_ids = tuple(params.stop_token_ids or ())
-        law = params.law(self._vocab_size, self._bad_words(params.bad_words or ()), (*eos, *stop_ids))
+        ends = (*eos, *stop_ids)
+        law = params.law(self._vocab_size, self._bad_words(params.bad_words or ()), ends)
+        laws = [self._restricted(law, params.structured_outputs, ends) for _ in range(params.n)]
         prediction = self._prediction(params.prediction)
         base = params.seed if params.seed is not None else random_seed_from(self._seed, self._requests)
         contexts, stoppings = [], []
@@ -73,11 +87,12 @@ class RequestBuilder:
                     id=self._sequences,
                     tokens=list(ids),
                     prompt_length=len(ids),
-                    law=law,
+                    law=laws[index],
                     streams=Streams(seed),
                     exactness=params.grade,
                     depth=params.speculative_tokens,
                     prediction=prediction,
+                    method=params.speculative_method,
                 )
             )
             detokenizer = Detokenizer(self.tokenizer, ids, params.skip_special_tokens)
@@ -116,6 +131,10 @@ class RequestBuilder:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         return None, ids
 
+    def _restricted(self, law: SamplingLaw, wanted: Mapping[str, Any] | None, ends: Sequence[int]) -> SamplingLaw:
+        """``law`` for one sequence: a grammar remembers where its own sequence is."""
+        return law if wanted is None else replace(law, grammar=self._grammars.new(wanted, ends))
+
     def _prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         if isinstance(prediction, str):
             return tuple(self.tokenizer.encode(prediction, add_special_tokens=False))
@@ -140,7 +159,15 @@ class RequestBuilder:
         return list(found)
 
 
-def _logprobs(recorded: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
+def prompt_logprobs(sequence: Running, tokenizer: Any) -> PromptLogprobs | None:
+    """By token of the prompt, None for the first, which nothing comes before; None at all where not asked for."""
+    if sequence.wanted.prompt_logprobs is None:
+        return None
+    return (None, *(logprob_entries(recorded, tokenizer) for recorded in sequence.of_prompt))
+
+
+def logprob_entries(recorded: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
+    """The likeliest tokens and the one that came, by token id."""
     entries = {
         token: Logprob(value, rank, tokenizer.decode([token]))
         for rank, (token, value) in enumerate(recorded.top, start=1)

@@ -103,6 +103,11 @@ class Model(ABC):
     dtype: torch.dtype
     rows_independent: bool = False
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that the keys and values of one token take, 0 where nobody knows."""
+        return 0
+
     @abstractmethod
     def open(self, prompt: Sequence[int]) -> Handle:
         """Give a sequence a place; nothing is computed yet. ``prompt`` has at least one token."""
@@ -125,6 +130,16 @@ class Model(ABC):
     @abstractmethod
     def close(self, handle: Handle) -> None:
         """Give the place back. Closing twice does nothing."""
+
+    def keep(self, limit: int) -> bool:
+        """Hold at most ``limit`` bytes of keys and values, and within them those of closed sequences, so that a prompt
+        that begins as one of them finds its first rows computed. -> whether this model can; if not, nothing changes
+        """
+        return False
+
+    def check(self) -> None:
+        """Raises AssertionError where places and rows do not add up."""
+        return
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """The vocabulary head alone, for heads that share it: normed states [rows, H] -> float32 [rows, V]."""

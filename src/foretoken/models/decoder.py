@@ -72,16 +72,28 @@ class Decoder(Model):
     def open(self, prompt: Sequence[int]) -> Handle:
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
-        return Handle(self.runner.acquire(), list(prompt))
+        slot, known = self.runner.acquire(prompt)
+        return Handle(slot, list(prompt), known)
 
     def close(self, handle: Handle) -> None:
         if handle.slot >= 0:
             self.runner.release(handle.slot)
             handle.slot = -1
 
+    @property
+    def row_bytes(self) -> int:
+        return self.runner.row_bytes
+
+    def keep(self, limit: int) -> bool:
+        return self.runner.keep(limit)
+
+    def check(self) -> None:
+        self.runner.check()
+
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
         for handle, new in zip(handles, tokens, strict=True):
             self.runner.move(handle.slot, *handle.advance(new))
+            self.runner.publish(handle.slot, handle.tokens, handle.cached)
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
         firsts = [handle.cached for handle in handles]

@@ -30,6 +30,12 @@ class KVCache:
         self.values: list[Tensor] = [self._buffer(0, 0) for _ in range(layers)]
         self._free: list[int] = []
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's rows in all layers."""
+        kv_heads, head_dim = self._shape
+        return 2 * len(self.keys) * kv_heads * head_dim * self._dtype.itemsize
+
     def acquire(self) -> int:
         """The lowest free slot; low slots keep the batch dense."""
         if not self._free:

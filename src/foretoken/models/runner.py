@@ -37,11 +37,24 @@ class Runner(Protocol):
     rows_independent: bool
     joint_rows: int  # a sequence with more pending rows than this is prefilled by itself
 
-    def acquire(self) -> int:
-        """A free slot, the lowest one."""
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one token's keys and values take."""
+
+    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
+        """A free slot, the lowest one. -> it, and how many rows of a prompt of ``tokens`` it holds already"""
 
     def release(self, slot: int) -> None:
-        """Give a slot back; its rows are never seen again."""
+        """Give a slot back; its rows are seen again only by those whose prompts begin alike."""
+
+    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
+        """The slot's first ``rows`` rows hold the first of ``tokens`` for good, so that others may share them."""
+
+    def keep(self, limit: int) -> bool:
+        """Hold at most ``limit`` bytes, rows for later prompts that begin alike among them. -> whether it can do so"""
+
+    def check(self) -> None:
+        """Raises AssertionError where slots and rows do not add up."""
 
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         """Bring rows ``sources`` (ascending) to ``destination`` onward, in order; used after a tree's verdict."""

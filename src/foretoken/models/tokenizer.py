@@ -69,7 +69,7 @@ class PlainTokenizer:
 
 def is_plain(path: Path, config: Any) -> bool:
     """Whether tokenizer.json and a few names of special tokens are all there is. config: tokenizer_config.json's."""
-    files = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+    files = ("special_tokens_map.json", "added_tokens.json")  # a chat template is rendered by transformers anyway
     return (
         isinstance(config, dict)
         and config.get("tokenizer_class") in _CLASSES

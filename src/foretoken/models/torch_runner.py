@@ -98,11 +98,24 @@ class TorchRunner:
         kept = torch.float64 if self._dtype == torch.float32 and self.rows_independent else self._dtype  # attention.py
         return KVCache(a.layers, a.kv_heads, a.head_dim, kept, self._device)
 
-    def acquire(self) -> int:
-        return self._cache.acquire()
+    @property
+    def row_bytes(self) -> int:
+        return self._cache.row_bytes
+
+    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
+        return self._cache.acquire(), 0
 
     def release(self, slot: int) -> None:
         self._cache.release(slot)
+
+    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
+        """Nothing: slots share no rows."""
+
+    def keep(self, limit: int) -> bool:
+        return False
+
+    def check(self) -> None:
+        """Nothing: slots share no rows."""
 
     @torch.inference_mode()
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:

@@ -64,9 +64,7 @@ class Lane:
         return Turn(seconds, laps.propose, laps.score, rows)
 
     def close(self) -> None:
-        for identifier in [*self.engine.running, *(entry[0].id for entry in self.engine.waiting)]:
-            self.engine.abort(identifier)
-        self.engine.finished.clear()
+        self.engine.clear()
 
     def _begin(self) -> None:
         self.close()

@@ -24,7 +24,7 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.student import Lesson, Student
-from foretoken.propose.base import Observation, Proposer
+from foretoken.propose.base import Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel
 
 _log = logging.getLogger(__name__)
@@ -85,12 +85,13 @@ class _Notes:
     rows: int = 0
 
 
-class Adaptive(Proposer):
+class Adaptive(Wrapper):
     """``inner``, and a ``student`` that learns to do better. ``history`` says what became of each update."""
 
     def __init__(self, inner: DraftModel, student: Student, config: AdaptConfig) -> None:
-        self.inner, self.student, self.config = inner, student, config
-        self.name, self.needs, self.learns = inner.name, inner.needs, True
+        super().__init__(inner)
+        self.inner: DraftModel = inner
+        self.learns, self.student, self.config = True, student, config
         self.history: list[Update] = []
         self._notes: dict[int, _Notes] = {}
         self._lessons: deque[tuple[Lesson, bool]] = deque()  # the oldest first, and whether it is held out

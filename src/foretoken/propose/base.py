@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,19 @@ class Needs:
     """What a proposer wants from the target, as data: hidden-state taps by layer index.
 
     rounds: it learns from rounds as they really went, from the rows of rejected guesses or from the time they took.
+    prompt: the states of the whole prompt, so that none of its rows may come out of a cache.
     """
 
     taps: tuple[int, ...] = ()
     rounds: bool = False
+    prompt: bool = False
+
+    @staticmethod
+    def union(needs: Iterable[Needs]) -> Needs:
+        """What all of them together want."""
+        all_needs = list(needs)
+        taps = tuple(sorted({tap for one in all_needs for tap in one.taps}))
+        return Needs(taps, any(one.rounds for one in all_needs), any(one.prompt for one in all_needs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +57,49 @@ class Proposer:
         """At most ``budgets[i]`` nodes for ``contexts[i]``; budgets were decided before anything is drawn."""
         return [Draft.empty() for _ in contexts]
 
+    def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
+        """A piece of each text was computed that is not its last one: the target's states there."""
+
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         """Called after every round with what was emitted; contexts already hold the new tokens."""
 
     def forget(self, context: Context) -> None:
-        """The sequence is over, for whatever reason; calling it for an unknown one does nothing."""
+        """The sequence is over or set aside, for whatever reason; calling it for an unknown one does nothing."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that its own keys and values of one token take."""
+        return 0
+
+    def keep(self, limit: int) -> None:
+        """Hold at most ``limit`` bytes of keys and values; see ``Model.keep``."""
+
+
+class Wrapper(Proposer):
+    """``inner`` with something added: whatever a subclass does not say goes there."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self.inner = inner
+        self.name, self.needs, self.costless, self.learns = inner.name, inner.needs, inner.costless, inner.learns
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        return self.inner.propose(contexts, budgets)
+
+    def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
+        self.inner.read(contexts, scores)
+
+    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
+        self.inner.observe(contexts, observations)
+
+    def forget(self, context: Context) -> None:
+        self.inner.forget(context)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.inner.row_bytes
+
+    def keep(self, limit: int) -> None:
+        self.inner.keep(limit)
 
 
 @dataclass(frozen=True)

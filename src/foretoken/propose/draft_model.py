@@ -91,6 +91,13 @@ class DraftModel(Proposer):
             handles, tokens = zip(*known, strict=True)
             self.model.commit(handles, tokens)
 
+    @property
+    def row_bytes(self) -> int:
+        return self.model.row_bytes
+
+    def keep(self, limit: int) -> None:
+        self.model.keep(limit)
+
     def replace(self, model: Model) -> None:
         """Draft with another model from the next round on; it reads the contexts anew."""
         for handle in self._handles.values():

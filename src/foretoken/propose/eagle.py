@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
+from foretoken.models.base import Scores
 from foretoken.models.heads.eagle_net import EagleNet, HeadHandle
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import Reading
@@ -47,9 +48,10 @@ class Eagle(Proposer):
         self.name = "eagle3" if net.joined else "eagle"
         self.net, self.config, self.reading = net, config or EagleConfig(), reading
         self.taps = tuple(taps)
-        self.needs = Needs(tuple(sorted(set(taps))))
+        self.needs = Needs(tuple(sorted(set(taps))), prompt=True)
         self._handles: dict[int, HeadHandle] = {}
         self._unread: dict[int, list[tuple[list[int], Tensor]]] = {}  # by sequence: tokens, states before them
+        self._known: dict[int, int] = {}  # by sequence: positions whose states were seen
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         growers = {
@@ -66,17 +68,23 @@ class Eagle(Proposer):
             _extend(active, self.net.grow([handle for handle, _ in active], drafts))
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
+    def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
+        for context, score in zip(contexts, scores, strict=True):
+            self._keep(context, score, range(len(score.taps[self.taps[0]])))
+
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         """Keep every sequence's newly committed tokens and the target's states before them: a round that drafts reads
         them, and one that does not pays nothing.
         """
         for context, seen in zip(contexts, observations, strict=True):
-            if context.id not in self._handles:
-                self._handles[context.id] = self.net.open()
-            self._unread.setdefault(context.id, []).append(self._committed(context, seen))
+            step, scores = seen.step, seen.scores
+            known = len(scores.taps[self.taps[0]]) - len(step.draft)  # rows of committed tokens, then the draft's
+            path = step.verdict.path[: max(0, len(step.tokens) - 1)]
+            self._keep(context, scores, [*range(known), *(known + node for node in path)])
 
     def forget(self, context: Context) -> None:
         self._unread.pop(context.id, None)
+        self._known.pop(context.id, None)
         handle = self._handles.pop(context.id, None)
         if handle is not None:
             self.net.close(handle)
@@ -102,14 +110,17 @@ class Eagle(Proposer):
         for (handle, tokens, _), part in zip(pieces, features.split([len(raw) for *_, raw in pieces]), strict=True):
             self.net.extend(handle, tokens, part)
 
-    def _committed(self, context: Context, seen: Observation) -> tuple[list[int], Tensor]:
-        """-> the sequence's new tokens, and the target's states [n, taps * Ht] at the tokens before them"""
-        step, scores = seen.step, seen.scores
-        known = len(scores.taps[self.taps[0]]) - len(step.draft)  # rows of committed tokens, then the draft's
-        rows = [*range(known), *(known + node for node in step.verdict.path[: len(step.tokens) - 1])]
-        raw = torch.cat([scores.taps[layer][rows] for layer in self.taps], dim=-1)
-        start = scores.first + 1
-        return context.tokens[start : start + len(rows)], raw
+    def _keep(self, context: Context, scores: Scores, rows: Sequence[int]) -> None:
+        """``rows`` of ``scores`` are those of committed tokens from position ``scores.first`` on."""
+        if context.id not in self._handles:
+            self._handles[context.id] = self.net.open()
+        known = self._known.get(context.id, scores.first)
+        own = list(rows[known - scores.first :])
+        if own:
+            raw = torch.cat([scores.taps[layer][own] for layer in self.taps], dim=-1)
+            tokens = context.tokens[known + 1 : known + 1 + len(own)]
+            self._unread.setdefault(context.id, []).append((tokens, raw))
+            self._known[context.id] = known + len(own)
 
 
 def _extend(active: Sequence[tuple[HeadHandle, Grower]], rows: Sequence[Tensor]) -> None:

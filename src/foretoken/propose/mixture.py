@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretoken.core.checks import number
@@ -23,6 +23,7 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass
+from foretoken.models.base import Scores
 from foretoken.propose.base import Method, Needs, Observation, Proposer, Workshop
 from foretoken.propose.credit import Account, Guess, Ladder, Mean, Rates
 from foretoken.propose.pace import Pace
@@ -125,8 +126,7 @@ class Mixture(Proposer):
         self.free = [member for member in members if member.free]
         self.costly = [member for member in members if not member.free]
         self.members = [*self.free, *self.costly]
-        taps = sorted({tap for member in members for tap in member.proposer.needs.taps})
-        self.needs = Needs(tuple(taps), rounds=True)
+        self.needs = replace(Needs.union(member.proposer.needs for member in members), rounds=True)
         self.pace = Pace()
         self.last_member: dict[int, tuple[str, ...]] = {}
         self._records: dict[int, Record] = {}
@@ -152,6 +152,10 @@ class Mixture(Proposer):
             self.last_member[context.id] = tree.names
         return [tree.draft for tree in trees]
 
+    def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
+        for member in self.members:
+            member.proposer.read(contexts, scores)
+
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for member in self.members:
             member.proposer.observe(contexts, observations)
@@ -160,6 +164,10 @@ class Mixture(Proposer):
             record = self._records.get(context.id)
             if record is not None:
                 self._settle(context, record, observation)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(member.proposer.row_bytes for member in self.members)
 
     def forget(self, context: Context) -> None:
         for member in self.members:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretoken.core.step import Step
+from foretoken.core.step import Step, steady
 
 _FADE = 0.98
 _ROW = 0.03  # a row's share of a one-row pass until it is known: what a CPU takes
@@ -23,7 +23,7 @@ class Pace:
         self._row = _ROW
 
     def observe(self, steps: Sequence[Step]) -> None:
-        if not steps or any(step.position == 0 for step in steps):
+        if not steps or not steady(steps):
             return
         rows = float(sum(len(step.draft) + 1 for step in steps))
         timings = steps[0].timings

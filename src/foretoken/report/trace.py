@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.core.draft import Draft
-from foretoken.core.law import PointMass
 from foretoken.core.step import Step, Timings
 from foretoken.engine.detokenize import Detokenizer, Tokenizer
 from foretoken.outputs import CompletionOutput, Logprob, SpeculationStats, StreamPiece
@@ -182,10 +181,8 @@ def _round(number: int, step: Step) -> Round:
 
 
 def _guess(draft: Draft, node: int) -> Guess:
-    token, law = draft.ids[node], draft.law
-    q = None if isinstance(law, PointMass) else float(law.probs[draft.parents[node] + 1, token])
     score = None if draft.scores is None else min(1.0, math.exp(float(draft.scores[node])))
-    return Guess(token, q, score)
+    return Guess(draft.ids[node], draft.chance(node), score)
 
 
 def _others(row: Mapping[int, Logprob], token: int) -> tuple[tuple[str, float], ...]:

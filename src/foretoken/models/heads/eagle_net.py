@@ -109,7 +109,7 @@ class EagleNet:
 
     def open(self) -> HeadHandle:
         """An empty sequence."""
-        return HeadHandle(self._runner.acquire(), [])
+        return HeadHandle(self._runner.acquire()[0], [])
 
     def close(self, handle: HeadHandle) -> None:
         """Give the place back. Closing twice does nothing."""
@@ -147,7 +147,7 @@ class EagleNet:
 
     def teach(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         """Logits [n, Vd] of every row of a sequence of its own, fed the target's features [n, H] throughout."""
-        handle = HeadHandle(self._runner.acquire(), list(tokens))
+        handle = HeadHandle(self._runner.acquire()[0], list(tokens))
         try:
             plan = Plan.of([handle], [Draft.empty()], [0])
             plan = replace(plan, outputs=list(range(len(tokens))), output_counts=[len(tokens)])

@@ -1,11 +1,9 @@
-"""Packed weights and pages of keys and values, outside Python's heap: aligned, zeroed, in large pages."""
+"""Packed weights and other large memory outside Python's heap: aligned, zeroed, in large pages."""
 
 from __future__ import annotations
 
 import ctypes
-import heapq
 import weakref
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.native.bindings import LANES, PAGE, TILE_STEPS, UNIT, Matrix
+from foretoken.models.native.bindings import LANES, TILE_STEPS, UNIT, Matrix
 from foretoken.models.quantize import Int8
 from foretoken.models.quantize import Matrix as AnyMatrix
 
@@ -102,37 +100,3 @@ def _by_output(vectors: Sequence[Tensor], outputs: int, interleave: bool) -> Ten
     else:
         joined = torch.cat(whole)
     return F.pad(joined, (0, outputs - len(joined))).contiguous()
-
-
-class Pages:
-    """Slots of cache rows, each a list of pages; a slot grows by whole pages and nothing is ever copied."""
-
-    def __init__(self, arena: Arena, page_bytes: int) -> None:
-        self._arena, self._page_bytes = arena, page_bytes
-        self._spare: list[int] = []
-        self._free_slots: list[int] = []
-        self._slots: list[array[int]] = []
-
-    def acquire(self) -> int:
-        """The lowest free slot."""
-        if not self._free_slots:
-            self._slots.append(array("Q"))
-            return len(self._slots) - 1
-        return heapq.heappop(self._free_slots)
-
-    def release(self, slot: int) -> None:
-        """Its pages serve others from now on."""
-        self._spare.extend(self._slots[slot])
-        self._slots[slot] = array("Q")
-        heapq.heappush(self._free_slots, slot)
-
-    def reserve(self, slot: int, rows: int) -> int:
-        """Room for ``rows`` rows. -> the address of the slot's list of pages, good until it grows again"""
-        pages = self._slots[slot]
-        while len(pages) * PAGE < rows:
-            pages.append(self._spare.pop() if self._spare else self._arena.allocate(self._page_bytes))
-        return pages.buffer_info()[0]
-
-    def nbytes(self) -> int:
-        """Bytes of all pages in use."""
-        return self._page_bytes * sum(len(pages) for pages in self._slots)

@@ -15,7 +15,8 @@ from torch import Tensor
 from foretoken.models.architecture import Architecture
 from foretoken.models.native.bindings import LANES, PAGE, UNIT, BatchSpec, LayerSpec, Matrix, ModelSpec
 from foretoken.models.native.build import Kind, Unavailable, library
-from foretoken.models.native.memory import Arena, Pages, pack, padded
+from foretoken.models.native.memory import Arena, pack, padded
+from foretoken.models.native.pages import Pages
 from foretoken.models.plan import Part, Plan
 from foretoken.models.quantize import Int8
 from foretoken.models.quantize import Matrix as AnyMatrix
@@ -60,7 +61,7 @@ class NativeRunner:
         self._workspace = self._library.foretoken_open()
         self._spec = self._describe(layers, ends, dtype, entry or Entry())
         self._row_bytes = 2 * a.kv_heads * a.head_dim * dtype.itemsize  # of one layer's keys and values
-        self._pages = Pages(self._arena, a.layers * PAGE * self._row_bytes)
+        self._pages = self._new_pages()
         self._reach = 0
         self.threads = torch.get_num_threads()
 
@@ -70,17 +71,34 @@ class NativeRunner:
 
     # the seam
 
-    def acquire(self) -> int:
-        return self._pages.acquire()
+    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
+        return self._pages.acquire(tokens)
 
     def release(self, slot: int) -> None:
         self._pages.release(slot)
+
+    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
+        self._pages.publish(slot, tokens, rows)
+
+    def keep(self, limit: int) -> bool:
+        self._pages.keep(limit)
+        return True
+
+    def check(self) -> None:
+        self._pages.check()
+
+    @property
+    def row_bytes(self) -> int:
+        return self._architecture.layers * self._row_bytes
+
+    def _new_pages(self) -> Pages:
+        return Pages(self._arena.allocate, PAGE * self.row_bytes)
 
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         if not sources or (sources[0] == destination and sources[-1] == destination + len(sources) - 1):
             return
         rows = array("i", sources)
-        pages = self._pages.reserve(slot, 0)
+        pages = self._pages.addresses(slot)
         self._library.foretoken_move(self._spec, pages, destination, rows.buffer_info()[0], len(rows))
 
     def nbytes(self) -> int:
@@ -92,7 +110,7 @@ class NativeRunner:
         scores = torch.empty(outputs, padded(a.vocab, UNIT)) if logits else None
         tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
         arrays = _arrays(plan)
-        arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first + p.count) for p in plan.parts])
+        arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first, p.first + p.count) for p in plan.parts])
         arrays["tap_layers"] = array("i", tapped)
         arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
         features = plan.features.float().contiguous() if plan.features is not None else None
@@ -118,7 +136,7 @@ class NativeRunner:
             view._spec.norm = view._keep(norm)
         view._ropes = type(self._ropes)()
         view._spec.ropes = view._ropes
-        view._pages = Pages(self._arena, architecture.layers * PAGE * self._row_bytes)
+        view._pages = view._new_pages()
         view._reach = 0
         return view
 

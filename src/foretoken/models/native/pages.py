@@ -1,0 +1,185 @@
+"""Pages of keys and values: slots are lists of them, nothing is copied, and prompts that begin alike share them.
+
+A full page whose tokens are committed is never written again, so whoever has the same tokens up to its end can read
+it. Such pages are known by what is in them; those that no slot holds any more are kept, within a bound on all memory,
+for prompts still to come, the longest unused given up first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from foretoken.models.native.bindings import PAGE
+
+Key = tuple[int, tuple[int, ...]]  # the page before it, and its own tokens: what is in a page, and all that it read
+
+
+@dataclass(eq=False, slots=True)
+class Page:
+    """users: slots that hold it. key: what is in it, None while it may still be written."""
+
+    address: int
+    serial: int
+    users: int = 1
+    key: Key | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """known: its first pages that others may share."""
+
+    pages: list[Page] = field(default_factory=list)
+    addresses: array[int] = field(default_factory=lambda: array("Q"))
+    known: int = 0
+
+
+class Pages:
+    """Slots of cache rows. allocate: the address of so many bytes. See the module."""
+
+    def __init__(self, allocate: Callable[[int], int], page_bytes: int) -> None:
+        self._allocate, self.page_bytes = allocate, page_bytes
+        self.limit: int | None = None
+        self._slots: list[Slot] = []
+        self._free_slots: list[int] = []
+        self._spare: list[int] = []
+        self._known: dict[Key, Page] = {}
+        self._idle: OrderedDict[int, Page] = OrderedDict()  # known pages that no slot holds, the longest unused first
+        self._serials = count(1)
+        self._allocated = 0
+
+    def keep(self, limit: int) -> None:
+        """Hold at most ``limit`` bytes from now on, pages for later prompts among them, unless slots need more."""
+        self.limit = limit
+
+    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
+        """The lowest free slot. -> it, and how many rows of ``tokens`` it has already, fewer than there are tokens"""
+        if not self._free_slots:
+            self._free_slots.append(len(self._slots))
+            self._slots.append(Slot())
+        number = heapq.heappop(self._free_slots)
+        slot = self._slots[number]
+        before = 0
+        while self.limit is not None and (len(slot.pages) + 1) * PAGE < len(tokens):
+            start = len(slot.pages) * PAGE
+            page = self._known.get((before, tuple(tokens[start : start + PAGE])))
+            if page is None:
+                break
+            page.users += 1
+            self._idle.pop(page.serial, None)
+            self._append(slot, page)
+            before = page.serial
+        slot.known = len(slot.pages)
+        return number, slot.known * PAGE
+
+    def release(self, number: int) -> None:
+        """What others may share stays for a while; the slot's other pages serve others from now on."""
+        slot, self._slots[number] = self._slots[number], Slot()
+        for page in reversed(slot.pages):  # the ends of texts are given up before their beginnings
+            self._let_go(page)
+        heapq.heappush(self._free_slots, number)
+
+    def publish(self, number: int, tokens: Sequence[int], rows: int) -> None:
+        """The slot's first ``rows`` rows hold the first of ``tokens`` for good: its full pages may be shared."""
+        slot = self._slots[number]
+        if self.limit is None:
+            return
+        while (slot.known + 1) * PAGE <= rows:
+            at = slot.known
+            before = slot.pages[at - 1].serial if at else 0
+            key = before, tuple(tokens[at * PAGE : (at + 1) * PAGE])
+            page, twin = slot.pages[at], self._known.get(key)
+            if twin is None:
+                page.key = key
+                self._known[key] = page
+            elif twin is not page:  # somebody else computed the same meanwhile
+                twin.users += 1
+                self._idle.pop(twin.serial, None)
+                slot.pages[at], slot.addresses[at] = twin, twin.address
+                self._let_go(page)
+            slot.known += 1
+
+    def reserve(self, number: int, first: int, rows: int) -> int:
+        """Room for ``rows`` rows, of which those from ``first`` on will be written.
+
+        -> the address of the slot's list of pages, good until it grows again
+        """
+        slot = self._slots[number]
+        for at in range(first // PAGE, slot.known):
+            self._take_back(slot, at)
+        slot.known = min(slot.known, first // PAGE)
+        while len(slot.pages) * PAGE < rows:
+            self._append(slot, Page(self._address(), next(self._serials)))
+        return slot.addresses.buffer_info()[0]
+
+    def addresses(self, number: int) -> int:
+        """The address of the slot's list of pages."""
+        return self._slots[number].addresses.buffer_info()[0]
+
+    def nbytes(self) -> int:
+        """Bytes of all pages that slots hold."""
+        return self.page_bytes * len({page.serial for slot in self._slots for page in slot.pages})
+
+    def check(self) -> None:
+        """Raises AssertionError where the books do not balance."""
+        held = [page for slot in self._slots for page in slot.pages]
+        users: dict[int, int] = {}
+        for page in held:
+            users[page.serial] = users.get(page.serial, 0) + 1
+        assert all(page.users == users[page.serial] for page in held), "a page's users are miscounted"
+        assert all(not page.users and page.key for page in self._idle.values()), "a kept page is in use, or nameless"
+        assert all(self._known[page.key] is page for page in self._idle.values() if page.key), "a kept page is lost"
+        assert all(slot.known <= len(slot.pages) for slot in self._slots), "a slot shares more than it has"
+        unshared = [page for slot in self._slots for page in slot.pages[slot.known :]]
+        assert all(page.key is None and page.users == 1 for page in unshared), "a page in work is shared"
+        every = {page.address for page in held} | {page.address for page in self._idle.values()} | {*self._spare}
+        assert len(every) == len(users) + len(self._idle) + len(self._spare) == self._allocated, "a page leaked"
+        assert all(list(slot.addresses) == [page.address for page in slot.pages] for slot in self._slots)
+        assert all(not self._slots[number].pages for number in self._free_slots), "a free slot holds pages"
+
+    def _append(self, slot: Slot, page: Page) -> None:
+        slot.pages.append(page)
+        slot.addresses.append(page.address)
+
+    def _let_go(self, page: Page) -> None:
+        page.users -= 1
+        if page.users:
+            return
+        if page.key is None:
+            self._spare.append(page.address)
+        else:
+            self._idle[page.serial] = page
+
+    def _address(self) -> int:
+        """Of a page that nobody needs: a spare one, a fresh one, or the one that was kept longest."""
+        if self._spare:
+            return self._spare.pop()
+        full = self.limit is not None and (self._allocated + 1) * self.page_bytes > self.limit
+        if full and self._idle:
+            _, page = self._idle.popitem(last=False)
+            self._forget(page)
+            return page.address
+        address = self._allocate(self.page_bytes)
+        self._allocated += 1
+        return address
+
+    def _take_back(self, slot: Slot, at: int) -> None:
+        """Page ``at`` will be written: it is no longer what it was, or a copy of it takes its place."""
+        page = slot.pages[at]
+        if page.users == 1:
+            self._forget(page)
+            return
+        own = Page(self._address(), next(self._serials))
+        ctypes.memmove(own.address, page.address, self.page_bytes)
+        slot.pages[at], slot.addresses[at] = own, own.address
+        page.users -= 1
+
+    def _forget(self, page: Page) -> None:
+        if page.key is not None:
+            del self._known[page.key]
+            page.key = None

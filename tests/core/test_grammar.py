@@ -1,0 +1,86 @@
+"""What a grammar does to one row of a law."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import History, SamplingLaw
+
+V = 6
+LOGITS = torch.randn(1, V, generator=torch.Generator().manual_seed(0))
+HERE = [History([0], 1)]
+
+
+@dataclass(frozen=True)
+class Only:
+    """These ids, everywhere."""
+
+    ids: Collection[int]
+
+    def allowed(self, history: History) -> Tensor | None:
+        mask = torch.zeros(V, dtype=torch.bool)
+        mask[list(self.ids)] = True
+        return mask
+
+
+class Anything:
+    def allowed(self, history: History) -> Tensor | None:
+        return None
+
+
+def support(law: SamplingLaw, logits: Tensor = LOGITS) -> list[int]:
+    found: list[int] = law.probs(logits, HERE)[0].nonzero().flatten().tolist()
+    return found
+
+
+def test_a_row_is_restricted_and_normalised():
+    probs = SamplingLaw(grammar=Only({1, 4})).probs(LOGITS, HERE)[0]
+    expected = LOGITS.softmax(-1)[0, [1, 4]]
+    torch.testing.assert_close(probs[[1, 4]], expected / expected.sum())
+    assert probs[[0, 2, 3, 5]].tolist() == [0.0] * 4
+
+
+def test_none_allows_everything():
+    assert torch.equal(SamplingLaw(grammar=Anything()).probs(LOGITS, HERE), SamplingLaw().probs(LOGITS, []))
+
+
+def test_histories_are_needed():
+    law = SamplingLaw(grammar=Anything())
+    assert law.needs_history and law.with_temperature(0.5).grammar is law.grammar
+    with pytest.raises(ValueError, match="0 histories for 1 rows"):
+        law.probs(LOGITS, [])
+
+
+def test_nothing_brings_back_what_is_refused():
+    bias = ((0, 100.0),)
+    for extra in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 1e-6}, {"frequency_penalty": -2.0}):
+        law = SamplingLaw(logit_bias=bias, grammar=Only({1, 4}), **extra)
+        assert set(support(law)) <= {1, 4}
+    law = SamplingLaw(temperature=0.0, logit_bias=bias, grammar=Only({1, 4}))
+    assert law.best(LOGITS, HERE)[0] in (1, 4)
+
+
+def test_min_tokens_give_way_where_only_the_end_is_left():
+    assert support(SamplingLaw(min_tokens=3, end_ids=(4, 5), grammar=Only({4, 5}))) == [4, 5]
+    assert support(SamplingLaw(min_tokens=3, end_ids=(4, 5), grammar=Only({1, 4, 5}))) == [1]
+
+
+def test_what_forbids_everything_is_named():
+    law = SamplingLaw(bad_words=((1,), (4,)), grammar=Only({1, 4}))
+    with pytest.raises(InvalidRequest, match="structured_outputs, bad_words and min_tokens together forbid"):
+        law.probs(LOGITS, HERE)
+
+
+def test_a_row_that_knows_no_allowed_token_is_uniform():
+    """As that of a draft with a smaller vocabulary."""
+    logits = LOGITS.clone()
+    logits[0, 3:] = -torch.inf
+    probs = SamplingLaw(grammar=Only({3, 4, 5}), bad_words=((4,),)).probs(logits, HERE)[0]
+    assert probs.tolist() == [0.0, 0.0, 0.0, 0.5, 0.0, 0.5]
+    assert support(SamplingLaw(grammar=Only({2, 3}), bad_words=((2,),)), logits) == [3]

@@ -1,0 +1,233 @@
+"""Who runs when: pieces of prompts, bounds on memory, priorities, and texts that never change for any of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context, Exactness
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import Timings
+from foretoken.core.streams import Streams
+from foretoken.engine.loop import Engine
+from foretoken.engine.pace import Pace
+from foretoken.engine.stopping import Length
+from foretoken.models.toy import ToyModel
+from foretoken.propose.base import Proposer
+from foretoken.propose.draft_model import DraftModel
+
+TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=2.0)
+RNG = random.Random(5)
+SYSTEM = "import os\nimport sys\nfrom collections import Counter, defaultdict\n\n\ndef helper(values):\n" * 6
+PROMPTS = [
+    SYSTEM + "def first(a, b):\n",
+    SYSTEM + "class Second:\n    def __init__(self",
+    "for line in open(path):\n" * 30,
+    "x = 1",
+    SYSTEM,
+    "def μ(σ):\n    return '日本語🙂'\n" * 5,
+]
+PARAMS = [
+    SamplingParams(max_tokens=RNG.randint(6, 40), temperature=RNG.choice([0.0, 0.8, 1.0]), seed=i) for i in range(6)
+]
+
+
+def context(identifier: int, length: int, seed: int = 0) -> Context:
+    prompt = [(7 * i + identifier) % 6 for i in range(length)]
+    return Context(identifier, prompt, length, SamplingLaw(), Streams(seed), Exactness.TRAJECTORY)
+
+
+def engine(**options: object) -> Engine:
+    return Engine(TARGET, DraftModel(TARGET.perturbed(0.3)), Fixed(3), **options)  # type: ignore[arg-type]
+
+
+def finished(one: Engine) -> dict[int, list[int]]:
+    while one.busy:
+        one.step()
+        one.check_integrity()
+    return {identifier: sequence.context.tokens for identifier, sequence in one.finished.items()}
+
+
+def texts(**options: object) -> dict[int, list[int]]:
+    one = engine(**options)
+    for i, length in enumerate((40, 3, 90, 17, 64, 5)):
+        one.add(context(i, length, seed=i), Length(20 + i), priority=i % 2)
+    return finished(one)
+
+
+@pytest.mark.parametrize("options", [
+    {"prompt_rows": 1}, {"prompt_rows": 7}, {"prompt_rows": "auto"}, {"max_sequences": 2}, {"capacity": 192},
+    {"capacity": 192, "prompt_rows": 9, "max_sequences": 3},
+], ids=str)  # fmt: skip
+def test_texts_do_not_depend_on_how_they_were_scheduled(options):
+    assert texts(**options) == texts()
+
+
+def test_a_long_prompt_does_not_stop_the_others():
+    one = engine(prompt_rows=8)
+    one.add(context(0, 4), Length(100))
+    one.step()
+    one.add(context(1, 81), Length(4))
+    rounds = 0
+    while 1 not in one.running or one.running[1].unread > 8:
+        assert [step.sequence for step in one.step()] == [0]
+        rounds += 1
+    assert rounds == 9
+    assert {step.sequence for step in one.step()} == {0, 1}
+
+
+def test_when_room_is_short_the_last_are_set_aside_and_nothing_is_lost():
+    one = engine(capacity=192)
+    for i in range(4):
+        one.add(context(i, 30, seed=i), Length(60))
+    aside = set()
+    while one.busy:
+        one.step()
+        one.check_integrity()
+        assert one.usage.kv_tokens <= 192
+        aside |= {sequence.context.id for sequence in one.waiting if sequence.context.generated}
+    assert aside and one.usage.preemptions >= len(aside)
+    alone = {}
+    for i in range(4):
+        other = engine()
+        other.add(context(i, 30, seed=i), Length(60))
+        alone |= finished(other)
+    assert {i: s.context.tokens for i, s in one.finished.items()} == alone
+
+
+def test_who_matters_more_goes_first_and_takes_the_place_of_others():
+    one = engine(max_sequences=1)
+    one.add(context(0, 5), Length(50), priority=1)
+    one.step()
+    one.add(context(1, 5), Length(5), priority=1)
+    one.add(context(2, 5), Length(5), priority=0)
+    order = []
+    while one.busy:
+        order += [step.sequence for step in one.step() if step.finish_reason]
+    assert order == [2, 0, 1]
+
+
+def test_equals_wait_for_their_turn():
+    one = engine(max_sequences=2)
+    for i in range(5):
+        one.add(context(i, 5), Length(10))
+    order = []
+    while one.busy:
+        order += [step.sequence for step in one.step() if step.finish_reason]
+    assert order == sorted(order)
+
+
+def test_aborting_works_at_every_moment():
+    one = engine(prompt_rows=4, max_sequences=2)
+    for i in range(4):
+        one.add(context(i, 30), Length(10))
+    one.step()
+    for i in (0, 3, 1, 9):  # being read, waiting, running, unknown
+        one.abort(i)
+        one.check_integrity()
+    assert list(finished(one)) == [0, 3, 1, 2]
+
+
+class Failing(SamplingLaw):
+    """Fails once five tokens are there."""
+
+    def probs(self, logits, histories):  # type: ignore[no-untyped-def]
+        raise InvalidRequest("no law")
+
+    needs_history = True
+
+
+def test_a_law_that_fails_ends_its_own_request_alone():
+    one, alone = engine(), engine()
+    broken = context(0, 5)
+    broken.law = Failing()
+    one.add(broken, Length(10))
+    one.add(context(1, 6, seed=1), Length(10))
+    alone.add(context(1, 6, seed=1), Length(10))
+    steps = one.step()
+    assert [step.finish_reason for step in steps] == ["error", None] and steps[0].tokens == ()
+    one.check_integrity()
+    assert isinstance(one.take(0).error, InvalidRequest)
+    assert finished(one) == finished(alone)
+
+
+def test_the_pace_of_prompts_follows_what_rows_take():
+    pace = Pace("auto")
+    assert pace.rows(0) == 512
+    for rows in (0, 32, 0, 32):
+        pace.observe(Timings(0.0, 0.05 + 0.001 * rows, 0.0, 0.0, 4, rows))
+    assert 45 <= pace.rows(4) <= 55
+    assert Pace(100).rows(4) == 100 and Pace(None).rows(4) is None
+    with pytest.raises(InvalidRequest, match="max_num_batched_tokens"):
+        Pace("fast")  # type: ignore[arg-type]
+
+
+# on the bundled pair
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[str]:
+    plain = LLM(dtype="float32", speculative_config={"method": "none"}, max_model_len=512)
+    return [plain.generate(p, q)[0].outputs[0].text for p, q in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.mark.parametrize("options", [
+    {"max_num_batched_tokens": 37, "enable_prefix_caching": True},
+    {"max_num_batched_tokens": "auto", "enable_prefix_caching": True, "kv_memory": 12_000_000, "max_num_seqs": 5},
+    {"methods": ["ngram", "prediction", {"method": "suffix"}]},
+], ids=["pieces", "memory", "methods"])  # fmt: skip
+def test_real_texts_do_not_change_either(alone, options):
+    llm = LLM(dtype="float32", max_model_len=512, **options)
+    for _ in range(2):
+        assert [o.outputs[0].text for o in llm.generate(PROMPTS, PARAMS)] == alone
+        llm.engine.check_integrity()
+    if "enable_prefix_caching" in options:
+        assert llm.engine.usage.prefix_hits > len(SYSTEM) // 4
+
+
+def test_a_bound_that_cannot_hold_one_sequence_is_refused():
+    with pytest.raises(InvalidRequest, match="kv_memory of 1 MiB holds"):
+        LLM(kv_memory=2**20)
+
+
+def test_methods_are_chosen_by_request(alone):
+    llm = LLM(dtype="float32", methods=["ngram", "prediction"], max_model_len=512)
+    assert llm.methods == ("draft_model", "ngram", "prediction")
+    q = SamplingParams(max_tokens=40, temperature=0.0, speculative_method="ngram", speculative_tokens=4)
+    assert llm.generate(PROMPTS[2], q)[0].stats.drafted > 0
+    with pytest.raises(InvalidRequest, match="'medusa' is not loaded; loaded: draft_model, ngram, prediction"):
+        llm.generate("x", SamplingParams(speculative_method="medusa"))
+
+
+def test_prompts_say_what_the_model_thought_of_them():
+    llm = LLM(dtype="float32")
+    text = "import os\n" * 40
+    (out,) = llm.generate(text, SamplingParams(max_tokens=3, prompt_logprobs=2, logprobs=2, temperature=0.0))
+    (longer,) = llm.generate(text + out.outputs[0].text, SamplingParams(max_tokens=1, prompt_logprobs=2))
+    said = out.prompt_logprobs
+    assert said is not None and said[0] is None and len(said) == len(out.prompt_token_ids)
+    assert all(token in entry for token, entry in zip(out.prompt_token_ids[1:], said[1:], strict=True))
+    if longer.prompt_token_ids[: len(said)] == out.prompt_token_ids:
+        assert longer.prompt_logprobs[: len(said)] == said
+    assert llm.generate("x", SamplingParams(max_tokens=1))[0].prompt_logprobs is None
+
+
+def test_explanations_hold_laws_of_drafted_and_emitted_tokens():
+    llm = LLM(dtype="float32")
+    for piece in llm.stream("def f(x):\n", SamplingParams(max_tokens=30, explain=True, speculative_tokens=4)):
+        said = piece.explained
+        assert said is not None
+        assert len(said.p) == len(said.q) == len(piece.step.draft)
+        assert len(said.came) >= len(piece.token_ids)
+        assert all(0.0 <= p <= 1.0 for p in said.p) and all(q is None or 0.0 < q <= 1.0 for q in said.q)
+        assert all(p > 0.0 for p in said.came)
+
+
+def test_a_plain_engine_needs_no_proposer():
+    one = Engine(TARGET, Proposer(), Fixed(0), prompt_rows=3)
+    one.add(context(0, 20), Length(5))
+    assert len(finished(one)[0]) == 25

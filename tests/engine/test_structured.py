@@ -1,0 +1,278 @@
+"""Structured outputs: masks along drafted trees, and what is refused."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import History
+from foretoken.engine.requests import RequestBuilder
+from foretoken.engine.structured import Grammars, MatcherGrammar
+
+END = 0
+EXTRA = 40  # ids of the model behind the tokenizer's
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "json": {"json": PERSON},
+    "json, any space": {"json": json.dumps(PERSON), "whitespace": True},
+    "any json": {"json": True},
+    "object": {"json_object": True},
+    "regex": {"regex": r"(ab|cd)+-\d{2}"},
+    "choice": {"choice": ["return value", "reset", "größe 🙂\n\"x\\"]},
+    "lark": {"grammar": 'start: "a" b\nb: "(" b ")" | /[xyz]{2}/'},
+    "gbnf": {"grammar": 'root ::= "a" b\nb ::= "(" b ")" | [xyz]+'},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair() -> LLM:
+    return LLM(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def grammars(pair) -> Grammars:
+    return Grammars(pair.tokenizer, len(pair.tokenizer) + EXTRA)
+
+
+def ids(mask: torch.Tensor | None) -> list[int]:
+    assert mask is not None
+    found: list[int] = mask.nonzero().flatten().tolist()
+    return found
+
+
+def fresh(grammars: Grammars, wanted: dict[str, Any], text: list[int]) -> torch.Tensor | None:
+    """The mask of a matcher that has seen nothing before."""
+    return grammars.new(wanted, [END]).allowed(History(text, 0))
+
+
+# masks
+
+
+def allows(grammars: Grammars, kind: str, text: str) -> bool:
+    """Whether ``text``, spelled character by character, may come and end."""
+    grammar = grammars.new(KINDS[kind], [END])
+    tokens = [token for char in text for token in grammars._tokenizer.encode(char, add_special_tokens=False)]
+    return all(token in ids(grammar.allowed(History(tokens[:i], 0))) for i, token in enumerate([*tokens, END]))
+
+
+@pytest.mark.parametrize(
+    "kind, good, bad",
+    [
+        ("json", '{"name": "ü", "tags": ["a", "b"]}', '{"name":"ü","tags":["a"]}'),
+        ("json", '{"name": "", "tags": ["b"]}', '{"name": "", "tags": []}'),
+        ("json, any space", '{ "name":"x",\n\n"tags" : ["a"]}', '{"name": "x", "tags": ["c"]}'),
+        ("any json", '[1, null, {"a": 2.5e3}]', "[1, nul]"),
+        ("object", '{"a": [1, {}]}', "[1]"),
+        ("regex", "abcdab-07", "abc-07"),
+        ("choice", 'größe 🙂\n"x\\', "return"),
+        ("lark", "a((xy))", "a((xy)"),
+        ("gbnf", "a(xyzzy)", "b"),
+    ],
+)
+def test_kind(grammars, kind, good, bad):
+    assert allows(grammars, kind, good)
+    assert not allows(grammars, kind, bad)
+
+
+def test_every_spelling_may_come(grammars, pair):
+    """Also where the text is forced and the tokenizer would have one token for it."""
+    whole = pair.tokenizer.encode("return value", add_special_tokens=False)
+    mask = ids(grammars.new({"choice": ["return value"]}, [END]).allowed(History([], 0)))
+    assert {pair.tokenizer.decode([token]) for token in mask} >= {"r", "re", "return"} and whole[0] in mask
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mask_is_what_the_matcher_accepts(grammars, kind):
+    """Token by token: a mask forbids nothing that could be consumed."""
+    probe, text = grammars.new(KINDS[kind], [END]), []
+    for _ in range(4):
+        mask = [t for t in ids(probe.allowed(History(text, 0))) if t != END]
+        assert mask == [t for t in range(1, len(grammars._tokenizer)) if probe._matcher.validate_tokens([t])]
+        text += mask[-1:]
+
+
+def test_padding_and_special_tokens_never_come(grammars, pair):
+    mask = grammars.new({"regex": "(?s:.*)"}, [END]).allowed(History([], 0))
+    assert mask.shape == (len(pair.tokenizer) + EXTRA,) and not mask[-EXTRA:].any()
+    assert mask[END], "the empty text is complete"
+    assert not grammars.new({"regex": "(?s:.+)"}, [END]).allowed(History([], 0))[END]
+
+
+def test_only_ends_after_the_last_token(grammars, pair):
+    text = pair.tokenizer.encode("ab", add_special_tokens=False)
+    grammar = grammars.new({"regex": "ab"}, [END, 7, 9])
+    assert ids(grammar.allowed(History(text, 0))) == [END, 7, 9]
+    assert grammar.allowed(History(text, 0, (END, 5))) is None
+
+
+def test_a_stop_id_comes_only_where_the_text_is_complete(grammars, pair):
+    """Even if the grammar itself would take it."""
+    brace, letter = (pair.tokenizer.encode(c, add_special_tokens=False)[0] for c in "}a")
+    grammar = grammars.new({"regex": "[a}]{2}"}, [brace])
+    assert brace not in ids(grammar.allowed(History([], 0)))
+    assert ids(grammar.allowed(History([letter, letter], 0))) == [brace]
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_of_any_tree_in_any_order(grammars, kind, data):
+    """Committed and drafted tokens as a random run asks for them, some paths refused, against fresh matchers."""
+    grammar = grammars.new(KINDS[kind], [END])
+    tokens = [1, 2, 3]
+    for _ in range(data.draw(st.integers(1, 3))):
+        paths: list[tuple[int, ...]] = [()]
+        for _ in range(data.draw(st.integers(1, 5))):
+            path = data.draw(st.sampled_from(paths))
+            mask = grammar.allowed(History(tokens, 3, path))
+            own = fresh(grammars, KINDS[kind], [*tokens[3:], *path])
+            assert (mask is None) == (own is None) and (mask is None or torch.equal(mask, own))
+            stray = mask is None or data.draw(st.integers(0, 9)) == 0
+            choices = [5, 77, 300] if stray else [t for t in ids(mask) if t != END] or [END]
+            paths.append((*path, choices[data.draw(st.integers(0, len(choices) - 1))]))
+        keep = [p for p in paths if p and END not in p and grammar.allowed(History(tokens, 3, p)) is not None]
+        tokens += data.draw(st.sampled_from(keep)) if keep else ()
+
+
+def test_masks_are_computed_once_a_round(grammars, monkeypatch):
+    grammar = grammars.new(KINDS["json"], [END])
+    calls = []
+    monkeypatch.setattr(MatcherGrammar, "_mask", _counted(MatcherGrammar._mask, calls))
+    tokens = [1]
+    first = ids(grammar.allowed(History(tokens, 1)))[0]
+    for _ in range(3):
+        grammar.allowed(History(tokens, 1))
+        grammar.allowed(History(tokens, 1, (first,)))
+    assert len(calls) == 2
+    tokens.append(first)
+    grammar.allowed(History(tokens, 1))
+    assert len(calls) == 3
+
+
+def _counted(function: Any, calls: list[int]) -> Any:
+    def counted(self: Any) -> Any:
+        calls.append(1)
+        return function(self)
+
+    return counted
+
+
+def test_a_text_that_is_read_anew_is_judged_anew(grammars):
+    """Another list of tokens is another text, as is one that got shorter."""
+    grammar = grammars.new(KINDS["lark"], [END])
+    start = grammar.allowed(History([], 0))
+    after = grammar.allowed(History([ids(start)[0]], 0))
+    assert not torch.equal(start, after)
+    assert torch.equal(grammar.allowed(History([9, 9], 2)), start)
+    assert torch.equal(grammar.allowed(History([ids(start)[0]], 0)), after)
+
+
+def test_what_is_compiled_once_is_kept(grammars, monkeypatch):
+    wanted = {"choice": ["compiled", "once"]}
+    grammars.new(wanted, [END])
+    monkeypatch.setattr(Grammars, "_compile", None)
+    assert grammars.new(wanted, [END]).allowed(History([], 0)) is not None
+
+
+def test_equal_spellings_are_both_allowed():
+    """Sentencepiece has bytes beside letters."""
+    from foretoken.engine.structured import _Spelling
+
+    spelling = _Spelling([b"a", b"b", b"a", b"<[end]>"], [3], None)  # type: ignore[arg-type]
+    matcher = LLMatcher(LLTokenizer(spelling), 'start: "ab"\n%llguidance {"no_forcing": true}')  # type: ignore[arg-type]
+    assert matcher.compute_bitmask()[0] == 0b101
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    "wanted, said",
+    [
+        ("{}", "must be a mapping with one of json, json_object, regex, choice, grammar"),
+        ({}, "got nothing"),
+        ({"jsonschema": {}}, r"must have one of json, .* got \['jsonschema'\]"),
+        ({"json": {}, "regex": "a"}, r"got \['json', 'regex'\]"),
+        ({"json": 3}, r"structured_outputs\['json'\] must be a JSON schema"),
+        ({"json_object": False}, r"\['json_object'\] must be True"),
+        ({"regex": ""}, r"\['regex'\] must be a pattern"),
+        ({"choice": []}, r"\['choice'\] must be a list of texts"),
+        ({"choice": "yes"}, r"\['choice'\] must be a list of texts"),
+        ({"choice": [1]}, r"\['choice'\] must be a list of texts"),
+        ({"grammar": " "}, r"\['grammar'\] must be a grammar"),
+        ({"regex": "a", "whitespace": True}, "goes with 'json' or 'json_object'"),
+        ({"json": {}, "whitespace": 1}, "is True or False"),
+    ],
+)
+def test_parameter_is_refused(wanted, said):
+    with pytest.raises(InvalidRequest, match=said):
+        SamplingParams(structured_outputs=wanted)
+
+
+def test_ignore_eos_is_refused():
+    with pytest.raises(InvalidRequest, match="ignore_eos has no meaning beside them"):
+        SamplingParams(structured_outputs={"json": {}}, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "wanted, said",
+    [
+        ({"regex": "a("}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"json": "{"}, "is not JSON"),
+        ({"json": "[1]"}, r"an object or true, got \[1\]"),
+        ({"json": False}, "got false"),
+        ({"json": {"type": "strin"}}, "Invalid type: strin$"),
+        ({"json": {"not": {}}}, "Unimplemented keys"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
+        ({"grammar": "start: x"}, 'unknown name: "x"'),
+        ({"grammar": "root ::= ("}, "is neither Lark nor GBNF"),
+        ({"regex": r"[^\x00-\U0010FFFF]"}, "no token of the model can come"),
+    ],
+)
+def test_grammar_is_refused(grammars, wanted, said):
+    with pytest.raises(InvalidRequest, match=said):
+        grammars.new(wanted, [END])
+
+
+def test_a_model_without_an_end_needs_stop_token_ids(tokenizer):
+    builder = RequestBuilder(tokenizer, len(tokenizer), [], seed=0)
+    with pytest.raises(InvalidRequest, match="names no end-of-text token"):
+        builder.build("a", SamplingParams(structured_outputs={"regex": "b"}))
+    builder.build("a", SamplingParams(structured_outputs={"regex": "b"}, stop_token_ids=[3]))
+
+
+def test_llguidance_is_named_where_it_is_missing(grammars, monkeypatch):
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("llguidance"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InvalidRequest, match=re.escape("pip install 'foretoken[serve]'")):
+        grammars.new({"regex": "a"}, [END])
+
+
+def test_every_completion_follows_a_grammar_of_its_own(pair):
+    builder = RequestBuilder(pair.tokenizer, pair.target.vocab_size, [END], seed=0)
+    _, contexts = builder.build("a", SamplingParams(structured_outputs={"json": {}}, n=3))
+    assert len({id(context.law.grammar) for context in contexts}) == 3
