@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
@@ -131,6 +131,7 @@ def test_a_stop_id_comes_only_where_the_text_is_complete(grammars, pair):
     assert ids(grammar.allowed(History([letter, letter], 0))) == [brace]
 
 
+@settings(deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_of_any_tree_in_any_order(grammars, kind, data):
@@ -237,6 +238,12 @@ def test_ignore_eos_is_refused():
         ({"regex": "a("}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"json": "{"}, "is not JSON"),
+        ({"json": {"enum": {1, 2}}}, "is not JSON"),
+        ({"json": "[" * 100_000}, "is not JSON"),
+        ({"json": '{"enum": ["\\ud800"]}'}, "is no Unicode"),
+        ({"choice": ["\ud800"]}, "is no Unicode"),
+        ({"regex": "\ud800"}, "is no Unicode"),
+        ({"grammar": 'start: "\ud800"'}, "is no Unicode"),
         ({"json": "[1]"}, r"an object or true, got \[1\]"),
         ({"json": False}, "got false"),
         ({"json": {"type": "strin"}}, "Invalid type: strin$"),

@@ -13,18 +13,22 @@ import typer
 from foretoken import __version__
 from foretoken.cli.audit import audit
 from foretoken.cli.bench import app as bench_app
+from foretoken.cli.chat import chat
 from foretoken.cli.convert import convert
 from foretoken.cli.datastore import build_datastore
 from foretoken.cli.demo import demo
 from foretoken.cli.generate import generate
 from foretoken.cli.plan import plan
 from foretoken.cli.scale_up import scale_up
+from foretoken.cli.serve import serve
 from foretoken.cli.train_heads import app as train_app
 from foretoken.cli.zoo import zoo
 from foretoken.core.errors import ForetokenError
 
 app = typer.Typer(name="foretoken", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(generate)
+app.command()(chat)
+app.command()(serve)
 app.command()(demo)
 app.command()(plan)
 app.command()(audit)

@@ -51,7 +51,11 @@ class Grammars:
                 "structured_outputs need a token to end with, and this model names no end-of-text token; "
                 "name one in stop_token_ids"
             )
-        lark = lark_of(wanted)
+        try:
+            lark = lark_of(wanted)
+            lark.encode()
+        except UnicodeError as error:
+            raise InvalidRequest(f"structured_outputs hold text that is no Unicode: {error}") from error
         if lark not in self._compiled:
             self._compiled[lark] = self._compile(lark)
         self._compiled.move_to_end(lark)
@@ -167,11 +171,10 @@ def lark_of(wanted: Mapping[str, Any]) -> str:
 
 def _json(schema: Any, whitespace: bool) -> str:
     """schema: a dict, a bool, or JSON of either."""
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise InvalidRequest(f"structured_outputs['json'] is not JSON: {error}") from error
+    try:
+        schema = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequest(f"structured_outputs['json'] is not JSON: {error}") from error
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):

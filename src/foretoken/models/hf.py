@@ -87,6 +87,13 @@ class HFModel(Model):
             )
         return cls(module.to(device).eval(), max_length)
 
+    @property
+    def row_bytes(self) -> int:
+        config = self.module.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * heads * width * self.dtype.itemsize)
+
     # the contract
 
     def open(self, prompt: Sequence[int]) -> Handle:

@@ -1,0 +1,163 @@
+"""Structured outputs under speculation: how many of many requests come out as their schema wants, at temperature 1.
+
+A request is valid if it ended by itself and its text is JSON that jsonschema accepts. The schemas get nastier; all are
+bounded, numbers too, so that a model that wanders must come to an end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import jsonschema
+import typer
+from rich import box
+from rich.table import Table
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.outputs import RequestOutput
+
+TEXT = {"type": "string", "maxLength": 24}
+COUNT = {"type": "integer", "minimum": -999, "maximum": 9999}
+
+
+def record(required: bool = True, **properties: Any) -> dict[str, Any]:
+    """An object of these properties and no other."""
+    names = list(properties) if required else []
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+def items(of: Any, least: int, most: int) -> dict[str, Any]:
+    return {"type": "array", "items": of, "minItems": least, "maxItems": most}
+
+
+LINK = record(to={"type": "string", "maxLength": 12}, weight={"type": "integer", "minimum": 0, "maximum": 99})
+CELL = {"anyOf": [{"type": "null"}, {"type": "number", "minimum": 0, "maximum": 1e6, "multipleOf": 0.25}, TEXT]}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "one of three": {"enum": ["yes", "no", 'it depends: "ünïcode" \\ 🙂']},
+    "flat object": record(name=TEXT, ok={"type": "boolean"}),
+    "optional and null": record(
+        required=False, a={"anyOf": [COUNT, {"type": "null"}]}, b=TEXT, c={"const": [1, {"x": None}]}
+    ),
+    "bounds": record(
+        port={"type": "integer", "minimum": 1024, "maximum": 65535},
+        share={"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.125},
+        even={"type": "integer", "multipleOf": 2, "minimum": -10, "maximum": 10},
+    ),
+    "patterns": record(
+        id={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"},
+        day={"type": "string", "format": "date"},
+        key={"type": "string", "format": "uuid"},
+    ),
+    "short texts": items({"type": "string", "minLength": 1, "maxLength": 3}, 3, 6),
+    "nested": record(
+        user=record(name=TEXT, tags=items({"enum": ["a", "b", "c"]}, 1, 4)), grid=items(items(COUNT, 2, 2), 1, 3)
+    ),
+    "any of": items(
+        {"anyOf": [record(kind={"const": "int"}, value=COUNT), record(kind={"const": "text"}, value=TEXT)]}, 1, 4
+    ),
+    "references": {
+        "$defs": {
+            "leaf": record(name={"type": "string", "maxLength": 8}),
+            "branch": record(leaves=items({"$ref": "#/$defs/leaf"}, 0, 2), link=LINK),
+            "tree": record(branches=items({"$ref": "#/$defs/branch"}, 0, 3)),
+        },
+        "$ref": "#/$defs/tree",
+    },
+    "all together": record(
+        rows=items(record(id={"type": "string", "pattern": "^[a-f0-9]{8}$"}, cell=CELL), 2, 5),
+        next={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/link"}]},
+    )
+    | {"$defs": {"link": LINK}},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schema. reasons: of the finished requests; wrong: a few texts that are not valid."""
+
+    schema: str
+    requests: int
+    valid: int
+    tokens: int
+    tokens_per_round: float
+    reasons: Mapping[str, int]
+    wrong: tuple[str, ...]
+
+
+def fault(text: str, schema: Mapping[str, Any]) -> str | None:
+    """What is wrong with ``text``, None if nothing."""
+    try:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def judge(name: str, outputs: list[RequestOutput]) -> Row:
+    done = [output.outputs[0] for output in outputs]
+    valid = [d.finish_reason == "stop" and fault(d.text, SCHEMAS[name]) is None for d in done]
+    tokens, rounds = sum(len(d.token_ids) for d in done), sum(d.stats.rounds for d in done)
+    wrong = tuple(d.text for d, good in zip(done, valid, strict=True) if not good)
+    reasons = Counter(str(d.finish_reason) for d in done)
+    return Row(name, len(done), sum(valid), tokens, tokens / max(1, rounds), dict(reasons), wrong[:3])
+
+
+def table(rows: list[Row]) -> Table:
+    result = Table(box=box.MARKDOWN)
+    for head in ("schema", "requests", "valid", "tokens", "tokens a round"):
+        result.add_column(head, justify="left" if head == "schema" else "right")
+    for row in rows:
+        result.add_row(row.schema, str(row.requests), str(row.valid), str(row.tokens), f"{row.tokens_per_round:.2f}")
+    total = sum(row.requests for row in rows)
+    result.add_row("all", str(total), str(sum(row.valid for row in rows)), str(sum(row.tokens for row in rows)), "")
+    return result
+
+
+def main(
+    requests: Annotated[int, typer.Option(min=1, help="In all, spread over the schemas.")] = 500,
+    concurrency: Annotated[int, typer.Option(min=1)] = 16,
+    tree: Annotated[str, typer.Option(help="chain, top_k, sampled or greedy_multi.")] = "sampled",
+    depth: Annotated[int, typer.Option(min=0, help="Drafted tokens a round.")] = 8,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    seed: Annotated[int, typer.Option(help="Where all random numbers come from.")] = 0,
+    dtype: str = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+) -> None:
+    """Complete the requests with the bundled pair, and count what is valid. Exits with 1 if anything is not."""
+    config = {"method": "draft_model", "model": str(zoo.path("draft")), "tree": tree, "num_speculative_tokens": depth}
+    llm = LLM(zoo.path("target"), speculative_config=config, max_num_seqs=concurrency, dtype=dtype, seed=seed)
+    names = [list(SCHEMAS)[i % len(SCHEMAS)] for i in range(requests)]
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, structured_outputs={"json": SCHEMAS[name]})
+        for name in names
+    ]
+    started = perf_counter()
+    outputs = llm.generate([FUNCTIONS[i % len(FUNCTIONS)] for i in range(requests)], params)
+    seconds = perf_counter() - started
+    rows = [judge(name, [o for o, n in zip(outputs, names, strict=True) if n == name]) for name in dict.fromkeys(names)]
+    console = wide_console()
+    console.print(table(rows))
+    facts = setting() | config | {"concurrency": concurrency, "temperature": temperature, "seconds": round(seconds, 1)}
+    facts["model"] = Path(config["model"]).name  # type: ignore[arg-type]
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    for row in rows:
+        for text in row.wrong:
+            console.print(f"{row.schema}: {fault(text, SCHEMAS[row.schema])}: {text!r}", markup=False)
+    if json_file is not None:
+        found = {"setting": facts, "rows": [asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if any(row.valid < row.requests for row in rows):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,253 @@
+"""``foretoken chat``: a conversation in the terminal, coloured by who guessed what."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.chat_commands import Settings, names, parse, run
+from foretoken.cli.theme import ColorMode
+
+if TYPE_CHECKING:
+    from foretoken.cli.chat_screen import Screen
+    from foretoken.cli.conversation import Conversation
+    from foretoken.engine.sequence import Counts
+    from foretoken.llm import LLM
+    from foretoken.outputs import CompletionOutput, SpeculationStats
+    from foretoken.params import SamplingParams
+
+
+def chat(
+    model: Annotated[str | None, typer.Option(help="Target model: a folder or hub name. [bundled target]")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder or hub name.")] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|JSON", help="Another way to speculate, to be had by /method; may be repeated."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Jinja in the place of the tokenizer's chat template.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers, however drafted.")] = None,
+    speculative_tokens: Annotated[
+        int | None, typer.Option(help="Tokens drafted per round; 0 is plain decoding.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
+    rejected: Annotated[bool, typer.Option(help="Show drafted tokens that were refused.")] = False,
+    color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
+    stats: Annotated[bool, typer.Option(help="A line of figures after each answer, on standard error.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line instead.")] = False,
+) -> None:
+    """Talk to a model; /help lists what can be changed meanwhile. Without a terminal it reads a message a line."""
+    from foretoken.cli.chat_screen import JsonScreen, TextScreen, piped, typed
+    from foretoken.cli.conversation import Conversation, read_template
+    from foretoken.cli.generate import speculative
+
+    config, template = speculative(speculative_config), read_template(chat_template)
+    settings = Settings(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
+        speculative_tokens=speculative_tokens, rejected=rejected,
+    )  # fmt: skip
+    settings.params(0)  # refused before anything is loaded
+    options = {
+        "dtype": dtype, "device": device, "quantization": quantization, "max_model_len": max_model_len,
+        "methods": [_way(each) for each in method or ()],
+    }  # fmt: skip
+    llm = _load(model, draft_model, config, options, color)
+    try:
+        conversation = Conversation(llm.tokenizer, llm.target.max_length, llm.model, template)
+        conversation.system = system
+        screen: Screen = JsonScreen() if as_json else TextScreen(color)
+        session = Session(llm, conversation, settings, screen, figures=stats)
+        watched = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+        if watched or as_json:
+            screen.welcome(session.greeting)
+        session.run(typed(names(), color) if watched else piped())
+        if session.refused and not watched:
+            raise typer.Exit(1)
+    finally:
+        llm.close()
+
+
+def _way(text: str) -> str | dict[str, Any]:
+    """A method's name as it is, a configuration from its JSON. Raises InvalidRequest."""
+    from foretoken.core.errors import InvalidRequest
+
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise InvalidRequest(
+            f'--method {text} is no JSON ({error}); expected a name, or for instance \'{{"method": "ngram"}}\''
+        ) from error
+
+
+def _load(
+    model: str | None, draft_model: str | None, config: dict[str, Any] | None, options: dict[str, Any], color: ColorMode
+) -> LLM:
+    from foretoken.cli.theme import console, waiting
+
+    with waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}"):
+        from foretoken import LLM
+
+        # Without --seed every conversation draws anew; the library's own default seed would repeat itself.
+        return LLM(
+            model=model, draft_model=draft_model, speculative_config=config, seed=secrets.randbits(32),
+            enable_prefix_caching=True, **options,
+        )  # fmt: skip
+
+
+class Session:
+    """One conversation with one model; what commands act on. refused: whether anything was."""
+
+    def __init__(
+        self, llm: LLM, conversation: Conversation, settings: Settings, screen: Screen, *, figures: bool = True
+    ) -> None:
+        self._llm, self._screen, self._figures = llm, screen, figures
+        self.conversation, self.settings = conversation, settings
+        self.done: list[tuple[SpeculationStats, float]] = []
+        self.finished = self.refused = False
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Those that are loaded, the one in force first."""
+        first = self._llm.speculative_config.method_in_force
+        loaded = [first, *(name for name in getattr(self._llm, "methods", ()) if name != first)]
+        return tuple(name for name in loaded if name != "none")
+
+    @property
+    def coloured(self) -> bool:
+        return self._screen.coloured
+
+    @property
+    def greeting(self) -> str:
+        """What is talked to, for the first line."""
+        drafts = f"drafts by {' or '.join(self.methods)}" if self.methods else "no drafts"
+        return f"{self._llm.model} · {drafts} · /help lists the commands, Ctrl-D leaves"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What /save writes."""
+        return {
+            "model": self._llm.model,
+            "draft_model": self._llm.draft_model,
+            "methods": list(self.methods),
+            "settings": asdict(self.settings),
+            "messages": self.conversation.messages,
+            "answers": [{**stats.to_dict(), "wall_seconds": seconds} for stats, seconds in self.done],
+        }
+
+    def run(self, texts: Iterable[str]) -> None:
+        """Answer each until there are no more or one says /quit; what is refused is told, and the next is read."""
+        from foretoken.core.errors import ForetokenError
+
+        for text in texts:
+            try:
+                self._handle(text)
+            except ForetokenError as error:
+                self.refused = True
+                self._screen.error(error)
+            if self.finished:
+                return
+
+    def _handle(self, text: str) -> None:
+        if not text.strip():
+            return
+        command = parse(text.rstrip())
+        if command is None:
+            self.say(text)
+            return
+        reply = run(self, *command)
+        if reply:
+            self._screen.notice(reply)
+
+    def say(self, text: str) -> None:
+        """Send a message and show the answer. Raises InvalidRequest; the message is forgotten then."""
+        from foretoken.core.errors import ForetokenError
+
+        params = self.settings.params(len(self.done))
+        ids, dropped = self.conversation.ask(text, params.max_tokens)
+        if dropped:
+            self._screen.notice(
+                f"the conversation has outgrown the model's {self._llm.target.max_length} tokens: "
+                f"its oldest {dropped} messages are no longer seen"
+            )
+        try:
+            self._answer(text, ids, params, dropped)
+        except ForetokenError:
+            self.conversation.withdraw()
+            raise
+
+    def _answer(self, text: str, ids: list[int], params: SamplingParams, dropped: int) -> None:
+        from foretoken.cli.render import Origins, summary
+        from foretoken.engine.sequence import Counts
+
+        show = self._screen.answering(Origins(self._llm.tokenizer, ids), self.settings.rejected)
+        counts, words, started = Counts(), _Words(), perf_counter()
+        output = self._listen(ids, params, counts, words, show)
+        seconds = perf_counter() - started
+        figures = counts.freeze()
+        reason = output.finish_reason if output is not None else "abort"
+        record = {
+            "message": text, "text": words.text, "token_ids": words.ids, "finish_reason": reason,
+            "dropped_messages": dropped, "stats": figures.to_dict(), "wall_seconds": seconds,
+        }  # fmt: skip
+        ends = {"abort": " · stopped", "length": f" · cut at {figures.tokens} tokens", "error": " · failed"}
+        line = summary([figures], seconds) + ends.get(str(reason), "") if self._figures else None
+        self._screen.answered(record, line)
+        if words.text or reason in ("stop", "length"):
+            self.conversation.answer(words.text)
+        else:
+            self.conversation.withdraw()  # nothing came: as if it had not been asked
+        self.done.append((figures, seconds))
+
+    def _listen(
+        self, ids: list[int], params: SamplingParams, counts: Counts, words: _Words, show: Any
+    ) -> CompletionOutput | None:
+        """Stream an answer. -> it, or None where Ctrl-C stopped it"""
+        from foretoken.cli.chat_screen import interruptible
+
+        with interruptible() as stopped:
+            try:
+                for piece in self._llm.stream(ids, params):
+                    counts.add(piece.step)
+                    words.add(piece.text, piece.token_ids)
+                    show(piece)
+                    if piece.output is not None:
+                        return piece.output
+                    if stopped():
+                        break
+            except KeyboardInterrupt:
+                pass
+        return None
+
+
+class _Words:
+    """An answer as it grows."""
+
+    def __init__(self) -> None:
+        self.text, self.ids = "", list[int]()
+
+    def add(self, text: str, ids: Iterable[int]) -> None:
+        self.text += text
+        self.ids.extend(ids)

@@ -1,0 +1,218 @@
+"""What can be set and asked while chatting: ``/temperature 0.5`` and its like."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from foretoken.cli.files import check_places, write_json
+from foretoken.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from foretoken.cli.conversation import Conversation
+    from foretoken.outputs import SpeculationStats
+    from foretoken.params import SamplingParams
+
+_COMMAND = re.compile(r"/([a-z_]+)(?:\s+(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the next answer is made. speculative_tokens None and method None leave both to the engine."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    seed: int | None = None
+    speculative_tokens: int | None = None
+    method: str | None = None
+    rejected: bool = False
+
+    def params(self, turn: int) -> SamplingParams:
+        """For the answer number ``turn``, which has random numbers of its own. Raises InvalidRequest."""
+        from foretoken.params import SamplingParams
+
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=None if self.seed is None else self.seed + turn,
+            speculative_tokens=self.speculative_tokens,
+            speculative_method=self.method,
+        )
+
+
+class Chat(Protocol):
+    """What commands act on.
+
+    methods: the names of those that are loaded, the one in force first; empty without speculation.
+    done: figures and seconds of every answer so far. coloured: whether rejected tokens could be shown.
+    """
+
+    settings: Settings
+    done: list[tuple[SpeculationStats, float]]
+    finished: bool
+
+    @property
+    def conversation(self) -> Conversation: ...
+    @property
+    def methods(self) -> tuple[str, ...]: ...
+    @property
+    def coloured(self) -> bool: ...
+    @property
+    def record(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Command:
+    """``run(chat, argument)`` says what it did. Raises InvalidRequest or WriteError."""
+
+    usage: str
+    meaning: str
+    run: Callable[[Chat, str], str]
+
+
+def parse(text: str) -> tuple[str, str] | None:
+    """The command in a message and its argument, or None of a message for the model.
+
+    "/usr/bin" and "// a comment" are messages: a command is one word in small letters.
+    """
+    found = _COMMAND.fullmatch(text)
+    return (found[1], (found[2] or "").strip()) if found else None
+
+
+def run(chat: Chat, name: str, argument: str) -> str:
+    """Carry out a command. -> what to say. Raises InvalidRequest for unknown names and bad arguments."""
+    command = COMMANDS.get(name)
+    if command is None:
+        known = ", ".join(f"/{each}" for each in COMMANDS)
+        raise InvalidRequest(f"there is no command /{name}; known: {known}; a space before it sends it to the model")
+    return command.run(chat, argument)
+
+
+def _speculative(chat: Chat, argument: str) -> str:
+    choices: dict[str, int | None] = {"on": None, "off": 0}
+    if argument and argument not in choices and not argument.isdecimal():
+        raise InvalidRequest(f"/speculative takes on, off or a number of tokens a round, got {argument!r}")
+    if argument:
+        depth = choices[argument] if argument in choices else int(argument)
+        _change(chat, speculative_tokens=depth)
+    depth = chat.settings.speculative_tokens
+    if not chat.methods:
+        return "no speculation: no method is loaded (start with --draft-model or --speculative-config)"
+    state = "off" if depth == 0 else "on" if depth is None else f"{depth} tokens a round"
+    return f"speculation: {state}, method {chat.settings.method or chat.methods[0]}"
+
+
+def _method(chat: Chat, argument: str) -> str:
+    if argument and argument not in chat.methods:
+        loaded = ", ".join(chat.methods) or "none"
+        raise InvalidRequest(
+            f"the method {argument!r} is not loaded; loaded: {loaded}. Start with --method {argument} to have it"
+        )
+    if argument:
+        _change(chat, method=argument if len(chat.methods) > 1 else None)
+    return _speculative(chat, "")
+
+
+def _temperature(chat: Chat, argument: str) -> str:
+    if argument:
+        try:
+            _change(chat, temperature=float(argument))
+        except ValueError as error:  # InvalidRequest is one too
+            raise InvalidRequest(f"/temperature takes a number from 0 (greedy) upwards, got {argument!r}") from error
+    return f"temperature: {chat.settings.temperature:g}"
+
+
+def _system(chat: Chat, argument: str) -> str:
+    chat.conversation.system = argument or None
+    return "system message set" if argument else "no system message"
+
+
+def _stats(chat: Chat, argument: str) -> str:
+    from foretoken.cli.render import summary
+
+    settings = chat.settings
+    lines = [
+        _speculative(chat, ""),
+        f"temperature {settings.temperature:g} · at most {settings.max_tokens} tokens"
+        + ("" if settings.seed is None else f" · seed {settings.seed}"),
+    ]
+    if not chat.done:
+        return "\n".join([*lines, "no answers yet"])
+    stats = [each for each, _ in chat.done]
+    answers = f"{len(stats)} answer{'s' if len(stats) > 1 else ''}"
+    lines.append(f"{answers} · {summary(stats, sum(seconds for _, seconds in chat.done))}")
+    drafted = zip_longest(*(each.drafted_per_position for each in stats), fillvalue=0)
+    accepted = zip_longest(*(each.accepted_per_position for each in stats), fillvalue=0)
+    positions = [f"{sum(stood)}/{sum(reached)}" for stood, reached in zip(accepted, drafted, strict=True)]
+    if positions:
+        lines.append("accepted of drafted, by position: " + " ".join(positions))
+    return "\n".join(lines)
+
+
+def _rejected(chat: Chat, argument: str) -> str:
+    if argument not in ("", "on", "off"):
+        raise InvalidRequest(f"/rejected takes on or off, got {argument!r}")
+    if argument:
+        _change(chat, rejected=argument == "on")
+    shown = chat.settings.rejected
+    return f"rejected drafts: {'shown' if shown else 'not shown'}" + (
+        " (this screen has no colours, so they stay away all the same)" if shown and not chat.coloured else ""
+    )
+
+
+def _reset(chat: Chat, argument: str) -> str:
+    chat.conversation.reset()
+    return "the conversation starts anew"
+
+
+def _save(chat: Chat, argument: str) -> str:
+    if not argument:
+        raise InvalidRequest("/save takes the name of a file; it becomes JSON with the messages and the figures")
+    file = Path(argument).expanduser()
+    check_places(save=file)
+    write_json(file, chat.record)
+    return f"saved {len(chat.conversation.messages)} messages to {file}"
+
+
+def _help(chat: Chat, argument: str) -> str:
+    width = max(len(command.usage) for command in COMMANDS.values())
+    lines = [f"{command.usage:<{width}}  {command.meaning}" for command in COMMANDS.values()]
+    keys = "Enter sends; Esc-Enter, or a backslash at the end, begins another line"
+    return "\n".join([*lines, keys, "Ctrl-C stops an answer, Ctrl-D leaves"])
+
+
+def _quit(chat: Chat, argument: str) -> str:
+    chat.finished = True
+    return ""
+
+
+def _change(chat: Chat, **fields: Any) -> None:
+    """Set, if the engine's parameters may be so. Raises InvalidRequest."""
+    changed = replace(chat.settings, **fields)
+    changed.params(0)
+    chat.settings = changed
+
+
+COMMANDS = {
+    "speculative": Command("/speculative on|off|DEPTH", "draft, do not, or draft so many tokens a round", _speculative),
+    "method": Command("/method NAME", "draft with another of the loaded methods", _method),
+    "temperature": Command("/temperature T", "0 is greedy", _temperature),
+    "system": Command("/system TEXT", "what the model is told before the conversation; without text: nothing", _system),
+    "stats": Command("/stats", "settings, and figures over all answers", _stats),
+    "rejected": Command("/rejected on|off", "show drafted tokens that were refused", _rejected),
+    "reset": Command("/reset", "forget the conversation, not the system message", _reset),
+    "save": Command("/save FILE", "write messages and figures as JSON", _save),
+    "help": Command("/help", "this list", _help),
+    "quit": Command("/quit", "leave", _quit),
+}
+
+
+def names() -> Sequence[str]:
+    """All commands as they are typed."""
+    return [f"/{name}" for name in COMMANDS]

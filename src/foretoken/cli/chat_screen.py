@@ -1,0 +1,212 @@
+"""Where a chat is read and written: a terminal, lines through a pipe, or lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from foretoken.cli.render import Origins, Writer, legend
+from foretoken.cli.theme import ColorMode, console
+from foretoken.core.errors import ForetokenError
+from foretoken.outputs import StreamPiece
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
+CONTINUED = "\\"  # at the end of a line: the message goes on in the next
+
+
+class Screen(Protocol):
+    """What a chat shows. coloured: whether text looks different by origin."""
+
+    @property
+    def coloured(self) -> bool: ...
+
+    def welcome(self, text: str) -> None:
+        """What is talked to; messages can come."""
+        ...
+
+    def answering(self, origins: Origins, rejected: bool) -> Callable[[StreamPiece], None]:
+        """An answer begins. -> to be called with its pieces"""
+        ...
+
+    def answered(self, record: dict[str, Any], figures: str | None) -> None:
+        """It is over: what it was, and a line of figures where they are wanted."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """What a command has to say."""
+        ...
+
+    def error(self, error: ForetokenError) -> None:
+        """What was refused; the chat goes on."""
+        ...
+
+
+class TextScreen:
+    """Answers on standard output, coloured where there are colours; everything else on standard error."""
+
+    def __init__(self, color: ColorMode) -> None:
+        self._out, self._err = console(color), console(color, stderr=True)
+        self._writer = Writer(self._out)
+
+    @property
+    def coloured(self) -> bool:
+        return self._out.color_system is not None
+
+    def welcome(self, text: str) -> None:
+        self.notice(text)
+        if self.coloured:
+            self._err.print(legend(True))
+
+    def answering(self, origins: Origins, rejected: bool) -> Callable[[StreamPiece], None]:
+        self._writer = Writer(self._out, rejected=rejected)
+        return lambda piece: self._writer.write(origins.push(piece))
+
+    def answered(self, record: dict[str, Any], figures: str | None) -> None:
+        self._writer.end_line()
+        if figures:
+            self._err.print(figures, style="dim", markup=False, soft_wrap=True)
+
+    def notice(self, text: str) -> None:
+        self._err.print(text, style="dim", markup=False, soft_wrap=True)
+
+    def error(self, error: ForetokenError) -> None:
+        self._err.print("error: " + " ".join(str(error).split()), style="red", markup=False, soft_wrap=True)
+
+
+class JsonScreen:
+    """One JSON object a line on standard output: ``{"type": "answer" | "notice" | "error" | "ready", ..}``."""
+
+    coloured = False
+
+    def welcome(self, text: str) -> None:
+        self._say("ready", text=text)
+
+    def answering(self, origins: Origins, rejected: bool) -> Callable[[StreamPiece], None]:
+        return lambda piece: None
+
+    def answered(self, record: dict[str, Any], figures: str | None) -> None:
+        self._say("answer", **record)
+
+    def notice(self, text: str) -> None:
+        self._say("notice", text=text)
+
+    def error(self, error: ForetokenError) -> None:
+        self._say("error", text=str(error))
+
+    def _say(self, kind: str, **record: Any) -> None:
+        print(json.dumps({"type": kind, **record}, ensure_ascii=False), flush=True)
+
+
+def piped() -> Iterator[str]:
+    """Messages of standard input, one a line."""
+    waiting = ""
+    for line in iter(sys.stdin.readline, ""):  # at once, also from a pipe that stays open
+        text = waiting + line.rstrip("\r\n")
+        if text.endswith(CONTINUED):
+            waiting = text.removesuffix(CONTINUED) + "\n"
+            continue
+        waiting = ""
+        yield text
+    if waiting:
+        yield waiting.removesuffix("\n")
+
+
+def typed(commands: Sequence[str], color: ColorMode) -> Iterator[str]:
+    """Messages from whoever sits at the terminal; ends with Ctrl-D. Ctrl-C empties the line."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.output import ColorDepth
+
+    bare = color is ColorMode.NEVER or bool(os.environ.get("NO_COLOR"))
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        multiline=True,
+        prompt_continuation="  ",
+        key_bindings=_bindings(),
+        history=_history(),
+        completer=WordCompleter(list(commands), sentence=True),
+        complete_while_typing=False,
+        color_depth=ColorDepth.DEPTH_1_BIT if bare else None,
+    )
+    while True:
+        try:
+            yield session.prompt()
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return
+
+
+def _bindings() -> Any:
+    """Enter sends, Esc-Enter or a trailing backslash begins another line."""
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith(CONTINUED) and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def another_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def state_folder() -> Path:
+    """Where a history may be kept: $XDG_STATE_HOME/foretoken, else ~/.local/state/foretoken."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "foretoken"
+
+
+def _history() -> History:
+    """On disk, for its user alone; in memory where there is no writing."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    file = state_folder() / "chat_history"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.touch(mode=0o600)
+        with file.open("ab"):
+            return FileHistory(str(file))
+    except OSError:
+        return InMemoryHistory()
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Within, the first Ctrl-C is only noted, so that it breaks into no round; yields what tells of it.
+
+    A second one is a KeyboardInterrupt, for whatever does not ask.
+    """
+    import signal
+    import threading
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before, noted = signal.getsignal(signal.SIGINT), [False]
+
+    def note(number: int, frame: Any) -> None:
+        if noted[0]:
+            raise KeyboardInterrupt
+        noted[0] = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted[0]
+    finally:
+        signal.signal(signal.SIGINT, before)

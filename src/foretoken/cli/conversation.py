@@ -1,0 +1,93 @@
+"""What was said so far, as a prompt: through the tokenizer's chat template, and no longer than the model can read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.errors import InvalidRequest
+
+
+class Conversation:
+    """The turns of one chat.
+
+    tokenizer: one with ``apply_chat_template``. template: Jinja that takes the place of the tokenizer's own.
+    max_length: tokens of prompt and answer together. model: for messages. Raises InvalidRequest without a template.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int, model: str, template: str | None = None) -> None:
+        if template is None and not getattr(tokenizer, "chat_template", None):
+            raise InvalidRequest(
+                f"the tokenizer of {model} has no chat template, so there is no telling how it wants a conversation "
+                "written; give one with --chat-template FILE, or use foretoken generate"
+            )
+        self._tokenizer, self._max_length, self._template = tokenizer, max_length, template
+        self.system: str | None = None
+        self.turns: list[dict[str, str]] = []
+        self._from = 0  # turns before it no longer fit the model
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """All of it, in the form of OpenAI's messages; also what the model no longer sees."""
+        return [*self._instructions, *self.turns]
+
+    @property
+    def _instructions(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def ask(self, text: str, max_tokens: int) -> tuple[list[int], int]:
+        """Add a message. -> the prompt's token ids, how many of the oldest turns no longer fit from now on
+
+        Room is kept for ``max_tokens`` of answer, at most half of what the model holds. Raises InvalidRequest, and
+        leaves everything as it was, where the message alone is too long or the template refuses.
+        """
+        turns = [*self.turns, {"role": "user", "content": text}]
+        first, room = self._from, self._max_length - min(max_tokens, self._max_length // 2)
+        ids = self._prompt(turns[first:])
+        while len(ids) > room and first < len(turns) - 1:
+            first = next((i for i in range(first + 1, len(turns)) if turns[i]["role"] == "user"), len(turns) - 1)
+            ids = self._prompt(turns[first:])
+        if len(ids) >= self._max_length:
+            raise InvalidRequest(
+                f"the message has {len(ids)} tokens by itself and the model holds {self._max_length}, question and "
+                "answer together; send a shorter one, or raise --max-model-len"
+            )
+        dropped, self._from, self.turns = first - self._from, first, turns
+        return ids, dropped
+
+    def answer(self, text: str) -> None:
+        """Add what came to the message that was last."""
+        self.turns.append({"role": "assistant", "content": text})
+
+    def withdraw(self) -> None:
+        """Forget the message that has no answer."""
+        self.turns.pop()
+        self._from = min(self._from, len(self.turns))
+
+    def reset(self) -> None:
+        """Forget all turns; the system message stays."""
+        self.turns, self._from = [], 0
+
+    def _prompt(self, turns: list[dict[str, str]]) -> list[int]:
+        from jinja2.exceptions import TemplateError
+
+        options = {} if self._template is None else {"chat_template": self._template}
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                [*self._instructions, *turns], add_generation_prompt=True, return_dict=False, **options
+            )
+        except TemplateError as error:
+            raise InvalidRequest(f"the chat template refused the conversation: {error}") from error
+        return ids
+
+
+def read_template(file: Path | None) -> str | None:
+    """The template in ``file``. Raises InvalidRequest for what is not a text file."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(
+            f"cannot read the chat template {file}: {error}; expected a Jinja file in UTF-8"
+        ) from error

@@ -1,0 +1,179 @@
+"""``foretoken serve``: OpenAI's API and the playground, over one engine."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import secrets
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.generate import speculative
+from foretoken.cli.theme import ColorMode, console, waiting
+from foretoken.core.errors import ForetokenError, InvalidRequest
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+    from foretoken.serve.limits import Settings
+
+METHODS = "prediction,ngram"  # cost nothing until a request asks for them
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def serve(
+    model: Annotated[str | None, typer.Option(help="Target model: a folder or hub name. [bundled target]")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder or hub name.")] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="More methods that requests may choose, separated by commas; empty for none.")
+    ] = METHODS,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="FORETOKEN_API_KEY", help="A key that clients need; may be repeated.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model; may be repeated. [--model]")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A Jinja template in place of the tokenizer's own.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may use the API; may be repeated.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that share a pass; more wait.")] = 16,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are told to try later.")] = 256,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and output together.")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Bound for keys and values, such as 2GiB. [none]")
+    ] = None,
+    max_body: Annotated[str, typer.Option(metavar="BYTES", help="Largest body of a request.")] = "4MiB",
+    request_timeout: Annotated[float, typer.Option(min=0, help="Seconds that a request may take.")] = 600.0,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests have to finish when the server is told to end.")
+    ] = 30.0,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="auto, native or hf.")] = "auto",
+    seed: Annotated[int | None, typer.Option(help="For requests without a seed of their own. [drawn anew]")] = None,
+    log_level: Annotated[str, typer.Option(help=f"{', '.join(_LEVELS)}.")] = "info",
+) -> None:
+    """Serve the model over OpenAI's API, with a playground at /."""
+    if log_level not in _LEVELS:
+        raise InvalidRequest(f"--log-level must be one of {', '.join(_LEVELS)}, got {log_level!r}")
+    config = speculative(speculative_config)
+    options = {
+        "speculative_config": config, "methods": _others(methods, config), "dtype": dtype, "device": device,
+        "quantization": quantization, "backend": backend, "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len, "kv_memory": _bytes("--kv-memory", kv_memory),
+        "seed": secrets.randbits(32) if seed is None else seed,
+    }  # fmt: skip
+    template = _text(chat_template) if chat_template is not None else None
+    limits_and_names = {
+        "model_names": tuple(served_model_name or [_name(model)]),
+        "api_keys": tuple(api_key or ()),
+        "chat_template": template,
+        "origins": tuple(allow_origin or ()),
+        "max_body": _bytes("--max-body", max_body),
+        "timeout": request_timeout,
+    }
+    settings = _settings(limits_and_names)
+    from foretoken.serve.run import bind
+
+    with bind(host, port) as listening:
+        _logging(log_level)
+        llm = _load(model, draft_model, options)
+        try:
+            _serve(llm, settings, listening, max_waiting, drain_timeout)
+        finally:
+            llm.close()
+
+
+def _serve(llm: LLM, settings: Settings, listening: socket.socket, max_waiting: int, drain_timeout: float) -> None:
+    from foretoken.serve.app import create_app
+    from foretoken.serve.run import Server
+    from foretoken.serve.worker import Worker
+
+    worker = Worker(llm, max_waiting=max_waiting)
+    server = Server(create_app(worker, settings), worker, drain_timeout)
+    _announce(settings, listening)
+    server.run(sockets=[listening])
+    if worker.dead is not None:
+        raise ForetokenError(f"the engine stopped working: {worker.dead}")
+
+
+def _announce(settings: Settings, listening: socket.socket) -> None:
+    from rich.markup import escape
+
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    out = console(ColorMode.AUTO, stderr=True)
+    out.print(f"{escape(settings.model_names[0])} at [bold]http://{escape(shown)}:{port}/v1[/bold]")
+    out.print(f"playground at [bold]http://{escape(shown)}:{port}/[/bold]; Ctrl-C ends")
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback and not settings.api_keys:
+        out.print("warning: whoever reaches this machine can use the model; --api-key asks for a key", style="yellow")
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    """Raises ForetokenError where the server's packages are missing."""
+    try:
+        from foretoken.serve.limits import Settings
+    except ImportError as error:
+        raise ForetokenError(
+            f"the server needs packages that are not installed ({error.name}); pip install 'foretoken[serve]'"
+        ) from error
+    return Settings(**given)
+
+
+def _load(model: str | None, draft_model: str | None, options: dict[str, Any]) -> LLM:
+    with waiting(console(ColorMode.AUTO, stderr=True), f"loading {model or 'the bundled pair'}"):
+        from foretoken import LLM
+
+        return LLM(model, draft_model, enable_prefix_caching=True, max_num_batched_tokens="auto", **options)
+
+
+def _others(methods: str, config: dict[str, Any] | None) -> tuple[str, ...]:
+    """What requests may choose beside the usual method."""
+    usual = (config or {}).get("method")
+    return tuple(name for name in filter(None, map(str.strip, methods.split(","))) if name != usual)
+
+
+def _name(model: str | None) -> str:
+    return "foretoken" if model is None else model
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    """A size such as 2GiB, 512MB or 1000000; powers of 1024 in either spelling. Raises InvalidRequest."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise InvalidRequest(f"{option} must be a size such as 2GiB or 512MiB, got {text!r}")
+    return size
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read the chat template {file}: {error}; expected a text file in UTF-8") from error
+
+
+def _logging(level: str) -> None:
+    """Our own lines and uvicorn's complaints, to standard error."""
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=console(ColorMode.AUTO, stderr=True), show_path=False, log_time_format="%X")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    logging.getLogger("foretoken").setLevel(level.upper())

@@ -1,0 +1,137 @@
+"""The FastAPI app: routes, and what stands before them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Security
+from fastapi.security import HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from foretoken import __version__
+from foretoken.serve.answers import ChatCompletion, Completion, Error, Health, Model, ModelList, Version
+from foretoken.serve.chat import answer
+from foretoken.serve.completions import complete
+from foretoken.serve.errors import Unavailable, add_handlers
+from foretoken.serve.limits import Guard, Settings
+from foretoken.serve.schema import ChatRequest, CompletionRequest
+from foretoken.serve.service import Service
+from foretoken.serve.worker import Worker
+
+PLAYGROUND = Path(__file__).parent / "playground"
+
+_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+def create_app(worker: Worker, settings: Settings | None = None) -> FastAPI:
+    """The server of one worker, which it starts and closes with itself."""
+    settings = settings or Settings()
+    service = Service(worker, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        worker.abandon()
+        worker.close()
+
+    app = FastAPI(
+        title="Foretoken",
+        summary="OpenAI's API with exact speculative decoding",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    add_handlers(app)
+    guarded = [Security(HTTPBearer(auto_error=False))] if settings.api_keys else []
+    app.include_router(_generating(service), prefix="/v1", dependencies=guarded)
+    app.include_router(_listing(service), dependencies=guarded)
+    pages = _add_playground(app)
+    app.add_middleware(Guard, settings=settings, open_paths=frozenset({"/health", *pages}))
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _errors(*codes: int) -> dict[int | str, dict[str, Any]]:
+    return {code: {"model": Error} for code in codes}
+
+
+def _generating(service: Service) -> APIRouter:
+    router = APIRouter(responses=_errors(400, 401, 404, 413, 429, 500, 503, 504))
+
+    @router.post("/completions", responses={200: {"model": Completion, "content": _STREAM}}, response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue a prompt, or several."""
+        return await complete(service, body, request.receive)
+
+    @router.post(
+        "/chat/completions", responses={200: {"model": ChatCompletion, "content": _STREAM}}, response_model=None
+    )
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """The next message of a conversation."""
+        return await answer(service, body, request.receive)
+
+    return router
+
+
+def _listing(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/models", responses=_errors(401))
+    async def models() -> ModelList:
+        """What is served, and how it may speculate."""
+        return {"object": "list", "data": [service.model(name) for name in service.settings.model_names]}
+
+    @router.get("/v1/models/{name:path}", responses=_errors(401, 404))
+    async def model(name: str) -> Model:
+        """One of them."""
+        return service.model(name)
+
+    @router.get("/health", responses=_errors(503))
+    async def health() -> Health:
+        """Whether requests are taken."""
+        if not service.worker.alive:
+            raise Unavailable("the engine is not running")
+        if service.worker.draining:
+            raise Unavailable("the server is shutting down")
+        return {"status": "ok"}
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_errors(401)})
+    async def metrics() -> Response:
+        """For Prometheus."""
+        body, kind = service.metrics.render()
+        return Response(body, headers={"Content-Type": kind})
+
+    @router.get("/version", responses=_errors(401))
+    async def version() -> Version:
+        """Of the server."""
+        return {"version": __version__}
+
+    return router
+
+
+def _add_playground(app: FastAPI) -> list[str]:
+    """Serve the files of the page at the root. -> their paths"""
+    files = {f"/{file.name}": file for file in sorted(PLAYGROUND.glob("*")) if file.is_file() and file.suffix != ".py"}
+    if "/index.html" in files:
+        files["/"] = files["/index.html"]
+    for path, file in files.items():
+        app.add_route(path, _page(file), methods=["GET"], include_in_schema=False)
+    return list(files)
+
+
+def _page(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    async def page(request: Request) -> Response:
+        return FileResponse(file, headers={"Cache-Control": "no-cache"})
+
+    return page

@@ -1,0 +1,126 @@
+"""Every error in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.params import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+RETRY_SECONDS = 1  # what Retry-After says: a place in the queue comes free with the next text that ends
+
+_PARAMETERS = {f.name for f in fields(SamplingParams)}
+
+
+class Overloaded(ForetokenError):
+    """As many requests wait as may."""
+
+
+class Unavailable(ForetokenError):
+    """The server takes no requests: it is shutting down, or its engine is dead."""
+
+
+class RequestFailed(ForetokenError):
+    """The engine could not finish a request."""
+
+
+@dataclass(eq=False)
+class ApiError(ForetokenError):
+    """An answer that is an error. ``type`` None follows from the status."""
+
+    status: int
+    message: str
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = self.type or (INVALID if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, headers=dict(self.headers))
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request cannot be honoured as given."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What the client is told of an exception. Nothing of an unforeseen one but that it happened."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest):
+        first = str(error).partition(" ")[0]
+        return invalid(str(error), param=first if first in _PARAMETERS else None)
+    if isinstance(error, Overloaded):
+        retry = {"Retry-After": str(RETRY_SECONDS)}
+        return ApiError(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=retry)
+    if isinstance(error, Unavailable):
+        return ApiError(503, str(error), code="unavailable", headers={"Retry-After": str(RETRY_SECONDS)})
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than this server allows; ask for fewer tokens", code="timeout")
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error))
+    _log.error("a request failed unexpectedly", exc_info=error)
+    return ApiError(500, "the server failed on this request; its log says more")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Have ``app`` answer in OpenAI's shape whatever goes wrong."""
+
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _validation(error.errors()).response()
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        where = f"{request.method} {request.url.path}"
+        words = {404: f"there is no {request.url.path} here", 405: f"{where} is not possible with this method"}
+        message = words.get(error.status_code, str(error.detail))
+        code = "body_too_large" if error.status_code == 413 else None
+        return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response()
+
+    app.add_exception_handler(ForetokenError, known)
+    app.add_exception_handler(TimeoutError, known)
+    app.add_exception_handler(RequestValidationError, refused)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, known)
+
+
+def _validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of pydantic's complaints, the deepest where a value fits none of several types."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "cannot be read")
+        return invalid(f"the body is not JSON ({reason} at character {first['loc'][-1]}); expected a JSON object")
+    if first["type"] == "unknown_field":
+        return invalid(first["msg"], param=first["ctx"]["name"])
+    if first["loc"] == ("body",) and first["type"] in ("missing", "model_attributes_type", "model_type", "dict_type"):
+        return invalid("the body must be a JSON object, sent with Content-Type: application/json")
+    param = str(first["loc"][1]) if len(first["loc"]) > 1 else None
+    same = [e for e in errors if e["loc"][:2] == first["loc"][:2]]
+    reasons = dict.fromkeys(str(e["msg"]).removeprefix("Value error, ") for e in same)
+    path = ".".join(str(part) for part in first["loc"][1:] if len(same) == 1 or part == param)
+    return invalid(": ".join(filter(None, (path, "; or ".join(reasons)))), param=param)

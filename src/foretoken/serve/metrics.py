@@ -1,0 +1,298 @@
+"""What the server counts: a record of speculation for each request, and Prometheus metrics for all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from foretoken.core.step import Step
+
+PREFIX = "foretoken:"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token, its wait included.", _SECONDS),
+    "inter_token_latency_seconds": ("Time between rounds over the tokens of the later one, once a token.", _SHORT),
+    "e2e_request_latency_seconds": ("From a request's arrival to its last token.", _SECONDS),
+    "request_queue_time_seconds": ("From a request's arrival until the engine took it up.", _SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of finished requests.", _TOKENS),
+    "request_generation_tokens": ("Generated tokens of finished requests.", _TOKENS),
+}
+_Values = dict[tuple[str, ...], float]  # by the values of a counter's labels, the model's name apart
+_REMEMBERED = 65_536  # sequences whose last round is known; those that were dropped unfinished leave in time
+
+
+class Usage(Protocol):
+    """How full the engine is. ``kv_capacity`` 0: unbounded. Prefix queries and hits are counted in tokens."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_tokens(self) -> int: ...
+    @property
+    def kv_capacity(self) -> int: ...
+    @property
+    def prefix_hits(self) -> int: ...
+    @property
+    def prefix_queries(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+
+
+@dataclass(slots=True)
+class SpeculationRecord:
+    """One request's speculation, as load generators read it; a reader of ``Step``.
+
+    num_spec_tokens: draft tokens a round that were configured, where that is known; a longer draft raises it.
+
+    Rounds without a draft are not steps of speculation and are left out. Accepted are drafted tokens that were emitted:
+    what a stop string cuts off an accepted block does not count. Of a drafted tree every node counts as drafted.
+    """
+
+    num_spec_tokens: int = 0
+    _accepted: list[int] = field(default_factory=list)
+    _drafted: list[int] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        if len(step.draft):
+            self._accepted.append(step.accepted)
+            self._drafted.append(len(step.draft))
+
+    def to_dict(self, detailed: bool = False) -> dict[str, Any]:
+        """The object ``metrics.speculative_decoding`` of a response; its names and meanings are vLLM's.
+
+        mean_acceptance_length: float, 1 + num_accepted_draft_tokens / num_spec_steps, the target's own token
+          included; 1.0 without steps.
+        draft_acceptance_rate: float, num_accepted_draft_tokens / num_draft_tokens; 0.0 without drafts.
+        acceptance_histogram: num_spec_tokens + 1 integers; entry j is how many steps accepted exactly j draft tokens.
+        acceptance_histogram_by_draft_length: for each draft length k that occurred, as a string, the k + 1 entries of
+          that histogram over its steps.
+        num_spec_steps: rounds that verified a draft, the sum of the histogram.
+        num_draft_tokens, num_accepted_draft_tokens: over those rounds, without the target's own tokens.
+        num_spec_tokens: the longest draft that was configured or seen.
+        per_step_accepted, per_step_drafted: where ``detailed``, one integer for each step, in order.
+        """
+        steps, drafted, accepted = len(self._drafted), sum(self._drafted), sum(self._accepted)
+        longest = max(self._drafted, default=0)
+        by_length = {k: [0] * (k + 1) for k in sorted(set(self._drafted))}
+        for k, j in zip(self._drafted, self._accepted, strict=True):
+            by_length[k][j] += 1
+        counts = Counter(self._accepted)
+        most = max(self.num_spec_tokens, longest)
+        record: dict[str, Any] = {
+            "mean_acceptance_length": 1.0 + accepted / steps if steps else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": [counts[j] for j in range(most + 1)],
+            "acceptance_histogram_by_draft_length": {str(k): row for k, row in by_length.items()},
+            "num_spec_steps": steps,
+            "num_draft_tokens": drafted,
+            "num_accepted_draft_tokens": accepted,
+            "num_spec_tokens": most,
+        }
+        if detailed:
+            record |= {"per_step_accepted": list(self._accepted), "per_step_drafted": list(self._drafted)}
+        return record
+
+
+@dataclass(slots=True)
+class _Histogram:
+    """Counts below each bound, the last without bound; cumulative only when shown."""
+
+    bounds: tuple[float, ...]
+    total: float = 0.0
+    counts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        labels, so_far, buckets = [*map(str, self.bounds), "+Inf"], 0, []
+        for label, count in zip(labels, self.counts, strict=True):
+            so_far += count
+            buckets.append((label, float(so_far)))
+        return buckets
+
+
+@dataclass(slots=True)
+class _Speculation:
+    """Of one method: rounds with a draft, and of these how many accepted j tokens, and judged j positions."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
+    judged: Counter[int] = field(default_factory=Counter)
+
+    def add(self, step: Step) -> None:
+        path, accepted = step.verdict.path, step.accepted
+        refused = accepted == len(path) and (path[-1] if path else -1) in step.draft.parents
+        self.drafts += 1
+        self.drafted += len(step.draft)
+        self.accepted[accepted] += 1
+        self.judged[accepted + refused] += 1
+
+
+class Metrics(Collector):
+    """Prometheus metrics of one server, in a registry of its own; see docs/metrics.md for each.
+
+    model_name: the label on all of them. usage: how full the engine is, asked when the metrics are shown.
+    method_of: which method drafted a step, for the label ``method``; without it the label is empty.
+    clock: seconds that only grow.
+
+    Counting happens in the engine's thread, showing in another; a lock keeps a round whole.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        usage: Callable[[], Usage],
+        method_of: Callable[[Step], str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model, self._usage, self._method_of, self._clock = model_name, usage, method_of, clock
+        self._lock = threading.Lock()
+        self._prompt_tokens = self._generation_tokens = self._rounds = 0
+        self._seconds = dict.fromkeys(("propose", "score", "verify", "commit"), 0.0)
+        self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._speculation: dict[str, _Speculation] = defaultdict(_Speculation)
+        if method_of is None:
+            self._speculation[""] = _Speculation()  # counters are there, at 0, before the first draft
+        self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._last: dict[int, float] = {}  # sequence -> when a round last gave it tokens, the latest last
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def on_steps(self, steps: Sequence[Step]) -> None:
+        """Count one round: the steps of all sequences that took part."""
+        if not steps:
+            return
+        now, gaps, timings = self._clock(), self._histograms["inter_token_latency_seconds"], steps[0].timings
+        with self._lock:
+            self._rounds += 1
+            for phase in self._seconds:
+                self._seconds[phase] += getattr(timings, phase)
+            for step in steps:
+                if len(step.draft):
+                    self._speculation[self._method_of(step) if self._method_of else ""].add(step)
+                if step.tokens:
+                    self._generation_tokens += len(step.tokens)
+                    before = self._last.pop(step.sequence, None)
+                    if before is not None:
+                        gaps.observe((now - before) / len(step.tokens), len(step.tokens))
+                    self._last[step.sequence] = now
+                if step.finish_reason is not None:
+                    self._last.pop(step.sequence, None)
+            while len(self._last) > _REMEMBERED:
+                del self._last[next(iter(self._last))]
+
+    def on_first_token(self, seconds: float) -> None:
+        """A request's first token came, ``seconds`` after the request."""
+        with self._lock:
+            self._histograms["time_to_first_token_seconds"].observe(seconds)
+
+    def on_finished(
+        self,
+        reason: str,
+        *,
+        prompt_tokens: int,
+        generation_tokens: int,
+        e2e_seconds: float,
+        queue_seconds: float | None = None,
+    ) -> None:
+        """A request is over; to be said once for each.
+
+        reason: one of ``FINISH_REASONS``. generation_tokens: of all its completions. queue_seconds: None if the engine
+        never took it up.
+        """
+        with self._lock:
+            self._finished[reason] += 1
+            self._prompt_tokens += prompt_tokens
+            self._histograms["request_prompt_tokens"].observe(prompt_tokens)
+            self._histograms["request_generation_tokens"].observe(generation_tokens)
+            self._histograms["e2e_request_latency_seconds"].observe(e2e_seconds)
+            if queue_seconds is not None:
+                self._histograms["request_queue_time_seconds"].observe(queue_seconds)
+
+    def render(self) -> tuple[bytes, str]:
+        """The page for ``GET /metrics``, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as they stand; called by the registry."""
+        usage = self._usage()
+        with self._lock:
+            families = [*self._engine(usage), *self._counted(), *self._speculated(), *self._distributions()]
+        return iter(families)
+
+    def _engine(self, usage: Usage) -> Iterator[Metric]:
+        share = usage.kv_tokens / usage.kv_capacity if usage.kv_capacity else 0.0
+        yield self._gauge("num_requests_running", "Sequences in work.", usage.running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait for a place.", usage.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the key/value memory in use, 1 is all of it.", share)
+        yield self._gauge("kv_cache_tokens", "Tokens whose keys and values are held.", usage.kv_tokens)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", {(): usage.prefix_queries})
+        yield self._counter("prefix_cache_hits", "Prompt tokens found computed already.", {(): usage.prefix_hits})
+        yield self._counter("num_preemptions", "Sequences put back to make room.", {(): usage.preemptions})
+
+    def _counted(self) -> Iterator[Metric]:
+        seconds: _Values = {(phase,): total for phase, total in self._seconds.items()}
+        finished: _Values = {(reason,): float(count) for reason, count in self._finished.items()}
+        yield self._counter("prompt_tokens", "Prompt tokens of finished requests.", {(): self._prompt_tokens})
+        yield self._counter("generation_tokens", "Tokens emitted.", {(): self._generation_tokens})
+        yield self._counter("request_success", "Finished requests.", finished, "finished_reason")
+        yield self._counter("rounds", "Rounds that gave tokens, each one pass of the target.", {(): self._rounds})
+        yield self._counter("round_seconds", "Seconds of rounds, by phase.", seconds, "phase")
+
+    def _speculated(self) -> Iterator[Metric]:
+        each = self._speculation.items()
+        drafts: _Values = {(method,): float(kept.drafts) for method, kept in each}
+        drafted: _Values = {(method,): float(kept.drafted) for method, kept in each}
+        accepted: _Values = {(method,): float(sum(j * n for j, n in kept.accepted.items())) for method, kept in each}
+        stood: _Values = {(m, str(i)): n for m, kept in each for i, n in enumerate(_reached(kept.accepted))}
+        judged: _Values = {(m, str(i)): n for m, kept in each for i, n in enumerate(_reached(kept.judged))}
+        name, labels = "spec_decode_num_", ("method", "position")
+        yield self._counter(name + "drafts", "Sequences' rounds that verified a draft.", drafts, "method")
+        yield self._counter(name + "draft_tokens", "Tokens drafted.", drafted, "method")
+        yield self._counter(name + "accepted_tokens", "Drafted tokens emitted.", accepted, "method")
+        yield self._counter(name + "accepted_tokens_per_pos", "Drafts accepted that far.", stood, *labels)
+        yield self._counter(name + "judged_tokens_per_pos", "Drafts accepted before it that went on.", judged, *labels)
+
+    def _distributions(self) -> Iterator[Metric]:
+        for name, kept in self._histograms.items():
+            family = HistogramMetricFamily(PREFIX + name, _HISTOGRAMS[name][0], labels=["model_name"])
+            family.add_metric([self._model], kept.cumulative(), kept.total)
+            yield family
+
+    def _gauge(self, name: str, meaning: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, meaning, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, meaning: str, values: _Values, *labels: str) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, meaning, labels=["model_name", *labels])
+        for key, value in values.items():
+            family.add_metric([self._model, *key], value)
+        return family
+
+
+def _reached(counts: Counter[int]) -> list[float]:
+    """From how often each depth was the last, how often each position was reached; position 0 is always told."""
+    return [float(sum(n for j, n in counts.items() if j > i)) for i in range(max([1, *counts]))]

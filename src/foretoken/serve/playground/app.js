@@ -1,0 +1,196 @@
+// The form, the keys, and the order in which a race goes.
+
+import { Problem, model } from "./api.js";
+import { pace, speed } from "./charts.js";
+import { $, calm, el } from "./dom.js";
+import { fresh, gradeOf, play, record, requests, warm } from "./race.js";
+import { NAMES, Stage, longest, result } from "./stage.js";
+import { hide } from "./tip.js";
+
+const EXAMPLES = {
+  function: 'def read_lines(path):\n    """Return the lines of a file, without their ends."""\n',
+  class: 'class Stack:\n    """A last-in, first-out queue."""\n\n    def __init__(self):\n',
+  script: 'import argparse\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(',
+};
+const stage = new Stage();
+let served = null; // the model's entry in /v1/models
+let running = null; // the AbortController of what goes on
+let last = null; // the finished race: {prompt, grade, traces, shared}
+
+/** Tells what goes on. What the page shows elsewhere in large letters is only spoken. */
+function say(words, shown = true) {
+  $("status").textContent = words;
+  $("status").classList.toggle("hidden", !shown);
+}
+
+function complain(error) {
+  $("problem").hidden = !error;
+  $("problem").textContent = error?.message ?? "";
+  if (error?.status === 401) $("key").focus();
+}
+
+/** Shows the value of each slider beside its name. */
+function sliders() {
+  $("depth-value").textContent = $("depth").value === "0" ? "auto" : $("depth").value;
+  $("temperature-value").textContent = $("temperature").value === "0" ? "0, greedy" : $("temperature").value;
+  $("top-p-value").textContent = $("top-p").value;
+}
+
+function settings() {
+  return {
+    model: served.id,
+    prompt: $("prompt").value,
+    method: $("method").value,
+    depth: Number($("depth").value),
+    temperature: Number($("temperature").value),
+    topP: Number($("top-p").value),
+    maxTokens: Number($("max-tokens").value),
+    seed: $("seed").value === "" ? null : Number($("seed").value),
+  };
+}
+
+/** Asks what is served, and offers its methods. */
+async function meet() {
+  served = await model($("key").value);
+  const { methods = [], default: usual } = served.speculation ?? {};
+  const others = methods.filter((method) => method !== usual && method !== "none");
+  const options = usual && usual !== "none" ? [usual, ...others] : others;
+  $("method").replaceChildren(...options.map((method) => el("option", { value: method }, method)));
+  $("method").disabled = !options.length;
+  if (!options.length) $("method").append(el("option", { value: "" }, "none loaded"));
+  if (served.max_model_len) $("max-tokens").max = served.max_model_len;
+  $("about").textContent = `${served.id}: exact speculative decoding. A cheap draft guesses, the target checks, the text stays the target’s own.`;
+}
+
+/** One lane, live. */
+async function lane(name, body, traces, key, signal) {
+  let over = false;
+  const start = performance.now();
+  stage.lanes[name].state("running");
+  const frame = () => {
+    if (over || signal.aborted) return;
+    stage.frame({ [name]: (performance.now() - start) / 1000 });
+    requestAnimationFrame(frame);
+  };
+  requestAnimationFrame(frame);
+  try {
+    await record(body, key, signal, traces[name], (event) => stage.show(name, event));
+    stage.finish(name);
+  } finally {
+    over = true;
+  }
+}
+
+async function race(signal) {
+  if (!served) await meet();
+  const chosen = settings();
+  const [key, together] = [$("key").value, $("mode").value === "together"];
+  const bodies = requests(chosen);
+  const grade = gradeOf(chosen);
+  const traces = { speculative: fresh(), plain: fresh() };
+  last = null;
+  stage.reset(chosen.prompt, grade, traces, 0);
+  $("drafter").textContent = `${chosen.method || "nobody drafts"}, ${chosen.depth || "auto"}`;
+  if (together) {
+    say("Both lanes run.");
+    for (const name of NAMES) await warm(bodies[name], key, signal);
+    await Promise.all(NAMES.map((name) => lane(name, bodies[name], traces, key, signal)));
+  } else {
+    for (const name of NAMES) {
+      stage.lanes[name].state("waiting");
+      say(`The ${name} lane runs, alone on the machine.`);
+      await warm(bodies[name], key, signal);
+      await lane(name, bodies[name], traces, key, signal);
+    }
+  }
+  last = { prompt: chosen.prompt, grade, traces, shared: together };
+  $("replays").hidden = false;
+  if (!together && !calm()) await replay(signal);
+  else say(result(traces, grade, together), false);
+}
+
+async function replay(signal) {
+  const { prompt, grade, traces, shared } = last;
+  const end = longest(traces);
+  const rate = Number($("speed").value) || pace(end);
+  stage.reset(prompt, grade, traces, end);
+  say(`Both recordings on one clock, ${speed(rate)}.`);
+  await play(end, rate, signal, (now) => NAMES.forEach((name) => stage.until(name, now)));
+  NAMES.forEach((name) => stage.until(name, Infinity));
+  say(result(traces, grade, shared), false);
+}
+
+/** Runs `work(signal)` as the one thing that goes on; the button stops it meanwhile. */
+async function during(work) {
+  running = new AbortController();
+  complain(null);
+  $("go").textContent = "Stop";
+  document.body.dataset.busy = "true";
+  try {
+    await work(running.signal);
+  } catch (error) {
+    if (error.name === "AbortError") say("Stopped.");
+    else {
+      say("");
+      complain(error instanceof Problem ? error : new Problem(`This page made a mistake: ${error.message}`));
+    }
+    NAMES.forEach((name) => stage.lanes[name].state(""));
+  } finally {
+    running.abort(); // where one lane failed, the other ends too
+    running = null;
+    $("go").textContent = "Race";
+    delete document.body.dataset.busy;
+  }
+}
+
+function go() {
+  if (running) running.abort();
+  else if ($("form").reportValidity()) during(race);
+}
+
+function theme(choice) {
+  if (choice) document.documentElement.dataset.theme = choice;
+  try {
+    if (choice) localStorage.setItem("theme", choice);
+    return localStorage.getItem("theme");
+  } catch {
+    return choice ?? null; // storage may be forbidden; the choice then lasts as long as the page
+  }
+}
+
+function start() {
+  theme(theme());
+  $("theme").addEventListener("click", () => {
+    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+    const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
+    theme(now === "dark" ? "light" : "dark");
+  });
+  $("prompt").value = EXAMPLES.function;
+  for (const [name, prompt] of Object.entries(EXAMPLES)) {
+    const button = el("button", { type: "button", class: "chip" }, name);
+    button.addEventListener("click", () => ($("prompt").value = prompt));
+    $("examples").append(button);
+  }
+  $("settings").addEventListener("input", sliders);
+  $("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    go();
+  });
+  $("replay").addEventListener("click", () => running || during(replay));
+  $("struck").addEventListener("change", () => stage.lanes.speculative.root.classList.toggle("struck", $("struck").checked));
+  $("key").addEventListener("change", () => meet().then(() => complain(null), complain));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+      event.preventDefault();
+      if (!running) go();
+    } else if (event.key === "Escape") {
+      hide();
+      running?.abort();
+    }
+  });
+  sliders();
+  stage.reset("", "greedy", { speculative: fresh(), plain: fresh() }, 1);
+  meet().catch(complain);
+}
+
+start();

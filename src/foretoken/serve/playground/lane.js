@@ -1,0 +1,83 @@
+// One lane: a text that grows, coloured by origin, above its own figures.
+
+import { $, el, rate, seconds } from "./dom.js";
+import { tell, walkable } from "./tip.js";
+import { refused } from "./trace.js";
+import { whyEmitted, whyRefused } from "./why.js";
+
+const PROMPT = 1500; // characters of it that are shown: its end
+
+export class Lane {
+  /** onRound(number) is called when a token's round is asked for. */
+  constructor(name, onRound) {
+    this.box = $(`${name}-text`);
+    this.figures = $(`${name}-figures`);
+    this.root = $(name);
+    this.onRound = onRound;
+    walkable(this.box);
+  }
+
+  /** An empty lane for `prompt`. grade: as in why.js. */
+  reset(prompt, grade) {
+    this.grade = grade;
+    this.tokens = 0;
+    const shown = (prompt.length > PROMPT ? "…" : "") + prompt.slice(-PROMPT);
+    this.box.replaceChildren(el("span", { class: "prompt" }, shown));
+    this.figures.replaceChildren();
+    this.state("");
+  }
+
+  /** "", "waiting", "running" or "done": what the lane is at. */
+  state(word) {
+    this.root.dataset.state = word;
+    this.root.setAttribute("aria-busy", String(word === "running"));
+  }
+
+  /** What one event of a trace adds. */
+  show(event) {
+    const follow = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
+    this.box.append(...event.pieces.flatMap((piece) => this.#piece(piece)));
+    if (follow) this.box.scrollTop = this.box.scrollHeight;
+    this.tokens += event.rounds.reduce((sum, round) => sum + round.tokens.length, 0);
+  }
+
+  /** The lane's own clock. elapsed: seconds since its request. */
+  tick(elapsed) {
+    const parts = [[this.tokens, "tokens"], [seconds(elapsed), ""], [rate(this.tokens / elapsed), "tokens/s"]];
+    this.figures.replaceChildren(...parts.map(([value, name]) => el("span", {}, el("b", {}, String(value)), ` ${name}`)));
+  }
+
+  /** Underlines the tokens of one round. */
+  mark(number) {
+    for (const node of this.box.querySelectorAll(".lit")) node.classList.remove("lit");
+    for (const node of this.box.querySelectorAll(`[data-round="${number}"]`)) node.classList.add("lit");
+  }
+
+  #piece({ text, tokens, end }) {
+    const last = tokens.at(-1);
+    if (!last) return [document.createTextNode(text)];
+    const first = !this.box.querySelector(".token");
+    const kind = end ? " end" : /^\n+$/.test(text) ? " break" : ""; // what would have no width gets a sign
+    const span = el("span", { class: `token ${last.origin}${kind}`, tabindex: first ? 0 : -1,
+      "data-round": last.round.number }, text);
+    tell(span, () => tokens.map((token) => ({
+      ...token, round: token.round.number, why: whyEmitted(token, this.grade),
+    })));
+    span.addEventListener("click", () => this.onRound(last.round.number));
+    const own = tokens.filter((token) => token.origin === "target" && token === token.round.tokens.at(-1));
+    const struck = own.map((token) => this.#refused(token.round));
+    return [...struck.filter(Boolean), span];
+  }
+
+  /** The drafted tokens that were struck out in front of the target's own; the sheet hides them unless asked for. */
+  #refused(round) {
+    const nodes = refused(round.draft);
+    if (!nodes.length) return null;
+    const struck = el("s", { class: "refused", "data-round": round.number, tabindex: -1 },
+      nodes.map((node) => round.draft[node].text).join("").replaceAll("\n", "↵"));
+    tell(struck, () => nodes.map((node) => ({
+      ...round.draft[node], origin: "refused", round: round.number, why: whyRefused(node, round, this.grade),
+    })));
+    return struck;
+  }
+}

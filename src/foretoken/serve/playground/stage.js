@@ -1,0 +1,149 @@
+// Everything that shows a race, live or replayed: it is told of events and of frames, and draws.
+
+import { $, el, rate, seconds } from "./dom.js";
+import { Clock, cards, positions } from "./charts.js";
+import { Lane } from "./lane.js";
+import { statistics } from "./trace.js";
+import { Tree } from "./tree.js";
+
+export const NAMES = ["speculative", "plain"];
+const BROWSE = 1100; // milliseconds in which a round grows that the user went to
+const REFRESH = 90; // milliseconds that the picture of a round stays at least, in a race
+
+export class Stage {
+  constructor() {
+    this.lanes = Object.fromEntries(NAMES.map((name) => [name, new Lane(name, (number) => this.browse(name, number))]));
+    this.tree = new Tree();
+    this.clock = new Clock();
+    $("round").addEventListener("input", () => this.browse("speculative", Number($("round").value) - 1));
+    $("back").addEventListener("click", () => this.browse("speculative", this.round - 1));
+    $("on").addEventListener("click", () => this.browse("speculative", this.round + 1));
+    new ResizeObserver(() => this.traces && this.#drawClock()).observe($("clock"));
+    this.rounds = [];
+  }
+
+  /** Empties everything. traces: {speculative, plain}, which may be growing. grade: as in why.js. */
+  reset(prompt, grade, traces, whole) {
+    Object.assign(this, { grade, traces, whole, rounds: [], round: -1, drawn: 0, follow: true, dirty: true });
+    this.shown = { speculative: 0, plain: 0 };
+    this.nows = { speculative: null, plain: null };
+    this.ends = { speculative: null, plain: null };
+    this.gap = REFRESH;
+    this.last = performance.now();
+    for (const lane of Object.values(this.lanes)) lane.reset(prompt, grade);
+    this.tree.reset();
+    $("round-said").textContent = "";
+    $("result").hidden = true;
+    this.#drawClock();
+  }
+
+  /** One event of a lane's trace, in order. */
+  show(name, event) {
+    this.lanes[name].show(event);
+    this.shown[name] += 1;
+    if (name !== "speculative" || !event.rounds.length) return;
+    const now = performance.now();
+    this.gap += 0.3 * (now - this.last - this.gap);
+    this.last = now;
+    this.rounds.push(...event.rounds);
+    this.dirty = true;
+  }
+
+  /** Shows all events up to `now`, seconds on the lane's clock. */
+  until(name, now) {
+    const { events, seconds: end } = this.traces[name];
+    while (this.shown[name] < events.length && events[this.shown[name]].at <= now) this.show(name, events[this.shown[name]]);
+    this.frame({ [name]: Math.min(now, end) });
+    if (now >= end) this.finish(name);
+  }
+
+  /** nows: the seconds on the clocks of the lanes that run. */
+  frame(nows) {
+    for (const [name, now] of Object.entries(nows)) {
+      if (this.nows[name] === null) this.lanes[name].state("running");
+      this.nows[name] = now;
+      this.lanes[name].tick(now);
+    }
+    this.#drawClock();
+    if (!this.dirty || performance.now() - this.drawn < REFRESH) return;
+    this.#drawRounds(this.gap);
+  }
+
+  /** The lane has all its text. */
+  finish(name) {
+    if (this.ends[name] !== null) return;
+    this.ends[name] = this.traces[name].seconds;
+    this.nows[name] = this.ends[name];
+    this.lanes[name].tick(this.ends[name]);
+    this.lanes[name].state("done");
+    if (name === "speculative") this.#drawRounds(0);
+    this.#drawClock();
+  }
+
+  /** Goes to a round because the user asked for it; the race no longer moves the picture. */
+  browse(name, number) {
+    if (name !== "speculative" || !this.rounds[number]) return;
+    this.follow = false;
+    this.#drawRound(number, BROWSE);
+  }
+
+  #drawRounds(gap) {
+    const stats = statistics(this.rounds);
+    positions(stats.byPosition);
+    cards([
+      [stats.length.toFixed(2), "mean acceptance length"],
+      [`${stats.accepted} of ${stats.drafted}`, "drafted tokens accepted"],
+      [String(stats.rounds), "target passes"],
+    ]);
+    $("round").max = Math.max(1, this.rounds.length);
+    this.dirty = false;
+    this.drawn = performance.now();
+    if (this.follow && this.rounds.length) this.#drawRound(this.rounds.length - 1, gap);
+  }
+
+  #drawRound(number, pace) {
+    const round = this.rounds[number];
+    this.round = number;
+    this.tree.show(round, this.grade, pace);
+    this.lanes.speculative.mark(number);
+    $("round").value = number + 1;
+    const accepted = round.draft.filter((node) => node.accepted).length;
+    const times = Object.entries(round.seconds).map(([part, value]) => `${part} ${(1000 * value).toFixed(1)}`).join(", ");
+    $("round-said").textContent =
+      `Round ${number + 1} of ${this.rounds.length}: ${round.draft.length} drafted, ${accepted} accepted, ` +
+      `${round.tokens.length} emitted (${times} ms).`;
+  }
+
+  #drawClock() {
+    const known = NAMES.map((name) => this.nows[name] ?? 0);
+    const lanes = NAMES.map((name) => ({
+      name: name === "plain" ? "Plain" : "Speculative", kind: name, trace: this.traces[name],
+      shown: this.shown[name], end: this.ends[name],
+    }));
+    this.clock.draw(lanes, Math.max(...known), Math.max(this.whole, ...known));
+  }
+}
+
+/** What a finished race came to. traces: both, whole. shared: whether the lanes ran at once. */
+export function result(traces, grade, shared) {
+  const [fast, slow] = NAMES.map((name) => traces[name].tokens / traces[name].seconds);
+  const ratio = fast / slow;
+  const how = shared ? " while sharing the machine" : "";
+  $("ratio").replaceChildren(el("b", {}, `${ratio.toFixed(2)}×`),
+    ` the speed of plain decoding${how}: ${rate(fast)} against ${rate(slow)} tokens/s`);
+  const same = traces.speculative.text === traces.plain.text;
+  const promised = grade !== "distribution";
+  $("same").className = promised ? (same ? "good" : "bad") : "neutral";
+  $("same").textContent = promised
+    ? same
+      ? "✓ Both texts are identical, byte for byte."
+      : "✗ The texts differ, though they should not: please report it with prompt, seed and settings."
+    : "No seed: each lane drew a text of its own from the same law.";
+  $("result").hidden = false;
+  return `${ratio.toFixed(2)} times the speed of plain decoding. ${$("same").textContent.replace(/^[✓✗] /, "")}`;
+}
+
+/** The longest of both recordings in seconds. */
+export const longest = (traces) => Math.max(...NAMES.map((name) => traces[name].seconds));
+
+export { seconds };

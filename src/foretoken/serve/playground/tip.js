@@ -1,0 +1,89 @@
+// What is pointed at, or walked to with the keyboard, is told in one floating box.
+
+import { $, el, probability, visible } from "./dom.js";
+
+const ORIGINS = {
+  accepted: "draft, accepted",
+  refused: "draft, not taken",
+  target: "the target’s own",
+};
+const told = new WeakMap(); // element -> the function that says what to tell
+let open = null;
+
+/** Tells `facts()` = [{text, token, origin, p, q, why, round}, ...] whenever `node` is pointed at or focused. */
+export function tell(node, facts) {
+  told.set(node, facts);
+  node.classList.add("told");
+}
+
+/** Makes arrow keys walk through the told elements of `box`, which is one stop of the tab key; Enter presses. */
+export function walkable(box) {
+  box.addEventListener("keydown", (event) => {
+    const at = event.target.closest(".told");
+    if (!at) return;
+    const all = [...box.querySelectorAll(".told")];
+    const here = all.indexOf(at);
+    const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: all.length - 1 }[event.key];
+    if (event.key === "Enter") at.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+    if (!all[to]) return;
+    event.preventDefault();
+    at.setAttribute("tabindex", "-1");
+    all[to].setAttribute("tabindex", "0");
+    all[to].focus();
+  });
+}
+
+export function hide() {
+  $("tip").hidden = true;
+  open?.removeAttribute("aria-describedby");
+  open = null;
+}
+
+function show(node) {
+  if (node === open) return;
+  hide();
+  const tip = $("tip");
+  tip.replaceChildren(...told.get(node)().map(entry));
+  tip.hidden = false;
+  node.setAttribute("aria-describedby", "tip");
+  open = node;
+  place();
+}
+
+/** Puts the box below what it tells of, or above where there is no room. */
+function place() {
+  if (!open) return;
+  const [node, tip] = [open, $("tip")];
+  const [line, box] = [node.getClientRects()[0] ?? node.getBoundingClientRect(), tip.getBoundingClientRect()];
+  const below = line.bottom + box.height + 14 < innerHeight || line.top < box.height + 14;
+  tip.style.left = `${Math.max(8, Math.min(line.left, innerWidth - box.width - 8))}px`;
+  tip.style.top = `${below ? line.bottom + 6 : line.top - box.height - 6}px`;
+}
+
+function entry({ text, token, origin, p, q, why, round }) {
+  return el("div", { class: `told-of ${origin}` },
+    el("p", { class: "told-head" },
+      el("code", {}, visible(text, 40) || "∅"), el("span", { class: "badge" }, ORIGINS[origin]),
+      el("span", { class: "dim" }, `token ${token} · round ${round + 1}`)),
+    el("dl", {}, ...law("p", "target", p), ...(origin === "target" ? [] : law("q", "draft", q))),
+    el("p", {}, why));
+}
+
+function law(name, whose, value) {
+  const known = value !== null && value !== undefined;
+  const bar = el("span", { class: `law law-${name}` });
+  bar.style.setProperty("--share", known ? value : 0);
+  return [
+    el("dt", {}, el("i", {}, name), ` ${whose}`),
+    el("dd", {}, known ? bar : null, known ? probability(value) : name === "q" ? "none: the guess is fixed, not drawn" : "not told"),
+  ];
+}
+
+document.addEventListener("pointerover", (event) => {
+  const node = event.target.closest?.(".told");
+  if (node) show(node);
+  else if (open && document.activeElement !== open && !event.target.closest?.("#tip")) hide();
+});
+document.addEventListener("focusin", (event) => (event.target.matches(".told") ? show(event.target) : hide()));
+document.addEventListener("focusout", hide);
+addEventListener("scroll", place, { passive: true, capture: true });

@@ -1,0 +1,65 @@
+"""The app on a socket, and a graceful end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from foretoken.core.errors import ForetokenError
+from foretoken.serve.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+_LAST_WORDS = 5.0  # seconds for answers to be sent when requests have been ended
+
+
+class Server(uvicorn.Server):
+    """Ends in two steps: told once, it refuses new requests and lets others finish; told twice, it stops.
+
+    drain_timeout: seconds for others to finish, after which they are ended with an error.
+    """
+
+    def __init__(self, app: FastAPI, worker: Worker, drain_timeout: float = 30.0) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=int(_LAST_WORDS))
+        )
+        self._worker, self._drain_timeout = worker, drain_timeout
+        self._drained_by: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came."""
+        if self._worker.draining:
+            self.should_exit = self.force_exit = True
+        else:
+            self.drain()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on, and end when the others are done."""
+        self._drained_by = time.monotonic() + self._drain_timeout
+        self._worker.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn asks ten times a second whether to end."""
+        if self._drained_by is not None and (not self._worker.busy or time.monotonic() > self._drained_by):
+            self._worker.abandon()
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ForetokenError where there is none to be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise ForetokenError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --host or --port"
+        ) from error
+    return listening

@@ -1,0 +1,259 @@
+"""The engine in a thread of its own, and how the event loop talks to it.
+
+The loop hands over tickets by a queue; the thread hands back pieces, one wake-up a round. Neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.errors import ForetokenError
+from foretoken.core.step import Step
+from foretoken.engine.assemble import Assembler
+from foretoken.engine.assemble import submit as enqueue
+from foretoken.engine.requests import Prompt
+from foretoken.llm import LLM
+from foretoken.params import SamplingParams
+from foretoken.propose.selection import Selection
+from foretoken.serve.errors import Overloaded, RequestFailed, Unavailable
+from foretoken.serve.ticket import Built, Delivery, Ticket, hand_over
+
+_log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0  # without work before the engine's books are checked
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Serves an ``LLM`` to event loops. Nobody else may use the ``LLM`` meanwhile.
+
+    max_waiting: sequences that may wait beside those that share a pass.
+    listeners: called in the engine's thread with the steps of every round.
+    dead: what ended the engine's thread before its time.
+    """
+
+    def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
+        self.llm, self.engine = llm, llm.engine
+        self.max_waiting = max_waiting
+        self.listeners: list[Callable[[Sequence[Step]], None]] = []
+        self.draining = False
+        self.dead: Exception | None = None
+        self._open: set[Ticket] = set()
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._intake = ThreadPoolExecutor(1, "foretoken-intake")
+        self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
+        # The engine's thread alone looks at these.
+        self._assembler = Assembler(self.engine, llm.tokenizer)
+        self._tickets: dict[int, Ticket] = {}  # by sequence
+        self._methods: dict[int, str] = {}  # by sequence
+        self._fresh: list[Ticket] = []  # not taken up yet
+
+    # the event loop's side
+
+    def start(self) -> None:
+        """Begin; to be called once."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self.dead is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is open."""
+        return bool(self._open)
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do what takes longer than the loop may stand still, such as reading a long prompt; one thread for all."""
+        return await asyncio.get_running_loop().run_in_executor(self._intake, work)
+
+    async def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text and token ids of a prompt. Raises InvalidRequest."""
+        return await self.aside(lambda: self.llm.requests.tokens(prompt))
+
+    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> Ticket:
+        """Check and queue all of ``prompts``, or none. Raises InvalidRequest, Overloaded or Unavailable."""
+        self._admit(len(prompts) * params.n)
+        built = await self.aside(lambda: [self._build(prompt, params) for prompt in prompts])
+        self._admit(len(prompts) * params.n)  # again: others came while the prompts were read
+        ticket = Ticket(built, priority, self._release)
+        self._open.add(ticket)
+        self._orders.put(lambda: self._add(ticket))
+        return ticket
+
+    def method(self, context: Context) -> str:
+        """Which of ``llm.methods`` drafts for it."""
+        proposer = self.engine.proposer
+        return proposer.of(context) if isinstance(proposer, Selection) else self.llm.methods[0]
+
+    def method_of(self, step: Step) -> str:
+        """Which of them drafted it; for listeners, while they are told of it."""
+        return self._methods.get(step.sequence, self.llm.methods[0])
+
+    def abandon(self) -> None:
+        """End what is still open, for shutting down."""
+        for ticket in list(self._open):
+            ticket.end(Unavailable("the server shut down before the request was done"), abort=True)
+
+    def close(self) -> None:
+        """Stop the thread after the round it is in, and wait for it."""
+        self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._intake.shutdown(wait=False, cancel_futures=True)
+
+    def _admit(self, sequences: int) -> None:
+        if self.dead is not None:
+            raise Unavailable(f"the engine stopped working ({self.dead}); the server has to be started again")
+        if self.draining:
+            raise Unavailable("the server is shutting down; ask another one")
+        limit = self.engine.max_sequences + self.max_waiting
+        if sum(len(ticket.members) for ticket in self._open) + sequences > limit:
+            raise Overloaded(f"the queue is full: {limit} sequences may run or wait; try again later")
+
+    def _build(self, prompt: Prompt, params: SamplingParams) -> Built:
+        request, contexts = self.llm.requests.build(prompt, params)
+        for context in contexts:
+            self.engine.check(context)
+        return request, contexts
+
+    def _release(self, ticket: Ticket, abort: bool) -> None:
+        self._open.discard(ticket)
+        if abort:
+            self._orders.put(lambda: self._drop(ticket))
+
+    # the engine's side
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self.engine.busy:
+                    self._round()
+        except Exception as error:
+            _log.exception("the engine's thread ended")
+            self.dead = error
+            end = Unavailable(f"the engine stopped working ({error})")
+            self._deliver([(ticket, end) for ticket in set(self._tickets.values())])
+
+    def _obey(self) -> bool:
+        """Carry out all orders; without work wait for one. -> False when told to stop"""
+        checked = False
+        while not self.engine.busy or not self._orders.empty():
+            try:
+                order = self._orders.get(timeout=None if checked else IDLE_SECONDS)
+            except queue.Empty:
+                self.engine.check_integrity()
+                checked = True
+                continue
+            if order is None:
+                return False
+            order()
+        return True
+
+    def _round(self) -> None:
+        before, now = list(self.engine.running), time.monotonic()
+        try:
+            steps = self.engine.step()
+        except Exception as error:
+            _log.exception("a round failed")
+            running = [*before, *self.engine.running]
+            self._fail(running or [sequence.context.id for sequence in self.engine.waiting], error)
+            return
+        self._note_begun({*self.engine.running, *(step.sequence for step in steps)}, now)
+        for listener in self.listeners:
+            try:
+                listener(steps)
+            except Exception:
+                _log.exception("a listener failed")
+        self._deliver([delivery for step in steps if (delivery := self._piece(step))])
+
+    def _note_begun(self, sequences: Collection[int], now: float) -> None:
+        begun = [ticket for ticket in self._fresh if any(member in sequences for member in ticket.members)]
+        for ticket in begun:
+            ticket.began = now
+            self._fresh.remove(ticket)
+
+    def _piece(self, step: Step) -> Delivery | None:
+        ticket = self._tickets.get(step.sequence)
+        if ticket is None:
+            return None
+        try:
+            piece = self._assembler.piece(step)
+        except Exception as error:
+            self._drop(ticket)
+            return ticket, _failure(error)
+        if piece.output is not None:
+            del self._tickets[step.sequence]
+            self._methods.pop(step.sequence, None)
+        return ticket, replace(piece, step=_light(step))
+
+    def _fail(self, sequences: Sequence[int], error: Exception) -> None:
+        """The requests of a round that failed are over; the others go on."""
+        failed = {self._tickets[sequence] for sequence in sequences if sequence in self._tickets}
+        for ticket in failed:
+            self._drop(ticket)
+        self._deliver([(ticket, _failure(error)) for ticket in failed])
+
+    def _add(self, ticket: Ticket) -> None:
+        self._fresh.append(ticket)
+        try:
+            for request, contexts in ticket.built:
+                self._tickets.update(dict.fromkeys(request.members, ticket))
+                self._methods.update({context.id: self.method(context) for context in contexts})
+                self._assembler.add(request)
+                enqueue(self.engine, request, contexts, ticket.priority)
+        except Exception as error:
+            self._drop(ticket)
+            self._deliver([(ticket, _failure(error))])
+
+    def _drop(self, ticket: Ticket) -> None:
+        if ticket in self._fresh:
+            self._fresh.remove(ticket)
+        for request in ticket.requests:
+            self._assembler.forget(request)
+        for member in ticket.members:
+            self._tickets.pop(member, None)
+            self._methods.pop(member, None)
+            self.engine.abort(member)
+            self.engine.finished.pop(member, None)
+
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+        """Wake each loop once."""
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
+        for delivery in deliveries:
+            by_loop[delivery[0].loop].append(delivery)
+        for loop, batch in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(hand_over, batch)
+            except RuntimeError:  # the loop is closed, so nobody waits for this
+                for ticket, _ in batch:
+                    self._drop(ticket)
+
+
+def _failure(error: Exception) -> Exception:
+    """What users caused they are told; anything else is ours."""
+    if isinstance(error, ForetokenError):
+        return error
+    _log.error("a request failed", exc_info=error)
+    failure = RequestFailed(f"the engine failed on this request ({type(error).__name__})")
+    failure.__cause__ = error
+    return failure
+
+
+def _light(step: Step) -> Step:
+    """Without the law that the draft was drawn from, which can be a row of the vocabulary for each node."""
+    return replace(step, draft=Draft(torch.tensor(step.draft.ids, dtype=torch.int64), step.draft.parents))

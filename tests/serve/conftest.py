@@ -1,0 +1,85 @@
+"""The real server in a thread, on the bundled model in float32."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from foretoken import LLM
+from foretoken.serve.app import create_app
+from foretoken.serve.limits import Settings
+from foretoken.serve.run import Server, bind
+from foretoken.serve.worker import Worker
+
+PATIENCE = 30.0  # seconds that a test waits for what should come at once
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that runs. ``url`` has no slash at its end."""
+
+    url: str
+    worker: Worker
+    app: Any
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """OpenAI's own, without retries."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def post(self, body: Any, path: str = "completions", **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=PATIENCE, **options)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for it."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end, "it did not happen"
+            time.sleep(0.01)
+
+    def idle(self) -> bool:
+        return not (self.worker.busy or self.worker.engine.busy)
+
+
+@contextmanager
+def running(llm: LLM, settings: Settings | None = None, max_waiting: int = 256) -> Iterator[Running]:
+    worker = Worker(llm, max_waiting=max_waiting)
+    app = create_app(worker, settings)
+    server = Server(app, worker, drain_timeout=PATIENCE)
+    with bind("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            found = Running(f"http://127.0.0.1:{listening.getsockname()[1]}", worker, app)
+            found.until(lambda: server.started or not thread.is_alive())
+            yield found
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    """One for all servers of these tests, one after the other."""
+    return LLM(dtype="float32", methods=("prediction", "ngram"), max_num_seqs=8, seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Running]:
+    with running(llm, Settings(model_names=("stdlib", "other"), max_n=8)) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.client as found:
+        yield found

@@ -1,0 +1,217 @@
+"""What is refused, how, and that it is said in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from foretoken import LLM
+from foretoken.serve.limits import Settings
+from tests.serve.conftest import PATIENCE, Running, running
+
+OK = {"prompt": "x = ", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object, whole."""
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return error
+
+
+@pytest.mark.parametrize("body, param, words", [
+    ({"prompt": 3}, "prompt", "valid string"),
+    ({}, "prompt", "required"),
+    ({**OK, "temprature": 1}, "temprature", "known: model, "),
+    ({**OK, "suffix": "x"}, "suffix", "not served"),
+    ({**OK, "temperature": -1}, "temperature", "greater than or equal to 0"),
+    ({**OK, "temperature": "1"}, "temperature", "valid number"),
+    ({**OK, "n": 9}, "n", "at most 8"),
+    ({**OK, "n": True}, "n", "valid integer"),
+    ({**OK, "best_of": 1, "n": 2}, "best_of", "at least n"),
+    ({**OK, "best_of": 2, "stream": True}, "best_of", "streamed"),
+    ({**OK, "logprobs": 21}, "logprobs", "at most 20"),
+    ({**OK, "logit_bias": {"a": 1}}, "logit_bias", "pattern"),
+    ({**OK, "logit_bias": {"99999999": 1}}, None, "vocabulary"),
+    ({**OK, "prompt": []}, "prompt", "at least 1 item"),
+    ({**OK, "prompt": ""}, None, "empty"),
+    ({**OK, "prompt": [10**8]}, None, "expected"),
+    ({**OK, "prompt": "\ud800"}, "prompt", "unicode"),
+    ({**OK, "min_tokens": 3}, "min_tokens", "exceeds max_tokens"),
+    ({**OK, "stream_options": {"include_usage": True}}, None, "stream: true"),
+    ({**OK, "speculative_method": "medusa"}, "speculative_method", "loaded: draft_model, prediction, ngram"),
+    ({**OK, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "two things"),
+    ({**OK, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
+    ({**OK, "guided_regex": "("}, "structured_outputs", "cannot be followed"),
+    ({**OK, "prompt": "x " * 9000}, "prompt", "context length is 8192"),
+    ({**OK, "max_tokens": 9000}, "prompt", "9000 more"),
+])  # fmt: skip
+def test_completions_refused(server: Running, body: Any, param: str | None, words: str) -> None:
+    error = error_of(httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON), 400)
+    assert error["type"] == "invalid_request_error" and error["param"] == param
+    assert words in error["message"]
+    assert (error["code"] == "context_length_exceeded") == ("context" in words or "more" in words)
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize("body, param, words", [
+    ({**CHAT, "messages": []}, "messages", "at least 1 item"),
+    ({**CHAT, "messages": [{"role": "user"}]}, "messages", "content is missing"),
+    ({**CHAT, "messages": [{"role": "king", "content": "x"}]}, "messages", "'system', 'developer'"),
+    ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages", "'text'"),
+    ({**CHAT, "audio": {}}, "audio", "only text"),
+    ({**CHAT, "modalities": ["text", "audio"]}, "modalities", "'text'"),
+    ({**CHAT, "web_search_options": {}}, "web_search_options", "does not search"),
+    ({**CHAT, "functions": []}, "functions", "replaced by tools"),
+    ({**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+    ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+    ({**CHAT, "max_tokens": 0}, "max_tokens", "max_tokens"),
+    ({**CHAT, "response_format": {"type": "xml"}}, "response_format", "expected tags"),
+    ({**CHAT, "chat_template_kwargs": {"tokenize": False}}, None, "tokenize"),
+    ({**CHAT, "temperature": None, "reasoning": 1}, "reasoning", "unknown field"),
+])  # fmt: skip
+def test_chat_refused(server: Running, body: Any, param: str | None, words: str) -> None:
+    error = error_of(server.post(body, "chat/completions"), 400)
+    assert error["param"] == param and words in error["message"]
+
+
+def test_null_is_left_out(server: Running) -> None:
+    assert server.post({**CHAT, "temperature": None, "stop": None, "audio": None}, "chat/completions").status_code == 200
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b"", b'{"prompt": NaN}', b"[" * 100_000])
+def test_bodies_that_are_none(server: Running, content: bytes) -> None:
+    assert error_of(httpx.post(f"{server.url}/v1/completions", content=content, headers=JSON), 400)
+
+
+def test_body_of_another_kind(server: Running) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=json.dumps(OK), headers={"Content-Type": "text/plain"})
+    assert "application/json" in error_of(answer, 400)["message"]
+
+
+def test_the_model_has_a_name(server: Running, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt", prompt="x")
+    assert caught.value.code == "model_not_found" and caught.value.param == "model"
+    assert client.completions.create(model="other", prompt="x", max_tokens=1).model == "other"
+    assert server.post(OK).json()["model"] == "stdlib"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["stdlib", "other"]
+    extra = client.models.retrieve("stdlib").model_extra
+    assert extra["max_model_len"] == 8192
+    assert extra["speculation"] == {"default": "draft_model", "methods": ["draft_model", "prediction", "ngram"]}
+
+
+def test_paths(server: Running) -> None:
+    assert error_of(httpx.get(f"{server.url}/v1/nothing"), 404)
+    assert "GET /v1/completions" in error_of(httpx.get(f"{server.url}/v1/completions"), 405)["message"]
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert set(httpx.get(f"{server.url}/version").json()) == {"version"}
+    metrics = httpx.get(f"{server.url}/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain") and "foretoken:spec_decode" in metrics.text
+    assert httpx.get(f"{server.url}/").headers["content-type"].startswith("text/html")
+    for path in ("/../app.py", "/app.py", "/.", "//etc/passwd"):
+        assert httpx.get(f"{server.url}{path}").status_code in (404, 200)
+        assert "create_app" not in httpx.get(f"{server.url}{path}").text
+
+
+LIMITED = Settings(
+    model_names=("stdlib",), api_keys=("secret", "größe"), origins=("https://page.example",), max_body=10_000,
+    max_concurrency=2, timeout=1.0, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+)  # fmt: skip
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def limited(llm: LLM, server: Running) -> Iterator[Running]:
+    """With keys and tight limits. The other server is idle meanwhile, which is what sharing a model takes."""
+    server.until(server.idle)
+    with running(llm, LIMITED, max_waiting=0) as found:
+        yield found
+
+
+def test_keys(limited: Running) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Basic secret"}):
+        for path in ("completions", "models"):
+            answer = httpx.request("GET" if path == "models" else "POST", f"{limited.url}/v1/{path}", headers=headers)
+            assert error_of(answer, 401)["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{limited.url}/metrics").status_code == 401
+    assert httpx.get(f"{limited.url}/health").status_code == httpx.get(f"{limited.url}/").status_code == 200
+    assert limited.post(OK, headers=KEY).status_code == 200
+    assert limited.post(OK, headers={"Authorization": "Bearer größe".encode()}).status_code == 200
+
+
+def test_own_template_without_tools(limited: Running) -> None:
+    assert limited.post(CHAT, "chat/completions", headers=KEY).json()["usage"]["prompt_tokens"] == 1
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    error = error_of(limited.post({**CHAT, "tools": tools}, "chat/completions", headers=KEY), 400)
+    assert "template does not mention them" in error["message"]
+
+
+def test_large_bodies(limited: Running) -> None:
+    large = json.dumps({**OK, "prompt": "x" * 10_000}).encode()
+    answers = [
+        httpx.post(f"{limited.url}/v1/completions", content=content, headers=KEY | JSON, timeout=PATIENCE)
+        for content in (large, iter([large[:5000], large[5000:]]), b"x" * 10_000_000, iter([b"x" * 50_000] * 200))
+    ]
+    assert [error_of(answer, 413)["code"] for answer in answers] == ["body_too_large"] * 4
+
+
+def test_origins(limited: Running) -> None:
+    ask = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    answer = httpx.options(f"{limited.url}/v1/completions", headers=ask)
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    answer = limited.post(OK, headers=KEY | {"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_no_origins_by_default(server: Running) -> None:
+    answer = server.post(OK, headers={"Origin": "https://page.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_full_queue(limited: Running) -> None:
+    """Eight share a pass and none may wait, so nine are too many."""
+    answer = limited.post({**OK, "n": 9}, headers=KEY)
+    assert error_of(answer, 429)["code"] == "rate_limit_exceeded" and answer.headers["retry-after"] == "1"
+    with pytest.raises(openai.RateLimitError):
+        openai.OpenAI(base_url=f"{limited.url}/v1", api_key="secret", max_retries=0).completions.create(
+            model="stdlib", prompt="x", n=9
+        )
+
+
+LONG = {"prompt": "x = ", "max_tokens": 8000, "ignore_eos": True, "speculative_tokens": 0}
+
+
+def test_timeout(limited: Running) -> None:
+    assert error_of(limited.post(LONG, headers=KEY), 504)["code"] == "timeout"
+    events = limited.post({**LONG, "stream": True}, headers=KEY).text.strip().split("\n\n")
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+    limited.until(limited.idle)
+
+
+def test_concurrency(limited: Running) -> None:
+    body = {**LONG, "stream": True}
+    with (
+        httpx.stream("POST", f"{limited.url}/v1/completions", json=body, headers=KEY) as one,
+        httpx.stream("POST", f"{limited.url}/v1/completions", json=body, headers=KEY) as two,
+    ):
+        assert one.status_code == two.status_code == 200
+        assert error_of(limited.post(OK, headers=KEY), 429)
+    limited.until(limited.idle)
+    assert limited.post(OK, headers=KEY).status_code == 200

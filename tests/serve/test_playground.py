@@ -1,0 +1,285 @@
+"""The playground in a real browser, over the real server and the bundled pair."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install Debian's chromium")
+
+PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
+WAIT = 30_000  # milliseconds, on a busy machine
+expect = sync_api.expect
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def site(server: Any) -> str:
+    return f"{server.url}/"
+
+
+class Sight:
+    """A page, and what a visitor would not see: its complaints, and whom it talked to."""
+
+    def __init__(self, context: Any, site: str) -> None:
+        self.page = context.new_page()
+        self.page.set_default_timeout(WAIT)
+        self.complaints: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.addresses: list[str] = []
+        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", self._asked)
+        self.page.goto(site)
+        expect(self.page.locator("#method option").first).to_be_attached(timeout=WAIT)
+
+    def _asked(self, request: Any) -> None:
+        self.addresses.append(request.url)
+        if request.url.endswith("/v1/completions"):
+            self.bodies.append(json.loads(request.post_data))
+
+    def race(self, **fields: Any) -> None:
+        """Fill ``fields`` in by their ids, race, and wait for what came of it."""
+        for name, value in {"max-tokens": 40, "depth": 4, **fields}.items():
+            self.page.fill(f"#{name}", str(value))
+        self.page.click("#go")
+        expect(self.page.locator("#result")).to_be_visible(timeout=WAIT)
+
+    def text(self, lane: str) -> str:
+        """The lane's text without the prompt and without what is struck out."""
+        return "".join(self.page.locator(f"#{lane}-text .token").all_text_contents())
+
+
+@pytest.fixture()
+def sight(browser: Any, site: str, request: pytest.FixtureRequest) -> Iterator[Sight]:
+    """The page as a visitor finds it; ``parametrize`` it indirectly with a browser context's options."""
+    options = {"reduced_motion": "reduce", "viewport": {"width": 1240, "height": 900}, **getattr(request, "param", {})}
+    context = browser.new_context(**options)
+    seen = Sight(context, site)
+    yield seen
+    assert all(address.startswith(site) for address in seen.addresses), "something was fetched from elsewhere"
+    context.close()
+    assert not seen.complaints
+
+
+def overflow(page: Any) -> int:
+    return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+
+@pytest.mark.parametrize("sight", [{"reduced_motion": "no-preference"}], indirect=True)
+def test_two_lanes_race_and_are_replayed_on_one_clock(sight):
+    page = sight.page
+    page.fill("#prompt", PROMPT)
+    page.fill("#max-tokens", "48")
+    page.fill("#depth", "4")
+    page.press("#prompt", "Control+Enter")
+    expect(page.locator("#status")).to_contain_text("Both recordings on one clock", timeout=WAIT)
+    expect(page.locator("#speculative[data-state=running] .token").first).to_be_visible()
+    page.keyboard.press("Escape")  # enough: what is left comes at once
+    expect(page.locator("#same")).to_contain_text("identical")
+
+    assert sight.text("speculative") == sight.text("plain") != ""
+    assert page.locator("#speculative-text .accepted").count() > 5
+    assert page.locator("#speculative-text .target").count() > 2
+    assert page.locator("#plain-text .accepted").count() == 0
+    for lane in ("speculative", "plain"):
+        tokens, seconds, rate = page.locator(f"#{lane}-figures b").all_text_contents()
+        assert tokens == "48" and float(seconds.removesuffix(" s")) > 0 and float(rate) > 0
+    assert float(page.inner_text("#ratio b").removesuffix("×")) > 0
+    assert page.locator("#clock .end").count() == 2
+    assert page.locator("#positions .bar").count() >= 2
+    assert "mean acceptance length" in page.inner_text("#cards")
+
+
+def test_each_lane_asks_for_what_the_form_says(sight):
+    sight.race(prompt=PROMPT, depth=3, temperature=0.8, seed="", **{"top-p": 0.9})
+    expect(sight.page.locator("#same")).to_contain_text("No seed")
+    ours, plain = (body for body in sight.bodies if body["max_tokens"] == 40)
+    assert ours.pop("speculative_method") == sight.page.input_value("#method")
+    assert (ours.pop("speculative_tokens"), plain.pop("speculative_tokens")) == (3, 0)
+    assert ours == plain
+    assert plain | {"prompt": PROMPT, "temperature": 0.8, "top_p": 0.9, "stream": True, "return_steps": True} == plain
+    assert "seed" not in plain
+
+
+def test_tokens_tell_p_and_q_and_why(sight):
+    page = sight.page
+    sight.race(prompt=PROMPT, seed="")
+    tip = page.locator("#tip")
+    page.hover("#speculative-text .accepted")
+    expect(tip).to_contain_text("draft, accepted")
+    expect(tip).to_contain_text("min(1, p/q)")
+    assert tip.locator("dt").all_text_contents() == ["p target", "q draft"]
+    for value in tip.locator("dd").all_inner_texts():
+        assert 0 <= float(value.lstrip("<> ")) <= 1
+    page.hover("#speculative-text .target")
+    expect(tip).to_contain_text("the target’s own")
+    page.hover("h1")
+    expect(tip).to_be_hidden()
+
+    page.locator("#speculative-text [tabindex='0']").focus()
+    for key in ("ArrowRight", "ArrowRight", "End"):
+        page.keyboard.press(key)
+        expect(tip).to_be_visible()
+    assert page.evaluate("document.activeElement.matches('.token:last-of-type')")
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+
+    sight.race(seed=7)
+    page.hover("#speculative-text .accepted")
+    expect(tip).to_contain_text("noise that the seed fixes")
+
+
+def test_the_tree_of_every_round_can_be_visited(sight):
+    page = sight.page
+    sight.race(prompt=PROMPT, temperature=1)
+    page.click("#speculative-text .accepted >> nth=1")
+    assert page.locator("#tree .node.accepted").count() >= 1
+    assert page.locator("#tree .node.root").count() == 1
+    expect(page.locator("#round-said")).to_contain_text("drafted")
+    at = int(page.input_value("#round"))
+    page.click("#on")
+    assert int(page.input_value("#round")) == at + 1
+    refused = page.locator("#speculative-text .refused").first
+    expect(refused).to_be_hidden()
+    page.check("#struck")
+    expect(refused).to_be_visible()
+    refused.click()
+    node = page.locator("#tree .told:has(.refused)").first
+    node.hover()
+    expect(page.locator("#tip")).to_contain_text("Refused")
+
+
+def test_both_at_once(sight):
+    sight.page.select_option("#mode", "together")
+    sight.race(prompt=PROMPT)
+    expect(sight.page.locator("#ratio")).to_contain_text("sharing the machine")
+    expect(sight.page.locator("#same")).to_contain_text("identical")
+
+
+def test_escape_stops_a_race(sight):
+    page = sight.page
+    page.fill("#max-tokens", "400")
+    page.click("#go")
+    expect(page.locator("#speculative-text .token").nth(5)).to_be_attached(timeout=WAIT)
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    expect(page.locator("#go")).to_have_text("Race")
+    sight.race(**{"max-tokens": 8})  # and the next one runs
+
+
+@pytest.mark.parametrize(
+    "sight",
+    [
+        {"viewport": {"width": 360, "height": 740}, "color_scheme": "light"},
+        {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark"},
+        {"viewport": {"width": 1240, "height": 900}, "color_scheme": "dark"},
+    ],
+    ids=["phone", "phone in the dark", "dark"],
+    indirect=True,
+)
+def test_fits_and_follows_the_theme(sight):
+    page = sight.page
+    assert overflow(page) <= 0
+    sight.race(prompt=PROMPT, depth=16)
+    assert overflow(page) <= 0
+    page.locator("#speculative-text .accepted").last.hover()
+    expect(page.locator("#tip")).to_be_visible()
+    assert overflow(page) <= 0
+    box = page.locator("#tip").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= page.viewport_size["width"]
+
+    def bright() -> bool:
+        color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, color[4:-1].split(","))) > 384
+
+    before = bright()
+    assert before == page.evaluate("!matchMedia('(prefers-color-scheme: dark)').matches")
+    page.click("#theme")
+    assert bright() != before
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        ({"status": 401, "json": {"error": {"message": "no key"}}}, "asks for an API key"),
+        ({"status": 429, "headers": {"Retry-After": "3"}, "json": {}}, "Try again in 3 s"),
+        ({"status": 503, "json": {"error": {"message": "draining"}}}, "shutting down or not ready"),
+        ({"status": 400, "json": {"error": {"message": "max_tokens is too large"}}}, "max_tokens is too large"),
+        ({"status": 200, "body": 'data: {"error": {"message": "it broke"}}\n\n'}, "it broke"),
+        ({"status": 200, "body": 'data: {"choices": []}\n\n'}, "ended before its end mark"),
+        (None, "No answer from the server"),
+    ],
+)
+def test_errors_are_told_in_words(sight, answer, words):
+    page = sight.page
+    page.route("**/v1/completions", lambda route: route.fulfill(**answer) if answer else route.abort())
+    page.click("#go")
+    expect(page.get_by_role("alert")).to_contain_text(words)
+    expect(page.locator("#go")).to_have_text("Race")
+    sight.complaints.clear()  # the browser itself notes refused requests
+    page.unroute("**/v1/completions")
+    sight.race()
+    expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def test_controls_have_names_and_the_tab_key_reaches_them(sight):
+    page = sight.page
+    for role in ("textbox", "slider", "spinbutton", "combobox", "button", "checkbox"):
+        for control in page.get_by_role(role).all():
+            name = control.evaluate("e => e.labels?.[0]?.innerText || e.ariaLabel || e.innerText || ''")
+            assert name.strip(), control
+    reached = set()
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id"))
+    assert {"prompt", "method", "depth", "temperature", "top-p", "max-tokens", "seed", "mode", "key", "go"} <= reached
+
+
+PURE = """async () => {
+  const { Parser } = await import("/sse.js");
+  const { align, refused, statistics } = await import("/trace.js");
+  const tokens = (...texts) => texts.map((text) => ({ text }));
+  const shared = ({ pieces, left }) => [pieces.map((piece) => [piece.text, piece.tokens.length]), left.length];
+  const parser = new Parser();
+  const node = (parent, accepted) => ({ parent, accepted });
+  const chain = [node(-1, true), node(0, false), node(1, false)];
+  return {
+    events: ["data: a\\r", "\\n\\r\\nda", "ta: b\\ndata: c\\n", "\\n: x\\n\\ndata:d\\n\\n"].flatMap((s) => parser.push(s)),
+    whole: shared(align(tokens("a", "b"), "ab")),
+    parts: shared(align(tokens("\\ufffd", "\\ufffd", "x"), "éx")),
+    waiting: shared(align(tokens("\\ufffd"), "")),
+    blanks: shared(align(tokens("foo", "bar"), " foo bar")),
+    held: shared(align(tokens("foo", "bar"), "fo")),
+    refused: [refused(chain), refused([node(-1, true)]), refused([node(-1, false), node(-1, true), node(0, false)])],
+    statistics: statistics([{ draft: chain, tokens: [1, 2] }, { draft: [], tokens: [1] }]),
+  };
+}"""
+
+
+def test_the_pure_parts(sight):
+    got = sight.page.evaluate(PURE)
+    assert got["events"] == ["a", "b\nc", "d"]
+    assert got["whole"] == [[["a", 1], ["b", 1]], 0]
+    assert got["parts"] == [[["é", 2], ["x", 1]], 0]
+    assert got["waiting"] == [[], 1]
+    assert got["blanks"] == [[[" foo", 1], [" bar", 1]], 0]
+    assert got["held"] == [[["fo", 1]], 2]
+    assert got["refused"] == [[1, 2], [], []]
+    assert got["statistics"] == {
+        "rounds": 2, "drafts": 1, "drafted": 3, "accepted": 1, "tokens": 3, "length": 2,
+        "byPosition": [{"drafted": 1, "accepted": 1}, {"drafted": 1, "accepted": 0}, {"drafted": 1, "accepted": 0}],
+    }  # fmt: skip
