@@ -67,10 +67,20 @@ def running(llm: LLM, settings: Settings | None = None, max_waiting: int = 256) 
     assert not thread.is_alive()
 
 
+def _new() -> LLM:
+    return LLM(dtype="float32", methods=("prediction", "ngram"), max_num_seqs=8, seed=1)
+
+
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    """One for all servers of these tests, one after the other."""
-    return LLM(dtype="float32", methods=("prediction", "ngram"), max_num_seqs=8, seed=1)
+    """What ``server`` serves, and nobody else may use."""
+    return _new()
+
+
+@pytest.fixture(scope="session")
+def spare() -> LLM:
+    """The same again, for other servers and for comparison; one user at a time."""
+    return _new()
 
 
 @pytest.fixture(scope="module")

@@ -8,30 +8,24 @@ import openai
 import pytest
 
 from foretoken import LLM, SamplingParams
-from tests.serve.conftest import Running
 
 PROMPT = "def main(args):\n"
 GREEDY = {"model": "stdlib", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
 
 
-def alone(llm: LLM, server: Running, **params: object) -> str:
-    """The text that the library itself makes; the server has to be idle."""
-    server.until(server.idle)
-    return llm.generate(PROMPT, SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **params}))[0].outputs[0].text
-
-
-def test_whole(client: openai.OpenAI, server: Running, llm: LLM) -> None:
+def test_whole(client: openai.OpenAI, spare: LLM) -> None:
     got = client.completions.create(**GREEDY)
     assert got.object == "text_completion" and got.id.startswith("cmpl-") and got.model == "stdlib"
     assert [c.index for c in got.choices] == [0]
     assert got.choices[0].finish_reason == "length" and got.choices[0].logprobs is None
     assert got.usage is not None
     assert got.usage.completion_tokens == 24
-    assert got.usage.prompt_tokens == len(llm.tokenizer.encode(PROMPT))
+    assert got.usage.prompt_tokens == len(spare.tokenizer.encode(PROMPT))
     assert got.usage.total_tokens == got.usage.prompt_tokens + 24
     record = got.model_extra["metrics"]["speculative_decoding"]
     assert record["num_spec_steps"] == sum(record["acceptance_histogram"]) > 0
-    assert got.choices[0].text == alone(llm, server)
+    alone = spare.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24))
+    assert got.choices[0].text == alone[0].outputs[0].text
 
 
 def test_streamed(client: openai.OpenAI) -> None:

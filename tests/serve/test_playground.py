@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -63,7 +63,7 @@ class Sight:
         return "".join(self.page.locator(f"#{lane}-text .token").all_text_contents())
 
 
-@pytest.fixture()
+@pytest.fixture
 def sight(browser: Any, site: str, request: pytest.FixtureRequest) -> Iterator[Sight]:
     """The page as a visitor finds it; ``parametrize`` it indirectly with a browser context's options."""
     options = {"reduced_motion": "reduce", "viewport": {"width": 1240, "height": 900}, **getattr(request, "param", {})}
@@ -113,6 +113,12 @@ def test_each_lane_asks_for_what_the_form_says(sight):
     assert ours == plain
     assert plain | {"prompt": PROMPT, "temperature": 0.8, "top_p": 0.9, "stream": True, "return_steps": True} == plain
     assert "seed" not in plain
+
+    sight.race(depth=0, seed=3)
+    expect(sight.page.locator("#drafter")).to_contain_text("auto")
+    ours, plain = sight.bodies[-3], sight.bodies[-1]
+    assert "speculative_tokens" not in ours and plain["speculative_tokens"] == 0
+    assert ours["seed"] == plain["seed"] == 3
 
 
 def test_tokens_tell_p_and_q_and_why(sight):
@@ -212,28 +218,51 @@ def test_fits_and_follows_the_theme(sight):
     assert bright() != before
 
 
-@pytest.mark.parametrize(
-    "answer, words",
-    [
-        ({"status": 401, "json": {"error": {"message": "no key"}}}, "asks for an API key"),
-        ({"status": 429, "headers": {"Retry-After": "3"}, "json": {}}, "Try again in 3 s"),
-        ({"status": 503, "json": {"error": {"message": "draining"}}}, "shutting down or not ready"),
-        ({"status": 400, "json": {"error": {"message": "max_tokens is too large"}}}, "max_tokens is too large"),
-        ({"status": 200, "body": 'data: {"error": {"message": "it broke"}}\n\n'}, "it broke"),
-        ({"status": 200, "body": 'data: {"choices": []}\n\n'}, "ended before its end mark"),
-        (None, "No answer from the server"),
-    ],
-)
-def test_errors_are_told_in_words(sight, answer, words):
+ANSWERS = [
+    ({"status": 401, "json": {"error": {"message": "no key"}}}, "asks for an API key"),
+    ({"status": 429, "headers": {"Retry-After": "3"}, "json": {}}, "Try again in 3 s"),
+    ({"status": 503, "json": {"error": {"message": "draining"}}}, "shutting down or not ready"),
+    ({"status": 400, "json": {"error": {"message": "max_tokens is too large"}}}, "max_tokens is too large"),
+    ({"status": 200, "body": 'data: {"error": {"message": "it broke"}}\n\n'}, "it broke"),
+    ({"status": 200, "body": 'data: {"choices": []}\n\n'}, "ended before its end mark"),
+    (None, "No answer from the server"),
+]
+
+
+def with_answer(answer: dict[str, Any] | None) -> Callable[[Any], None]:
+    return lambda route: route.fulfill(**answer) if answer else route.abort()
+
+
+def test_errors_are_told_in_words(sight):
     page = sight.page
-    page.route("**/v1/completions", lambda route: route.fulfill(**answer) if answer else route.abort())
-    page.click("#go")
-    expect(page.get_by_role("alert")).to_contain_text(words)
-    expect(page.locator("#go")).to_have_text("Race")
-    sight.complaints.clear()  # the browser itself notes refused requests
-    page.unroute("**/v1/completions")
+    for answer, words in ANSWERS:
+        page.route("**/v1/completions", with_answer(answer))
+        page.click("#go")
+        expect(page.get_by_role("alert")).to_contain_text(words)
+        expect(page.locator("#go")).to_have_text("Race")
+        page.unroute("**/v1/completions")
     sight.race()
     expect(page.get_by_role("alert")).to_be_hidden()
+    sight.complaints.clear()  # the browser itself notes refused requests
+
+
+def test_a_key_is_asked_for_and_sent(browser, site):
+    """Over a server that wants one, played by the browser."""
+    with browser.new_context() as context:
+        page = context.new_page()
+
+        def guard(route: Any) -> None:
+            known = route.request.headers.get("authorization") == "Bearer sesame"
+            route.continue_() if known else route.fulfill(status=401, json={})
+
+        page.route("**/v1/models", guard)
+        page.goto(site)
+        expect(page.get_by_role("alert")).to_contain_text("asks for an API key")
+        page.keyboard.type("sesame")  # the field has the focus
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("alert")).to_be_hidden()
+        expect(page.locator("#method option").first).to_be_attached()
+        assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
 
 
 def test_controls_have_names_and_the_tab_key_reaches_them(sight):
@@ -258,7 +287,8 @@ PURE = """async () => {
   const node = (parent, accepted) => ({ parent, accepted });
   const chain = [node(-1, true), node(0, false), node(1, false)];
   return {
-    events: ["data: a\\r", "\\n\\r\\nda", "ta: b\\ndata: c\\n", "\\n: x\\n\\ndata:d\\n\\n"].flatMap((s) => parser.push(s)),
+    events: ["data: a\\r", "\\n\\r\\nda", "ta: b\\ndata: c\\n", "\\n: x\\n\\ndata:d\\n\\n"].flatMap(
+      (part) => parser.push(part)),
     whole: shared(align(tokens("a", "b"), "ab")),
     parts: shared(align(tokens("\\ufffd", "\\ufffd", "x"), "éx")),
     waiting: shared(align(tokens("\\ufffd"), "")),

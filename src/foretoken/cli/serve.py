@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.serve.limits import Settings
 
-METHODS = "prediction,ngram"  # cost nothing until a request asks for them
+METHODS = "prediction,ngram,suffix"  # cost nothing until a request asks for them
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -54,6 +54,9 @@ def serve(
     kv_memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Bound for keys and values, such as 2GiB. [none]")
     ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens that a round may read. [what the others hardly notice]")
+    ] = None,
     max_body: Annotated[str, typer.Option(metavar="BYTES", help="Largest body of a request.")] = "4MiB",
     request_timeout: Annotated[float, typer.Option(min=0, help="Seconds that a request may take.")] = 600.0,
     drain_timeout: Annotated[
@@ -73,6 +76,7 @@ def serve(
         raise InvalidRequest(f"--log-level must be one of {', '.join(_LEVELS)}, got {log_level!r}")
     config = speculative(speculative_config)
     options = {
+        "enable_prefix_caching": True, "max_num_batched_tokens": max_num_batched_tokens or "auto",
         "speculative_config": config, "methods": _others(methods, config), "dtype": dtype, "device": device,
         "quantization": quantization, "backend": backend, "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len, "kv_memory": _bytes("--kv-memory", kv_memory),
@@ -139,7 +143,7 @@ def _load(model: str | None, draft_model: str | None, options: dict[str, Any]) -
     with waiting(console(ColorMode.AUTO, stderr=True), f"loading {model or 'the bundled pair'}"):
         from foretoken import LLM
 
-        return LLM(model, draft_model, enable_prefix_caching=True, max_num_batched_tokens="auto", **options)
+        return LLM(model, draft_model, **options)
 
 
 def _others(methods: str, config: dict[str, Any] | None) -> tuple[str, ...]:

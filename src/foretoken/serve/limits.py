@@ -49,7 +49,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: Settings, open_paths: frozenset[str]) -> None:
         self._app, self._settings, self._open_paths = app, settings, open_paths
-        self._keys = [_digest(key) for key in settings.api_keys]
+        self._keys = [_digest(key.encode()) for key in settings.api_keys]
         self._active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,12 +97,12 @@ class Guard:
     def _has_key(self, headers: Headers) -> bool:
         """Compared with every key in full, so that the time it takes tells nothing."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(_digest(given.strip()), key) for key in self._keys]
+        matches = [hmac.compare_digest(_digest(given.strip().encode("latin-1")), key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 class _Body:

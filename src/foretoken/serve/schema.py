@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -137,6 +138,18 @@ class Generate(Body):
     @property
     def streams(self) -> bool:
         return bool(self.stream)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _characters(cls, data: Any) -> Any:
+        """JSON can spell what is no text: half of a pair of surrogates."""
+        if isinstance(data, dict):
+            try:
+                json.dumps(data, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = repr(error.object[error.start])
+                raise PydanticCustomError("unicode", f"the body holds {half}, half of a surrogate pair") from error
+        return data
 
     @model_validator(mode="after")
     def _options(self) -> Generate:

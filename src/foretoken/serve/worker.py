@@ -28,6 +28,7 @@ from foretoken.engine.requests import Prompt
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
 from foretoken.propose.selection import Selection
+from foretoken.propose.tolerant import Tolerant
 from foretoken.serve.errors import Overloaded, RequestFailed, Unavailable
 from foretoken.serve.ticket import Built, Delivery, Ticket, hand_over
 
@@ -56,6 +57,9 @@ class Worker:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
+        self._chooses = self.engine.proposer
+        # One request's mishap is not the others', and nobody fails because nobody drafts.
+        self.engine.contained, self.engine.proposer = Exception, Tolerant(self.engine.proposer)
         # The engine's thread alone looks at these.
         self._assembler = Assembler(self.engine, llm.tokenizer)
         self._tickets: dict[int, Ticket] = {}  # by sequence
@@ -97,8 +101,7 @@ class Worker:
 
     def method(self, context: Context) -> str:
         """Which of ``llm.methods`` drafts for it."""
-        proposer = self.engine.proposer
-        return proposer.of(context) if isinstance(proposer, Selection) else self.llm.methods[0]
+        return self._chooses.of(context) if isinstance(self._chooses, Selection) else self.llm.methods[0]
 
     def method_of(self, step: Step) -> str:
         """Which of them drafted it; for listeners, while they are told of it."""

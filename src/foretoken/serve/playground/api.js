@@ -34,7 +34,7 @@ export async function* complete(body, key, signal) {
     for await (const data of events(answer.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new Problem(`The server gave up on this request: ${chunk.error.message ?? "no reason told"}`);
+      if (chunk.error) throw new Problem(`The server gave up on it: ${chunk.error.message ?? "it says no more"}`);
       yield chunk;
     }
   } catch (error) {

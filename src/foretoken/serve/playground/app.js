@@ -59,7 +59,7 @@ async function meet() {
   $("method").disabled = !options.length;
   if (!options.length) $("method").append(el("option", { value: "" }, "none loaded"));
   if (served.max_model_len) $("max-tokens").max = served.max_model_len;
-  $("about").textContent = `${served.id}: exact speculative decoding. A cheap draft guesses, the target checks, the text stays the target’s own.`;
+  $("about").textContent = `${served.id}: a cheap draft guesses, the target checks, the text stays the target’s own.`;
 }
 
 /** One lane, live. */
@@ -177,7 +177,8 @@ function start() {
     go();
   });
   $("replay").addEventListener("click", () => running || during(replay));
-  $("struck").addEventListener("change", () => stage.lanes.speculative.root.classList.toggle("struck", $("struck").checked));
+  const { root } = stage.lanes.speculative;
+  $("struck").addEventListener("change", () => root.classList.toggle("struck", $("struck").checked));
   $("key").addEventListener("change", () => meet().then(() => complain(null), complain));
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {

@@ -1,15 +1,19 @@
-// The clock that both lanes race on, and acceptance by position. Drawn at the size of their boxes, so text stays legible.
+// The clock that both lanes race on, drawn at the size of its box so that text stays legible; acceptance by position.
 
-import { $, el, seconds, svg } from "./dom.js";
+import { $, el, svg } from "./dom.js";
 
 const LANE = 26; // height of one lane on the clock
 const LEFT = 92;
 const RIGHT = 14;
 
-/** A round number of seconds that is at least `value`. */
-export function span(value) {
+// Round ends of an axis, and into how many round parts it is cut: where there is room, and where there is little.
+const AXES = [[1, 5, 2], [1.5, 3, 3], [2, 4, 2], [3, 3, 3], [4, 4, 2], [6, 6, 3], [8, 4, 2], [10, 5, 2]];
+
+/** The axis for so many seconds: its end, and its number of parts. */
+function axis(value, narrow) {
   const unit = 10 ** Math.floor(Math.log10(Math.max(value, 0.05)));
-  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((each) => each * unit).find((each) => each >= value * 0.9999);
+  const [end, wide, few] = AXES.find(([each]) => each * unit >= value * 0.9999);
+  return [end * unit, narrow ? few : wide];
 }
 
 /** Two lanes on one axis of seconds: a stroke for each arrival, as tall as the tokens it brought. */
@@ -21,10 +25,9 @@ export class Clock {
   /** lanes: [{name, kind, trace, shown, end}], `shown` events of it being visible and `end` its last second or null. */
   draw(lanes, now, whole) {
     const width = Math.max(280, this.box.clientWidth);
-    const limit = span(Math.max(whole, now, 0.05));
+    const [limit, count] = axis(Math.max(whole, now, 0.05), width < 480);
     const x = (at) => LEFT + (at / limit) * (width - LEFT - RIGHT);
     const bottom = 8 + lanes.length * (LANE + 10);
-    const count = width < 480 ? 2 : 5;
     const ticks = Array.from({ length: count + 1 }, (_, i) => (limit * i) / count);
     this.box.replaceChildren(svg("svg", { width, height: bottom + 22, "aria-hidden": "true" },
       ...ticks.map((at) => svg("line", { class: "grid", x1: x(at), x2: x(at), y1: 4, y2: bottom })),
@@ -79,5 +82,3 @@ export function speed(value) {
   if (value === 1) return "at the speed it had";
   return value < 1 ? `slowed ${Math.round(1 / value)} times` : `sped up ${value} times`;
 }
-
-export { seconds };

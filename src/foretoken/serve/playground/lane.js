@@ -21,6 +21,7 @@ export class Lane {
   reset(prompt, grade) {
     this.grade = grade;
     this.tokens = 0;
+    this.tabbable = false;
     const shown = (prompt.length > PROMPT ? "…" : "") + prompt.slice(-PROMPT);
     this.box.replaceChildren(el("span", { class: "prompt" }, shown));
     this.figures.replaceChildren();
@@ -44,19 +45,25 @@ export class Lane {
   /** The lane's own clock. elapsed: seconds since its request. */
   tick(elapsed) {
     const parts = [[this.tokens, "tokens"], [seconds(elapsed), ""], [rate(this.tokens / elapsed), "tokens/s"]];
-    this.figures.replaceChildren(...parts.map(([value, name]) => el("span", {}, el("b", {}, String(value)), ` ${name}`)));
+    const figure = ([value, name]) => el("span", {}, el("b", {}, String(value)), ` ${name}`);
+    this.figures.replaceChildren(...parts.map(figure));
   }
 
-  /** Underlines the tokens of one round. */
-  mark(number) {
+  /** Underlines the tokens of one round. seek: brings them into view, too. */
+  mark(number, seek) {
     for (const node of this.box.querySelectorAll(".lit")) node.classList.remove("lit");
-    for (const node of this.box.querySelectorAll(`[data-round="${number}"]`)) node.classList.add("lit");
+    const lit = [...this.box.querySelectorAll(`[data-round="${number}"]`)];
+    for (const node of lit) node.classList.add("lit");
+    const at = lit.at(-1)?.offsetTop;
+    const { scrollTop, clientHeight } = this.box;
+    if (seek && (at < scrollTop || at > scrollTop + clientHeight - 24)) this.box.scrollTop = at - clientHeight / 2;
   }
 
   #piece({ text, tokens, end }) {
     const last = tokens.at(-1);
     if (!last) return [document.createTextNode(text)];
-    const first = !this.box.querySelector(".token");
+    const first = !this.tabbable; // the text is one stop of the tab key
+    this.tabbable = true;
     const kind = end ? " end" : /^\n+$/.test(text) ? " break" : ""; // what would have no width gets a sign
     const span = el("span", { class: `token ${last.origin}${kind}`, tabindex: first ? 0 : -1,
       "data-round": last.round.number }, text);

@@ -1,6 +1,6 @@
 // Everything that shows a race, live or replayed: it is told of events and of frames, and draws.
 
-import { $, el, rate, seconds } from "./dom.js";
+import { $, el, rate } from "./dom.js";
 import { Clock, cards, positions } from "./charts.js";
 import { Lane } from "./lane.js";
 import { statistics } from "./trace.js";
@@ -52,7 +52,7 @@ export class Stage {
   /** Shows all events up to `now`, seconds on the lane's clock. */
   until(name, now) {
     const { events, seconds: end } = this.traces[name];
-    while (this.shown[name] < events.length && events[this.shown[name]].at <= now) this.show(name, events[this.shown[name]]);
+    for (let next; (next = events[this.shown[name]]) && next.at <= now; ) this.show(name, next);
     this.frame({ [name]: Math.min(now, end) });
     if (now >= end) this.finish(name);
   }
@@ -104,11 +104,12 @@ export class Stage {
   #drawRound(number, pace) {
     const round = this.rounds[number];
     this.round = number;
-    this.tree.show(round, this.grade, pace);
-    this.lanes.speculative.mark(number);
+    this.tree.show(round, this.grade, pace, this.follow);
+    this.lanes.speculative.mark(number, !this.follow);
     $("round").value = number + 1;
     const accepted = round.draft.filter((node) => node.accepted).length;
-    const times = Object.entries(round.seconds).map(([part, value]) => `${part} ${(1000 * value).toFixed(1)}`).join(", ");
+    const part = ([name, value]) => `${name} ${(1000 * value).toFixed(1)}`;
+    const times = Object.entries(round.seconds).map(part).join(", ");
     $("round-said").textContent =
       `Round ${number + 1} of ${this.rounds.length}: ${round.draft.length} drafted, ${accepted} accepted, ` +
       `${round.tokens.length} emitted (${times} ms).`;
@@ -145,5 +146,3 @@ export function result(traces, grade, shared) {
 
 /** The longest of both recordings in seconds. */
 export const longest = (traces) => Math.max(...NAMES.map((name) => traces[name].seconds));
-
-export { seconds };

@@ -18,17 +18,20 @@ export function tell(node, facts) {
 
 /** Makes arrow keys walk through the told elements of `box`, which is one stop of the tab key; Enter presses. */
 export function walkable(box) {
+  box.addEventListener("focusin", (event) => {
+    const at = event.target.closest(".told");
+    for (const node of at ? box.querySelectorAll("[tabindex='0']") : []) node.setAttribute("tabindex", "-1");
+    at?.setAttribute("tabindex", "0");
+  });
   box.addEventListener("keydown", (event) => {
     const at = event.target.closest(".told");
     if (!at) return;
-    const all = [...box.querySelectorAll(".told")];
+    const all = [...box.querySelectorAll(".told")].filter((node) => node.getClientRects().length);
     const here = all.indexOf(at);
     const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: all.length - 1 }[event.key];
     if (event.key === "Enter") at.dispatchEvent(new MouseEvent("click", { bubbles: true }));
     if (!all[to]) return;
     event.preventDefault();
-    at.setAttribute("tabindex", "-1");
-    all[to].setAttribute("tabindex", "0");
     all[to].focus();
   });
 }
@@ -71,11 +74,12 @@ function entry({ text, token, origin, p, q, why, round }) {
 
 function law(name, whose, value) {
   const known = value !== null && value !== undefined;
+  const unknown = name === "q" ? "none: the guess is fixed, not drawn" : "not told";
   const bar = el("span", { class: `law law-${name}` });
   bar.style.setProperty("--share", known ? value : 0);
   return [
     el("dt", {}, el("i", {}, name), ` ${whose}`),
-    el("dd", {}, known ? bar : null, known ? probability(value) : name === "q" ? "none: the guess is fixed, not drawn" : "not told"),
+    el("dd", {}, known ? bar : null, known ? probability(value) : unknown),
   ];
 }
 

@@ -111,7 +111,8 @@ export class Trace {
   close() {
     const left = this.#left.filter((token) => !token.text.includes(PART));
     this.#left = [];
-    return this.#keep({ at: this.seconds, pieces: left.map((token) => ({ text: "", tokens: [token], end: true })), rounds: [] });
+    const pieces = left.map((token) => ({ text: "", tokens: [token], end: true }));
+    return this.#keep({ at: this.seconds, pieces, rounds: [] });
   }
 
   /** From the request to the last token. */

@@ -56,15 +56,21 @@ export class Tree {
     this.box.replaceChildren();
   }
 
-  /** Draws `round`. pace: milliseconds until the next one, to grow and be pruned in; 0 draws what came of it at once. */
-  show(round, grade, pace) {
+  /**
+   * Draws `round`.
+   *
+   * pace: milliseconds until the next one, to grow and be pruned in; 0 draws what came of it at once. steady: the
+   * picture keeps the height of the tallest so far, so that nothing below it jumps.
+   */
+  show(round, grade, pace, steady) {
     const nodes = layout(round);
     const [columns, width] = this.#columns(nodes);
     const rows = 1 + Math.max(...nodes.map((node) => node.row));
     this.tallest = Math.max(this.tallest, rows * ROW + 8);
+    const height = steady ? this.tallest : rows * ROW + 8;
     const deepest = Math.max(...nodes.map((node) => node.depth));
     const beat = calm() ? 0 : Math.min(150, pace / (deepest + 4));
-    const picture = svg("svg", { width, height: this.tallest, viewBox: `0 0 ${width} ${this.tallest}`, role: "group",
+    const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group",
       "aria-label": `Draft of round ${round.number + 1}`, class: beat < 12 ? "still" : null });
     picture.style.setProperty("--beat", `${beat}ms`);
     picture.style.setProperty("--deepest", Math.max(0, ...depths(round.draft)));
@@ -107,7 +113,8 @@ export class Tree {
     if (node.state === "root") return place;
     place.setAttribute("tabindex", "-1");
     place.setAttribute("role", "img");
-    place.setAttribute("aria-label", `${node.label}, ${node.state === "target" ? "the target’s own" : node.state}, ${law}`);
+    const state = node.state === "target" ? "the target’s own" : node.state;
+    place.setAttribute("aria-label", `${node.label}, ${state}, ${law}`);
     tell(place, () => [told(node, round, grade)]);
     return place;
   }

@@ -15,17 +15,17 @@ export function whyEmitted(token, grade) {
   if (token.origin === "accepted") return whyAccepted(token, grade);
   if (!draft.length) return "Nothing was drafted for this place: the target’s own token.";
   const wrong = refused(draft)[0];
-  if (wrong === undefined) return "Bonus: the draft stood to its end, and the same pass gave the target’s next token as well.";
+  if (wrong === undefined) return "Bonus: the draft stood to its end, and the same pass gave the target’s next token too.";
   return `Correction: the guess ${quote(draft[wrong].text)} was refused, and the target put its own token there.`;
 }
 
 function whyAccepted({ p, q }, grade) {
   if (grade === "greedy") return "Accepted: it is the target’s likeliest token, and the draft had guessed it.";
   if (grade === "trajectory") {
-    return "Accepted: the target draws this token with the noise that the seed fixes, and the draft had guessed the same.";
+    return "Accepted: the target draws this token with the noise that the seed fixes; the draft guessed the same.";
   }
   if (q === null) {
-    return "Accepted: the draft put it up as a candidate, and the target’s own draw, which hits it with probability p, fell on it.";
+    return "Accepted: the draft put it up as a candidate, and the target’s own draw, which has the law p, fell on it.";
   }
   return (
     `Accepted: the target’s law gives p, the draft drew it with q. By itself it would be kept with probability ` +
@@ -41,7 +41,7 @@ export function whyRefused(index, round, grade) {
   if (parent !== path) return "Not taken: another branch of the tree was.";
   if (round.tokens.at(-1)?.origin === "accepted") return "Not taken: the text ended before it.";
   if (grade === "greedy") return "Refused: the target’s likeliest token is another one.";
-  if (grade === "trajectory") return "Refused: with the noise that the seed fixes, the target draws another token here.";
+  if (grade === "trajectory") return "Refused: with the noise that the seed fixes, the target draws another token.";
   if (q === null) return "Refused: the target’s own draw, which hits it with probability p, fell on another token.";
   return (
     `Refused: the draft drew it with q, the target’s law gives p. By itself it would be kept with probability ` +

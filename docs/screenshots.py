@@ -1,0 +1,116 @@
+"""Pictures of the playground for its page here, of a real race in a real browser.
+
+    .venv/bin/python docs/screenshots.py                # the bundled pair, its target widened to 0.7 B parameters
+    .venv/bin/python docs/screenshots.py --like none    # as they are
+
+Needs playwright and a Chromium that is installed on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from foretoken import LLM, zoo
+from foretoken.serve.app import create_app
+from foretoken.serve.limits import Settings
+from foretoken.serve.run import Server, bind
+from foretoken.serve.worker import Worker
+from foretoken.train.scale_up import scaled
+
+IMAGES = Path(__file__).parent / "img"
+DESKTOP = {"width": 1000, "height": 900}
+PHONE = {"width": 360, "height": 760}
+WAIT = 180_000  # milliseconds
+
+
+@contextmanager
+def served(like: str) -> Iterator[str]:
+    """The address of a server of the bundled pair."""
+    target = zoo.path("target") if like == "none" else scaled(like)
+    llm = LLM(target, zoo.path("draft"), methods=("eagle3", "ngram"), enable_prefix_caching=True)
+    worker = Worker(llm)
+    name = target.name if like == "none" else f"{zoo.path('target').name} widened to {like.upper()}"
+    server = Server(create_app(worker, Settings(model_names=(name,))), worker)
+    with bind("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def raced(browser: Browser, address: str, viewport: dict[str, int], scheme: str, **fields: str) -> Iterator[Page]:
+    """The page after a race with ``fields``, which are given by their ids."""
+    options: dict[str, Any] = {"viewport": viewport, "color_scheme": scheme, "reduced_motion": "reduce"}
+    with browser.new_context(**options) as context:
+        page = context.new_page()
+        page.goto(address)
+        expect(page.locator("#method option").nth(1)).to_be_attached(timeout=WAIT)
+        page.select_option("#method", fields.pop("method"))
+        for name, value in {"max-tokens": "64", **fields}.items():
+            page.fill(f"#{name}", value)
+        page.click("#go")
+        expect(page.locator("#result")).to_be_visible(timeout=WAIT)
+        yield page
+
+
+def visit(page: Page) -> None:
+    """Go to the first round of which something was accepted and something refused, if there is one."""
+    rounds = int(page.get_attribute("#round", "max") or 1)
+    for number in range(2, rounds + 1):
+        page.fill("#round", str(number))
+        if page.locator("#tree .node.accepted").count() > 1 and page.locator("#tree .node.refused").count() > 1:
+            return
+
+
+def main(like: str) -> None:
+    """Takes them all."""
+    IMAGES.mkdir(exist_ok=True)
+    with served(like) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
+        with raced(browser, address, DESKTOP, "light", method="draft_model", depth="6") as page:
+            visit(page)
+            page.mouse.move(0, 0)
+            shoot(page, "light", "body", "#speculative")
+        with raced(browser, address, DESKTOP, "dark", method="eagle3", depth="14") as page:
+            visit(page)
+            page.check("#struck")
+            page.mouse.move(0, 0)
+            shoot(page, "dark", ".lanes", "#stage")
+        with raced(browser, address, DESKTOP, "light", method="draft_model", depth="6", seed="") as page:
+            page.locator("#speculative-text .token.accepted").nth(8).hover()
+            shoot(page, "token", "#speculative", "#speculative")
+        with raced(browser, address, PHONE, "light", method="draft_model", depth="6") as page:
+            visit(page)
+            page.mouse.move(0, 0)
+            shoot(page, "phone", "body", "#speculative")
+        browser.close()
+
+
+def shoot(page: Page, name: str, first: str, last: str) -> None:
+    """A picture from the top of one element to the end of another, as wide as both."""
+    scrolled = page.evaluate("scrollY")
+    top, bottom = page.locator(first).bounding_box(), page.locator(last).bounding_box()
+    assert top is not None and bottom is not None
+    left, upper = max(0, top["x"] - 8), max(0, top["y"] + scrolled - 8)
+    right = min(page.evaluate("innerWidth"), max(box["x"] + box["width"] + 8 for box in (top, bottom)))
+    lower = bottom["y"] + bottom["height"] + scrolled + 8
+    clip = {"x": left, "y": upper, "width": right - left, "height": lower - upper}
+    page.screenshot(path=IMAGES / f"playground-{name}.png", clip=clip, full_page=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--like", default="0.7b", help="as in `foretoken demo`; none leaves the target as it is")
+    main(parser.parse_args().like)

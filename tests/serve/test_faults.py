@@ -1,0 +1,220 @@
+"""What goes wrong while the server runs, and that others do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import InvalidRequest
+from foretoken.serve.errors import Overloaded, RequestFailed, Unavailable
+from foretoken.serve.limits import Settings
+from foretoken.serve.worker import Worker
+from tests.serve.conftest import PATIENCE, Running, running
+
+LONG = {"prompt": "x = ", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+SHORT = {"prompt": "def f(x):\n", "max_tokens": 16, "temperature": 1, "seed": 7}
+
+
+@pytest.fixture
+def text_alone(server: Running) -> str:
+    server.until(server.idle)
+    return server.post(SHORT).json()["choices"][0]["text"]
+
+
+def test_client_gone_mid_stream(server: Running, text_alone: str) -> None:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True, "n": 2}) as answer:
+        next(answer.iter_lines())
+        assert not server.idle()
+        assert server.post(SHORT).json()["choices"][0]["text"] == text_alone
+    server.until(server.idle)
+
+
+def test_client_gone_before_the_answer(server: Running) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.3)
+    server.until(server.idle)
+    assert 'finished_reason="abort"' in httpx.get(f"{server.url}/metrics").text
+
+
+def test_slow_reader(server: Running, text_alone: str) -> None:
+    """Its request ends and others are served while it does not read; what it reads at last is whole."""
+    large = {"n": 8, "max_tokens": 250, "logprobs": 20, "return_steps": True, "speculative_tokens": 0}
+    body = json.dumps({**LONG, **large, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        slow.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
+        assert server.post(SHORT).json()["choices"][0]["text"] == text_alone
+        server.until(server.idle)
+        read = b""
+        while part := slow.recv(1 << 16):
+            read += part
+    assert read.count(b'"finish_reason":"length","stop_reason"') == 8 and b"data: [DONE]" in read
+    assert len(read) > 2**21, "more than waits in sockets"
+
+
+class Broken(RuntimeError):
+    """What a test makes happen."""
+
+
+def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A law that cannot be computed in the middle of a stream ends that stream with an error, and nothing else."""
+    bad = {"prompt": "x", "max_tokens": 50, "stream": True, "ignore_eos": True, "seed": 123456}
+    judge = server.worker.engine._judge
+
+    def failing(sequence: Any, draft: Any, scores: Any) -> Any:
+        if sequence.context.streams.seed == 123456 and sequence.context.generated > 5:
+            sequence.fail(Broken("planted"))
+            return None
+        return judge(sequence, draft, scores)
+
+    monkeypatch.setattr(server.worker.engine, "_judge", failing)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as other:
+        lines = other.iter_lines()
+        next(lines)
+        events = server.post(bad).text.strip().split("\n\n")
+        assert len(events) > 1 and "data: [DONE]" not in events
+        error = json.loads(events[-1].removeprefix("data: "))["error"]
+        assert error["type"] == "server_error" and "Broken" in error["message"] and "planted" not in error["message"]
+        with pytest.raises(openai.APIError, match="engine failed"):
+            list(server.client.completions.create(model="stdlib", prompt="x", max_tokens=50, stream=True, seed=123456))
+        assert server.post({**bad, "stream": False}).status_code == 500
+        assert server.post(SHORT).json()["choices"][0]["text"] == text_alone
+        assert next(line for line in lines if line)
+
+
+def test_a_round_that_fails(server: Running, text_alone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes its requests with it; the next one is served as if nothing had been."""
+    engine = server.worker.engine
+    planted = threading.Event()
+    propose = engine.proposer.propose
+
+    def failing(contexts: Any, budgets: Any) -> Any:
+        if planted.is_set() and contexts[0].generated > 5:
+            planted.clear()
+            raise Broken
+        return propose(contexts, budgets)
+
+    monkeypatch.setattr(engine.proposer, "propose", failing)
+    planted.set()
+    assert server.post(LONG).status_code == 500
+    assert server.post(SHORT).json()["choices"][0]["text"] == text_alone
+    server.until(server.idle)
+    engine.check_integrity()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_dead_engine_is_told(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(spare) as dying:
+        monkeypatch.setattr(dying.worker, "_note_begun", lambda *_: 1 / 0)
+        assert dying.post(SHORT).status_code == 503
+        assert httpx.get(f"{dying.url}/health").status_code == 503
+        assert "started again" in dying.post(SHORT).json()["error"]["message"]
+    spare.engine.clear()
+
+
+def test_draining(spare: LLM) -> None:
+    """Running ones finish, new ones are refused."""
+    body = {**LONG, "stream": True}
+    with running(spare) as ending, httpx.stream("POST", f"{ending.url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        ending.worker.draining = True
+        assert httpx.get(f"{ending.url}/health").status_code == 503
+        refused = ending.post(SHORT)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert list(lines)[-2] == "data: [DONE]"
+
+
+def worker_for(llm: LLM, **options: Any) -> Worker:
+    worker = Worker(llm, **options)
+    worker.start()
+    return worker
+
+
+def test_worker_in_process(spare: LLM) -> None:
+    """Without a server: text, cancelling at any moment, a full queue, refusals."""
+    wanted = spare.generate("x = ", SamplingParams(max_tokens=30, temperature=0))[0].outputs[0].text
+    worker = worker_for(spare, max_waiting=0)
+
+    async def use() -> None:
+        params = SamplingParams(max_tokens=30, temperature=0)
+        tickets = [await worker.submit(["x = "], params) for _ in range(8)]
+        with pytest.raises(Overloaded):
+            await worker.submit(["x = "], params)
+        tickets[0].cancel()
+        assert [piece async for piece in tickets[0]] == []
+        async for _ in tickets[1]:
+            tickets[1].cancel()
+        for ticket in tickets[2:]:
+            assert "".join([piece.text async for piece in ticket]) == wanted
+        with pytest.raises(InvalidRequest):
+            await worker.submit(["x", ""], params)
+        left = await worker.submit(["x = "], SamplingParams(max_tokens=1000, ignore_eos=True))
+        worker.abandon()
+        with pytest.raises(Unavailable):
+            [piece async for piece in left]
+        assert not worker.busy
+
+    asyncio.run(use())
+    worker.close()
+    spare.engine.check_integrity()
+    assert not spare.engine.busy and not spare.engine.finished
+
+
+def test_worker_tells_failures(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_for(spare)
+    monkeypatch.setattr(spare.engine, "add", lambda *_, **__: 1 / 0)
+
+    async def use() -> None:
+        with pytest.raises(RequestFailed, match="ZeroDivisionError"):
+            [piece async for piece in await worker.submit(["x"], SamplingParams())]
+
+    asyncio.run(use())
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``foretoken serve`` as users start it."""
+    command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--dtype", "float32", "--drain-timeout", "20"]
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
+        assert started.stderr is not None
+        line = started.stderr.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found, line + started.stderr.read()
+        yield started, found[0]
+        started.kill()
+
+
+def test_sigterm_mid_stream(process: tuple[subprocess.Popen[str], str]) -> None:
+    """The stream goes on to its end, new requests get a 503, and the process ends well."""
+    server, url = process
+    with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=PATIENCE) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.send_signal(signal.SIGTERM)
+        end = time.monotonic() + PATIENCE
+        while httpx.get(f"{url}/health").status_code != 503:
+            assert time.monotonic() < end
+        assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 503
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+    assert server.wait(PATIENCE) == 0
