@@ -5,13 +5,17 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
+from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
+from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.growers import Shape
 
@@ -152,3 +156,23 @@ def test_other_row_widths_are_fitted(wide: int) -> None:
     assert isinstance(draft.law, Sampled)
     assert draft.law.probs.shape == (6, 7)
     assert all(token < min(wide, 7) for token in draft.ids)
+
+
+def test_a_long_text_is_read_in_pieces_and_drafted_for_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.propose.draft_model.PIECE", 8)
+    target = ToyModel(vocab_size=7, order=2, seed=4)
+    prompt = [(3 * i) % 7 for i in range(40)]
+
+    def run(proposer: Proposer) -> tuple[list[int], list[int]]:
+        engine = Engine(target, proposer, Fixed(3))
+        c = Context(0, list(prompt), 40, SamplingLaw(), Streams(5), Exactness.TRAJECTORY)
+        engine.add(c, Length(30))
+        drafted = []
+        while engine.busy:
+            drafted += [len(step.draft) for step in engine.step()]
+        return c.tokens, drafted
+
+    tokens, drafted = run(DraftModel(DRAFT))
+    assert tokens == run(Proposer())[0]
+    # The text grows by a token a round meanwhile, so the sixth piece has its end.
+    assert drafted[:5] == [0] * 5 and drafted[5] == 3

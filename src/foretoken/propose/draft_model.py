@@ -23,6 +23,9 @@ from foretoken.propose.base import Method, Observation, Proposer, Workshop
 from foretoken.propose.growers import Grower, GrowthConfig, begin
 
 
+PIECE = 1024  # tokens of a text that are read in one round, so that the others hardly wait
+
+
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig(GrowthConfig):
     """How a draft model drafts.
@@ -63,11 +66,17 @@ class DraftModel(Proposer):
         self._drafts: dict[int, Draft] = {}  # whose outcome the stop is to learn
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        growers = {
-            i: (self._handle(context), self._grower(context, budget))
-            for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True))
-            if budget > 0 and len(context.tokens) + self._rows(budget) <= self.model.max_length
-        }
+        growers: dict[int, tuple[Handle, Grower]] = {}
+        behind: list[Handle] = []
+        for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
+            if budget > 0 and len(context.tokens) + self._rows(budget) <= self.model.max_length:
+                handle = self._handle(context)
+                if len(handle.tokens) == len(context.tokens):
+                    growers[i] = handle, self._grower(context, budget)
+                else:
+                    behind.append(handle)
+        if behind:
+            self.model.score(behind, [Draft.empty()] * len(behind))
         taps = (self.model.num_layers,) if self.stop is not None and self.stop.hidden else ()
         while active := [(handle, grower) for handle, grower in growers.values() if not grower.done]:
             drafts = [grower.growing() for _, grower in active]
@@ -85,8 +94,12 @@ class DraftModel(Proposer):
                 # In a mixture another member's draft may have been verified.
                 if self._drafts.pop(context.id, None) is observation.step.draft:
                     self.stop.observe(context, observation.step)
-        known = [(self._handles[c.id], o.step.tokens) for c, o in zip(contexts, observations, strict=True)
-                 if c.id in self._handles]  # fmt: skip
+        known = [
+            (handle, observation.step.tokens)
+            for context, observation in zip(contexts, observations, strict=True)
+            if (handle := self._handles.get(context.id)) is not None
+            and len(handle.tokens) + len(observation.step.tokens) == len(context.tokens)
+        ]
         if known:
             handles, tokens = zip(*known, strict=True)
             self.model.commit(handles, tokens)
@@ -128,9 +141,15 @@ class DraftModel(Proposer):
         return budget if self.config.tree == "chain" else max(budget, self.config.steps(budget) * self.config.top_k)
 
     def _handle(self, context: Context) -> Handle:
-        if context.id not in self._handles:
-            self._handles[context.id] = self.model.open(context.tokens)
-        return self._handles[context.id]
+        """The sequence's place; a long text is read a piece a round, and nothing is drafted before its end."""
+        handle = self._handles.get(context.id)
+        if handle is None:
+            handle = self._handles[context.id] = self.model.open(context.tokens)
+            handle.truncate(handle.cached + PIECE)
+        elif not handle.pending:
+            start = len(handle.tokens)
+            self.model.commit([handle], [context.tokens[start : start + PIECE]])
+        return handle
 
     def _grower(self, context: Context, budget: int) -> Grower:
         law, own = context.law, self.config.draft_temperature

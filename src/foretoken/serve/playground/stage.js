@@ -8,6 +8,7 @@ import { Tree } from "./tree.js";
 
 export const NAMES = ["speculative", "plain"];
 const BROWSE = 1100; // milliseconds in which a round grows that the user went to
+const HINT = "Drafts appear here: what the target accepts stays, what it refuses is struck out.";
 const REFRESH = 90; // milliseconds that the picture of a round stays at least, in a race
 
 export class Stage {
@@ -32,7 +33,7 @@ export class Stage {
     this.last = performance.now();
     for (const lane of Object.values(this.lanes)) lane.reset(prompt, grade);
     this.tree.reset();
-    $("round-said").textContent = "";
+    $("round-said").textContent = HINT;
     $("result").hidden = true;
     this.#drawClock();
   }

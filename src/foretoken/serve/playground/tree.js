@@ -87,7 +87,7 @@ export class Tree {
     for (const node of nodes) {
       node.label = visible(node.text, 16) || (node.state === "root" ? "prompt" : "∎");
       node.ink = Math.ceil(ruler.measureText(node.label).width);
-      const width = Math.max(52, node.ink + 20);
+      const width = Math.max(64, node.ink + 20);
       columns[node.depth] ??= { width: 0 };
       columns[node.depth].width = Math.max(columns[node.depth].width, width);
     }

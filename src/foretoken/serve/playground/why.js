@@ -15,7 +15,7 @@ export function whyEmitted(token, grade) {
   if (token.origin === "accepted") return whyAccepted(token, grade);
   if (!draft.length) return "Nothing was drafted for this place: the target’s own token.";
   const wrong = refused(draft)[0];
-  if (wrong === undefined) return "Bonus: the draft stood to its end, and the same pass gave the target’s next token too.";
+  if (wrong === undefined) return "Bonus: the draft stood to its end, and the same pass gave one token more.";
   return `Correction: the guess ${quote(draft[wrong].text)} was refused, and the target put its own token there.`;
 }
 
