@@ -130,7 +130,7 @@ class Scheduler:
             return left
         if unread and (left is None or left > 0):
             count = unread
-            if not self.target.rows_independent and left is not None:
+            if not self.target.cuts_freely and left is not None:
                 count = PIECE if unread > PIECE else unread
             elif left is not None:
                 count = min(unread, left)

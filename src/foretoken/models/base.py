@@ -92,7 +92,8 @@ class Scores:
 class Model(ABC):
     """Scores sequences and their drafts; the engine's only view of a network.
 
-    ``rows_independent`` says whether a row's logits are bit-equal whatever shares its pass.
+    ``rows_independent`` says whether a row's logits are bit-equal whatever shares its pass; ``cuts_freely`` whether they
+    are, too, wherever a prompt is cut into passes.
     """
 
     vocab_size: int
@@ -102,6 +103,7 @@ class Model(ABC):
     device: torch.device
     dtype: torch.dtype
     rows_independent: bool = False
+    cuts_freely: bool = False
 
     @property
     def row_bytes(self) -> int:

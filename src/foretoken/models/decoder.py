@@ -47,7 +47,7 @@ class Decoder(Model):
         self.max_length = a.max_length
         source = Source(weights, a, dtype, quantise)
         self.runner = build(a, Layers(source), read_ends(source), dtype, device)
-        self.rows_independent = self.runner.rows_independent
+        self.rows_independent, self.cuts_freely = self.runner.rows_independent, self.runner.cuts_freely
 
     @staticmethod
     def supports(config: Mapping[str, Any]) -> bool:

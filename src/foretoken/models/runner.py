@@ -35,6 +35,7 @@ class Runner(Protocol):
     """Everything below ``Decoder``: slots of key/value rows, and passes over them."""
 
     rows_independent: bool
+    cuts_freely: bool
     joint_rows: int  # a sequence with more pending rows than this is prefilled by itself
 
     @property

@@ -64,6 +64,7 @@ class TorchRunner:
     """See ``runner.Runner``; works on every device and dtype that torch has."""
 
     joint_rows = 32
+    cuts_freely = False  # a piece of one prompt is computed by other kernels than rows that share a pass
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class ToyModel(Model):
         self.max_length = max_length
         self.num_layers, self.hidden_size = _LAYERS, _WIDTH
         self.device, self.dtype = torch.device("cpu"), torch.float64
-        self.rows_independent = True
+        self.rows_independent = self.cuts_freely = True
         self._mixture: tuple[ToyModel, ToyModel, float] | None = None
         self._rows: dict[tuple[int, ...], Tensor] = {}
         self._open: set[int] = set()

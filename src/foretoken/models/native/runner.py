@@ -34,7 +34,7 @@ class NativeRunner:
     are bit-equal by construction: over row counts, trees and neighbours, in every kind of number.
     """
 
-    rows_independent = True
+    rows_independent = cuts_freely = True
     joint_rows = 256  # any cut gives the same bits, so the last piece of a prompt shares the first round's pass
 
     def __init__(
