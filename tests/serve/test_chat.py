@@ -7,9 +7,9 @@ from typing import Any
 
 import openai
 import pytest
+from tests.serve.conftest import Running
 
 from foretoken import LLM
-from tests.serve.conftest import Running
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def main(args):"}]
 GREEDY: dict[str, Any] = {"model": "stdlib", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 24}

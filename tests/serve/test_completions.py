@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import httpx
 import openai
 import pytest
+from tests.serve.conftest import PATIENCE, Running
 
 from foretoken import LLM, SamplingParams
 
@@ -153,3 +156,12 @@ def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
         for chunk in client.completions.create(**GREEDY, stream=True, stream_options=options)
     ]
     assert counts == sorted(counts) and counts[-1] == 24
+
+
+def test_lines_end_where_every_reader_ends_them(server: Running) -> None:
+    """U+2028, U+0085 and their like in a text do not end a line for readers that split as Unicode does."""
+    odd = "\u2028\u2029\x85\x1c é🙂"
+    body = {"prompt": "x", "max_tokens": 60, "structured_outputs": {"choice": [odd]}, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    assert "".join(choice["text"] for line in lines for choice in json.loads(line[6:])["choices"]) == odd

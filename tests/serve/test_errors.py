@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM
 from foretoken.serve.limits import Settings
-from tests.serve.conftest import PATIENCE, Running, running
 
 OK = {"prompt": "x = ", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

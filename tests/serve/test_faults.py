@@ -18,13 +18,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.errors import Overloaded, RequestFailed, Unavailable
-from foretoken.serve.limits import Settings
 from foretoken.serve.worker import Worker
-from tests.serve.conftest import PATIENCE, Running, running
 
 LONG = {"prompt": "x = ", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": "def f(x):\n", "max_tokens": 16, "temperature": 1, "seed": 7}

@@ -7,18 +7,20 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
-from schemathesis import checks
-
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode, checks
 from tests.serve.conftest import Running
+
+OPERATIONS = (
+    ("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/models", "GET"), ("/v1/models/{name}", "GET"),
+    ("/health", "GET"), ("/metrics", "GET"), ("/version", "GET"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def described(server: Running) -> Any:
     return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
-
-schema = schemathesis.pytest.from_fixture("described")
 
 CHECKS = [
     checks.not_a_server_error,
@@ -29,19 +31,31 @@ CHECKS = [
 ]
 
 
-@schema.parametrize()
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-def test_described(case: Any) -> None:
-    if isinstance(case.body, dict):
-        for name in ("max_tokens", "max_completion_tokens"):  # texts of any length would be well, but not fast
-            if isinstance(case.body.get(name), int) and case.body[name] > 4:
-                case.body[name] = 4
-        case.body.setdefault("max_tokens", 4)
-    case.call_and_validate(checks=CHECKS, timeout=30)
+def short(body: Any) -> Any:
+    """Texts of any length would be well, but not fast."""
+    if isinstance(body, dict):
+        for name in ("max_tokens", "max_completion_tokens"):
+            if isinstance(body.get(name), int) and body[name] > 4:
+                body[name] = 4
+        body.setdefault("max_tokens", 4)
+    return body
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("path, method", OPERATIONS)
+def test_described(described: Any, path: str, method: str, mode: GenerationMode) -> None:
+    if mode is GenerationMode.NEGATIVE and method == "GET":
+        return  # there is nothing to get wrong
+
+    @given(case=described[path][method].as_strategy(generation_mode=mode))
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    def conforms(case: Any) -> None:
+        case.body = short(case.body)
+        case.call_and_validate(checks=CHECKS, timeout=30)
+
+    conforms()
 
 
 def test_what_is_described(server: Running) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
-    assert set(paths) == {
-        "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/health", "/metrics", "/version",
-    }  # fmt: skip
+    assert {(path, method.upper()) for path in paths for method in paths[path]} == set(OPERATIONS)

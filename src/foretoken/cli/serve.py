@@ -74,6 +74,8 @@ def serve(
     """Serve the model over OpenAI's API, with a playground at /."""
     if log_level not in _LEVELS:
         raise InvalidRequest(f"--log-level must be one of {', '.join(_LEVELS)}, got {log_level!r}")
+    if not all(api_key or ()):
+        raise InvalidRequest("--api-key must not be empty; leave it out to serve without keys")
     config = speculative(speculative_config)
     options = {
         "enable_prefix_caching": True, "max_num_batched_tokens": max_num_batched_tokens or "auto",
@@ -109,8 +111,8 @@ def _serve(llm: LLM, settings: Settings, listening: socket.socket, max_waiting: 
     from foretoken.serve.worker import Worker
 
     worker = Worker(llm, max_waiting=max_waiting)
-    server = Server(create_app(worker, settings), worker, drain_timeout)
-    _announce(settings, listening)
+    app = create_app(worker, settings)
+    server = Server(app, worker, drain_timeout, announce=lambda: _announce(settings, listening))
     server.run(sockets=[listening])
     if worker.dead is not None:
         raise ForetokenError(f"the engine stopped working: {worker.dead}")

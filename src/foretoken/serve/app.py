@@ -16,16 +16,17 @@ from starlette.responses import FileResponse, Response
 from foretoken import __version__
 from foretoken.serve.answers import ChatCompletion, Completion, Error, Health, Model, ModelList, Version
 from foretoken.serve.chat import answer
+from foretoken.serve.chat_schema import ChatRequest
 from foretoken.serve.completions import complete
 from foretoken.serve.errors import Unavailable, add_handlers
 from foretoken.serve.limits import Guard, Settings
-from foretoken.serve.schema import ChatRequest, CompletionRequest
+from foretoken.serve.schema import CompletionRequest
 from foretoken.serve.service import Service
 from foretoken.serve.worker import Worker
 
 PLAYGROUND = Path(__file__).parent / "playground"
 
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_STREAM: dict[str, Any] = {"text/event-stream": {}}
 
 
 def create_app(worker: Worker, settings: Settings | None = None) -> FastAPI:

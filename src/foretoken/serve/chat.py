@@ -12,10 +12,10 @@ from starlette.types import Receive
 from foretoken.core.errors import InvalidRequest
 from foretoken.outputs import StreamPiece
 from foretoken.serve.answers import ChatChoice, ChatCompletion, ChatLogprobs
+from foretoken.serve.chat_schema import ChatRequest, Message, NamedTool
 from foretoken.serve.errors import invalid
 from foretoken.serve.generation import Generation, collect
 from foretoken.serve.parameters import sampling
-from foretoken.serve.schema import ChatRequest, Message, NamedTool
 from foretoken.serve.service import Service
 from foretoken.serve.spelling import chat_logprobs
 from foretoken.serve.stream import attended, stream

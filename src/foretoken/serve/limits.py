@@ -56,14 +56,14 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        watched = _Watched(scope, send)
+        watched, is_open = _Watched(scope, send), scope["path"] in self._open_paths
         try:
-            if scope["path"] in self._open_paths:
+            if is_open:
                 await self._app(scope, receive, watched.send)
             else:
                 await self._guarded(scope, receive, watched.send)
         finally:
-            watched.log()
+            watched.log(logging.DEBUG if is_open else logging.INFO)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _Body(receive, self._settings.max_body)
@@ -142,7 +142,7 @@ class _Watched:
             self._status = message["status"]
         await self._send(message)
 
-    def log(self) -> None:
+    def log(self, level: int) -> None:
         seconds = time.monotonic() - self._began
         status = "gone" if self._status is None else self._status
-        _log.info("%s %s %s %.2f s", self._scope["method"], self._scope["path"], status, seconds)
+        _log.log(level, "%s %s %s %.2f s", self._scope["method"], self._scope["path"], status, seconds)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from foretoken.params import SamplingParams
+from foretoken.serve.chat_schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from foretoken.serve.errors import invalid
-from foretoken.serve.schema import ChatRequest, Generate, JsonObjectFormat, JsonSchemaFormat
+from foretoken.serve.schema import Generate
 
 _SAME = (
     "frequency_penalty", "presence_penalty", "seed", "stop", "temperature", "top_p", "bad_words", "ignore_eos",

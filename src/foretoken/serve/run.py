@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -22,13 +23,16 @@ class Server(uvicorn.Server):
     """Ends in two steps: told once, it refuses new requests and lets others finish; told twice, it stops.
 
     drain_timeout: seconds for others to finish, after which they are ended with an error.
+    announce: called once requests are taken.
     """
 
-    def __init__(self, app: FastAPI, worker: Worker, drain_timeout: float = 30.0) -> None:
+    def __init__(
+        self, app: FastAPI, worker: Worker, drain_timeout: float = 30.0, announce: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(
             uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=int(_LAST_WORDS))
         )
-        self._worker, self._drain_timeout = worker, drain_timeout
+        self._worker, self._drain_timeout, self._announce = worker, drain_timeout, announce
         self._drained_by: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -43,6 +47,11 @@ class Server(uvicorn.Server):
         self._drained_by = time.monotonic() + self._drain_timeout
         self._worker.draining = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._announce()
+
     async def on_tick(self, counter: int) -> bool:
         """uvicorn asks ten times a second whether to end."""
         if self._drained_by is not None and (not self._worker.busy or time.monotonic() > self._drained_by):
@@ -56,8 +65,12 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+        except OSError:
+            listening.close()
+            raise
     except OSError as error:
         raise ForetokenError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --host or --port"

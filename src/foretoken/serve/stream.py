@@ -57,8 +57,8 @@ class EventStream(StreamingResponse):
         try:
             async with asyncio.timeout_at(self._generation.deadline + _GRACE):
                 await attended(receive, self.stream_response(send))
-        except ApiError:
-            return  # gone
+        except (ApiError, TimeoutError):
+            return  # gone, or deaf
         finally:
             self._generation.close("abort")
 
@@ -127,4 +127,5 @@ async def _chained(first: tuple[int, StreamPiece], generation: Generation) -> As
 
 
 def _event(data: Any) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    # In ASCII: readers that split lines as Unicode does would end one at U+2028 or U+0085 in the middle of a text.
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"

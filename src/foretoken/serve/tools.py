@@ -12,8 +12,8 @@ from typing import Any, cast
 from uuid import uuid4
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.serve.chat_schema import ChatRequest, NamedTool, Tool
 from foretoken.serve.errors import invalid
-from foretoken.serve.schema import ChatRequest, NamedTool, Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

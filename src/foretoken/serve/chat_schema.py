@@ -1,0 +1,143 @@
+"""What clients may send to /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from foretoken.serve.schema import Body, Count, Generate, Loose, Object, TextPart
+
+
+class FunctionCall(Loose):
+    """A function and its arguments, which are JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Loose):
+    """What an assistant called."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Loose):
+    """One message. ``content`` is missing only beside tool calls."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("content", "content is missing; only an assistant's tool calls go without")
+        return self
+
+
+class Function(Body):
+    """A function that may be called. ``parameters``: a JSON schema; none: no arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """Only functions are served."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The one tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Body):
+    """A schema and what it is called."""
+
+    model_config = ConfigDict(protected_namespaces=())
+    name: str
+    description: str | None = None
+    schema_: Annotated[Object | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """``schema`` is a field's alias, and pydantic's own refusal of other fields will do."""
+        return data
+
+
+class TextFormat(Body):
+    """Whatever the model says."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON that the schema allows."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class ChatRequest(Generate):
+    """Body of POST /v1/chat/completions. Where OpenAI's fields change nothing that comes out, they are ignored."""
+
+    refused: ClassVar[dict[str, str]] = {
+        "audio": "only text comes out",
+        "web_search_options": "the server does not search; put what was found into a message",
+        "functions": "it was replaced by tools",
+        "function_call": "it was replaced by tool_choice",
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    chat_template_kwargs: Object | None = None
+    logprobs: bool | None = None
+    max_completion_tokens: Count | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    response_format: ResponseFormat | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: list[Tool] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    # accepted where they ask for nothing else than what is done
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    # ignored
+    metadata: dict[str, str] | None = None
+    moderation: JsonValue = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: JsonValue = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None

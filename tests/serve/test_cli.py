@@ -1,0 +1,86 @@
+"""The command: what it refuses before it starts, in one line, and what it says when it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from foretoken.cli import serve as command
+from foretoken.cli.main import main
+from foretoken.core.errors import InvalidRequest
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of an error."""
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", *arguments])
+    said = capsys.readouterr().err.strip().splitlines()
+    assert caught.value.code != 0 and len(said) == 1
+    return said[0]
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(capsys, "--port", port)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--host", "no.such.host.invalid"], "cannot listen"),
+    (["--port", "0", "--kv-memory", "lots"], "--kv-memory must be a size such as 2GiB"),
+    (["--port", "0", "--chat-template", "/no/such/file"], "cannot read the chat template"),
+    (["--port", "0", "--speculative-config", "{"], "not JSON"),
+    (["--port", "0", "--log-level", "loud"], "--log-level"),
+    (["--port", "0", "--api-key", ""], "must not be empty"),
+    (["--port", "0", "--model", "/no/such/model"], "/no/such/model"),
+    (["--port", "0", "--methods", "telepathy"], "telepathy"),
+])  # fmt: skip
+def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert words in refused(capsys, *arguments)
+
+
+def test_without_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("foretoken.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert "pip install 'foretoken[serve]'" in refused(capsys, "--port", "0")
+
+
+@pytest.mark.parametrize("text, size", [
+    ("2GiB", 2**31), ("512MB", 2**29), ("1k", 1024), ("1.5 g", 3 * 2**29), ("1000", 1000),
+])  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert command._bytes("--kv-memory", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "2 parsecs", "GiB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="--kv-memory must be a size"):
+        command._bytes("--kv-memory", text)
+
+
+@pytest.mark.parametrize("host, keys, warned", [("0.0.0.0", "a b", False), ("0.0.0.0", "", True)])
+def test_what_it_says(host: str, keys: str, warned: bool) -> None:
+    """Where it is, and a warning on an open address without keys; Ctrl-C ends it well."""
+    arguments = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--host", host, "--dtype", "float32"]
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "FORETOKEN_API_KEY": keys}
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline(), process.stderr.readline()]
+        url = lines[0].split()[-1].replace("0.0.0.0", "127.0.0.1")
+        authorized = {"Authorization": f"Bearer {keys[-1:]}"}
+        assert httpx.get(f"{url}/models", headers=authorized).status_code == 200
+        assert httpx.get(f"{url}/models").status_code == (401 if keys else 200)
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(20) == 0
+    assert lines[0].startswith(f"foretoken at http://{host}:") and "playground" in lines[1]
+    assert ("--api-key" in rest) == warned and "GET /v1/models 200" in rest and "Traceback" not in rest
