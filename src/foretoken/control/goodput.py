@@ -19,7 +19,9 @@ from foretoken.control.tempo import Tempo
 from foretoken.core.context import Context
 from foretoken.core.step import Step
 
-_MARGIN = 1.02  # by so much drafting has to be faster
+_MARGIN = 1.02  # by so much drafting has to be faster,
+_CAUTION = 1.25  # and in the time that it adds bring so many tokens for each that plain decoding would: of many
+# estimates the best one flatters, and the more time is at stake, the more an error of a few percent loses
 _WAIT, _LONGEST = 8, 256  # rounds without a draft before the next try
 _TRIAL = 4  # nodes of a try
 _HOPE = 0.8 ** np.arange(1.0, 65.0)  # what a try could show
@@ -125,7 +127,12 @@ class Goodput(Controller):
         )
         value = (batch + np.cumsum(gains[order])) / seconds
         best = int(value.argmax())
-        if value[best] <= _MARGIN * batch / self._without(batch, forced):
+        without = self._without(batch, forced)
+        added = float(seconds[best]) - without
+        if (
+            value[best] <= _MARGIN * batch / without
+            or np.sum(gains[order[: best + 1]]) < _CAUTION * batch * added / without
+        ):
             return {}
         chosen = np.bincount(owners[order[: best + 1]], minlength=len(places))
         return {i: int(nodes) for i, nodes in zip(places, chosen, strict=True) if nodes}

@@ -18,6 +18,7 @@ from foretoken.core.step import Step, Timings, steady
 _BEHIND = 8  # missed tokens of all sequences together that go unnoticed
 _EARLY = 1.5  # observations that make the time of a plain round known
 _REFRESH = 24  # drafting rounds, at least, before a plain one is timed again;
+_STALE = 3.0  # observations that what was known then counts for
 _PATIENCE = 200.0  # and so many more for every whole time that drafting is faster, which costs half a percent
 _TOGETHER = 16.0  # missed tokens that take as long as one step of drafting, until measured
 
@@ -114,6 +115,8 @@ class Tempo:
             self.passes.add(rows, timings.total - timings.propose)
             self._since += 1
             if rows == len(steps) and not drafting:
+                if self._since >= _REFRESH:  # the machine may be another by now
+                    self.plain.doubt(_STALE)
                 self.plain.add(len(steps), timings.total)
                 self._since = 0
         for step, budget in zip(steps, granted, strict=True):
