@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -32,8 +33,11 @@ class Answer:
 
 
 @contextmanager
-def serving(*arguments: str, port: int = 8765) -> Iterator[tuple[str, int]]:
-    """A server of its own. -> its address, and its process"""
+def serving(*arguments: str) -> Iterator[tuple[str, int]]:
+    """A server of its own on a free port. -> its address, and its process"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, "-m", "foretoken", "serve", "--port", str(port), "--log-level", "error", *arguments]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:

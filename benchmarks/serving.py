@@ -73,7 +73,7 @@ def throughput(
     plain_model = pair(small)[:2]
     rows: list[dict[str, Any]] = []
     seats = ("--max-num-seqs", str(max(concurrency)))
-    with serving(*pair(small), *seats) as (fast, _), serving(*plain_model, *PLAIN, *seats, port=8766) as (plain, _):
+    with serving(*pair(small), *seats) as (fast, _), serving(*plain_model, *PLAIN, *seats) as (plain, _):
         for url in (fast, plain):
             measured(url, 2, 2, 16, temperature)
         for count in concurrency:

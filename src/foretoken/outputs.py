@@ -21,7 +21,8 @@ class Logprob:
 class SpeculationStats:
     """Counts over one output's rounds.
 
-    rounds: target passes after the prompt's; drafted, accepted: draft tokens.
+    rounds: target passes after the prompt's; drafted, accepted: draft tokens. cached: tokens of the prompt that were
+    found computed.
     accepted_per_position[i]: rounds in which draft position i was accepted.
     drafted_per_position[i]: rounds that drafted that far.
     """
@@ -34,6 +35,7 @@ class SpeculationStats:
     seconds: float = 0.0
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_position: tuple[int, ...] = ()
+    cached: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -115,8 +117,8 @@ class StreamPiece:
     text: the new text, whole characters only, held back while it could be the start of a stop string.
     step: the round itself: what was drafted, accepted and added by the target.
     output: the finished completion, on its last piece.
-    logprobs: of ``token_ids``, where they were asked for. explained: likewise. prompt_logprobs: likewise, on the last
-    piece.
+    logprobs: of ``token_ids``, where they were asked for. explained: likewise. prompt_logprobs: likewise, on the
+    first piece and on the last.
     """
 
     request_id: int

@@ -12,6 +12,8 @@ from foretoken.core.context import Exactness
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 
+_SMALLEST, _BIAS = 1e-6, 1e6
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -72,6 +74,14 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs", "speculative_tokens"):
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name), 0)
+        # Smaller ones leave float32 nothing to compute with.
+        if 0.0 < self.temperature < _SMALLEST or self.top_p < _SMALLEST or self.repetition_penalty < _SMALLEST:
+            raise InvalidRequest(
+                f"temperature must be 0 or at least {_SMALLEST:g}, top_p and repetition_penalty at least "
+                f"{_SMALLEST:g}; got {self.temperature!r}, {self.top_p!r} and {self.repetition_penalty!r}"
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            _number(f"logit_bias of token {token}", bias, -_BIAS, _BIAS, f"a number from -{_BIAS:g} to {_BIAS:g}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise InvalidRequest(f"seed must be an integer or None, got {self.seed!r}")
         if self.min_tokens > self.max_tokens:

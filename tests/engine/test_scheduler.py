@@ -231,3 +231,20 @@ def test_a_plain_engine_needs_no_proposer():
     one = Engine(TARGET, Proposer(), Fixed(0), prompt_rows=3)
     one.add(context(0, 20), Length(5))
     assert len(finished(one)[0]) == 25
+
+
+def test_one_thread_at_a_time():
+    one = engine()
+    one.add(context(0, 5), Length(5))
+    with one._alone, pytest.raises(InvalidRequest, match="another thread runs this engine"):
+        one.step()
+    assert len(finished(one)[0]) == 10
+
+
+@pytest.mark.parametrize("extreme", [
+    {"temperature": 1e-300}, {"top_p": 1e-280}, {"repetition_penalty": 1e-300}, {"logit_bias": {3: 1e39}},
+    {"logit_bias": {3: float("nan")}},
+], ids=str)  # fmt: skip
+def test_parameters_that_leave_nothing_to_compute_with_are_refused(extreme):
+    with pytest.raises(InvalidRequest, match=r"temperature must be 0 or at least 1e-06|logit_bias of token 3"):
+        SamplingParams(**extreme)

@@ -8,7 +8,7 @@ import math
 import httpx
 import openai
 import pytest
-from tests.serve.conftest import PATIENCE, Running
+from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM, SamplingParams
 
@@ -165,3 +165,12 @@ def test_lines_end_where_every_reader_ends_them(server: Running) -> None:
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     assert "".join(choice["text"] for line in lines for choice in json.loads(line[6:])["choices"]) == odd
+
+
+def test_cached_tokens_are_told() -> None:
+    prompt = "def again(x):\n    return x\n" * 30
+    with running(LLM(dtype="float32", enable_prefix_caching=True)) as server:
+        first, second = (server.post({"prompt": prompt, "max_tokens": 2}).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert second["prompt_tokens_details"]["cached_tokens"] >= 64
+    assert second["prompt_tokens"] == first["prompt_tokens"]

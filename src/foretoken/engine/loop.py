@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class Engine:
         self.pace = Pace(prompt_rows)
         self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, self._set_aside)
         self.finished: dict[int, Sequence] = {}
+        self._alone = threading.Lock()
 
     @property
     def max_sequences(self) -> int:
@@ -107,6 +109,14 @@ class Engine:
         """One round of every running sequence. -> what each emitted, in order of admission; nothing from those whose
         prompts are still being read
         """
+        if not self._alone.acquire(blocking=False):
+            raise InvalidRequest("another thread runs this engine, a server perhaps; give each user an LLM of its own")
+        try:
+            return self._round()
+        finally:
+            self._alone.release()
+
+    def _round(self) -> list[Step]:
         plan = self.scheduler.round()
         batch = [*plan.ready, *plan.reading]
         if not batch:

@@ -141,11 +141,11 @@ class Scheduler:
     def _open(self, sequence: Sequence) -> Sequence:
         """Give it a place, and as much of its text as is computed already, with one token more."""
         tokens = sequence.context.tokens
-        if not sequence.counts.rounds:
-            sequence.counts.started = monotonic()
         if sequence.reads_aloud:
             sequence.of_prompt.clear()
         handle = sequence.handle = self.target.open(tokens[:1] if sequence.reads_aloud else tokens)
+        if not sequence.counts.rounds:
+            sequence.counts.started, sequence.counts.cached = monotonic(), handle.cached
         self._hits += handle.cached
         self._queries += len(tokens)
         handle.truncate(handle.cached + 1)

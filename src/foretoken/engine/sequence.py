@@ -113,6 +113,7 @@ class Counts:
     drafted: int = 0
     accepted: int = 0
     tokens: int = 0
+    cached: int = 0
     started: float = field(default_factory=time.monotonic)
     finished: float | None = None
     drafted_at: list[int] = field(default_factory=list)
@@ -142,6 +143,7 @@ class Counts:
             seconds=(self.finished or time.monotonic()) - self.started,
             drafted_per_position=tuple(self.drafted_at),
             accepted_per_position=tuple(self.accepted_at),
+            cached=self.cached,
         )
 
 

@@ -22,7 +22,6 @@ from foretoken.models.checkpoint import load_tokenizer, resolve
 from foretoken.propose.base import Method, Observation, Proposer, Workshop
 from foretoken.propose.growers import Grower, GrowthConfig, begin
 
-
 PIECE = 1024  # tokens of a text that are read in one round, so that the others hardly wait
 
 

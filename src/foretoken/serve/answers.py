@@ -16,12 +16,19 @@ class CompletionDetails(TypedDict):
     rejected_prediction_tokens: int
 
 
+class PromptDetails(TypedDict):
+    """cached_tokens: of the prompt, found computed; known once its answer is whole."""
+
+    cached_tokens: int
+
+
 class Usage(TypedDict):
     """Tokens."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: NotRequired[PromptDetails]
     completion_tokens_details: NotRequired[CompletionDetails]
 
 

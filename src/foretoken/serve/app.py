@@ -26,6 +26,11 @@ from foretoken.serve.worker import Worker
 
 PLAYGROUND = Path(__file__).parent / "playground"
 
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 _STREAM: dict[str, Any] = {"text/event-stream": {}}
 
 
@@ -133,6 +138,6 @@ def _add_playground(app: FastAPI) -> list[str]:
 
 def _page(file: Path) -> Callable[[Request], Awaitable[Response]]:
     async def page(request: Request) -> Response:
-        return FileResponse(file, headers={"Cache-Control": "no-cache"})
+        return FileResponse(file, headers=_PAGE_HEADERS)
 
     return page

@@ -31,7 +31,7 @@ class Generation:
         self.deadline = asyncio.get_running_loop().time() + timeout
         self.shown = True
         self._numbers = {request.id: place * self.params.n for place, request in enumerate(ticket.requests)}
-        self._generated = self._accepted_of_prediction = 0
+        self._generated = self._accepted_of_prediction = self._cached = 0
         self._reason: str | None = None
         self._left = len(ticket.members)
         self._closed = False
@@ -87,6 +87,7 @@ class Generation:
             "prompt_tokens": self._prompted,
             "completion_tokens": generated,
             "total_tokens": self._prompted + generated,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": max(0, self._predicted * len(self.ticket.members) - accepted),
@@ -110,6 +111,7 @@ class Generation:
         if piece.output is not None:
             self._left -= 1
             self._reason = self._reason or piece.output.finish_reason
+            self._cached += piece.output.stats.cached if piece.index == 0 else 0
 
 
 async def collect(generation: Generation) -> dict[int, StreamPiece]:
