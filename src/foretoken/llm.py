@@ -83,10 +83,7 @@ class LLM:
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
         self._proposer = builder.build(config)
-        tempo = Tempo()
-        measured = not (self._proposer.costless or self._proposer.learns)
-        if measured and isinstance(config.control_in_force, GoodputConfig):
-            rehearse(self.target, self._proposer, tempo, config.most)
+        tempo = self._rehearsed(config)
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
         chosen = selection(builder, config, self._proposer, methods)
@@ -103,6 +100,14 @@ class LLM:
         )
         ends = eos_ids(path, self.tokenizer)
         self.requests = RequestBuilder(self.tokenizer, self.target.vocab_size, ends, seed, self.methods)
+
+    def _rehearsed(self, config: SpeculativeConfig) -> Tempo:
+        """What rounds take, as far as it can be known before the first request."""
+        tempo = Tempo()
+        measured = not (self._proposer.costless or self._proposer.learns)
+        if measured and isinstance(config.control_in_force, GoodputConfig):
+            rehearse(self.target, self._proposer, tempo, config.most)
+        return tempo
 
     def generate(
         self,

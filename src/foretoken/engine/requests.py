@@ -95,18 +95,7 @@ class RequestBuilder:
                     method=params.speculative_method,
                 )
             )
-            detokenizer = Detokenizer(self.tokenizer, ids, params.skip_special_tokens)
-            stoppings.append(
-                TextStopping(
-                    detokenizer,
-                    params.max_tokens,
-                    params.min_tokens,
-                    eos,
-                    stop_ids,
-                    params.stops,
-                    params.include_stop_str_in_output,
-                )
-            )
+            stoppings.append(self._stopping(ids, params, eos, stop_ids))
             self._sequences += 1
         request = Request(
             self._requests, text, tuple(ids), params, tuple(c.id for c in contexts), tuple(stoppings)
@@ -130,6 +119,19 @@ class RequestBuilder:
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         return None, ids
+
+    def _stopping(
+        self, ids: Sequence[int], params: SamplingParams, eos: Sequence[int], stop_ids: Sequence[int]
+    ) -> TextStopping:
+        return TextStopping(
+            Detokenizer(self.tokenizer, ids, params.skip_special_tokens),
+            params.max_tokens,
+            params.min_tokens,
+            eos,
+            stop_ids,
+            params.stops,
+            params.include_stop_str_in_output,
+        )
 
     def _restricted(self, law: SamplingLaw, wanted: Mapping[str, Any] | None, ends: Sequence[int]) -> SamplingLaw:
         """``law`` for one sequence: a grammar remembers where its own sequence is."""

@@ -92,8 +92,8 @@ class Scores:
 class Model(ABC):
     """Scores sequences and their drafts; the engine's only view of a network.
 
-    ``rows_independent`` says whether a row's logits are bit-equal whatever shares its pass, ``cuts_freely`` whether they
-    are so, too, wherever a prompt is cut into passes.
+    ``rows_independent`` says whether a row's logits are bit-equal whatever shares its pass, ``cuts_freely`` whether
+    they are so, too, wherever a prompt is cut into passes.
     """
 
     vocab_size: int
