@@ -96,6 +96,8 @@ class Goodput(Controller):
 
     def _decided(self, contexts: Sequence[Context], limits: dict[int, int], forced: int) -> dict[int, int]:
         """``_best``, once in a few rounds."""
+        if not limits or not self.tempo.ready:
+            return {}
         key = ([context.id for context in contexts], limits, forced)
         held, decision, age = self._held
         if held != key or age >= _HOLD:
@@ -105,8 +107,6 @@ class Goodput(Controller):
 
     def _best(self, contexts: Sequence[Context], limits: dict[int, int], forced: int) -> dict[int, int]:
         """Nodes for each place in the batch whose nodes pay; ``forced`` are drafted in any case."""
-        if not limits or not self.tempo.ready:
-            return {}
         places = list(limits)
         stands = [self._records[contexts[i].id].survival.stands()[: limits[i]] for i in places]
         exists = [self._records[contexts[i].id].survival.exists()[: limits[i]] for i in places]
