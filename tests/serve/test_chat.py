@@ -12,11 +12,12 @@ from tests.serve.conftest import Running
 from foretoken import LLM
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def main(args):"}]
+DRAFTING = {"speculative_tokens": 4}  # whether or not that pays on this machine
 GREEDY: dict[str, Any] = {"model": "stdlib", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 24}
 
 
 def test_whole(client: openai.OpenAI) -> None:
-    got = client.chat.completions.create(**GREEDY)
+    got = client.chat.completions.create(**GREEDY, extra_body=DRAFTING)
     assert got.object == "chat.completion" and got.id.startswith("chatcmpl-")
     assert got.choices[0].message.role == "assistant" and got.choices[0].message.content
     assert got.choices[0].finish_reason == "length" and got.choices[0].message.tool_calls is None
@@ -34,7 +35,8 @@ def test_template_is_what_the_model_reads(client: openai.OpenAI, llm: LLM) -> No
 
 def test_streamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**GREEDY)
-    chunks = list(client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
+    options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": DRAFTING}
+    chunks = list(client.chat.completions.create(**GREEDY, **options))
     first, *middle, end, usage = chunks
     assert first.object == "chat.completion.chunk"
     assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
@@ -137,7 +139,8 @@ def test_guided(client: openai.OpenAI, extra: dict[str, Any], fits: Any) -> None
 
 def test_prediction(client: openai.OpenAI) -> None:
     said = client.chat.completions.create(**GREEDY).choices[0].message.content
-    got = client.chat.completions.create(**GREEDY, prediction={"type": "content", "content": said + " and more"})
+    said_so = {"type": "content", "content": said + " and more"}
+    got = client.chat.completions.create(**GREEDY, prediction=said_so, extra_body={"speculative_tokens": 16})
     assert got.choices[0].message.content == said
     details = got.usage.completion_tokens_details
     assert details.accepted_prediction_tokens > 12 and details.rejected_prediction_tokens > 0
@@ -147,7 +150,9 @@ def test_prediction(client: openai.OpenAI) -> None:
 
 def test_prediction_of_another_method_is_not_counted(client: openai.OpenAI) -> None:
     asked = {"prediction": {"type": "content", "content": [{"type": "text", "text": "def f"}]}}
-    got = client.chat.completions.create(**GREEDY, **asked, extra_body={"speculative_method": "draft_model"})
+    got = client.chat.completions.create(
+        **GREEDY, **asked, extra_body={"speculative_method": "draft_model", **DRAFTING}
+    )
     details = got.usage.completion_tokens_details
     assert details.accepted_prediction_tokens == details.rejected_prediction_tokens == 0
     assert got.model_extra["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0

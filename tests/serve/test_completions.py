@@ -133,7 +133,8 @@ def test_speculation_is_the_clients_choice(client: openai.OpenAI, extra: dict[st
 
 
 def test_steps(client: openai.OpenAI, llm: LLM) -> None:
-    chunks = list(client.completions.create(**GREEDY, stream=True, extra_body={"return_steps": True}))
+    extra = {"return_steps": True, "speculative_tokens": 4}
+    chunks = list(client.completions.create(**GREEDY, stream=True, extra_body=extra))
     steps = [step for chunk in chunks for step in chunk.model_extra["steps"]]
     assert [s["position"] for s in steps] == [sum(len(t["tokens"]) for t in steps[:i]) for i in range(len(steps))]
     tokens = [t for s in steps for t in s["tokens"]]

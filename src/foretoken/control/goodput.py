@@ -48,7 +48,7 @@ class Goodput(Controller):
     def __init__(self, most: int, tempo: Tempo) -> None:
         self.most, self.tempo = most, tempo
         self._records: dict[int, Record] = {}
-        self._priors: dict[bool, Survival] = {}
+        self._priors: dict[tuple[bool, str | None, bool], Survival] = {}
         self._wait = _WAIT
         self._held: tuple[object, dict[int, int], int] = (None, {}, 0)
 
@@ -83,7 +83,8 @@ class Goodput(Controller):
 
     def _record(self, context: Context) -> Record:
         if context.id not in self._records:
-            prior = self._priors.setdefault(context.law.greedy, Survival(self.most, memory=256.0))
+            kind = context.law.greedy, context.method, bool(context.prediction)
+            prior = self._priors.setdefault(kind, Survival(self.most, memory=256.0))
             self._records[context.id] = Record(Survival(self.most, prior), self._wait)
         return self._records[context.id]
 

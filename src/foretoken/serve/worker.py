@@ -57,7 +57,7 @@ class Worker:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
-        self._chooses = self.engine.proposer
+        self._chooses, self._contained = self.engine.proposer, self.engine.contained
         # One request's mishap is not the others', and nobody fails because nobody drafts.
         self.engine.contained, self.engine.proposer = Exception, Tolerant(self.engine.proposer)
         # The engine's thread alone looks at these.
@@ -113,10 +113,11 @@ class Worker:
             ticket.end(Unavailable("the server shut down before the request was done"), abort=True)
 
     def close(self) -> None:
-        """Stop the thread after the round it is in, and wait for it."""
+        """Stop the thread after the round it is in, wait for it, and leave the engine as it was."""
         self._orders.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        self.engine.contained, self.engine.proposer = self._contained, self._chooses
         self._intake.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self, sequences: int) -> None:
