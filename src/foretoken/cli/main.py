@@ -21,6 +21,7 @@ from foretoken.cli.generate import generate
 from foretoken.cli.plan import plan
 from foretoken.cli.scale_up import scale_up
 from foretoken.cli.serve import serve
+from foretoken.cli.simulate import simulate
 from foretoken.cli.train_heads import app as train_app
 from foretoken.cli.zoo import zoo
 from foretoken.core.errors import ForetokenError
@@ -31,6 +32,7 @@ app.command()(chat)
 app.command()(serve)
 app.command()(demo)
 app.command()(plan)
+app.command()(simulate)
 app.command()(audit)
 app.command()(zoo)
 app.command("scale-up")(scale_up)

@@ -9,7 +9,8 @@ Which rule is exact follows from how the draft was made and from what the reques
 | drawn tree, siblings i.i.d. or without replacement | traversal (or recursive) | coupled |
 | top k-1 plus one drawn | greedy multi-draft | coupled |
 
-The lossy rules, like ``typical``, are had only by their own name.
+The lossy rules, like ``typical``, are had only by their own name; so is ``continuous``, for real values in the place of
+tokens.
 """
 
 from __future__ import annotations

@@ -1,0 +1,270 @@
+"""A continuous series: an AR model of four lags drafts, a network over two days of values decides, exactly.
+
+    .venv/bin/python examples/series.py --picture docs/img/series.png
+
+The series is hourly and made here: a daily and a weekly cycle and noise with a threshold in it,
+    y_t = 10 + 2.5 sin(2 pi t / 24) + sin(2 pi t / 168) + a_t,   a_t = 0.8 tanh(1.4 a_{t-1}) - 0.25 a_{t-2} + 0.45 e_t
+Neither model is told so: both are fitted to the first weeks of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.core.streams import Purpose, Streams, random_seed_from
+from foretoken.verify.continuous import Gaussians, Origin, SeededReals, SeriesDraft, SeriesVerdict, verify
+
+Reals = NDArray[np.float64]
+Means = Callable[[Reals], Reals]  # pasts [rows, WINDOW] -> means of what comes next [rows]
+
+DAY, WINDOW = 24, 48
+LAGS = (1, 2, 24, 25)  # what the draft looks at
+
+
+def make_series(length: int, seed: int) -> Reals:
+    """``length`` hourly values of the process above."""
+    noise = np.random.default_rng(seed).normal(size=length)
+    a = np.zeros(length + 2)
+    for t in range(length):
+        a[t + 2] = 0.8 * np.tanh(1.4 * a[t + 1]) - 0.25 * a[t] + 0.45 * noise[t]
+    hours = np.arange(length)
+    return 10.0 + 2.5 * np.sin(2 * np.pi * hours / DAY) + np.sin(2 * np.pi * hours / (7 * DAY)) + a[2:]
+
+
+@dataclass(frozen=True)
+class Forecaster:
+    """An autoregressive Gaussian: the next value is N(means(last WINDOW values), scale^2). ``calls`` counts passes."""
+
+    means: Means
+    scale: float
+    calls: list[int] = field(default_factory=list)  # rows of each pass
+
+    def rows(self, pasts: Reals, scale: float | None = None) -> Gaussians:
+        """One pass over any number of pasts, [rows, WINDOW]."""
+        self.calls.append(len(pasts))
+        means = self.means(pasts)[:, None]
+        return Gaussians(means, np.full_like(means, scale or self.scale))
+
+
+def windows(series: Reals) -> tuple[Reals, Reals]:
+    """Every stretch of WINDOW values and the value after it."""
+    stretches = np.lib.stride_tricks.sliding_window_view(series, WINDOW)[:-1]
+    return stretches, series[WINDOW:]
+
+
+def fit_draft(series: Reals) -> Forecaster:
+    """Least squares on LAGS and a constant."""
+    pasts, nexts = windows(series)
+
+    def inputs(past: Reals) -> Reals:
+        return np.column_stack([past[:, [WINDOW - lag for lag in LAGS]], np.ones(len(past))])
+
+    weights, *_ = np.linalg.lstsq(inputs(pasts), nexts, rcond=None)
+    return Forecaster(lambda past: inputs(past) @ weights, float(np.std(nexts - inputs(pasts) @ weights)))
+
+
+def fit_target(series: Reals, steps: int = 1500, seed: int = 1) -> Forecaster:
+    """A network of two hidden layers on what least squares over the whole window leaves, trained by Adam."""
+    pasts, nexts = windows(series)
+    middle = float(series.mean())
+    held_out = len(nexts) // 5
+    linear, *_ = np.linalg.lstsq(pasts - middle, nexts - middle, rcond=None)
+    x, y = torch.from_numpy(pasts - middle), torch.from_numpy(nexts - middle - (pasts - middle) @ linear)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (WINDOW, 48, 48, 1)
+    layers = [
+        torch.randn(i, o, generator=generator, dtype=torch.float64).mul_(i**-0.5).requires_grad_()
+        for i, o in pairwise(sizes)
+    ]
+
+    def network(past: Tensor) -> Tensor:
+        for layer in layers[:-1]:
+            past = torch.tanh(past @ layer)
+        return (past @ layers[-1])[:, 0]
+
+    optimizer = torch.optim.AdamW(layers, lr=3e-3, weight_decay=0.05)
+    for _ in range(steps):
+        some = torch.randint(held_out, len(y), (256,), generator=generator)
+        optimizer.zero_grad()
+        loss = (network(x[some]) - y[some]).square().mean()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        scale = float((network(x[:held_out]) - y[:held_out]).square().mean().sqrt())  # honest: not trained on
+
+    def means(past: Reals) -> Reals:
+        with torch.no_grad():
+            bent = network(torch.from_numpy(past - middle)).numpy()
+        found: Reals = middle + (past - middle) @ linear + bent
+        return found
+
+    return Forecaster(means, scale)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happened after ``position`` values: the guesses, their verdict, and the target's rows."""
+
+    position: int
+    draft: SeriesDraft
+    verdict: SeriesVerdict
+    target: Gaussians
+
+
+def next_round(past: Reals, target: Forecaster, draft: Forecaster, streams: Streams, position: int, depth: int,
+               own_scale: bool = False) -> Round:  # fmt: skip
+    """Guess ``depth`` values one by one, score them in one pass of the target, judge.
+
+    own_scale: draw with the draft's scale and not with the target's: refused values are then drawn anew.
+    """
+    numbers = SeededReals(streams, Purpose.DRAFT, position)
+    known, means = past[-WINDOW:], np.empty((0, 1))
+    scale = draft.scale if own_scale else target.scale
+    for i in range(depth):
+        row = draft.rows(known[None, -WINDOW:], scale)
+        means = np.vstack([means, row.means])
+        known = np.append(known, row.draw(0, numbers, i))
+    values = known[len(known) - depth :, None]
+    guess = SeriesDraft(values, Gaussians(means, np.full_like(means, scale)))
+    rows = target.rows(np.lib.stride_tricks.sliding_window_view(known, WINDOW)[-depth - 1 :])
+    return Round(position, guess, verify(guess, rows, SeededReals(streams, Purpose.VERIFY, position)), rows)
+
+
+def forecast(past: Reals, length: int, target: Forecaster, draft: Forecaster, seed: int, depth: int,
+             own_scale: bool = False) -> tuple[Reals, list[Round]]:  # fmt: skip
+    """One possible future of ``length`` values, drawn from the target's law in rounds; depth 0 is plain sampling."""
+    future, rounds, streams = np.empty(0), list[Round](), Streams(seed)
+    while len(future) < length:
+        room = min(depth, length - len(future) - 1)
+        known = np.concatenate([past, future])
+        one = next_round(known, target, draft, streams, len(future), room, own_scale)
+        future = np.concatenate([future, one.draft.values[: one.verdict.accepted, 0], one.verdict.value])
+        rounds.append(one)
+    return future, rounds
+
+
+def report(name: str, values: int, rounds: list[Round]) -> None:
+    """What it saved."""
+    passes, accepted = len(rounds), sum(r.verdict.accepted for r in rounds)
+    judged = sum(min(r.verdict.accepted + 1, len(r.draft)) for r in rounds)
+    print(f"{name}: {passes} passes for {values} values, {1 - passes / values:.0%} saved, {values / passes:.2f} a pass")
+    if judged:
+        kinds = ", ".join(f"{sum(r.verdict.origin is origin for r in rounds)} {origin}" for origin in Origin)
+        print(f"  {accepted} guesses stand, {accepted / judged:.0%} of those judged; the target's own: {kinds}")
+
+
+LOOKS: dict[str, dict[str, Any]] = {
+    "guess that stood": {"color": "#2a9d5c", "marker": "o", "s": 34},
+    "refused guess": {"facecolors": "white", "edgecolors": "#d1495b", "marker": "o", "s": 34},
+    "its mirror image": {"color": "#d1495b", "marker": "D", "s": 30},
+    "guess after a refused one": {"facecolors": "white", "edgecolors": "#bbbbbb", "marker": "o", "s": 18},
+    "the target's own, all guesses stood": {"color": "#1b5e9c", "marker": "s", "s": 32},
+}
+BAND = "#dfe7f1"
+
+
+def draw(picture: Path, past: Reals, future: Reals, rounds: list[Round], others: Reals, shown: int = 30) -> None:
+    """The future among others, [futures, hours], and below its first ``shown`` hours with their rounds."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (wide, near) = plt.subplots(2, 1, figsize=(9, 6.4), height_ratios=(1, 1.6), layout="constrained")
+    hours, shown = np.arange(len(future)), min(len(future), shown)
+    low, high = np.quantile(others, (0.05, 0.95), axis=0)
+    wide.fill_between(hours, low, high, color="#c9d6e8", lw=0, label=f"5 % to 95 % of {len(others)} futures")
+    wide.plot(np.arange(-len(past), 1), [*past, future[0]], color="#777777", lw=1, label="what was seen")
+    wide.plot(hours, future, color="#1b5e9c", lw=1.3, label="one of them")
+    wide.axvspan(-0.5, shown - 0.5, color="#f7f0e0", lw=0, zorder=0)
+    wide.text(shown / 2 - 0.5, low.min() - 0.9, "below, round by round", ha="center", fontsize=8, color="#8a7340")
+    wide.set_ylim(low.min() - 1.2, high.max() + 2.0)
+    wide.legend(loc="upper left", fontsize=8, ncols=3, frameon=False)
+    _draw_rounds(near, future, rounds, shown)
+    near.set_xlabel("hours ahead")
+    for axes in (wide, near):
+        axes.set_ylabel("value")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def _draw_rounds(axes: Any, future: Reals, rounds: list[Round], shown: int) -> None:
+    """Band, guesses and verdicts of the rounds that end within ``shown`` hours; dotted lines part them."""
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in LOOKS}
+    stood, refused, mirrored, unread, bonus = points.values()
+    end = 0
+    for one in rounds:
+        at, own, value = one.position, one.position + one.verdict.accepted, float(one.verdict.value[0])
+        if own >= shown:
+            break
+        for i in range(own - at + 1):
+            middle, spread = one.target.means[i, 0], 2 * one.target.scales[i, 0]
+            axes.fill_between(
+                at + i + np.array([-0.42, 0.42]), middle - spread, middle + spread, color=BAND, lw=0, zorder=0
+            )
+        guesses = [(at + i, float(guess)) for i, guess in enumerate(one.draft.values[:, 0])]
+        stood += guesses[: own - at]
+        unread += [guess for guess in guesses[own - at + 1 :] if guess[0] < shown]
+        if one.verdict.origin is Origin.BONUS:
+            bonus.append((own, value))
+        else:
+            refused.append(guesses[own - at])
+            mirrored.append((own, value))
+            arrow = {"arrowstyle": "->", "color": "#d1495b", "lw": 1.2}
+            axes.annotate("", (own, value), guesses[own - at], arrowprops=arrow, zorder=2)
+        axes.axvline(own + 0.5, color="#bbbbbb", lw=0.8, ls=":", zorder=0)
+        end = own + 1
+    axes.plot(np.arange(end), future[:end], color="#999999", lw=0.8, zorder=1)
+    for name, look in LOOKS.items():
+        if points[name]:
+            axes.scatter(*zip(*points[name], strict=True), zorder=3, label=name, **look)
+    axes.fill_between([], [], [], color=BAND, lw=0, label="target's mean ± 2 deviations")
+    axes.set_xlim(-0.8, shown - 0.4)
+    axes.set_ylim(top=axes.get_ylim()[1] + 1.4)
+    axes.legend(loc="upper left", fontsize=8, ncols=3, frameon=False)
+
+
+def main(
+    futures: Annotated[int, typer.Option(help="how many futures are drawn")] = 100,
+    length: Annotated[int, typer.Option(help="hours ahead")] = 96,
+    depth: Annotated[int, typer.Option(help="guesses a round")] = 5,
+    picture: Annotated[Path | None, typer.Option(help="where a picture is written")] = None,
+    seed: Annotated[int, typer.Option(help="of the futures")] = 7,
+) -> None:
+    """Fit both models, draw futures three ways, say what speculation saved."""
+    torch.set_num_threads(1)
+    series = make_series(24 * 7 * 30, seed=3)
+    target, draft = fit_target(series), fit_draft(series)
+    print(
+        f"the target misses by {target.scale:.3f}, the draft by {draft.scale:.3f} (the noise's own deviation is 0.45)"
+    )
+    past = series[-7 * DAY :]
+    for name, k, own_scale in (
+        ("plain", 0, False), ("drafted with the target's scale", depth, False), ("with the draft's own", depth, True),
+    ):  # fmt: skip
+        drawn = [forecast(past, length, target, draft, random_seed_from(seed, i), k, own_scale) for i in range(futures)]
+        report(name, futures * length, [r for _, rounds in drawn for r in rounds])
+        ends = np.array([future[-1] for future, _ in drawn])
+        print(
+            f"  the value {length} hours ahead: {ends.mean():.2f} ± {ends.std() / len(ends) ** 0.5:.2f}, "
+            f"deviation {ends.std():.2f}"
+        )
+        if picture is not None and k and not own_scale:
+            future, rounds = drawn[0]
+            draw(picture, past[-72:], future, rounds, np.array([f for f, _ in drawn]))
+            print(f"  picture: {picture}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,199 @@
+"""``foretoken simulate``: what drafting and verifying on different workers would gain, before they are bought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.costs import Color, wide_console
+from foretoken.cli.files import check_places, write_json, write_text
+from foretoken.cli.theme import ColorMode
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from foretoken.plan.simulate import Outcome, Setting, Sweep
+
+UNITS = {"rtt": (1e3, " ms round trip"), "acceptance": (1.0, " acceptance"), "verifiers": (1.0, " target servers"),
+         "draft-ms": (1e3, " ms a draft step")}  # fmt: skip
+
+
+class Varied(StrEnum):
+    """What ``--sweep`` varies."""
+
+    RTT = "rtt"
+    ACCEPTANCE = "acceptance"
+    VERIFIERS = "verifiers"
+    DRAFT_MS = "draft-ms"
+
+
+def simulate(
+    target_ms: Annotated[float, typer.Option(help="A pass of the target, in ms.")] = 30.0,
+    draft_ms: Annotated[float, typer.Option(help="A step of the draft, in ms.")] = 5.0,
+    acceptance: Annotated[
+        list[float] | None,
+        typer.Option(help="Chance of a drafted token; repeat it for one each by position, the last goes on. [0.8]"),
+    ] = None,
+    depth: Annotated[int, typer.Option("--depth", "--lookahead", help="Tokens drafted before a pass.")] = 5,
+    verifiers: Annotated[int, typer.Option(help="Target servers. 0: as many as DSI's formula asks for.")] = 0,
+    rtt: Annotated[float, typer.Option(help="Round trip between draft and target, in ms.")] = 0.0,
+    tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 1000,
+    strategy: Annotated[list[str] | None, typer.Option(help="plain, si, dsi, pearl or dsd (repeatable). [all]")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Texts.")] = 3,
+    sweep: Annotated[Varied | None, typer.Option(help="Vary this over --values.")] = None,
+    values: Annotated[
+        str | None, typer.Option(metavar="FROM:TO:COUNT", help="Evenly spaced, or a list: 1,2,4. Times in ms.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything found.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,
+    color: Color = ColorMode.AUTO,
+) -> None:
+    """Simulate speculation across workers: plain, sequential, distributed (DSI), parallel (PEARL), edge-cloud (DSD).
+
+    Says what each gains over plain decoding, and where pipelining starts to pay.
+    """
+    check_places(json=json_file, html=html_file)
+    from foretoken.plan.simulate import STRATEGIES, Setting, pays
+    from foretoken.plan.simulate import simulate as simulated
+    from foretoken.plan.simulate import sweep as swept
+
+    setting = Setting(
+        target_ms / 1e3, draft_ms / 1e3, tuple(acceptance or (0.8,)), depth,
+        verifiers or _needed(target_ms, draft_ms, depth), rtt / 1e3, tokens, seed,
+    )  # fmt: skip
+    chosen = tuple(dict.fromkeys(strategy or STRATEGIES))
+    console, found = wide_console(color), None
+    outcomes: tuple[Outcome, ...] = ()
+    if sweep is not None:
+        found = swept(setting, sweep.value, _values(sweep, values), chosen, repeats)
+        console.print(_gains(found))
+    else:
+        outcomes = simulated(setting, chosen, repeats)
+        console.print(_table(outcomes))
+    verdict = _where(found) if found is not None else _whether(outcomes)
+    console.print(verdict, style="bold", soft_wrap=True)
+    made: dict[str, Any] = _record(setting, repeats, verdict, outcomes, found)
+    made["pays"] = any(pays(each) for each in (found.outcomes if found is not None else (outcomes,)))
+    if json_file is not None:
+        write_json(json_file, made)
+    if html_file is not None:
+        from foretoken.report.simulate import page
+
+        write_text(html_file, page(made))
+
+
+def _needed(target: float, draft: float, depth: int) -> int:
+    from foretoken.core.checks import integer, number
+    from foretoken.plan.pipelines import servers_needed
+
+    number("--target-ms", target, 0.0)
+    number("--draft-ms", draft, 0.0)
+    integer("--depth", depth, 1)
+    return servers_needed(target, draft, depth)
+
+
+def _values(sweep: Varied, text: str | None) -> list[float]:
+    """In the unit of the option; times as seconds. Raises InvalidRequest."""
+    from foretoken.core.errors import InvalidRequest
+
+    if not text:
+        raise InvalidRequest(f"--sweep {sweep.value} needs --values, FROM:TO:COUNT or a list such as 1,2,4")
+    try:
+        if ":" in text:
+            low, high, count = text.split(":")
+            steps = int(count) - 1
+            if steps < 1:
+                raise ValueError
+            found = [float(low) + (float(high) - float(low)) * at / steps for at in range(steps + 1)]
+        else:
+            found = [float(each) for each in text.split(",")]
+    except ValueError:
+        raise InvalidRequest(
+            f"--values {text}: expected FROM:TO:COUNT, COUNT at least 2, or a list of numbers"
+        ) from None
+    return [value / UNITS[sweep.value][0] for value in found]
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column("strategy")
+    for head in ("ms/token", "over plain", "over SI", "draft busy", "servers busy", "drafted", "wasted", "passes"):
+        made.add_column(head, justify="right", no_wrap=True)
+    best = max(outcomes, key=lambda one: one.over_plain)
+    for one in outcomes:
+        made.add_row(
+            one.strategy, f"{1e3 * one.seconds / one.tokens:.2f}", f"{one.over_plain:.2f}x", f"{one.over_si:.2f}x",
+            f"{one.drafting:.0%}", f"{one.verifying:.0%}", str(one.drafted), str(one.wasted), str(one.passes),
+            style="bold green" if one is best else None,
+        )  # fmt: skip
+    return made
+
+
+def _gains(found: Sweep) -> Table:
+    """Speed-ups over plain by the value that was varied."""
+    from rich import box
+    from rich.table import Table
+
+    scale, unit = UNITS[found.by]
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column(unit.strip(), justify="right")
+    for one in found.outcomes[0]:
+        made.add_column(f"{one.strategy} over plain", justify="right", no_wrap=True)
+    for value, each in zip(found.values, found.outcomes, strict=True):
+        made.add_row(f"{value * scale:g}", *(f"{one.over_plain:.2f}x" for one in each))
+    return made
+
+
+def _whether(outcomes: Sequence[Outcome]) -> str:
+    from foretoken.plan.simulate import pays, waiting
+
+    best = pays(outcomes)
+    if best is not None:
+        gain = best.over_plain / waiting(outcomes)
+        return (
+            f"Pipelining pays here: {best.strategy} is {best.over_plain:.2f}x plain, {gain:.2f}x the best that waits."
+        )
+    return "Pipelining does not pay here: nothing that overlaps drafting and verifying beats the best that waits."
+
+
+def _where(found: Sweep) -> str:
+    """From which value, or up to which, it pays: ranges of neighbouring values."""
+    from foretoken.plan.simulate import pays
+
+    scale, unit = UNITS[found.by]
+    pairs = sorted(zip(found.values, found.outcomes, strict=True), key=lambda pair: pair[0])
+    spans: list[tuple[float, float]] = []
+    open_ = False
+    for value, each in pairs:
+        here = pays(each) is not None
+        if here:
+            spans = [*spans[:-1], (spans[-1][0], value)] if open_ else [*spans, (value, value)]
+        open_ = here
+    if not spans:
+        return f"Pipelining pays nowhere from {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g}{unit}."
+    if spans == [(pairs[0][0], pairs[-1][0])]:
+        return f"Pipelining pays everywhere from {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g}{unit}."
+    named = " and ".join(f"from {low * scale:g} to {high * scale:g}" for low, high in spans)
+    return f"Pipelining pays {named}{unit}, of {pairs[0][0] * scale:g} to {pairs[-1][0] * scale:g} tried."
+
+
+def _record(
+    setting: Setting, repeats: int, verdict: str, outcomes: Sequence[Outcome], found: Sweep | None
+) -> dict[str, Any]:
+    """What ``--json`` writes; times in seconds."""
+    from dataclasses import asdict
+
+    return {
+        "setting": asdict(setting) | {"repeats": repeats, "unit": "seconds"},
+        "verdict": verdict,
+        "outcomes": [asdict(one) for one in outcomes],
+        "sweep": found.to_dict() if found is not None else None,
+    }

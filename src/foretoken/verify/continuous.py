@@ -1,0 +1,179 @@
+"""Real values instead of tokens: a drafted series against an autoregressive Gaussian target.
+
+The rule is token rejection's (2211.17192) with densities for probabilities: x ~ q stands with min(1, p(x) / q(x)), so
+with 1 - TV(p, q), the most that any rule can accept of one value. What takes a refused value's place:
+
+* equal scales: its reflection about the hyperplane midway between the two means, which is exact as it stands and keeps
+  close to what was drafted (reflection-maximal coupling; Bou-Rabee, Eberle and Zimmer, Annals of Applied Probability
+  2020, section 2.3). With xi = (x - m) / s and e the direction of (m - mu) / s:
+      y = mu + s (xi - 2 <e, xi> e);        in one dimension y = mu + m - x
+  Its density is q(x(y)) (1 - min(1, p(x(y)) / q(x(y)))) = (p(y) - q(y))+, since the reflection swaps p and q.
+  The chance to stand is 2 Phi(-|(m - mu) / s| / 2).
+* other scales: y ~ p until one stands with 1 - min(1, q(y) / p(y)), a draw from norm((p - q)+). A refusal needs 1 / TV
+  draws on average and comes with probability TV: one a value over all.
+
+Here p is N(mu, sigma^2) and q is N(m, s^2), diagonal where a value has several coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.core.streams import Purpose, Streams, exponentials, random_seed_from
+
+Reals = NDArray[np.float64]
+
+
+class RealStream(Protocol):
+    """The randomness that a series is drafted and verified with; a quadrature can stand in for it.
+
+    ``index`` addresses the draw within the round; a ``bernoulli`` and a ``normal`` may share one.
+    """
+
+    def bernoulli(self, p: float, index: int) -> bool:
+        """True with probability ``p``."""
+        ...
+
+    def normal(self, size: int, index: int) -> Reals:
+        """``size`` independent standard normal numbers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SeededReals:
+    """Numbers of one round that begins after ``position`` values, for one purpose alone: the same address, the same
+    numbers, as with ``Streams``.
+    """
+
+    streams: Streams
+    purpose: Purpose
+    position: int
+
+    def bernoulli(self, p: float, index: int) -> bool:
+        return self.streams.private(self.purpose, self.position).bernoulli(p, index)
+
+    def normal(self, size: int, index: int) -> Reals:
+        """Box and Muller (1958): sqrt(2 E) cos(2 pi U) with E exponential, U uniform."""
+        noise = exponentials(random_seed_from(self.streams.seed, self.purpose, self.position, index), 2 * size).numpy()
+        drawn: Reals = np.sqrt(2.0 * noise[:size]) * np.cos(2.0 * np.pi * np.exp(-noise[size:]))
+        return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Gaussians:
+    """One Gaussian a row, with independent coordinates. means, scales (standard deviations, > 0): float64 [rows, d]."""
+
+    means: Reals
+    scales: Reals
+
+    def __post_init__(self) -> None:
+        if self.means.ndim != 2 or self.means.shape != self.scales.shape:
+            raise ValueError(f"means {self.means.shape} and scales {self.scales.shape}; expected both [rows, d]")
+        if not (np.isfinite(self.means).all() and np.isfinite(self.scales).all() and (self.scales > 0.0).all()):
+            raise ValueError(
+                "means must be finite and scales finite and above 0; look at what the model made of its past"
+            )
+
+    def __len__(self) -> int:
+        return len(self.means)
+
+    def draw(self, row: int, stream: RealStream, index: int) -> Reals:
+        """A value of row ``row``, [d]."""
+        return self.means[row] + self.scales[row] * stream.normal(self.means.shape[1], index)
+
+    def log_density(self, row: int, value: Reals) -> float:
+        """Up to the constant -d/2 log(2 pi), which no ratio sees. value: [d]."""
+        z = (value - self.means[row]) / self.scales[row]
+        return float(-0.5 * (z @ z) - np.log(self.scales[row]).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesDraft:
+    """Guessed next values of one series. values: float64 [n, d]; value i was drawn from row i of ``law``, whose rows
+    may depend on the values before it. No values are legal and are plain sampling.
+    """
+
+    values: Reals
+    law: Gaussians
+
+    def __post_init__(self) -> None:
+        if self.values.shape != self.law.means.shape:
+            raise ValueError(f"values {self.values.shape} drawn from a law of shape {self.law.means.shape}")
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+class Origin(StrEnum):
+    """Where the target's own value came from."""
+
+    BONUS = "bonus"  # every drafted value stands
+    REFLECTED = "reflected"  # the refused value, mirrored
+    RESIDUAL = "residual"  # drawn from norm((p - q)+)
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesVerdict:
+    """``accepted``: how many drafted values stand. ``value`` [d]: the one that the target always adds."""
+
+    accepted: int
+    value: Reals
+    origin: Origin
+
+
+def verify(draft: SeriesDraft, target: Gaussians, stream: RealStream) -> SeriesVerdict:
+    """The first ``accepted`` drafted values and then ``value`` have the target's law.
+
+    target: n + 1 rows, row i the law after the first i drafted values. stream: of ``Purpose.VERIFY``; values are judged
+    at indices 0 to n - 1, the bonus is drawn at n, the residual above it.
+    Raises ValueError if the rows do not fit the draft.
+    """
+    n = len(draft)
+    if target.means.shape != (n + 1, draft.values.shape[1]):
+        raise ValueError(f"target rows {target.means.shape} for {n} values; expected {(n + 1, draft.values.shape[1])}")
+    for i, value in enumerate(draft.values):
+        if not stream.bernoulli(_chance(target, draft.law, i, value), index=i):
+            if np.array_equal(target.scales[i], draft.law.scales[i]):
+                return SeriesVerdict(i, _reflect(target, draft.law, i, value), Origin.REFLECTED)
+            return SeriesVerdict(i, _residual(target, draft.law, i, stream, first=n + 1), Origin.RESIDUAL)
+    return SeriesVerdict(n, target.draw(n, stream, index=n), Origin.BONUS)
+
+
+def overlap(p: Gaussians, q: Gaussians, row: int) -> float:
+    """1 - TV of two rows of equal scales, the chance that a drafted value stands: 2 Phi(-|z| / 2)."""
+    if not np.array_equal(p.scales[row], q.scales[row]):
+        raise ValueError("the closed form is that of equal scales")
+    z = (p.means[row] - q.means[row]) / p.scales[row]
+    return math.erfc(math.sqrt(float(z @ z) / 8.0))
+
+
+def _chance(p: Gaussians, q: Gaussians, row: int, value: Reals) -> float:
+    """min(1, p / q) at ``value``."""
+    return math.exp(min(0.0, p.log_density(row, value) - q.log_density(row, value)))
+
+
+def _reflect(p: Gaussians, q: Gaussians, row: int, value: Reals) -> Reals:
+    """p's mean plus q's deviation, mirrored along the line between the means."""
+    scale = p.scales[row]
+    gap = (q.means[row] - p.means[row]) / scale
+    xi = (value - q.means[row]) / scale
+    squared = float(gap @ gap)
+    mirrored = xi - 2.0 * (gap @ xi) / squared * gap if squared > 0.0 else xi
+    reflected: Reals = p.means[row] + scale * mirrored
+    return reflected
+
+
+def _residual(p: Gaussians, q: Gaussians, row: int, stream: RealStream, first: int) -> Reals:
+    """y ~ p until one stands with 1 - min(1, q / p); attempt k uses index ``first + k``."""
+    for index in count(first):
+        value = p.draw(row, stream, index)
+        if stream.bernoulli(-math.expm1(min(0.0, q.log_density(row, value) - p.log_density(row, value))), index):
+            return value
+    raise AssertionError("unreachable: the attempts are endless")

@@ -1,0 +1,57 @@
+"""``foretoken simulate`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+
+SHORT = ("simulate", "--tokens", "200", "--repeats", "1")
+
+
+def test_a_table_and_a_sentence(run, tmp_path):
+    file = tmp_path / "found.json"
+    result = run(*SHORT, "--target-ms", "30", "--draft-ms", "5", "--lookahead", "5", "--json", str(file))
+    assert result.code == 0, result.err
+    for words in ("plain", "si", "dsi", "pearl", "dsd", "over plain", "Pipelining pays here"):
+        assert words in result.out
+    record = json.loads(file.read_text())
+    assert record["pays"] and record["sweep"] is None and record["setting"]["verifiers"] == 2
+    assert [one["strategy"] for one in record["outcomes"]] == ["plain", "si", "dsi", "pearl", "dsd"]
+    assert run(*SHORT).out == run(*SHORT).out
+
+
+def test_a_sweep_says_where_pipelining_pays_and_draws_it(run, tmp_path):
+    files = tmp_path / "found.json", tmp_path / "found.html"
+    result = run(
+        *SHORT, "--sweep", "rtt", "--values", "0:200:3", "--verifiers", "3", "--strategy", "plain", "--strategy", "dsd",
+        "--strategy", "dsi", "--json", str(files[0]), "--html", str(files[1]),
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "Pipelining pays from 0 to" in result.out and "of 0 to 200 tried" in result.out
+    record = json.loads(files[0].read_text())
+    assert record["sweep"]["values"] == [0.0, 0.1, 0.2]
+    page = files[1].read_text()
+    assert page.startswith("<!DOCTYPE html>") and "<svg" in page and "round trip, ms" in page and "http" not in page
+
+
+def test_every_value_that_can_be_swept(run, tmp_path):
+    for by, values in {"acceptance": "0.5,0.9", "verifiers": "1,3", "draft-ms": "3:9:2"}.items():
+        file = tmp_path / f"{by}.html"
+        result = run(*SHORT, "--sweep", by, "--values", values, "--html", str(file))
+        assert result.code == 0, result.err
+        assert "Pipelining pays" in result.out and "<svg" in file.read_text()
+    assert run(*SHORT, "--acceptance", "0.9", "--acceptance", "0.5", "--html", str(tmp_path / "plain.html")).code == 0
+
+
+def test_what_does_not_fit_is_refused(run, tmp_path):
+    for options, words in [
+        (("--acceptance", "2"), "from 0 to 1"),
+        (("--draft-ms", "0"), "must take time"),
+        (("--strategy", "magic"), "no strategy 'magic'"),
+        (("--sweep", "rtt"), "needs --values"),
+        (("--sweep", "rtt", "--values", "0:9"), "expected FROM:TO:COUNT"),
+        (("--sweep", "verifiers", "--values", "1.5,2"), "whole numbers"),
+        (("--repeats", "0"), "repeats"),
+        (("--json", str(tmp_path)), "expected the name of a file"),
+    ]:
+        result = run(*SHORT, *options)
+        assert result.code == 1 and words in result.err, (options, result.err)
