@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.files import check_places, write_json, write_text
+from foretoken.cli.options import DraftModel, Dtype, Speculation, Target
 from foretoken.cli.theme import ColorMode
 
 if TYPE_CHECKING:
@@ -34,11 +35,9 @@ class Implementation(StrEnum):
 
 
 def audit(
-    model: Annotated[str | None, typer.Option(help="Target model: a folder or hub name. [bundled target]")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder or hub name.")] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
-    ] = None,
+    model: Target = None,
+    draft_model: DraftModel = None,
+    speculative_config: Speculation = None,
     engine: Annotated[
         Implementation, typer.Option(help="Whose speculation; transformers' is audited with its defaults.")
     ] = Implementation.FORETOKEN,
@@ -48,7 +47,7 @@ def audit(
     budget: Annotated[str, typer.Option(metavar="TIME", help="As 90s, 5m or 1h; more finds smaller errors.")] = "2m",
     temperature: Annotated[float, typer.Option(help="Of the texts that are drawn; above 0.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    dtype: Dtype = "auto",
     float32: Annotated[bool, typer.Option(help="Compare seeded texts in float32 as well.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write every figure.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.chat_commands import Settings, names, parse, run
+from foretoken.cli.options import Device, DraftModel, Dtype, MaxModelLen, Quantization, Speculation, Target, load
 from foretoken.cli.theme import ColorMode
 
 if TYPE_CHECKING:
@@ -26,11 +27,9 @@ if TYPE_CHECKING:
 
 
 def chat(
-    model: Annotated[str | None, typer.Option(help="Target model: a folder or hub name. [bundled target]")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder or hub name.")] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
-    ] = None,
+    model: Target = None,
+    draft_model: DraftModel = None,
+    speculative_config: Speculation = None,
     method: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME|JSON", help="Another way to speculate, to be had by /method; may be repeated."),
@@ -46,12 +45,10 @@ def chat(
     speculative_tokens: Annotated[
         int | None, typer.Option(help="Tokens drafted per round; 0 is plain decoding.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    quantization: Annotated[
-        str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
-    ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    quantization: Quantization = None,
+    max_model_len: MaxModelLen = None,
     rejected: Annotated[bool, typer.Option(help="Show drafted tokens that were refused.")] = False,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures after each answer, on standard error.")] = True,
@@ -68,11 +65,11 @@ def chat(
         speculative_tokens=speculative_tokens, rejected=rejected,
     )  # fmt: skip
     settings.params(0)  # refused before anything is loaded
-    options = {
-        "dtype": dtype, "device": device, "quantization": quantization, "max_model_len": max_model_len,
-        "methods": [_way(each) for each in method or ()],
-    }  # fmt: skip
-    llm = _load(model, draft_model, config, options, color)
+    llm = load(
+        model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
+        max_model_len=max_model_len, methods=[_way(each) for each in method or ()], enable_prefix_caching=True,
+        seed=secrets.randbits(32),  # the library's own would make every conversation the same
+    )  # fmt: skip
     try:
         conversation = Conversation(llm.tokenizer, llm.target.max_length, llm.model, template)
         conversation.system = system
@@ -102,21 +99,6 @@ def _way(text: str) -> str | dict[str, Any]:
         ) from error
 
 
-def _load(
-    model: str | None, draft_model: str | None, config: dict[str, Any] | None, options: dict[str, Any], color: ColorMode
-) -> LLM:
-    from foretoken.cli.theme import console, waiting
-
-    with waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}"):
-        from foretoken import LLM
-
-        # Without --seed every conversation draws anew; the library's own default seed would repeat itself.
-        return LLM(
-            model=model, draft_model=draft_model, speculative_config=config, seed=secrets.randbits(32),
-            enable_prefix_caching=True, **options,
-        )  # fmt: skip
-
-
 class Session:
     """One conversation with one model; what commands act on. refused: whether anything was."""
 
@@ -131,9 +113,7 @@ class Session:
     @property
     def methods(self) -> tuple[str, ...]:
         """Those that are loaded, the one in force first."""
-        first = self._llm.speculative_config.method_in_force
-        loaded = [first, *(name for name in getattr(self._llm, "methods", ()) if name != first)]
-        return tuple(name for name in loaded if name != "none")
+        return tuple(name for name in self._llm.methods if name != "none")
 
     @property
     def coloured(self) -> bool:

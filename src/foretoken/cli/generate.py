@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import check_places, write_text
+from foretoken.cli.options import Device, DraftModel, Dtype, MaxModelLen, Quantization, Speculation, Target, load
 from foretoken.cli.theme import ColorMode
 
 if TYPE_CHECKING:
@@ -24,11 +25,9 @@ LOGPROBS = 5  # of the likeliest tokens, for the page
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    model: Annotated[str | None, typer.Option(help="Target model: a folder or hub name. [bundled target]")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder or hub name.")] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
-    ] = None,
+    model: Target = None,
+    draft_model: DraftModel = None,
+    speculative_config: Speculation = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
@@ -46,12 +45,10 @@ def generate(
     prediction_file: Annotated[
         Path | None, typer.Option(help="A text that the output is expected to follow; for methods that draft from it.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    quantization: Annotated[
-        str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
-    ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output together.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    quantization: Quantization = None,
+    max_model_len: MaxModelLen = None,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures at the end, on standard error.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
@@ -79,7 +76,10 @@ def generate(
         logprobs=LOGPROBS if html_file is not None else None,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    llm = _load(model, draft_model, config, dtype, device, quantization, max_model_len, color)
+    llm = load(
+        model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
+        max_model_len=max_model_len, seed=secrets.randbits(32),  # the library's own seed would repeat itself
+    )  # fmt: skip
     page = _Page(llm, text, params, html_file) if html_file is not None else None
     try:
         if as_json:
@@ -152,34 +152,6 @@ def speculative(text: str | None) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise InvalidRequest(f"--speculative-config must be a JSON object, got {text}")
     return config
-
-
-def _load(
-    model: str | None,
-    draft_model: str | None,
-    config: dict[str, Any] | None,
-    dtype: str,
-    device: str,
-    quantization: str | None,
-    max_model_len: int | None,
-    color: ColorMode,
-) -> LLM:
-    from foretoken.cli.theme import console, waiting
-
-    with waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}"):
-        from foretoken import LLM
-
-        # Without --seed every run draws anew; the library's own default seed would repeat itself.
-        return LLM(
-            model=model,
-            draft_model=draft_model,
-            speculative_config=config,
-            dtype=dtype,
-            device=device,
-            quantization=quantization,
-            max_model_len=max_model_len,
-            seed=secrets.randbits(32),
-        )
 
 
 def _stream(

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.generate import speculative
-from foretoken.cli.theme import ColorMode, console, waiting
+from foretoken.cli.options import Device, DraftModel, Dtype, MaxModelLen, Quantization, Speculation, Target, load
+from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -26,11 +27,9 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def serve(
-    model: Annotated[str | None, typer.Option(help="Target model: a folder or hub name. [bundled target]")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Draft model: a folder or hub name.")] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')
-    ] = None,
+    model: Target = None,
+    draft_model: DraftModel = None,
+    speculative_config: Speculation = None,
     methods: Annotated[
         str, typer.Option(help="More methods that requests may choose, separated by commas; empty for none.")
     ] = METHODS,
@@ -50,7 +49,7 @@ def serve(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that share a pass; more wait.")] = 16,
     max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are told to try later.")] = 256,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and output together.")] = None,
+    max_model_len: MaxModelLen = None,
     kv_memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Bound for keys and values, such as 2GiB. [none]")
     ] = None,
@@ -62,11 +61,9 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests have to finish when the server is told to end.")
     ] = 30.0,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    quantization: Annotated[
-        str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
-    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    quantization: Quantization = None,
     backend: Annotated[str, typer.Option(help="auto, native or hf.")] = "auto",
     seed: Annotated[int | None, typer.Option(help="For requests without a seed of their own. [drawn anew]")] = None,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(_LEVELS)}.")] = "info",
@@ -84,21 +81,16 @@ def serve(
         "max_model_len": max_model_len, "kv_memory": _bytes("--kv-memory", kv_memory),
         "seed": secrets.randbits(32) if seed is None else seed,
     }  # fmt: skip
-    template = _text(chat_template) if chat_template is not None else None
-    limits_and_names = {
-        "model_names": tuple(served_model_name or [_name(model)]),
-        "api_keys": tuple(api_key or ()),
-        "chat_template": template,
-        "origins": tuple(allow_origin or ()),
-        "max_body": _bytes("--max-body", max_body),
-        "timeout": request_timeout,
-    }
-    settings = _settings(limits_and_names)
+    settings = _settings(
+        model_names=tuple(served_model_name or [model or "foretoken"]), api_keys=tuple(api_key or ()),
+        chat_template=_text(chat_template) if chat_template is not None else None, origins=tuple(allow_origin or ()),
+        max_body=_bytes("--max-body", max_body), timeout=request_timeout,
+    )  # fmt: skip
     from foretoken.serve.run import bind
 
     with bind(host, port) as listening:
         _logging(log_level)
-        llm = _load(model, draft_model, options)
+        llm = load(model, draft_model, ColorMode.AUTO, **options)
         try:
             _serve(llm, settings, listening, max_waiting, drain_timeout)
         finally:
@@ -130,7 +122,7 @@ def _announce(settings: Settings, listening: socket.socket) -> None:
         out.print("warning: whoever reaches this machine can use the model; --api-key asks for a key", style="yellow")
 
 
-def _settings(given: dict[str, Any]) -> Settings:
+def _settings(**given: Any) -> Settings:
     """Raises ForetokenError where the server's packages are missing."""
     try:
         from foretoken.serve.limits import Settings
@@ -141,21 +133,10 @@ def _settings(given: dict[str, Any]) -> Settings:
     return Settings(**given)
 
 
-def _load(model: str | None, draft_model: str | None, options: dict[str, Any]) -> LLM:
-    with waiting(console(ColorMode.AUTO, stderr=True), f"loading {model or 'the bundled pair'}"):
-        from foretoken import LLM
-
-        return LLM(model, draft_model, **options)
-
-
 def _others(methods: str, config: dict[str, Any] | None) -> tuple[str, ...]:
     """What requests may choose beside the usual method."""
     usual = (config or {}).get("method")
     return tuple(name for name in filter(None, map(str.strip, methods.split(","))) if name != usual)
-
-
-def _name(model: str | None) -> str:
-    return "foretoken" if model is None else model
 
 
 def _bytes(option: str, text: str | None) -> int | None:

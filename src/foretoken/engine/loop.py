@@ -128,9 +128,10 @@ class Engine:
             clock.lap()
             scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
             clock.lap()
-            verdicts = [self._judge(*each) for each in zip(plan.ready, drafts, scores, strict=False)]
-        self._read(plan.reading, scores[len(contexts) :])
-        return self._settle(plan.ready, drafts, verdicts, scores, clock)
+            own = slice(len(plan.ready))
+            verdicts = [self._judge(*each) for each in zip(plan.ready, drafts[own], scores[own], strict=True)]
+        self._read(plan.reading, scores[len(plan.ready) :])
+        return self._settle(plan.ready, drafts[own], verdicts, scores[own], clock) if plan.ready else []
 
     def take(self, identifier: int) -> Sequence:
         """Hand over a finished sequence."""
@@ -175,7 +176,7 @@ class Engine:
         """Commit, observe, and tell what happened."""
         emitted = [
             () if verdict is None else sequence.emit(draft, verdict, score.logits, self.target.max_length)
-            for sequence, draft, verdict, score in zip(ready, drafts, verdicts, scores, strict=False)
+            for sequence, draft, verdict, score in zip(ready, drafts, verdicts, scores, strict=True)
         ]
         clock.lap()
         self.target.commit([s.handle for s in ready], emitted)
@@ -186,9 +187,9 @@ class Engine:
         self.pace.observe(timings)
         steps = [
             Step(s.context.id, position, draft, verdict or Verdict((), -1), tokens, timings, s.finish_reason)
-            for s, position, draft, verdict, tokens in zip(ready, positions, drafts, verdicts, emitted, strict=False)
+            for s, position, draft, verdict, tokens in zip(ready, positions, drafts, verdicts, emitted, strict=True)
         ]
-        whole = [(s, t, score) for s, t, score in zip(ready, steps, scores, strict=False) if s.error is None]
+        whole = [(s, t, score) for s, t, score in zip(ready, steps, scores, strict=True) if s.error is None]
         self.proposer.observe([s.context for s, _, _ in whole], [Observation(t, score) for _, t, score in whole])
         self.controller.observe([step for _, step, _ in whole])
         for sequence, step in zip(ready, steps, strict=True):

@@ -97,15 +97,14 @@ class Scheduler:
         """Decide the next round; sequences to be read have their pieces already."""
         self._make_room()
         in_line = sorted(self.running.values(), key=lambda s: s.turn)
-        answering = sum(not s.unread and not s.reads_aloud for s in in_line)
+        answering = sum(sequence.ready for sequence in in_line)
         left = self.pace.rows(answering)
         for sequence in in_line:
             left = self._read(sequence, left)
         while self.waiting and (left is None or left > 0) and self._admit():
             left = self._read(self._open(self.waiting.pop(0)), left)
-        ready = [s for s in self.running.values() if not s.unread and not s.reads_aloud]
-        reading = [s for s in self.running.values() if s.unread or s.reads_aloud]
-        reading = [s for s in reading if s.handle.pending]
+        ready = [s for s in self.running.values() if s.ready]
+        reading = [s for s in self.running.values() if not s.ready and s.handle.pending]
         return Round(ready, self._rooms(ready), reading)
 
     def check_integrity(self) -> None:

@@ -79,6 +79,11 @@ class Sequence:
         wanted = self.wanted.prompt_logprobs is not None
         return wanted and len(self.of_prompt) < self.context.prompt_length - 1
 
+    @property
+    def ready(self) -> bool:
+        """Whether the target has all of its text, or will have it with the next pass."""
+        return not self.unread and not self.reads_aloud
+
     def fail(self, error: Exception) -> None:
         """It ends here, for that reason."""
         self.error, self.finish_reason = error, "error"
