@@ -11,13 +11,14 @@ from typing import Any
 from foretoken import zoo
 from foretoken.control.controls import GoodputConfig
 from foretoken.control.tempo import Tempo
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.files import atomic_directory
 from foretoken.engine.assemble import Assembler, submit
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.pace import PromptRows
+from foretoken.engine.prompts import Prompt
 from foretoken.engine.rehearsal import rehearse
-from foretoken.engine.requests import Prompt, PromptLogprobs, Request, RequestBuilder
+from foretoken.engine.requests import PromptLogprobs, Request, RequestBuilder
 from foretoken.engine.room import share_memory
 from foretoken.models.base import Model
 from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
@@ -30,7 +31,7 @@ from foretoken.verify import choose
 
 
 class LLM:
-    """A causal Hugging Face model with exact speculative decoding.
+    """A Hugging Face model with exact speculative decoding: a causal one, or an encoder-decoder.
 
     model, draft_model: folders or hub names; ``LLM()`` alone is the bundled pair.
     speculative_config: as in vLLM, see ``SpeculativeConfig``; a ``draft_model`` alone implies it.
@@ -48,6 +49,8 @@ class LLM:
     enable_prefix_caching: a prompt that begins as an earlier one did finds that beginning computed.
     max_num_batched_tokens: prompt tokens that one round may read, so that a long prompt does not hold up the others;
     "auto" is what hardly shows in their pace, None reads prompts whole.
+    tensor_parallel_size: processes, started by torchrun, that share the target through transformers' modules. The first
+    one goes on; in the others this does their part of its passes until it ends, and then raises SystemExit.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class LLM:
         kv_memory: int | None = None,
         enable_prefix_caching: bool = False,
         max_num_batched_tokens: PromptRows = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         config = SpeculativeConfig.of(speculative_config)
         if model is None:
@@ -79,7 +83,10 @@ class LLM:
         path = resolve(model)
         options = {"dtype": dtype, "device": device, "backend": backend}
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
-        self.target: Model = load_model(path, max_length=max_model_len, quantization=quantization, **options)
+        self.target: Model = load_model(
+            path, max_length=max_model_len, quantization=quantization, tensor_parallel_size=tensor_parallel_size,
+            **options,
+        )  # fmt: skip
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
         self._proposer = builder.build(config)
@@ -99,7 +106,8 @@ class LLM:
             capacity=capacity,
         )
         ends = eos_ids(path, self.tokenizer)
-        self.requests = RequestBuilder(self.tokenizer, self.target.vocab_size, ends, seed, self.methods)
+        start = start_ids(path) if self.target.takes_source else ()
+        self.requests = RequestBuilder(self.tokenizer, self.target.vocab_size, ends, seed, self.methods, start)
 
     def _rehearsed(self, config: SpeculativeConfig) -> Tempo:
         """What rounds take, as far as it can be known before the first request."""
@@ -198,13 +206,37 @@ class LLM:
 def eos_ids(path: Path, tokenizer: Any) -> list[int]:
     """Every end-of-sequence id the checkpoint names."""
     found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        file = path / name
-        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    for settings in _settings(path):
+        value = settings.get("eos_token_id")
         found += value if isinstance(value, list) else [] if value is None else [value]
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     return sorted(set(found))
+
+
+def start_ids(path: Path) -> tuple[int, ...]:
+    """What the decoder of an encoder-decoder begins with: its start, and the token it is made to say first, if any.
+
+    Raises ModelLoadError where the checkpoint does not say.
+    """
+    settings = _settings(path)
+
+    def named(name: str) -> int | None:
+        return next((s[name] for s in settings if isinstance(s.get(name), int)), None)
+
+    start = named("decoder_start_token_id")
+    if start is None:
+        start = named("bos_token_id")
+    if start is None:
+        raise ModelLoadError(f"{path} names no decoder_start_token_id in generation_config.json or config.json")
+    forced = named("forced_bos_token_id")
+    return (start,) if forced is None else (start, forced)
+
+
+def _settings(path: Path) -> list[dict[str, Any]]:
+    """What the checkpoint says of generation, the first one counts."""
+    files = (path / name for name in ("generation_config.json", "config.json"))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -36,7 +36,8 @@ class Foretoken:
     """An engine as it is configured. While it is audited, nothing else may run on it.
 
     encode: text to token ids. depth: a configured number of drafted tokens, for rounds in which the engine's controller
-    is not asked. ends: end-of-sequence tokens. facts: what the report says of it.
+    is not asked. start: how the decoder of an encoder-decoder begins, whose encoder reads the prompts.
+    ends: end-of-sequence tokens. facts: what the report says of it.
     float32: loads the same in that precision; None where that cannot be had.
     """
 
@@ -52,12 +53,13 @@ class Foretoken:
         ends: Sequence[int] = (),
         facts: Mapping[str, Any] | None = None,
         float32: Callable[[], Foretoken] | None = None,
+        start: Sequence[int] = (),
     ) -> None:
         self.target, self.proposer = engine.target, engine.proposer
         self.controller, self.rule = engine.controller, engine.rule
         self.encode, self.depth, self.ends, self.facts = encode, depth, tuple(ends), facts or {}
         self.bit_equal = engine.target.rows_independent
-        self._float32 = float32
+        self._float32, self._start = float32, tuple(start)
 
     @classmethod
     def of(cls, llm: LLM) -> Foretoken:
@@ -81,7 +83,7 @@ class Foretoken:
         ends = eos_ids(resolve(llm.model), llm.tokenizer)
         other = None if target.dtype == torch.float32 else again
         depth = config.tokens if config.method_in_force != NONE else None
-        return cls(llm.engine, partial(_encoded, llm.tokenizer), depth, ends, facts, other)
+        return cls(llm.engine, partial(_encoded, llm.tokenizer), depth, ends, facts, other, llm.requests.start)
 
     def law(self, temperature: float) -> SamplingLaw:
         return SamplingLaw(temperature=temperature)
@@ -90,9 +92,12 @@ class Foretoken:
         proposer = _Keeping(self.proposer) if ask.keep else self.proposer
         engine = Engine(self.target, proposer, self.controller, rule=self.rule, max_sequences=ask.batch)
         contexts = [
-            Context(next(_IDENTIFIERS), list(prompt), len(prompt), ask.law, Streams(seed), ask.grade, ask.depth)
-            for prompt, seed in zip(prompts, ask.seeds, strict=True)
-        ]
+            Context(
+                next(_IDENTIFIERS), list(tokens), len(tokens), ask.law, Streams(seed), ask.grade, ask.depth,
+                source=tuple(source),
+            )
+            for (tokens, source), seed in zip(map(self._given, prompts), ask.seeds, strict=True)
+        ]  # fmt: skip
         steps: dict[int, list[Step]] = {context.id: [] for context in contexts}
         with draining(engine, list(steps)):
             for context in contexts:
@@ -102,6 +107,10 @@ class Foretoken:
                     steps[step.sequence].append(step)
         kept = proposer.rows if isinstance(proposer, _Keeping) else {}
         return [self._text(context, steps[context.id], kept.get(context.id)) for context in contexts]
+
+    def _given(self, prompt: Ids) -> tuple[Ids, Ids]:
+        """What the decoder goes on from, and what an encoder reads."""
+        return (self._start, prompt) if self._start else (prompt, ())
 
     def _text(self, context: Context, steps: Sequence[Step], rows: list[Tensor] | None) -> Text:
         """q is left out where drafting shared the verdict's noise."""
@@ -124,7 +133,7 @@ class Foretoken:
 
     @torch.inference_mode()
     def logits(self, prompt: Ids, text: Ids) -> Tensor:
-        handle = self.target.open(prompt)
+        handle = self.target.open(*self._given(prompt))
         try:
             return self.target.score([handle], [Draft.chain(list(text[:-1]))])[0].logits
         finally:

@@ -15,7 +15,7 @@ from foretoken.bench.clock import Spread, Task, interleaved
 from foretoken.bench.floor import Floor, kv_bytes, matrices
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.base import Model
+from foretoken.models.base import Handle, Model
 from foretoken.models.checkpoint import load_config, load_model
 
 SMALL = 200_000_000  # bytes of weights under which a step is timed in bursts
@@ -49,6 +49,11 @@ class Loaded:
         """What the products of one pass read."""
         size = 1 if self.quantization == "int8" else self.model.dtype.itemsize
         return size * sum(rows * columns for rows, columns in matrices(self.config))
+
+    def open(self, length: int) -> Handle:
+        """A sequence of ``length`` tokens, behind a source as long where there is an encoder."""
+        tokens = self.prompt(length)
+        return self.model.open(tokens, tokens if self.model.takes_source else ())
 
     def prompt(self, length: int) -> list[int]:
         """Any ``length`` tokens."""
@@ -92,7 +97,7 @@ def pass_costs(
     with ExitStack() as stack:
         tasks: dict[tuple[int, int], Task] = {}
         for context in contexts:
-            handles = [model.open(loaded.prompt(context)) for _ in range(batch)]
+            handles = [loaded.open(context) for _ in range(batch)]
             for handle in handles:
                 stack.callback(model.close, handle)
             tasks |= {(context, m): _scoring(model, handles, m, loaded.burst) for m in rows}
@@ -153,7 +158,7 @@ class StepCost:
 
 def step_cost(loaded: Loaded, context: int = 512, turns: int = 20, track: Track = iter) -> StepCost:
     """Interleaved with ``transformers`` in the same dtype, greedy decoding's pass without its ``generate``."""
-    handle = loaded.model.open(loaded.prompt(context))
+    handle = loaded.open(context)
     try:
         ours = _scoring(loaded.model, [handle], 1, loaded.burst)
         theirs = _transformers_step(loaded, context)
@@ -165,6 +170,11 @@ def step_cost(loaded: Loaded, context: int = 512, turns: int = 20, track: Track 
 
 def _transformers_step(loaded: Loaded, context: int) -> Task:
     from transformers import AutoModelForCausalLM, DynamicCache
+
+    if loaded.model.takes_source:
+        raise InvalidRequest(
+            f"{loaded.path.name} is an encoder-decoder; its step is compared by benchmarks/encoder_decoder.py"
+        )
 
     from foretoken.train.progress import quiet_transformers
 

@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture, supports
+
 Shape = tuple[int, int]  # [out, in]
 
 
 def matrices(config: Mapping[str, Any]) -> list[Shape]:
-    """The products of one pass of a Llama-like model, queries, keys and values as one and gate and up as one."""
+    """The products of one pass of a Llama-like model, queries, keys and values as one and gate and up as one.
+
+    Of an encoder-decoder those of the decoder; the source's keys and values are computed once, not in every pass.
+    """
+    if supports(config):
+        return _of_decoder(Seq2SeqArchitecture.of(config))
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -25,8 +32,20 @@ def matrices(config: Mapping[str, Any]) -> list[Shape]:
     return layer * config["num_hidden_layers"] + [(config["vocab_size"], hidden)]
 
 
+def _of_decoder(a: Seq2SeqArchitecture) -> list[Shape]:
+    stack = a.decoder
+    layer = [
+        (3 * stack.width, a.hidden), (a.hidden, stack.width), (stack.width, a.hidden), (a.hidden, stack.width),
+        ((1 + a.gated) * stack.inner, a.hidden), (a.hidden, stack.inner),
+    ]  # fmt: skip
+    return layer * stack.layers + [(a.vocab, a.hidden)]
+
+
 def kv_bytes(config: Mapping[str, Any], context: int, dtype: torch.dtype) -> int:
-    """Keys and values of ``context`` tokens."""
+    """Keys and values of ``context`` tokens, and of a source as long."""
+    if supports(config):
+        a = Seq2SeqArchitecture.of(config)
+        return 2 * 2 * a.decoder.layers * a.decoder.width * context * dtype.itemsize
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     per_token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * size

@@ -26,6 +26,7 @@ class Context:
     depth: drafted tokens a round that the request asked for; None leaves it to the controller.
     method: who is to draft, of several that are loaded; None leaves it to the engine.
     prediction: the tokens of a text that the client expects to come out, or something like it.
+    source: what an encoder-decoder's encoder reads; ``tokens`` are then the decoder's alone.
     """
 
     id: int
@@ -37,6 +38,7 @@ class Context:
     depth: int | None = None
     prediction: tuple[int, ...] = ()
     method: str | None = None
+    source: tuple[int, ...] = ()
 
     @property
     def generated(self) -> int:

@@ -85,7 +85,7 @@ class Engine:
         """Refuse a prompt that could never run."""
         if not context.tokens:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
-        self.scheduler.check(len(context.tokens))
+        self.target.admit(context.tokens, context.source)
 
     def abort(self, identifier: int) -> None:
         """Drop a sequence wherever it is; unknown ones are ignored."""

@@ -11,6 +11,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.detokenize import Detokenizer
+from foretoken.engine.prompts import Given, Prompt, PromptReader
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import TextStopping
@@ -18,13 +19,15 @@ from foretoken.engine.structured import Grammars
 from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
 from foretoken.params import SamplingParams
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt with its parameters; ``members`` are its n sequences' identifiers and stopping records."""
+    """One prompt with its parameters; ``members`` are its n sequences' identifiers and stopping records.
+
+    prompt_ids: the user's prompt, which an encoder reads where there is one.
+    """
 
     id: int
     prompt: str | None
@@ -56,18 +59,29 @@ class RequestBuilder:
     """Tokenises prompts and gives every sequence its law, its random numbers and its end."""
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], seed: int, methods: Sequence[str] = ()
-    ) -> None:
-        """methods: what a request may name as its ``speculative_method``."""
+        self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], seed: int, methods: Sequence[str] = (),
+        start: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """methods: what a request may name as its ``speculative_method``. start: see ``PromptReader``."""
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
+        self._reader = PromptReader(tokenizer, vocab_size, tuple(start))
         self._methods = tuple(methods)
         self._eos = tuple(eos_ids)
         self._grammars = Grammars(tokenizer, vocab_size)
         self._requests, self._sequences = 0, 0
 
+    @property
+    def start(self) -> tuple[int, ...]:
+        """How the decoder of an encoder-decoder begins; empty for models without an encoder."""
+        return self._reader.start
+
     def build(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, list[Context]]:
         """A request and one context for each of its ``n`` completions."""
-        text, ids = self.tokens(prompt)
+        given = self.read(prompt)
+        if given.source and params.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs: an encoder reads the prompt whole and gives its tokens no probabilities; leave it out"
+            )
         if params.speculative_method is not None and params.speculative_method not in self._methods:
             raise InvalidRequest(
                 f"speculative_method {params.speculative_method!r} is not loaded; loaded: {', '.join(self._methods)}"
@@ -85,40 +99,28 @@ class RequestBuilder:
             contexts.append(
                 Context(
                     id=self._sequences,
-                    tokens=list(ids),
-                    prompt_length=len(ids),
+                    tokens=list(given.tokens),
+                    prompt_length=len(given.tokens),
                     law=laws[index],
                     streams=Streams(seed),
                     exactness=params.grade,
                     depth=params.speculative_tokens,
                     prediction=prediction,
                     method=params.speculative_method,
+                    source=given.source,
                 )
             )
-            stoppings.append(self._stopping(ids, params, eos, stop_ids))
+            stoppings.append(self._stopping(given.tokens, params, eos, stop_ids))
             self._sequences += 1
         request = Request(
-            self._requests, text, tuple(ids), params, tuple(c.id for c in contexts), tuple(stoppings)
+            self._requests, given.text, tuple(given.ids), params, tuple(c.id for c in contexts), tuple(stoppings)
         )  # fmt: skip
         self._requests += 1
         return request, contexts
 
-    def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text (where there is one) and token ids of a prompt given as text, ids or vLLM's dict forms."""
-        if isinstance(prompt, Mapping):
-            known = {"prompt", "prompt_token_ids"}
-            if len(prompt) != 1 or not known.issuperset(prompt):
-                raise InvalidRequest(f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-            prompt = next(iter(prompt.values()))
-        if isinstance(prompt, str):
-            ids = list(self.tokenizer(prompt)["input_ids"])
-            if not prompt or not ids:
-                raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
-            return prompt, ids
-        ids = self._checked(list(prompt), "a prompt")
-        if not ids:
-            raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
-        return None, ids
+    def read(self, prompt: Prompt) -> Given:
+        """Text (where there is one) and tokens of a prompt."""
+        return self._reader.read(prompt)
 
     def _stopping(
         self, ids: Sequence[int], params: SamplingParams, eos: Sequence[int], stop_ids: Sequence[int]
@@ -140,15 +142,7 @@ class RequestBuilder:
     def _prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         if isinstance(prediction, str):
             return tuple(self.tokenizer.encode(prediction, add_special_tokens=False))
-        return tuple(self._checked(list(prediction or ()), "a prediction"))
-
-    def _checked(self, ids: list[Any], what: str) -> list[int]:
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
-                raise InvalidRequest(
-                    f"{what} of token ids holds {token!r}; integers from 0 to {self._vocab_size - 1} are expected"
-                )
-        return ids
+        return tuple(self._reader.checked(list(prediction or ()), "a prediction"))
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Each word as it is tokenised at the start of a text and after a space."""

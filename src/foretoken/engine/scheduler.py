@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from time import monotonic
 
 from foretoken.core.context import Context
-from foretoken.core.errors import InvalidRequest
 from foretoken.engine.pace import Pace
 from foretoken.engine.sequence import Sequence
 from foretoken.models.base import Model
@@ -64,7 +63,7 @@ class Scheduler:
 
     @property
     def usage(self) -> Usage:
-        held = sum(_blocks(len(s.context.tokens)) for s in list(self.running.values()))
+        held = sum(_blocks(len(s.context.tokens)) + _blocks(len(s.context.source)) for s in list(self.running.values()))
         capacity = self.capacity or 0
         return Usage(len(self.running), len(self.waiting), held, capacity, self._hits, self._queries, self._preemptions)
 
@@ -73,14 +72,6 @@ class Scheduler:
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._queue(sequence)
-
-    def check(self, tokens: int) -> None:
-        """Refuse a text of so many tokens that could never run."""
-        if tokens >= self.target.max_length:
-            raise InvalidRequest(
-                f"the prompt has {tokens} tokens and the model was opened with room for "
-                f"{self.target.max_length}, prompt and output together; shorten it or raise max_model_len"
-            )
 
     def remove(self, identifier: int) -> Sequence | None:
         """Take it out wherever it is."""
@@ -142,7 +133,9 @@ class Scheduler:
         tokens = sequence.context.tokens
         if sequence.reads_aloud:
             sequence.of_prompt.clear()
-        handle = sequence.handle = self.target.open(tokens[:1] if sequence.reads_aloud else tokens)
+        handle = sequence.handle = self.target.open(
+            tokens[:1] if sequence.reads_aloud else tokens, sequence.context.source
+        )
         if not sequence.counts.rounds:
             sequence.counts.started, sequence.counts.cached = monotonic(), handle.cached
         self._hits += handle.cached
@@ -180,7 +173,8 @@ class Scheduler:
         if self.capacity is None or not ready:
             return rooms
         spare = max(0, self.capacity - sum(map(_need, self.running.values()))) // len(ready) // BLOCK * BLOCK
-        ends = [_need(sequence) - len(sequence.context.tokens) - 1 + spare for sequence in ready]
+        texts = [len(sequence.context.tokens) + 1 for sequence in ready]
+        ends = [_blocks(text) - text + spare for text in texts]
         return [min(room, end) for room, end in zip(rooms, ends, strict=True)]
 
     def _set_aside(self, sequence: Sequence) -> None:
@@ -195,8 +189,8 @@ class Scheduler:
 
 
 def _need(sequence: Sequence) -> int:
-    """Rows that the sequence holds at its next token."""
-    return _blocks(len(sequence.context.tokens) + 1)
+    """Rows that the sequence holds at its next token, those of what an encoder read for it included."""
+    return _blocks(len(sequence.context.tokens) + 1) + _blocks(len(sequence.context.source))
 
 
 def _blocks(rows: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -72,6 +72,10 @@ class Architecture:
     frequencies: tuple[Tensor, ...]  # each float32 [head_dim / 2]
     max_length: int
     tied: bool
+
+    def first(self, layers: int) -> Architecture:
+        """Left after so many layers."""
+        return replace(self, layers=layers, windows=self.windows[:layers], rope=self.rope[:layers])
 
     @staticmethod
     def of(config: Mapping[str, Any], max_length: int | None = None) -> Architecture:

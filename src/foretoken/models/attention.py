@@ -9,13 +9,13 @@ the sums over keys run in float64 (the cache holds it), so that their order does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foretoken.models.architecture import Architecture
 from foretoken.models.kv import KVCache, padded
 from foretoken.models.plan import Part, Plan
 
@@ -39,7 +39,7 @@ class Geometry:
     masks: dict[int, Tensor]  # by window (0 sees all): [S, 1, width, 1, keys] float32, 0 or -inf
 
     @staticmethod
-    def of(plan: Plan, architecture: Architecture, device: torch.device) -> Geometry:
+    def of(plan: Plan, windows: Iterable[int], device: torch.device) -> Geometry:
         """The plan as tensors; a lone row is doubled (see ``linear.py``)."""
         tokens, positions, parts = plan.tokens, plan.positions, plan.parts
         if len(tokens) == 1:
@@ -65,8 +65,7 @@ class Geometry:
             keys=keys,
             single=(parts[0].slot, parts[0].first, parts[0].count) if len(parts) == 1 else None,
             masks={
-                window: _mask(parts, positions, low, high, width, keys, window).to(device)
-                for window in set(architecture.windows)
+                window: _mask(parts, positions, low, high, width, keys, window).to(device) for window in set(windows)
             },
         )
 
@@ -98,11 +97,26 @@ def _mask(
     return mask[:, None, :, None, :]
 
 
+class Heads(Protocol):
+    """What attention has to know of a stack of layers."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def attention_softcap(self) -> float: ...
+
+
 def attend(
-    cache: KVCache, layer: int, queries_keys: Tensor, values: Tensor, g: Geometry, architecture: Architecture
+    cache: KVCache, layer: int, queries_keys: Tensor, values: Tensor, g: Geometry, a: Heads, mask: Tensor
 ) -> Tensor:
-    """Write the new keys and values, then attend. -> [R, heads * head_dim]"""
-    heads, kv_heads, dim = architecture.heads, architecture.kv_heads, architecture.head_dim
+    """Write the new keys and values, then attend under ``mask``, as ``Geometry.masks``. -> [R, heads * head_dim]"""
+    heads, kv_heads = a.heads, a.kv_heads
     queries, keys = queries_keys.split((heads, kv_heads), dim=1)
     key_cache, value_cache = cache.keys[layer], cache.values[layer]
     if g.single is not None:
@@ -112,26 +126,36 @@ def attend(
     else:
         key_cache[g.slots, :, g.rows] = keys.to(key_cache.dtype)
         value_cache[g.slots, :, g.rows] = values.to(value_cache.dtype)
+    return look_up(
+        queries, key_cache[g.low : g.high, :, : g.keys], value_cache[g.low : g.high, :, : g.keys], mask, g, a
+    )
+
+
+def look_up(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, g: Geometry, a: Heads) -> Tensor:
+    """queries [R, heads, head_dim] over keys and values [S, kv_heads, K, head_dim]. -> [R, heads * head_dim]
+
+    mask: what is added to scores, broadcast to [S, kv_heads, width, group, K].
+    """
+    dtype, heads, kv_heads, dim = queries.dtype, a.heads, a.kv_heads, a.head_dim
     sequences, group = g.high - g.low, heads // kv_heads
     if g.places is not None:
         spread = queries.new_zeros(sequences * g.width, heads, dim)
         spread[g.places] = queries
         queries = spread
     queries = queries.view(sequences, g.width, kv_heads, group, dim).transpose(1, 2)
-    queries = queries.reshape(sequences * kv_heads, g.width * group, dim).to(key_cache.dtype)
-    seen_keys = key_cache[g.low : g.high, :, : g.keys].flatten(0, 1)
-    seen_values = value_cache[g.low : g.high, :, : g.keys].flatten(0, 1)
-    scores = torch.bmm(queries, seen_keys.transpose(1, 2)).view(sequences, kv_heads, g.width, group, g.keys)
-    weights = _soft(scores, g.masks[architecture.windows[layer]], architecture).to(value_cache.dtype)
-    mixed = _mix(weights.view(sequences * kv_heads, g.width * group, g.keys), seen_values)
+    queries = queries.reshape(sequences * kv_heads, g.width * group, dim).to(keys.dtype)
+    count = keys.shape[2]
+    scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)).view(sequences, kv_heads, g.width, group, count)
+    weights = _soft(scores, mask, a).to(values.dtype)
+    mixed = _mix(weights.view(sequences * kv_heads, g.width * group, count), values.flatten(0, 1))
     mixed = mixed.view(sequences, kv_heads, g.width, group, dim).transpose(1, 2)
-    mixed = mixed.reshape(sequences * g.width, heads * dim).to(values.dtype)
+    mixed = mixed.reshape(sequences * g.width, heads * dim).to(dtype)
     return mixed if g.places is None else mixed[g.places]
 
 
-def _soft(scores: Tensor, mask: Tensor, architecture: Architecture) -> Tensor:
+def _soft(scores: Tensor, mask: Tensor, a: Heads) -> Tensor:
     """Scale, cap (Gemma 2, 2408.00118: cap * tanh(x / cap)), mask and softmax, in float32 at least."""
-    scale, cap = architecture.scale, architecture.attention_softcap
+    scale, cap = a.scale, a.attention_softcap
     if cap:
         scores, scale = (scores.to(torch.promote_types(scores.dtype, mask.dtype)) * (scale / cap)).tanh_(), cap
     return torch.add(mask, scores, alpha=scale).softmax(-1)

@@ -18,6 +18,8 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 
+NO_ENCODER = "this model has no encoder that could read a source; give it the whole text as its prompt"
+
 
 @dataclass(eq=False, slots=True)
 class Handle:
@@ -93,7 +95,7 @@ class Model(ABC):
     """Scores sequences and their drafts; the engine's only view of a network.
 
     ``rows_independent`` says whether a row's logits are bit-equal whatever shares its pass, ``cuts_freely`` whether
-    they are so, too, wherever a prompt is cut into passes.
+    they are so, too, wherever a prompt is cut into passes, ``takes_source`` whether an encoder reads a text beside it.
     """
 
     vocab_size: int
@@ -104,6 +106,7 @@ class Model(ABC):
     dtype: torch.dtype
     rows_independent: bool = False
     cuts_freely: bool = False
+    takes_source: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -111,8 +114,11 @@ class Model(ABC):
         return 0
 
     @abstractmethod
-    def open(self, prompt: Sequence[int]) -> Handle:
-        """Give a sequence a place; nothing is computed yet. ``prompt`` has at least one token."""
+    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
+        """Give a sequence a place; nothing is computed yet. ``prompt`` has at least one token.
+
+        source: what the encoder is to read, of a model that has one. Raises InvalidRequest where it does not fit.
+        """
 
     @abstractmethod
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
@@ -142,6 +148,22 @@ class Model(ABC):
     def check(self) -> None:
         """Raises AssertionError where places and rows do not add up."""
         return
+
+    def admit(self, prompt: Sequence[int], source: Sequence[int]) -> None:
+        """Raises InvalidRequest for what could never be opened."""
+        if len(prompt) >= self.max_length:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens and the model was opened with room for {self.max_length}, prompt "
+                "and output together; shorten it or raise max_model_len"
+            )
+        if bool(source) != self.takes_source:
+            raise InvalidRequest(
+                NO_ENCODER if source else "this model is an encoder-decoder; give it a text for its encoder"
+            )
+
+    def share(self, other: Model) -> bool:
+        """Let a part that both have in common be computed once, by ``other``. -> whether there is one"""
+        return False
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """The vocabulary head alone, for heads that share it: normed states [rows, H] -> float32 [rows, V]."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.memory import check_fits, weight_bytes
@@ -19,6 +20,8 @@ from foretoken.models.tokenizer import PlainTokenizer, is_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from foretoken.models.decoder import Decoder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -198,13 +201,14 @@ def load_model(
     backend: str = "auto",
     max_length: int | None = None,
     quantization: str | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Model:
     """Load a causal language model from a folder or hub id.
 
     backend: ``"native"`` is our own decoder for the Llama family, ``"hf"`` transformers' module for any other,
     ``"auto"`` the first that fits. quantization: ``"int8"`` quantises the native decoder's matrices and, row by
-    row, what they multiply. Raises ModelLoadError or InvalidRequest, each one line; also where the weights are
-    larger than the memory that is free.
+    row, what they multiply. tensor_parallel_size: ranks that share the model, see ``models/sharded.py``. Raises
+    ModelLoadError or InvalidRequest, each one line; also where the weights are larger than the memory that is free.
     """
     quantise = check_quantization(quantization)
     if backend not in BACKENDS:
@@ -214,13 +218,16 @@ def load_model(
     path = resolve(name)
     config = load_config(path)
     weights = open_weights(path)
-    from foretoken.models.decoder import Decoder
+    if check_ranks(tensor_parallel_size, backend, quantization):
+        from foretoken.models.sharded import ShardedModel
 
-    native = backend != "hf" and Decoder.supports(config)
+        return ShardedModel.join(path, kind, where, tensor_parallel_size, weights.shapes, max_length)
+    runtime = _runtime(config) if backend != "hf" else None
+    native = runtime is not None
     int8 = quantise or (native and check_prequantized(config))
     check_fits(weight_bytes(weights.shapes, kind, int8), where, str(path))
-    if native:
-        return Decoder(config, weights, kind, where, max_length, quantization)
+    if runtime is not None:
+        return runtime(config, weights, kind, where, max_length, quantization)
     if quantise:
         raise InvalidRequest(
             f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "
@@ -233,6 +240,24 @@ def load_model(
     from foretoken.models.hf import HFModel
 
     return HFModel.load(path, kind, where, max_length)
+
+
+def check_ranks(size: int, backend: str, quantization: str | None) -> bool:
+    """Whether a model is to be divided among ranks. Raises InvalidRequest for what cannot be."""
+    integer("tensor_parallel_size", size, 1)
+    if size > 1 and backend == "native":
+        raise InvalidRequest("tensor_parallel_size divides transformers' modules; use backend='hf' or 'auto'")
+    if size > 1 and quantization is not None:
+        raise InvalidRequest(f"quantization={quantization!r} needs the native decoder, which runs on one rank")
+    return size > 1
+
+
+def _runtime(config: Mapping[str, Any]) -> type[Decoder] | None:
+    """The class of ours that computes that architecture."""
+    from foretoken.models.decoder import Decoder
+    from foretoken.models.seq2seq.model import EncoderDecoder
+
+    return next((kind for kind in (Decoder, EncoderDecoder) if kind.supports(config)), None)
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer:

@@ -21,7 +21,8 @@ from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.models.plan import Plan
 from foretoken.models.prequantized import check_prequantized
 from foretoken.models.quantize import check_quantization
-from foretoken.models.runner import Pass, build
+from foretoken.models.runner import Pass, Runner, build
+from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture
 from foretoken.models.weights import Layers, Source, read_ends
 
 PREFILL_ROWS = 256  # rows of one prefill pass
@@ -41,12 +42,13 @@ class Decoder(Model):
     ) -> None:
         quantise = check_quantization(quantization)
         check_prequantized(config)
-        self.architecture = a = Architecture.of(config, max_length)
+        a = Architecture.of(config, max_length)
+        self.architecture: Architecture | Seq2SeqArchitecture = a
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length = a.max_length
         source = Source(weights, a, dtype, quantise)
-        self.runner = build(a, Layers(source), read_ends(source), dtype, device)
+        self.runner: Runner = build(a, Layers(source), read_ends(source), dtype, device)
         self.rows_independent, self.cuts_freely = self.runner.rows_independent, self.runner.cuts_freely
 
     @staticmethod
@@ -69,11 +71,18 @@ class Decoder(Model):
 
     # the contract
 
-    def open(self, prompt: Sequence[int]) -> Handle:
+    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         slot, known = self.runner.acquire(prompt)
-        return Handle(slot, list(prompt), known)
+        handle = Handle(slot, list(prompt), known)
+        if source:
+            try:
+                self.runner.attach(slot, source)
+            except BaseException:
+                self.close(handle)
+                raise
+        return handle
 
     def close(self, handle: Handle) -> None:
         if handle.slot >= 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -70,7 +70,8 @@ class EarlyExit(Decoder):
                 "train one for this target"
             )
         count = leaving.layers
-        self.architecture = replace(a, layers=count, windows=a.windows[:count], rope=a.rope[:count])
+        self.architecture = a.first(count)
+        self.takes_source = model.takes_source
         self.dtype, self.device = model.dtype, model.device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, count
         self.max_length = a.max_length

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.models.base import Handle, Model, Scores, growing
+from foretoken.models.base import NO_ENCODER, Handle, Model, Scores, growing
 from foretoken.models.slots import Placement, Slots
 
 PREFILL_ROWS = 256  # rows of one prefill pass
@@ -66,26 +66,7 @@ class HFModel(Model):
     @classmethod
     def load(cls, path: Path, dtype: torch.dtype, device: torch.device, max_length: int | None = None) -> Self:
         """Read a safetensors checkpoint with the class its config names; no remote code, no pickles."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-            module, info = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                attn_implementation="eager" if softcap else None,
-                output_loading_info=True,
-            )
-        except (ValueError, KeyError, RuntimeError, OSError, ImportError) as error:
-            raise ModelLoadError(f"transformers cannot load the model in {path}: {_first_line(error)}") from error
-        if missing := sorted(info["missing_keys"]):
-            raise ModelLoadError(
-                f"the checkpoint in {path} lacks {len(missing)} tensor(s), first {missing[0]!r}; is it complete?"
-            )
-        return cls(module.to(device).eval(), max_length)
+        return cls(read_module(path, dtype).to(device).eval(), max_length)
 
     @property
     def row_bytes(self) -> int:
@@ -96,7 +77,9 @@ class HFModel(Model):
 
     # the contract
 
-    def open(self, prompt: Sequence[int]) -> Handle:
+    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
+        if source:
+            raise InvalidRequest(NO_ENCODER)
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         return Handle(self._slots.acquire(), list(prompt))
@@ -109,7 +92,7 @@ class HFModel(Model):
     @torch.inference_mode()
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
         for handle, new in zip(handles, tokens, strict=True):
-            self._slots.move(handle.slot, *handle.advance(new))
+            self._move(handle.slot, *handle.advance(new))
 
     @torch.inference_mode()
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
@@ -159,20 +142,22 @@ class HFModel(Model):
     def _run(
         self, handles: Sequence[Handle], drafts: Sequence[Draft], done: Sequence[int], taps: Sequence[int]
     ) -> tuple[Any, int]:
-        """One padded forward pass. -> the module's output, and the row that its logits begin with"""
+        """One padded pass. -> the module's output, and the row that its logits begin with"""
         place = Placement.of(handles, drafts, done)
         if place.reach > self.max_length:
             raise InvalidRequest(
                 f"a sequence reaches {place.reach} tokens, beyond the {self.max_length} this model was opened with; "
                 "shorten the prompt, lower max_tokens, or raise max_model_len"
             )
+        return self._pass(place, taps), min(place.roots) if self._keeps_rows else 0
+
+    def _pass(self, place: Placement, taps: Sequence[int]) -> Any:
+        """What the module makes of it."""
         keep = {}
-        first = 0
         if self._keeps_rows:
-            first = min(place.roots)
-            keep["logits_to_keep"] = torch.arange(first, place.width, device=self.device)
+            keep["logits_to_keep"] = torch.arange(min(place.roots), place.width, device=self.device)
         with self._slots.serving(place, self.device), _evaluating(self.module):
-            output = self.module(
+            return self.module(
                 input_ids=place.tokens.to(self.device),
                 attention_mask=self._masks(place),
                 position_ids=place.positions.to(self.device),
@@ -182,7 +167,15 @@ class HFModel(Model):
                 return_dict=True,
                 **keep,
             )
-        return output, first
+
+    def _plain(self, paths: Tensor) -> Tensor:
+        """Logits [B, rows, V] of whole texts [B, rows] by the module alone, without a cache or a mask of ours."""
+        with _evaluating(self.module):
+            logits: Tensor = self.module(input_ids=paths.to(self.device), use_cache=False, return_dict=True).logits
+        return logits
+
+    def _move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        self._slots.move(slot, destination, sources)
 
     def _masks(self, place: Placement) -> Tensor | dict[str, Tensor]:
         """The additive 4-D mask, or one for each kind of layer where the architecture mixes them."""
@@ -214,17 +207,16 @@ class HFModel(Model):
         """
         ids = [i % self.vocab_size for i in range(3, 11)]
         tree = Draft(torch.tensor([ids[3], ids[4], ids[5], ids[6]]), (-1, -1, 0, 1))
-        paths = torch.tensor([[*ids[:3], ids[3], ids[5]], [*ids[:3], ids[4], ids[6]]], device=self.device)
+        paths = torch.tensor([[*ids[:3], ids[3], ids[5]], [*ids[:3], ids[4], ids[6]]])
         lengths = (3, 1)
         handles = [self.open(ids[:n]) for n in lengths]
         try:
             ours = self.score(handles, [tree, Draft.empty()])[0].logits
-            with _evaluating(self.module):
-                plain = self.module(input_ids=paths, use_cache=False, return_dict=True).logits
+            plain = self._plain(paths)
         except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
             raise ModelLoadError(
                 f"{type(self.module).__name__} does not take an explicit mask, positions and cache "
-                f"({_first_line(error)}); it cannot be used for speculation"
+                f"({first_line(error)}); it cannot be used for speculation"
             ) from error
         finally:
             for handle in handles:
@@ -238,6 +230,31 @@ class HFModel(Model):
                 f"{type(self.module).__name__} computes other logits under an explicit tree mask (by {worst:.2g}), so "
                 "its attention depends on row numbers; it cannot be used for speculation"
             )
+
+
+def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """The module of a safetensors checkpoint; ``options`` go to transformers. Raises ModelLoadError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        module, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager" if softcap else None,
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, KeyError, RuntimeError, OSError, ImportError) as error:
+        raise ModelLoadError(f"transformers cannot load the model in {path}: {first_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelLoadError(
+            f"the checkpoint in {path} lacks {len(missing)} tensor(s), first {missing[0]!r}; is it complete?"
+        )
+    return module
 
 
 def _refuse(module: Any, config: Any) -> None:
@@ -274,5 +291,6 @@ def _evaluating(module: Any) -> Iterator[None]:
             module.train()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from foretoken.core.errors import InvalidRequest
 from foretoken.models.architecture import Architecture
+from foretoken.models.base import NO_ENCODER
 from foretoken.models.plan import Plan
 from foretoken.models.quantize import Int8
 from foretoken.models.weights import Ends, Entry, LayerWeights
@@ -31,6 +33,13 @@ class Pass:
     taps: dict[int, Tensor] = field(default_factory=dict)
 
 
+class DecoderOnly:
+    """What runners have that know no encoder."""
+
+    def attach(self, slot: int, source: Sequence[int]) -> None:
+        raise InvalidRequest(NO_ENCODER)
+
+
 class Runner(Protocol):
     """Everything below ``Decoder``: slots of key/value rows, and passes over them."""
 
@@ -44,6 +53,9 @@ class Runner(Protocol):
 
     def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
         """A free slot, the lowest one. -> it, and how many rows of a prompt of ``tokens`` it holds already"""
+
+    def attach(self, slot: int, source: Sequence[int]) -> None:
+        """What an encoder is to read for the slot, before its first pass. Raises InvalidRequest without an encoder."""
 
     def release(self, slot: int) -> None:
         """Give a slot back; its rows are seen again only by those whose prompts begin alike."""
@@ -63,7 +75,7 @@ class Runner(Protocol):
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
 
-    def first(self, architecture: Architecture, norm: Tensor | None) -> Runner:
+    def first(self, architecture: Any, norm: Tensor | None) -> Runner:
         """A runner of the first ``architecture.layers`` layers and the same head: shared weights, slots of its own.
 
         norm: float32 [H], in the place of the last norm; None keeps that.

@@ -96,10 +96,16 @@ class Slots:
     def __init__(self) -> None:
         self._layers: list[SlotLayer] = []
         self._free: list[int] = []
-        self._used = 0
+        self.used = 0
         self.size, self.rows = 0, 0
         self.place: Placement | None = None
         self.index: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in all layers, as far as any were written."""
+        buffers = [b for layer in self._layers for b in (layer.keys, layer.values) if b is not None]
+        return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
     def new_layer(self) -> SlotLayer:
         layer = SlotLayer(self)
@@ -110,8 +116,8 @@ class Slots:
         """The lowest free slot; neighbouring slots are read without a copy."""
         if self._free:
             return heapq.heappop(self._free)
-        self._used += 1
-        return self._used - 1
+        self.used += 1
+        return self.used - 1
 
     def release(self, slot: int) -> None:
         heapq.heappush(self._free, slot)
@@ -129,7 +135,7 @@ class Slots:
     @contextmanager
     def serving(self, place: Placement, device: torch.device) -> Iterator[None]:
         """Layers updated inside write and read the rows of this pass."""
-        while self.size < self._used:
+        while self.size < self.used:
             self.size = max(1, 2 * self.size)
         needed = max(place.firsts) + place.width
         if needed > self.rows:

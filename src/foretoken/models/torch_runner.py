@@ -22,7 +22,7 @@ from foretoken.models.kv import KVCache
 from foretoken.models.linear import Product, can_pack, product
 from foretoken.models.plan import Plan
 from foretoken.models.quantize import stacked
-from foretoken.models.runner import Pass
+from foretoken.models.runner import DecoderOnly, Pass
 from foretoken.models.weights import Ends, Entry, LayerWeights
 
 
@@ -60,7 +60,7 @@ class Layer:
         )
 
 
-class TorchRunner:
+class TorchRunner(DecoderOnly):
     """See ``runner.Runner``; works on every device and dtype that torch has."""
 
     joint_rows = 32
@@ -128,13 +128,16 @@ class TorchRunner:
     @torch.inference_mode()
     def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
         self._cache.reserve(plan.reach + 1)
-        geometry = Geometry.of(plan, self._architecture, self._device)
+        geometry = self._laid_out(plan)
         outputs = torch.tensor(plan.outputs, device=self._device)
         alone = not logits and len(plan.parts) == 1  # a piece of one prompt, cut where it always is
         states = self._states(geometry, taps, alone, plan.features)
         return Pass(
             self._logits(states, outputs) if logits else None, self._tapped(states, taps, slice(len(plan.tokens)))
         )
+
+    def _laid_out(self, plan: Plan) -> Geometry:
+        return Geometry.of(plan, self._architecture.windows, self._device)
 
     def _states(
         self, geometry: Geometry, taps: Sequence[int], alone: bool = False, features: Tensor | None = None
@@ -188,7 +191,7 @@ class TorchRunner:
             queries_keys = torch.cat(parts, dim=1)
         if a.rope[number] >= 0:
             queries_keys = rotate(queries_keys, *turns[a.rope[number]])
-        mixed = layer.out(attend(self._cache, number, queries_keys, values, g, a), alone)
+        mixed = layer.out(attend(self._cache, number, queries_keys, values, g, a, g.masks[a.windows[number]]), alone)
         if layer.post_attention_norm is not None:
             mixed = self._normalise(mixed, layer.post_attention_norm)
         hidden = hidden + mixed

@@ -70,6 +70,10 @@ class Source:
     dtype: torch.dtype
     quantise: bool = False
 
+    @property
+    def reader(self) -> Reader:
+        return Reader(self.weights, self.dtype, self.quantise, self.architecture.norm_offset)
+
 
 @dataclass(frozen=True, slots=True)
 class Layers:
@@ -85,7 +89,7 @@ class Layers:
 
 def read_layer(source: Source, index: int) -> LayerWeights:
     """Layer ``index``. Raises ModelLoadError when a tensor is missing or has the wrong shape."""
-    a, reader = source.architecture, _Reader(source)
+    a, reader = source.architecture, source.reader
     at = f"model.layers.{index}"
     attention, mlp = f"{at}.self_attn", f"{at}.mlp"
     wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -111,7 +115,7 @@ def read_layer(source: Source, index: int) -> LayerWeights:
 
 def read_ends(source: Source) -> Ends:
     """Embedding, last norm and head."""
-    a, reader = source.architecture, _Reader(source)
+    a, reader = source.architecture, source.reader
     stored = reader.get("model.embed_tokens.weight")
     reader.check((stored,), ("model.embed_tokens",), a.vocab, a.hidden)
     embedding = stored.to(source.dtype, copy=True)
@@ -124,8 +128,13 @@ def read_ends(source: Source) -> Ends:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    source: Source
+class Reader:
+    """Tensors by name, checked, as the runners take them. norm_offset: what stored norm weights lack."""
+
+    weights: Mapping[str, Tensor]
+    dtype: torch.dtype
+    quantise: bool = False
+    norm_offset: float = 0.0
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         """[rows, columns]: the weight of one product."""
@@ -150,25 +159,25 @@ class _Reader:
 
     def bias(self, names: tuple[str, ...]) -> Tensor | None:
         """The biases of these products in one vector, None where they have none."""
-        if not any(f"{name}.bias" in self.source.weights for name in names):
+        if not any(f"{name}.bias" in self.weights for name in names):
             return None
-        return torch.cat([self.get(f"{name}.bias") for name in names]).to(self.source.dtype)
+        return torch.cat([self.get(f"{name}.bias") for name in names]).to(self.dtype)
 
     def norm(self, name: str, size: int) -> Tensor:
         """float32 [size]; Gemma stores weights minus 1."""
         weight = self.get(f"{name}.weight").to(torch.float32, copy=True)
         if weight.shape != (size,):
             raise ModelLoadError(f"{name}.weight has the shape {tuple(weight.shape)}, but config.json says {(size,)}")
-        return weight.add_(self.source.architecture.norm_offset)
+        return weight.add_(self.norm_offset)
 
     def get(self, name: str) -> Tensor:
         try:
-            return self.source.weights[name]
+            return self.weights[name]
         except KeyError:
             raise ModelLoadError(f"the checkpoint lacks the tensor {name!r}; is it complete?") from None
 
     def _part(self, name: str) -> Matrix:
-        stored = read_int8(self.source.weights, name)
+        stored = read_int8(self.weights, name)
         if stored is not None:
             return stored
         weight = self.get(f"{name}.weight")
@@ -176,4 +185,4 @@ class _Reader:
             raise ModelLoadError(
                 f"the tensor {name + '.weight'!r} is not a matrix of floats; is the checkpoint damaged?"
             )
-        return quantise(weight) if self.source.quantise else weight.to(self.source.dtype)
+        return quantise(weight) if self.quantise else weight.to(self.dtype)

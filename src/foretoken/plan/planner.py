@@ -22,7 +22,7 @@ from foretoken.plan.rounds import RoundTime, Times, midway, timed
 from foretoken.plan.sample import Proposers, Sample, chain_of
 from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.tally import Estimate
-from foretoken.plan.texts import Text, write
+from foretoken.plan.texts import Start, Text, contexts, write
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
@@ -66,11 +66,12 @@ class Planner:
 
     def plan(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Start],
         candidates: Sequence[Candidate],
         completions: Sequence[Sequence[int]] | None = None,
     ) -> Plan:
-        """prompts: token ids. completions: what the target wrote after them, where that is known; else it writes.
+        """prompts: as they were read, or their token ids. completions: what the target wrote after them, where that
+        is known; else it writes.
 
         Raises InvalidRequest for prompts that do not fit the target, or none.
         """
@@ -95,15 +96,17 @@ class Planner:
         return Plan(tuple(mark(rows)), tuple(choices(rows)), predictors)
 
     def _texts(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
+        self, prompts: Sequence[Start], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
     ) -> list[Text]:
         """Raises InvalidRequest where no text has rounds to speak of."""
         limit = self.settings.max_tokens
         if completions is None:
             texts = write(self.target, prompts, law, limit, self.eos, self.settings.seed)
         else:
-            pairs = zip(prompts, completions, strict=True)
-            texts = [Text(tuple(prompt), tuple(text[:limit]), limit) for prompt, text in pairs]
+            texts = [
+                Text(tuple(context.tokens), tuple(text[:limit]), limit, context.source)
+                for context, text in zip(contexts(prompts, law, 0), completions, strict=True)
+            ]
         if all(len(text.tokens) < 2 for text in texts):
             raise InvalidRequest("every text ends at once; give prompts that the target continues")
         return texts

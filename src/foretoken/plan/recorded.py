@@ -52,16 +52,17 @@ class Recorded(Model):
         self.vocab_size, self.max_length = target.vocab_size, target.max_length
         self.num_layers, self.hidden_size = target.num_layers, target.hidden_size
         self.device, self.dtype = target.device, target.dtype
-        self.rows_independent = True
-        self._recordings: dict[tuple[int, ...], deque[Recording]] = {}
+        self.rows_independent, self.takes_source = True, target.takes_source
+        self._recordings: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Recording]] = {}
         for recording in recordings:
-            self._recordings.setdefault(recording.text.prompt, deque()).append(recording)
+            text = recording.text
+            self._recordings.setdefault((text.prompt, text.source), deque()).append(recording)
         self._open: dict[int, Recording] = {}
         self._slots = 0
 
-    def open(self, prompt: Sequence[int]) -> Handle:
+    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
         """Raises InvalidRequest for a prompt that was not recorded."""
-        known = self._recordings.get(tuple(prompt))
+        known = self._recordings.get((tuple(prompt), tuple(source)))
         if known is None:
             raise InvalidRequest(f"a prompt of {len(prompt)} tokens was not recorded; replay those that were")
         self._slots += 1

@@ -17,7 +17,7 @@ from foretoken.engine.loop import Engine
 from foretoken.models.base import Model
 from foretoken.plan.recorded import Recorded, Recording
 from foretoken.plan.tally import Estimate, Tally
-from foretoken.plan.texts import TOGETHER, Ending, contexts, silent
+from foretoken.plan.texts import TOGETHER, Ending, Start, contexts, silent
 from foretoken.propose.base import Proposer
 from foretoken.verify import Verifier, choose
 
@@ -41,14 +41,14 @@ def replayed(
 
     engine = Engine(Recorded(target, recordings), proposer, Fixed(depth), rule=rule, max_sequences=together)
     texts = [recording.text for recording in recordings]
-    made = contexts([text.prompt for text in texts], law, 0)
+    made = contexts([text.start for text in texts], law, 0)
     endings = [Ending(text.limit, length=len(text.tokens)) for text in texts]
     return Estimate(_tallied(engine, made, endings), "text")
 
 
 def run(
     target: Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Start],
     proposer: Proposer,
     law: Law,
     depth: int,

@@ -16,8 +16,9 @@ import numpy as np
 from foretoken.control.fixed import Fixed
 from foretoken.core.sampling import Law
 from foretoken.engine.loop import Engine
+from foretoken.engine.prompts import Given
 from foretoken.models.base import Model
-from foretoken.plan.texts import Ending, Text, contexts
+from foretoken.plan.texts import Ending, Start, Text, contexts
 from foretoken.propose.base import Proposer
 
 PLAIN = ""
@@ -46,7 +47,7 @@ class Lane:
     target: Model
     proposer: Proposer
     depth: int
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Start]
     law: Law
     prefill: float = 0.0
     engine: Engine = field(init=False)
@@ -104,7 +105,7 @@ class RoundTime:
 def timed(
     target: Model,
     lanes: Mapping[str, tuple[Proposer, int]],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Start],
     law: Law,
     turns: int,
     tick: Callable[[int], None] = lambda rounds: None,
@@ -150,9 +151,9 @@ def _in_turns(running: Mapping[str, Lane], turns: int, tick: Callable[[int], Non
     return seen
 
 
-def midway(texts: Sequence[Text], batch: int) -> list[tuple[int, ...]]:
+def midway(texts: Sequence[Text], batch: int) -> list[Given]:
     """``batch`` prompts with half of what the target wrote after them."""
-    whole = [text.prompt + text.tokens[: len(text.tokens) // 2] for text in texts]
+    whole = [text.after(len(text.tokens) // 2) for text in texts]
     return [whole[i % len(whole)] for i in range(batch)]
 
 

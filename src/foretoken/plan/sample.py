@@ -70,7 +70,7 @@ class Sample:
         return self._run(candidate, proposer, depth, _TOGETHER_LEARNING if proposer.learns else TOGETHER)
 
     def _run(self, candidate: Candidate, proposer: Proposer, depth: int, together: int) -> Estimate:
-        prompts, limit = [text.prompt for text in self.texts], self.texts[0].limit
+        prompts, limit = [text.start for text in self.texts], self.texts[0].limit
         rejection = SpeculativeConfig.of(candidate.config).rejection
         return run(self.target, prompts, proposer, self.law, depth, limit, self.eos, rejection, together)
 

@@ -14,8 +14,11 @@ from foretoken.core.draft import Draft
 from foretoken.core.sampling import Law
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
+from foretoken.engine.prompts import Given
 from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
+
+Start = Given | Sequence[int]  # a prompt as it was read, or the tokens alone
 
 TOGETHER = 8  # sequences that share a pass where nothing depends on it
 _PIECE = 64  # tokens of a text that share a pass
@@ -27,15 +30,27 @@ def silent() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One completion, a draw of the target's. limit: tokens it could have had; fewer where it ended by itself."""
+    """One completion, a draw of the target's. limit: tokens it could have had; fewer where it ended by itself.
+
+    source: what an encoder read for it.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     limit: int
+    source: tuple[int, ...] = ()
 
     @property
     def whole(self) -> tuple[int, ...]:
         return self.prompt + self.tokens
+
+    @property
+    def start(self) -> Given:
+        return self.after(0)
+
+    def after(self, count: int) -> Given:
+        """A prompt to go on from ``count`` of its tokens."""
+        return Given(None, [*self.prompt, *self.tokens[:count]], self.source)
 
 
 @dataclass
@@ -58,17 +73,21 @@ class Ending:
         return "length" if self.count >= self.limit else None
 
 
-def contexts(prompts: Sequence[Sequence[int]], law: Law, seed: int, first: int = 0) -> list[Context]:
+def contexts(prompts: Sequence[Start], law: Law, seed: int, first: int = 0) -> list[Context]:
     """One for each prompt, with random numbers of its own; identifiers count from ``first``."""
+    starts = [prompt if isinstance(prompt, Given) else Given(None, list(prompt)) for prompt in prompts]
     return [
-        Context(first + i, list(prompt), len(prompt), law, Streams(random_seed_from(seed, i)))
-        for i, prompt in enumerate(prompts)
-    ]
+        Context(
+            first + i, list(start.tokens), len(start.tokens), law, Streams(random_seed_from(seed, i)),
+            source=start.source,
+        )
+        for i, start in enumerate(starts)
+    ]  # fmt: skip
 
 
 def write(
     target: Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Start],
     law: Law,
     limit: int,
     eos: Collection[int] = (),
@@ -84,7 +103,7 @@ def write(
         for step in engine.step():
             if step.finish_reason is not None:
                 tick()
-    return [Text(tuple(c.tokens[: c.prompt_length]), tuple(c.tokens[c.prompt_length :]), limit) for c in made]
+    return [Text(tuple(c.tokens[: c.prompt_length]), tuple(c.tokens[c.prompt_length :]), limit, c.source) for c in made]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +121,7 @@ def told(model: Model, text: Text, taps: Sequence[int] = ()) -> Iterator[Piece]:
 
     taps of all pieces: [len(whole) - 1, H], at every token but the last, which nothing follows.
     """
-    handle = model.open(text.prompt)
+    handle = model.open(text.prompt, text.source)
     try:
         for start in range(0, len(text.tokens), _PIECE):
             tokens = text.tokens[start : start + _PIECE]

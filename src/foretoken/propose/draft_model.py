@@ -143,7 +143,7 @@ class DraftModel(Proposer):
         """The sequence's place; a long text is read a piece a round, and nothing is drafted before its end."""
         handle = self._handles.get(context.id)
         if handle is None:
-            handle = self._handles[context.id] = self.model.open(context.tokens)
+            handle = self._handles[context.id] = self.model.open(context.tokens, context.source)
             handle.truncate(handle.cached + PIECE)
         elif not handle.pending:
             start = len(handle.tokens)
@@ -178,7 +178,15 @@ def build(config: DraftModelConfig, workshop: Workshop) -> DraftModel:
         raise InvalidRequest("method 'draft_model' needs a draft: pass draft_model= or 'model' in speculative_config")
     draft = resolve(workshop.model)
     check_vocabulary(workshop.tokenizer, draft)
-    return DraftModel(workshop.load(draft), config, workshop.target.vocab_size)
+    model = workshop.load(draft)
+    if model.takes_source != workshop.target.takes_source:
+        kinds = ("a decoder", "an encoder-decoder")
+        raise InvalidRequest(
+            f"{draft.name} is {kinds[model.takes_source]} and its target {kinds[workshop.target.takes_source]}; "
+            "take a draft of the target's kind"
+        )
+    model.share(workshop.target)
+    return DraftModel(model, config, workshop.target.vocab_size)
 
 
 METHOD = Method(DraftModelConfig, build)

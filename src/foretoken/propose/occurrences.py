@@ -146,11 +146,14 @@ class ContextTexts:
         self._texts: dict[int, GrowingText] = {}
 
     def of(self, context: Context) -> GrowingText:
-        """Prompt and output so far."""
-        text = self._texts.get(context.id)
+        """Prompt and output so far; before them what an encoder read, behind a start like the output's, so that an
+        output that copies it is known from its first token on.
+        """
+        text, start = self._texts.get(context.id), context.tokens[:1] if context.source else []
         if text is None:
             text = self._texts[context.id] = GrowingText(periodic=True)
-        text.extend(context.tokens[len(text) :])
+            text.extend([*start, *context.source])
+        text.extend(context.tokens[len(text) - len(start) - len(context.source) :])
         return text
 
     def forget(self, context: Context) -> None:

@@ -129,7 +129,7 @@ class Recycling(Proposer):
     def _draft(self, context: Context, budget: int) -> Draft:
         if context.id not in self._seen:
             self._seen.add(context.id)
-            self._read(context.tokens)
+            self._read([*context.source, *context.tokens])
         tokens, parents, weights = self._tree(context.tokens[-1], budget, self.ranks[context.law.greedy].order)
         if not tokens:
             return Draft.empty()

@@ -167,7 +167,7 @@ class Translated(Model):
         self._readers: dict[int, Reader] = {}
         self._opened = 0
 
-    def open(self, prompt: Sequence[int]) -> Handle:
+    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
         self._opened += 1
         self._readers[self._opened] = Reader(self.model, self.target, self.draft, prompt)
         return Handle(self._opened, list(prompt))
@@ -261,6 +261,11 @@ def build(config: VocabularyConfig, workshop: Workshop) -> Vocabulary:
     """The draft that "model" names, with the tokenizer beside it."""
     if workshop.model is None:
         raise InvalidRequest("method 'vocabulary' needs a draft: pass draft_model= or 'model' in speculative_config")
+    if workshop.target.takes_source:
+        raise InvalidRequest(
+            "method 'vocabulary' spells the whole text for its draft, which does not see what an encoder reads; "
+            "take a draft with the target's tokenizer"
+        )
     draft = Pieces(load_tokenizer(resolve(workshop.model)))
     target, size = Pieces(workshop.tokenizer), workshop.target.vocab_size
     return Vocabulary(workshop.load(workshop.model), target, draft, size, config)

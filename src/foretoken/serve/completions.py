@@ -67,8 +67,8 @@ def _each(prompt: Any) -> list[str | list[int]]:
 
 
 async def _read(service: Service, prompt: str | list[int]) -> Prompt:
-    text, ids = await service.worker.tokens(prompt)
-    return Prompt(service.worker.llm.tokenizer.decode(ids) if text is None else text, ids)
+    given = await service.worker.read(prompt)
+    return Prompt(service.worker.llm.tokenizer.decode(given.ids) if given.text is None else given.text, given.ids)
 
 
 def _answer(

@@ -53,7 +53,8 @@ class Service:
 
     def budget(self, asked: int | None, prompt: Sequence[int], default: int | None = None) -> int:
         """Tokens that may be generated; ``default`` None is all that fit. Raises ApiError where they do not fit."""
-        left = self.max_model_len - len(prompt)
+        before = self.worker.llm.requests.start or prompt  # what an encoder reads takes no room of the output's
+        left = self.max_model_len - len(before)
         if left < 1 or (asked or 0) > left:
             wish = "" if asked is None else f" and {asked} more were asked for"
             raise invalid(

@@ -24,7 +24,7 @@ from foretoken.core.errors import ForetokenError
 from foretoken.core.step import Step
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.assemble import submit as enqueue
-from foretoken.engine.requests import Prompt
+from foretoken.engine.prompts import Given, Prompt
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
 from foretoken.propose.selection import Selection
@@ -85,9 +85,9 @@ class Worker:
         """Do what takes longer than the loop may stand still, such as reading a long prompt; one thread for all."""
         return await asyncio.get_running_loop().run_in_executor(self._intake, work)
 
-    async def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt. Raises InvalidRequest."""
-        return await self.aside(lambda: self.llm.requests.tokens(prompt))
+    async def read(self, prompt: Prompt) -> Given:
+        """Text and tokens of a prompt. Raises InvalidRequest."""
+        return await self.aside(lambda: self.llm.requests.read(prompt))
 
     async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> Ticket:
         """Check and queue all of ``prompts``, or none. Raises InvalidRequest, Overloaded or Unavailable."""

@@ -20,14 +20,14 @@ from foretoken.models.native.pages import Pages
 from foretoken.models.plan import Part, Plan
 from foretoken.models.quantize import Int8
 from foretoken.models.quantize import Matrix as AnyMatrix
-from foretoken.models.runner import Pass
+from foretoken.models.runner import DecoderOnly, Pass
 from foretoken.models.weights import Ends, Entry, LayerWeights
 
 MOST_GROUP = 32  # TILE_QUERIES of csrc/attention.hpp
 _KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
 
 
-class NativeRunner:
+class NativeRunner(DecoderOnly):
     """See ``runner.Runner``. Raises ``Unavailable`` where the kernels cannot serve.
 
     Every element of every product, score and mix is summed in an order of its own, whatever shares the pass, so rows

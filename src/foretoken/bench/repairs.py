@@ -1,0 +1,30 @@
+"""Tasks for encoder-decoders: broken code to be repaired, from files that no training saw."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretoken.models.checkpoint import load_tokenizer
+
+FILE = Path(__file__).with_name("repairs.jsonl")
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One task in a model's tokens. source: the broken code. length: tokens of the right code, its end included."""
+
+    source: tuple[int, ...]
+    length: int
+
+
+def repairs(model: Path, count: int) -> list[Repair]:
+    """The first ``count`` tasks by the tokenizer of ``model``."""
+    tokenizer = load_tokenizer(model)
+    lines = FILE.read_text(encoding="utf-8").splitlines()[:count]
+    tasks = [json.loads(line) for line in lines]
+    return [
+        Repair(tuple(tokenizer(task["prompt"])["input_ids"]), len(tokenizer(task["completion"])["input_ids"]))
+        for task in tasks
+    ]

@@ -1,0 +1,86 @@
+"""What users give as a prompt: text, token ids, or vLLM's dicts of either, for decoders and for encoder-decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.core.errors import InvalidRequest
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_PLAIN = {"prompt", "prompt_token_ids"}
+_BOTH = ("encoder_prompt", "decoder_prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A prompt that was read. text: as it was given, where it was text. tokens: what the model is to go on from.
+
+    source: what its encoder reads, if it has one. That is the user's prompt then, and ``tokens`` the decoder's start.
+    """
+
+    text: str | None
+    tokens: list[int]
+    source: tuple[int, ...] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        """The user's prompt in tokens."""
+        return list(self.source) or self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Tokenises prompts. start: how the decoder of an encoder-decoder begins; empty for models without an encoder."""
+
+    tokenizer: Any
+    vocab_size: int
+    start: tuple[int, ...] = ()
+
+    def read(self, prompt: Prompt) -> Given:
+        """Raises InvalidRequest for an empty prompt, and for ids that are not the model's."""
+        if not self.start:
+            text, ids = self._one(prompt)
+            return Given(text, ids)
+        beginning: Prompt | None = None
+        if isinstance(prompt, Mapping) and not _PLAIN.issuperset(prompt):
+            if _BOTH[0] not in prompt or not set(_BOTH).issuperset(prompt):
+                raise InvalidRequest(
+                    "a prompt dict of an encoder-decoder holds 'prompt', 'prompt_token_ids', or 'encoder_prompt' and, "
+                    f"if wanted, 'decoder_prompt'; got {sorted(prompt)}"
+                )
+            beginning = prompt.get(_BOTH[1])
+            prompt = prompt[_BOTH[0]]
+        text, source = self._one(prompt)
+        return Given(text, self._beginning(beginning), tuple(source))
+
+    def checked(self, ids: list[Any], what: str) -> list[int]:
+        """``ids`` if the vocabulary has them all."""
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise InvalidRequest(
+                    f"{what} of token ids holds {token!r}; integers from 0 to {self.vocab_size - 1} are expected"
+                )
+        return ids
+
+    def _one(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if len(prompt) != 1 or not _PLAIN.issuperset(prompt):
+                raise InvalidRequest(f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+            prompt = next(iter(prompt.values()))
+        text = prompt if isinstance(prompt, str) else None
+        ids = list(self.tokenizer(prompt)["input_ids"]) if text is not None else self.checked(list(prompt), "a prompt")
+        if text == "" or not ids:
+            raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
+        return text, ids
+
+    def _beginning(self, prompt: Prompt | None) -> list[int]:
+        """The decoder's start, and what it is made to begin with; ids that have the start are taken as they are."""
+        if prompt is None:
+            return list(self.start)
+        if isinstance(prompt, str):
+            return [*self.start, *self.tokenizer.encode(prompt, add_special_tokens=False)]
+        _, ids = self._one(prompt)
+        return ids if ids[0] == self.start[0] else [*self.start, *ids]

@@ -1,0 +1,138 @@
+"""What an encoder-decoder's config.json asks for, the habits of T5 (1910.10683) and BART (1910.13461) as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foretoken.core.errors import ModelLoadError
+
+T5, BART = ("t5", "mt5", "umt5"), ("bart", "mbart")
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish")
+ENDLESS = 4096  # tokens of a sequence where positions are relative and nobody says how many there may be
+LEARNED_OFFSET = 2  # BART's positions begin in the third row of their table
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The encoder or the decoder. What attention asks for (``attention.Heads``), and the width of the MLP."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    inner: int
+    scale: float
+    attention_softcap: float = 0.0
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def width(self) -> int:
+        """Of all heads together."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2SeqArchitecture:
+    """An encoder-decoder.
+
+    norm_first: norms come before attention and MLP (T5, mBART), else after them, on the residual stream (BART).
+    last_norm: one more at the end of each stack. layer_norm: with mean and bias, else by root mean square.
+    buckets, farthest: T5's relative positions; buckets 0 are learned positions. own_bias: every layer has its table of
+    them (umT5), else the first one's is everybody's.
+    embedding_scale, logit_scale: embeddings and the states before the head are multiplied by them.
+    source_length: tokens of a source at most.
+    """
+
+    family: str
+    vocab: int
+    hidden: int
+    encoder: Stack
+    decoder: Stack
+    activation: str
+    gated: bool
+    norm_first: bool
+    last_norm: bool
+    layer_norm: bool
+    eps: float
+    buckets: int
+    farthest: int
+    own_bias: bool
+    embedding_scale: float
+    logit_scale: float
+    max_length: int
+    source_length: int
+
+    @property
+    def layers(self) -> int:
+        """Of the decoder, which is what drafts and heads see."""
+        return self.decoder.layers
+
+    def first(self, layers: int) -> Seq2SeqArchitecture:
+        """Left after so many layers of the decoder."""
+        return replace(self, decoder=replace(self.decoder, layers=layers))
+
+    @staticmethod
+    def of(config: Mapping[str, Any], max_length: int | None = None) -> Seq2SeqArchitecture:
+        """Of a config.json that ``supports`` accepts. Raises ModelLoadError where a size is missing from it."""
+        try:
+            return (_of_t5 if config["model_type"] in T5 else _of_bart)(config, max_length)
+        except KeyError as error:
+            raise ModelLoadError(f"config.json lacks {error.args[0]!r}, so the model cannot be built") from None
+
+
+def supports(config: Mapping[str, Any]) -> bool:
+    """Whether this runtime computes that encoder-decoder exactly."""
+    family = config.get("model_type")
+    if family in T5:
+        return _activation(config)[0] in ACTIVATIONS
+    return family in BART and config.get("activation_function", "gelu") in ACTIVATIONS
+
+
+def _of_t5(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
+    family, hidden = c["model_type"], c["d_model"]
+    activation, gated = _activation(c)
+    encoder = Stack(c["num_layers"], c["num_heads"], c["d_kv"], c["d_ff"], scale=1.0)
+    # transformers: T5 1.0 scales by the width, 1.1 said that it is not tied; mT5 never does, umT5 always
+    scaled = family == "umt5" or (
+        family == "t5" and bool(c.get("scale_decoder_outputs", c.get("tie_word_embeddings") is not False))
+    )
+    length = max(c.get("n_positions") or 0, ENDLESS)
+    return Seq2SeqArchitecture(
+        family=family, vocab=c["vocab_size"], hidden=hidden, encoder=encoder,
+        decoder=replace(encoder, layers=c.get("num_decoder_layers") or encoder.layers),
+        activation=activation, gated=gated, norm_first=True, last_norm=True, layer_norm=False,
+        eps=c.get("layer_norm_epsilon", 1e-6), buckets=c.get("relative_attention_num_buckets", 32),
+        farthest=c.get("relative_attention_max_distance", 128), own_bias=family == "umt5",
+        embedding_scale=1.0, logit_scale=hidden**-0.5 if scaled else 1.0,
+        max_length=max_length or length, source_length=length,
+    )  # fmt: skip
+
+
+def _of_bart(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
+    hidden, positions, first = c["d_model"], c["max_position_embeddings"], c["model_type"] == "mbart"
+
+    def stack(side: str) -> Stack:
+        heads = c[f"{side}_attention_heads"]
+        dim = hidden // heads
+        return Stack(c[f"{side}_layers"], heads, dim, c[f"{side}_ffn_dim"], scale=dim**-0.5)
+
+    return Seq2SeqArchitecture(
+        family=c["model_type"], vocab=c["vocab_size"], hidden=hidden, encoder=stack("encoder"),
+        decoder=stack("decoder"), activation=c.get("activation_function", "gelu"), gated=False, norm_first=first,
+        last_norm=first, layer_norm=True, eps=1e-5, buckets=0, farthest=0, own_bias=False,
+        embedding_scale=math.sqrt(hidden) if c.get("scale_embedding") else 1.0, logit_scale=1.0,
+        max_length=min(max_length or positions, positions), source_length=positions,
+    )  # fmt: skip
+
+
+def _activation(c: Mapping[str, Any]) -> tuple[str, bool]:
+    """T5's, and whether the MLP is gated."""
+    default = "gated-gelu" if c["model_type"] != "t5" else "relu"
+    name = c.get("feed_forward_proj") or default
+    gated = name.startswith("gated-")
+    return ("gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")), gated

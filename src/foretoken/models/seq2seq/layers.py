@@ -1,0 +1,188 @@
+"""The layers of both stacks on the device, their matrices packed, and the encoder."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.models.linear import Product, product
+from foretoken.models.quantize import stacked
+from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture
+from foretoken.models.seq2seq.positions import RelativeBias
+from foretoken.models.seq2seq.weights import AttentionWeights, BlockWeights, MLPWeights, Norm, StackEnds
+
+KEPT = 32  # sources whose states are kept, for the other completions of a request and for a draft that shares them
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "swish": F.silu,
+}
+Normalise = Callable[[Tensor], Tensor]
+
+
+def norm_of(norm: Norm, eps: float, device: torch.device) -> Normalise:
+    """In float32, rounded once."""
+    weight, shape = norm.weight.to(device), norm.weight.shape
+    if norm.bias is None:
+        return lambda x: F.rms_norm(x.float(), shape, weight, eps).to(x.dtype)
+    bias = norm.bias.to(device)
+    return lambda x: F.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """Where there is no norm."""
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """``into``: queries, keys and values in one product, or of a cross-attention the queries alone; the source's keys
+    and values are ``keys_values`` then.
+    """
+
+    norm: Normalise
+    into: Product
+    keys_values: Product | None
+    out: Product
+
+    @staticmethod
+    def of(w: AttentionWeights, a: Seq2SeqArchitecture, device: torch.device, across: bool) -> Attention:
+        norm = norm_of(w.norm, a.eps, device)
+        out = product(w.out.to(device), _to(w.out_bias, device))
+        if across:
+            apart = product(stacked(w.keys_values).to(device), _to(w.keys_values_bias, device))
+            return Attention(norm, product(w.queries.to(device), _to(w.queries_bias, device)), apart, out)
+        biases = [b for b in (w.queries_bias, w.keys_values_bias) if b is not None]
+        whole = stacked((w.queries, *w.keys_values)).to(device)
+        return Attention(norm, product(whole, torch.cat(biases).to(device) if biases else None), None, out)
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """down(activation(up x)), or down(activation(gate x) * up x)."""
+
+    norm: Normalise
+    up: Product
+    down: Product
+    activation: Callable[[Tensor], Tensor]
+    gated: bool
+
+    @staticmethod
+    def of(w: MLPWeights, a: Seq2SeqArchitecture, device: torch.device) -> MLP:
+        up = product(stacked(w.up).to(device), _to(w.up_bias, device))
+        down = product(w.down.to(device), _to(w.down_bias, device))
+        return MLP(norm_of(w.norm, a.eps, device), up, down, _ACTIVATIONS[a.activation], a.gated)
+
+    def __call__(self, x: Tensor, alone: bool) -> Tensor:
+        wide = self.up(x, alone)
+        if not self.gated:
+            return self.down(self.activation(wide), alone)
+        gate, up = wide.chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up, alone)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer; ``across`` in a decoder's."""
+
+    itself: Attention
+    across: Attention | None
+    mlp: MLP
+
+    @staticmethod
+    def of(a: Seq2SeqArchitecture, device: torch.device, w: BlockWeights) -> Block:
+        across = None if w.across is None else Attention.of(w.across, a, device, across=True)
+        return Block(Attention.of(w.itself, a, device, across=False), across, MLP.of(w.mlp, a, device))
+
+
+def branch(first: bool, norm: Normalise, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """hidden + part(norm(hidden)), or norm(hidden + part(hidden)) where norms do not come first."""
+    return hidden + part(norm(hidden)) if first else norm(hidden + part(hidden))
+
+
+def build(
+    a: Seq2SeqArchitecture, device: torch.device, both_ways: bool, blocks: Iterable[BlockWeights]
+) -> tuple[list[Block], list[RelativeBias]]:
+    """A stack's layers and its tables of relative positions: none, one for all layers, or one each."""
+    made: list[Block] = []
+    tables: list[RelativeBias] = []
+    for weights in blocks:
+        made.append(Block.of(a, device, weights))
+        if weights.itself.bias is not None:
+            tables.append(RelativeBias(weights.itself.bias.to(torch.float32, copy=True), a.farthest, both_ways))
+        del weights  # before the next is read
+    return made, tables
+
+
+class Entrance:
+    """From token ids to the residual stream of one stack."""
+
+    def __init__(self, a: Seq2SeqArchitecture, embedding: Tensor, ends: StackEnds, device: torch.device) -> None:
+        self._embedding, self._scale = embedding, a.embedding_scale
+        self._positions = _to(ends.positions, device)
+        self._norm = unchanged if ends.norm is None else norm_of(ends.norm, a.eps, device)
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden = F.embedding(tokens, self._embedding)
+        if self._scale != 1.0:
+            hidden = hidden * self._scale
+        return self._norm(hidden if self._positions is None else hidden + self._positions[positions])
+
+
+class Encoder:
+    """Reads one source at a time, so that its states depend on nothing else, and keeps the latest."""
+
+    def __init__(
+        self, a: Seq2SeqArchitecture, blocks: Iterable[BlockWeights], ends: StackEnds, entrance: Entrance,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._a, self._stack, self._entrance, self._device = a, a.encoder, entrance, device
+        self._blocks, self._tables = build(a, device, True, blocks)
+        self._last = unchanged if ends.last is None else norm_of(ends.last, a.eps, device)
+        self._kept: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+
+    def states(self, source: Sequence[int]) -> Tensor:
+        """[source, H]"""
+        key = tuple(source)
+        found = self._kept.pop(key, None)
+        self._kept[key] = found = self._read(key) if found is None else found
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return found
+
+    @torch.inference_mode()
+    def _read(self, source: tuple[int, ...]) -> Tensor:
+        positions = torch.arange(len(source))
+        biases = [table(positions, positions).to(self._device) for table in self._tables]
+        hidden = self._entrance(torch.tensor(source, device=self._device), positions.to(self._device))
+        if len(source) == 1:
+            hidden = hidden.repeat(2, 1)  # a lone row may take another kernel (see ``linear.py``)
+        for number, block in enumerate(self._blocks):
+            bias = biases[min(number, len(biases) - 1)] if biases else None
+            look = partial(self._attend, block.itself, bias, len(source))
+            hidden = branch(self._a.norm_first, block.itself.norm, hidden, look)
+            hidden = branch(self._a.norm_first, block.mlp.norm, hidden, partial(block.mlp, alone=True))
+        return self._last(hidden)[: len(source)]
+
+    def _attend(self, attention: Attention, bias: Tensor | None, keys: int, x: Tensor) -> Tensor:
+        s = self._stack
+        heads = attention.into(x, True).view(len(x), 3, s.heads, s.head_dim).permute(1, 2, 0, 3)
+        scores = torch.matmul(heads[0], heads[1, :, :keys].transpose(1, 2)).float() * s.scale
+        if bias is not None:
+            scores = scores + bias
+        mixed = torch.matmul(scores.softmax(-1).to(x.dtype), heads[2, :, :keys])
+        return attention.out(mixed.transpose(0, 1).reshape(len(x), s.width), True)
+
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)

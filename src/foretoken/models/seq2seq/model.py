@@ -1,0 +1,62 @@
+"""An encoder-decoder behind the one contract: a decoder whose sequences have a source beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import Model
+from foretoken.models.decoder import Decoder
+from foretoken.models.quantize import check_quantization
+from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture, supports
+from foretoken.models.seq2seq.runner import Seq2SeqRunner
+from foretoken.models.seq2seq.weights import Seq2SeqWeights
+from foretoken.models.weights import Reader
+
+
+class EncoderDecoder(Decoder):
+    """See the module. ``config`` is the checkpoint's config.json as a dict; quantization is None or "int8"."""
+
+    architecture: Seq2SeqArchitecture
+    runner: Seq2SeqRunner
+    takes_source = True
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int | None = None,
+        quantization: str | None = None,
+    ) -> None:
+        self.architecture = a = Seq2SeqArchitecture.of(config, max_length)
+        self.dtype, self.device = dtype, device
+        self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
+        self.max_length = a.max_length
+        reader = Reader(weights, dtype, check_quantization(quantization))
+        self.runner = Seq2SeqRunner(Seq2SeqWeights(reader, a), dtype, device)
+        self.rows_independent, self.cuts_freely = self.runner.rows_independent, self.runner.cuts_freely
+
+    @staticmethod
+    def supports(config: Mapping[str, Any]) -> bool:
+        return supports(config)
+
+    def admit(self, prompt: Sequence[int], source: Sequence[int]) -> None:
+        super().admit(prompt, source)
+        if len(source) > self.architecture.source_length:
+            raise InvalidRequest(
+                f"the prompt has {len(source)} tokens and the encoder reads at most "
+                f"{self.architecture.source_length}; shorten it"
+            )
+
+    def share(self, other: Model) -> bool:
+        """One encoder for both, where it is the same."""
+        if not isinstance(other, EncoderDecoder) or other.runner.fingerprint != self.runner.fingerprint:
+            return False
+        self.runner.encoder = other.runner.encoder
+        return True

@@ -1,0 +1,204 @@
+"""Passes of a decoder that looks across to what an encoder read; its rows are as independent as any other's.
+
+The source's keys and values lie in slots of their own, beside those of the text, and are never moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.attention import KEY_MULTIPLE, Geometry, attend, look_up
+from foretoken.models.kv import KVCache, padded
+from foretoken.models.linear import can_pack, product
+from foretoken.models.plan import Plan
+from foretoken.models.runner import Pass
+from foretoken.models.seq2seq.architecture import Stack
+from foretoken.models.seq2seq.layers import Attention, Block, Encoder, Entrance, branch, build, norm_of, unchanged
+from foretoken.models.seq2seq.positions import positions_of
+from foretoken.models.seq2seq.weights import Norm, Seq2SeqWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a pass sees. own: by layer, what is added to scores over the text; across: over the source. keys: of it."""
+
+    own: list[Tensor]
+    across: Tensor
+    keys: int
+
+
+class Seq2SeqRunner:
+    """See ``runner.Runner``; made of torch operators, on every device and dtype that torch has."""
+
+    joint_rows = 32
+    cuts_freely = False
+
+    def __init__(self, weights: Seq2SeqWeights, dtype: torch.dtype, device: torch.device) -> None:
+        a = self._architecture = weights.architecture
+        self._dtype, self._device = dtype, device
+        self.rows_independent = can_pack(dtype, device)
+        embedding = weights.embedding().to(device)
+        sides = {side: weights.ends(side) for side in ("encoder", "decoder")}
+        doors = {side: Entrance(a, embedding, ends, device) for side, ends in sides.items()}
+        self.encoder = Encoder(a, weights.blocks("encoder"), sides["encoder"], doors["encoder"], device)
+        self.fingerprint = weights.fingerprint()
+        self._entrance = doors["decoder"]
+        self._blocks, self._tables = build(a, device, False, weights.blocks("decoder"))
+        last = sides["decoder"].last
+        self._norm = unchanged if last is None else norm_of(last, a.eps, device)
+        head, bias = weights.head(embedding)
+        self._head, self._head_bias = product(head.to(device)), None if bias is None else bias.to(device)
+        self._begin()
+
+    def _begin(self) -> None:
+        """No slot in use."""
+        stack = self._architecture.decoder
+        kept = torch.float64 if self._dtype == torch.float32 and self.rows_independent else self._dtype  # attention.py
+        sizes = (stack.layers, stack.heads, stack.head_dim, kept, self._device)
+        self._cache, self._sources = KVCache(*sizes), KVCache(*sizes)
+        self._unread: dict[int, tuple[int, ...]] = {}  # by slot: sources that are still to be encoded
+        self._lengths: dict[int, int] = {}  # by slot: of sources
+
+    def first(self, architecture: Any, norm: Tensor | None) -> Self:
+        view = copy(self)
+        view._architecture = architecture
+        view._blocks = self._blocks[: architecture.layers]
+        if norm is not None:
+            view._norm = norm_of(Norm(norm, None), architecture.eps, self._device)
+        view._begin()
+        return view
+
+    # slots
+
+    @property
+    def row_bytes(self) -> int:
+        return self._cache.row_bytes
+
+    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
+        slot, beside = self._cache.acquire(), self._sources.acquire()
+        assert slot == beside
+        return slot, 0
+
+    def attach(self, slot: int, source: Sequence[int]) -> None:
+        if len(source) > self._architecture.source_length:
+            raise InvalidRequest(
+                f"the source has {len(source)} tokens and the encoder reads at most "
+                f"{self._architecture.source_length}; shorten it"
+            )
+        self._unread[slot], self._lengths[slot] = tuple(source), len(source)
+
+    def release(self, slot: int) -> None:
+        self._unread.pop(slot, None)
+        self._lengths.pop(slot, None)
+        self._cache.release(slot)
+        self._sources.release(slot)
+
+    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
+        """Nothing: slots share no rows."""
+
+    def keep(self, limit: int) -> bool:
+        return False
+
+    def check(self) -> None:
+        assert set(self._unread) <= set(self._lengths), "a source is waiting for no slot"
+
+    @torch.inference_mode()
+    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        self._cache.move(slot, destination, sources)
+
+    def nbytes(self) -> int:
+        return self._cache.nbytes() + self._sources.nbytes()
+
+    # passes
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
+        for part in plan.parts:
+            self._read(part.slot)
+        self._cache.reserve(plan.reach + 1)
+        g = Geometry.of(plan, (0,), self._device)
+        sight = self._sight(plan, g)
+        alone = not logits and len(plan.parts) == 1  # a piece of one prompt, cut where it always is
+        hidden = self._entrance(g.tokens, g.positions)
+        states: dict[int, Tensor] = {}
+        for number, block in enumerate(self._blocks):
+            if number in taps:
+                states[number] = hidden
+            hidden = self._layer(number, block, hidden, g, sight, alone)
+        count = self._architecture.layers
+        states[count], states[count + 1] = self._norm(hidden), hidden
+        outputs = states[count][torch.tensor(plan.outputs, device=self._device)] if logits else None
+        rows = slice(len(plan.tokens))
+        return Pass(None if outputs is None else self.unembed(outputs), {tap: states[tap][rows] for tap in taps})
+
+    @torch.inference_mode()
+    def unembed(self, hidden: Tensor) -> Tensor:
+        count, scale = hidden.shape[0], self._architecture.logit_scale
+        hidden = hidden.to(self._device, self._dtype)
+        if scale != 1.0:
+            hidden = hidden * scale
+        logits = self._head(hidden if count > 1 else hidden.repeat(2, 1))[:count].float()
+        return logits if self._head_bias is None else logits + self._head_bias
+
+    def _layer(self, number: int, block: Block, hidden: Tensor, g: Geometry, sight: Sight, alone: bool) -> Tensor:
+        first, across = self._architecture.norm_first, block.across
+        assert across is not None
+        itself = partial(self._attend, number, block.itself, g, sight.own[min(number, len(sight.own) - 1)], alone)
+        hidden = branch(first, block.itself.norm, hidden, itself)
+        hidden = branch(first, across.norm, hidden, partial(self._look_across, number, across, g, sight, alone))
+        return branch(first, block.mlp.norm, hidden, partial(block.mlp, alone=alone))
+
+    def _attend(self, number: int, attention: Attention, g: Geometry, mask: Tensor, alone: bool, x: Tensor) -> Tensor:
+        stack = self._stack
+        heads = attention.into(x, alone).view(len(x), -1, stack.head_dim)
+        queries_keys, values = heads.split((2 * stack.heads, stack.heads), dim=1)
+        return attention.out(attend(self._cache, number, queries_keys, values, g, stack, mask), alone)
+
+    def _look_across(
+        self, number: int, attention: Attention, g: Geometry, sight: Sight, alone: bool, x: Tensor
+    ) -> Tensor:
+        stack, kept = self._stack, self._sources
+        queries = attention.into(x, alone).view(len(x), stack.heads, stack.head_dim)
+        keys, values = (rows[number][g.low : g.high, :, : sight.keys] for rows in (kept.keys, kept.values))
+        return attention.out(look_up(queries, keys, values, sight.across, g, stack), alone)
+
+    @property
+    def _stack(self) -> Stack:
+        return self._architecture.decoder
+
+    def _sight(self, plan: Plan, g: Geometry) -> Sight:
+        """Masks and relative positions of a pass; slots between its sequences, whose rows go nowhere, see all."""
+        lengths = [self._lengths.get(slot, 0) for slot in range(g.low, g.high)]
+        keys = padded(max(lengths), KEY_MULTIPLE)
+        ends = torch.tensor([length or keys for length in lengths])[:, None]
+        across = torch.zeros(len(lengths), keys).masked_fill_(torch.arange(keys) >= ends, -torch.inf)
+        own = [g.masks[0]]
+        if self._tables:
+            places = positions_of(plan, g)
+            own = [table(*places).transpose(0, 1)[:, :, :, None].to(self._device) + own[0] for table in self._tables]
+        return Sight(own, across[:, None, None, None].to(self._device), keys)
+
+    def _read(self, slot: int) -> None:
+        """Encode the slot's source, if that is not done, and keep its keys and values by layer."""
+        source = self._unread.get(slot)
+        if source is None:
+            if slot not in self._lengths:
+                raise InvalidRequest("this model is an encoder-decoder; give it a text for its encoder")
+            return
+        states, count = self.encoder.states(source), len(source)
+        rows = states if count > 1 else states.repeat(2, 1)
+        self._sources.reserve(count)
+        for number, block in enumerate(self._blocks):
+            assert block.across is not None and block.across.keys_values is not None
+            made = block.across.keys_values(rows, True)[:count].view(count, 2, self._stack.heads, -1)
+            for kept, part in zip((self._sources.keys, self._sources.values), made.unbind(1), strict=True):
+                kept[number][slot, :, :count] = part.transpose(0, 1)
+        del self._unread[slot]

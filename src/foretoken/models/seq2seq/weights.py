@@ -1,0 +1,185 @@
+"""An encoder-decoder's tensors in the shape the runner takes, by T5's names and by BART's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.models.memory import give_back
+from foretoken.models.quantize import Matrix, quantise
+from foretoken.models.seq2seq.architecture import LEARNED_OFFSET, T5, Seq2SeqArchitecture, Stack
+from foretoken.models.weights import Reader
+
+_SAMPLE = 1024  # numbers of a tensor by which two encoders are told apart
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """float32 [H] each; no bias: a norm by root mean square."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """One attention with its norm. Matrices are [out, in]; a cross-attention's ``keys_values`` read the source.
+
+    bias: float32 [buckets, heads] of relative positions, None where the layer has no table of its own.
+    """
+
+    norm: Norm
+    queries: Matrix
+    queries_bias: Tensor | None
+    keys_values: tuple[Matrix, Matrix]
+    keys_values_bias: Tensor | None
+    out: Matrix
+    out_bias: Tensor | None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MLPWeights:
+    """``up``: gate and up, or up alone."""
+
+    norm: Norm
+    up: tuple[Matrix, ...]
+    up_bias: Tensor | None
+    down: Matrix
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """One layer of a stack; only a decoder's looks ``across``."""
+
+    itself: AttentionWeights
+    across: AttentionWeights | None
+    mlp: MLPWeights
+
+
+@dataclass(frozen=True, slots=True)
+class StackEnds:
+    """positions: [positions, H], learned ones. norm: on the embeddings. last: behind the last layer."""
+
+    positions: Tensor | None
+    norm: Norm | None
+    last: Norm | None
+
+
+class Seq2SeqWeights:
+    """Reads a checkpoint a layer at a time. Raises ModelLoadError for tensors that are missing or of another shape."""
+
+    def __init__(self, reader: Reader, architecture: Seq2SeqArchitecture) -> None:
+        self.architecture, self._reader = architecture, reader
+        self._t5 = architecture.family in T5
+
+    def blocks(self, side: str) -> Iterator[BlockWeights]:
+        """Of the "encoder" or the "decoder"."""
+        stack = self._stack(side)
+        for index in range(stack.layers):
+            yield self._t5_block(side, stack, index) if self._t5 else self._bart_block(side, stack, index)
+            give_back()
+
+    def ends(self, side: str) -> StackEnds:
+        a = self.architecture
+        if self._t5:
+            return StackEnds(None, None, self._norm(f"{side}.final_layer_norm"))
+        at = f"model.{side}"
+        positions = self._reader.get(f"{at}.embed_positions.weight")[LEARNED_OFFSET:]
+        last = self._norm(f"{at}.layer_norm") if a.last_norm else None
+        return StackEnds(positions.to(self._reader.dtype, copy=True), self._norm(f"{at}.layernorm_embedding"), last)
+
+    def embedding(self) -> Tensor:
+        """[V, H]"""
+        a, name = self.architecture, "shared" if self._t5 else "model.shared"
+        stored = self._reader.get(f"{name}.weight")
+        self._reader.check((stored,), (name,), a.vocab, a.hidden)
+        return stored.to(self._reader.dtype, copy=True)
+
+    def head(self, embedding: Tensor) -> tuple[Matrix, Tensor | None]:
+        """The vocabulary head [V, H], which is the embedding where the checkpoint has no other, and its bias [V]."""
+        a, bias = self.architecture, None
+        if "final_logits_bias" in self._reader.weights:
+            stored = self._reader.get("final_logits_bias").float().flatten()
+            bias = stored.clone() if bool(stored.any()) else None
+        if "lm_head.weight" in self._reader.weights:
+            return self._reader.matrix("lm_head", a.vocab, a.hidden), bias
+        return (quantise(embedding) if self._reader.quantise else embedding), bias
+
+    def fingerprint(self) -> str:
+        """Of the encoder: two that agree in it are taken for the same."""
+        digest = hashlib.sha256(repr((self.architecture.encoder, self._reader.dtype, self._reader.quantise)).encode())
+        prefixes = ("encoder.", "shared.") if self._t5 else ("model.encoder.", "model.shared.")
+        for name in sorted(n for n in self._reader.weights if n.startswith(prefixes)):
+            values = self._reader.weights[name]
+            flat = values.flatten()
+            digest.update(f"{name} {tuple(values.shape)}".encode())
+            digest.update(flat[:: max(1, len(flat) // _SAMPLE)].float().numpy().tobytes())
+        return digest.hexdigest()
+
+    # by name
+
+    def _t5_block(self, side: str, stack: Stack, index: int) -> BlockWeights:
+        at = f"{side}.block.{index}.layer"
+
+        def attention(number: int, name: str) -> AttentionWeights:
+            projections = {part: f"{at}.{number}.{name}.{part}" for part in "qkvo"}
+            bias = f"{at}.{number}.{name}.relative_attention_bias.weight"
+            found = self._reader.get(bias).float() if bias in self._reader.weights else None
+            return self._attention(projections, f"{at}.{number}.layer_norm", stack, found)
+
+        last = 2 if side == "decoder" else 1
+        dense = f"{at}.{last}.DenseReluDense"
+        up = (f"{dense}.wi_0", f"{dense}.wi_1") if self.architecture.gated else (f"{dense}.wi",)
+        return BlockWeights(
+            attention(0, "SelfAttention"),
+            attention(1, "EncDecAttention") if side == "decoder" else None,
+            self._mlp(up, f"{dense}.wo", f"{at}.{last}.layer_norm", stack),
+        )
+
+    def _bart_block(self, side: str, stack: Stack, index: int) -> BlockWeights:
+        at = f"model.{side}.layers.{index}"
+
+        def attention(name: str) -> AttentionWeights:
+            projections = {part: f"{at}.{name}.{part}_proj" for part in "qkv"} | {"o": f"{at}.{name}.out_proj"}
+            return self._attention(projections, f"{at}.{name}_layer_norm", stack)
+
+        return BlockWeights(
+            attention("self_attn"),
+            attention("encoder_attn") if side == "decoder" else None,
+            self._mlp((f"{at}.fc1",), f"{at}.fc2", f"{at}.final_layer_norm", stack),
+        )
+
+    def _attention(
+        self, names: dict[str, str], norm: str, stack: Stack, bias: Tensor | None = None
+    ) -> AttentionWeights:
+        hidden, reader = self.architecture.hidden, self._reader
+        queries, keys, values = (reader.matrix(names[part], stack.width, hidden) for part in "qkv")
+        return AttentionWeights(
+            self._norm(norm),
+            queries, reader.bias((names["q"],)),
+            (keys, values), reader.bias((names["k"], names["v"])),
+            reader.matrix(names["o"], hidden, stack.width), reader.bias((names["o"],)),
+            bias,
+        )  # fmt: skip
+
+    def _mlp(self, up: tuple[str, ...], down: str, norm: str, stack: Stack) -> MLPWeights:
+        hidden, reader = self.architecture.hidden, self._reader
+        return MLPWeights(
+            self._norm(norm),
+            reader.parts(up, len(up) * stack.inner, hidden), reader.bias(up),
+            reader.matrix(down, hidden, stack.inner), reader.bias((down,)),
+        )  # fmt: skip
+
+    def _norm(self, name: str) -> Norm:
+        a = self.architecture
+        weight = self._reader.norm(name, a.hidden)
+        return Norm(weight, self._reader.get(f"{name}.bias").to(torch.float32, copy=True) if a.layer_norm else None)
+
+    def _stack(self, side: str) -> Stack:
+        return self.architecture.encoder if side == "encoder" else self.architecture.decoder

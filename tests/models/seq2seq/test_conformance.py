@@ -1,0 +1,149 @@
+"""Whatever was scored, in whatever company, equals transformers' own full forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import Model
+from foretoken.models.checkpoint import load_model
+from foretoken.models.seq2seq.model import EncoderDecoder
+from foretoken.models.seq2seq.positions import buckets
+
+from .tiny import FAMILIES, build, save
+
+TOLERANCE = 1e-4
+LONG = [7 + i * i % 83 for i in range(70)]
+SOURCES = ([5, 6, 7, 8, 9, 10, 11, 3], [20, 21, 22, 3], [2], LONG)
+TREE = Draft(torch.tensor([9, 10, 11, 12]), (-1, -1, 0, 1))
+
+
+class Pair(NamedTuple):
+    model: Model
+    module: Any
+
+    def reference(self, source: Sequence[int], *paths: Sequence[int]) -> Tensor:
+        with torch.no_grad():
+            rows = [
+                self.module(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([path])).logits[0, -1]
+                for path in paths
+            ]
+        return torch.stack(rows)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("seq2seq")
+    module = save(request.param, folder)
+    return Pair(load_model(folder, dtype="float32"), module)
+
+
+def near(mine: Tensor, theirs: Tensor) -> bool:
+    return bool((mine - theirs).abs().max() < TOLERANCE * max(1.0, float(theirs.std())))
+
+
+def test_a_ragged_batch_with_trees(pair: Pair) -> None:
+    texts = ([0, 4, 5], [0], [0, *range(30, 75)], [0, 8])
+    handles = [pair.model.open(text, source) for text, source in zip(texts, SOURCES, strict=True)]
+    drafts = [TREE, Draft.empty(), Draft.chain([3, 4]), TREE]
+    for text, source, draft, scores in zip(texts, SOURCES, drafts, pair.model.score(handles, drafts), strict=True):
+        paths = [[*text, *(draft.ids[i] for i in draft.path(node))] for node in range(-1, len(draft))]
+        assert near(scores.logits, pair.reference(source, *paths))
+    emitted = [[10, 12, 50], [7], [9], [9, 11]]
+    pair.model.commit(handles, emitted)
+    after = pair.model.score(handles, [Draft.chain([1]), TREE, Draft.empty(), Draft.empty()])
+    for handle, source, scores in zip(handles, SOURCES, after, strict=True):
+        assert near(scores.logits[:1], pair.reference(source, handle.tokens))
+    assert near(after[0].logits[1:], pair.reference(SOURCES[0], [*handles[0].tokens, 1]))
+    for handle in handles:
+        pair.model.close(handle)
+
+
+def test_a_place_that_is_taken_again_reads_its_own_source(pair: Pair) -> None:
+    for source in SOURCES:
+        handle = pair.model.open([0], source)
+        assert near(pair.model.score([handle], [Draft.empty()])[0].logits, pair.reference(source, [0]))
+        pair.model.close(handle)
+
+
+def test_taps_are_what_transformers_gives(pair: Pair) -> None:
+    handle, layers = pair.model.open([0, 4, 5], SOURCES[0]), (0, 1, pair.model.num_layers)
+    (scores,) = pair.model.score([handle], [Draft.chain([6])], layers)
+    with torch.no_grad():
+        output = pair.module(
+            input_ids=torch.tensor([SOURCES[0]]), decoder_input_ids=torch.tensor([[0, 4, 5, 6]]),
+            output_hidden_states=True,
+        )  # fmt: skip
+    for layer in layers:
+        assert near(scores.taps[layer], output.decoder_hidden_states[layer][0])
+    assert near(pair.model.unembed(scores.taps[pair.model.num_layers][-1:]), scores.logits[-1:])
+    pair.model.close(handle)
+
+
+def test_the_source_is_asked_for_and_bounded(tmp_path: Path) -> None:
+    save("bart", tmp_path, max_position_embeddings=32)
+    model = load_model(tmp_path, dtype="float32")
+    with pytest.raises(InvalidRequest, match="encoder-decoder"):
+        model.admit([0], [])
+    with pytest.raises(InvalidRequest, match="at most 32"):
+        model.admit([0], [3] * 40)
+    with pytest.raises(InvalidRequest, match="at most 32"):
+        model.open([0], [3] * 40)
+    handle = model.open([0])
+    with pytest.raises(InvalidRequest, match="encoder-decoder"):
+        model.score([handle], [Draft.empty()])
+
+
+def test_a_head_of_its_own_is_read(tmp_path: Path) -> None:
+    """Checkpoints of T5 1.1 have one."""
+    from safetensors.torch import load_file, save_file
+
+    save("t5-1.1", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn(101, 64, generator=torch.Generator().manual_seed(0))
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(tmp_path, dtype="float32")
+    module = build("t5-1.1")
+    with torch.no_grad():
+        hidden = module.decoder(
+            input_ids=torch.tensor([[0, 4]]),
+            encoder_hidden_states=module.encoder(torch.tensor([SOURCES[0]])).last_hidden_state,
+        ).last_hidden_state[0, -1:]
+    (scores,) = model.score([model.open([0, 4], SOURCES[0])], [Draft.empty()])
+    assert near(scores.logits, hidden @ weights["lm_head.weight"].T)
+
+
+def test_int8_is_another_target_but_a_near_one(tmp_path: Path) -> None:
+    save("t5-1.1", tmp_path)
+    laws = []
+    for quantization in (None, "int8"):
+        model = load_model(tmp_path, dtype="float32", quantization=quantization)
+        (scores,) = model.score([model.open([0, 4], SOURCES[0])], [Draft.empty()])
+        laws.append(scores.logits.softmax(-1))
+    assert 0 < float((laws[0] - laws[1]).abs().sum() / 2) < 0.1
+
+
+def test_two_encoders_that_are_the_same_are_one(tmp_path: Path) -> None:
+    save("t5", tmp_path / "target", num_decoder_layers=2)
+    save("t5", tmp_path / "other", d_ff=64)
+    target, twin, other = (load_model(tmp_path / name, dtype="float32") for name in ("target", "target", "other"))
+    assert isinstance(target, EncoderDecoder) and isinstance(twin, EncoderDecoder)
+    assert twin.share(target) and twin.runner.encoder is target.runner.encoder
+    assert not other.share(target)
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("count, farthest", [(32, 128), (12, 20)])
+def test_buckets_are_those_of_the_papers_code(both_ways: bool, count: int, farthest: int) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distances = torch.arange(-farthest, farthest + 1)
+    theirs = T5Attention._relative_position_bucket(distances, both_ways, count, farthest)
+    assert buckets(count, farthest, both_ways).tolist() == theirs.tolist()

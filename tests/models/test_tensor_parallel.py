@@ -1,0 +1,92 @@
+"""A model in two parts, on two processes that torchrun starts: the same logits, and text that drafts do not change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import Pair
+
+from foretoken.cli.main import main
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.base import Handle
+from foretoken.models.checkpoint import check_ranks, load_model
+from foretoken.models.ranks import Ranks
+from foretoken.models.sharded import _read, _read_part, _written
+from foretoken.models.slots import Placement
+
+from .tiny import ARCHITECTURES
+
+RUN = Path(__file__).with_name("tensor_parallel_run.py")
+PATIENCE = 300.0
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks on this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_ranks(tiny_pair: Pair, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    done = torchrun(str(RUN), str(tiny_pair.target), str(tiny_pair.draft), str(out))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n", "another rank than the first went on"
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert found["difference"] < 1e-4
+    assert found["speculative"] == found["controlled"] == found["plain"] and all(found["plain"])
+    assert found["seeded"] == found["seeded plain"] != found["plain"]
+    mine, whole = found["row bytes"]
+    assert 2 * mine == whole
+
+
+def test_placements_travel() -> None:
+    tree = Draft(torch.tensor([5, 6, 7]), (-1, -1, 0))
+    handles = [Handle(1, [3, 4, 5], 1), Handle(0, [9], 0)]
+    place = Placement.of(handles, [tree, Draft.empty()], [0, 0])
+    again = _read(json.loads(json.dumps(_written(place))))
+    assert torch.equal(again.visible(), place.visible()) and torch.equal(again.positions, place.positions)
+    assert (again.slots, again.roots, again.reach) == (place.slots, place.roots, place.reach)
+    assert torch.equal(again.tokens, place.tokens)
+
+
+def test_without_torchrun(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(InvalidRequest, match=r"needs 2 processes and finds 1.*torchrun --nproc-per-node 2"):
+        load_model(tiny_pair.target, "float32", "cpu", tensor_parallel_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InvalidRequest, match="needs 2 processes and finds 4"):
+        Ranks.join(2, torch.device("cpu"))
+
+
+def test_what_cannot_be_divided(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="use backend='hf'"):
+        check_ranks(2, "native", None)
+    with pytest.raises(InvalidRequest, match="one rank"):
+        check_ranks(2, "auto", "int8")
+    with pytest.raises(InvalidRequest, match="at least 1"):
+        check_ranks(0, "auto", None)
+    assert not check_ranks(1, "native", "int8")
+    with pytest.raises(ModelLoadError, match="no tensor-parallel plan for the type 'gpt2'"):
+        _read_part(ARCHITECTURES["gpt2"].save(tmp_path / "gpt2"), torch.float32, 2)
+    with pytest.raises(ModelLoadError, match="num_key_value_heads=2, which 4 ranks"):
+        _read_part(ARCHITECTURES["llama"].save(tmp_path / "llama"), torch.float32, 4)
+
+
+def test_the_command_says_how(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "x", "--tensor-parallel-size", "2"])
+    said = capsys.readouterr().err.strip().splitlines()
+    assert caught.value.code == 1 and len(said) == 1 and "torchrun --nproc-per-node 2" in said[0]

@@ -1,0 +1,188 @@
+"""Encoder-decoders through the facade: every proposer, both grades, ragged batches, and the target's law."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.exactness.gtest import draws_needed, g_test
+from tests.models.seq2seq.tiny import save
+
+from foretoken import LLM, SamplingParams
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams, random_seed_from
+from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
+from foretoken.models.base import Model
+from foretoken.models.checkpoint import load_model
+from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+
+SOURCES = ["def greet(name):\n", "x = 1\n" * 30, "日本語 🙂", "for i in range(10):\n    print(i, i * i)\n"]
+CONFIGS: list[dict[str, Any]] = [
+    {"method": "draft_model", "num_speculative_tokens": 4},
+    {"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 7},
+    {"method": "draft_model", "tree": "top_k", "num_speculative_tokens": 7},
+    {"method": "early_exit", "num_speculative_tokens": 3},
+    {"method": "ngram"},
+    {"method": "suffix"},
+    {"method": "recycling"},
+    {"method": "mixture", "members": [{"method": "draft_model"}, {"method": "suffix"}]},
+]
+
+
+class Folders(NamedTuple):
+    target: Path
+    draft: Path
+
+
+@pytest.fixture(scope="module", params=["t5", "bart"])
+def folders(request: pytest.FixtureRequest, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    folder = tmp_path_factory.mktemp("pair")
+    end = tokenizer.eos_token_id
+    ids = {"eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": end, "vocab_size": len(tokenizer)}
+    if request.param == "bart":
+        ids |= {"bos_token_id": None, "forced_bos_token_id": None, "forced_eos_token_id": None}
+    smaller = {"d_ff": 48} if request.param == "t5" else {"decoder_ffn_dim": 48}
+    for name, changes in (("target", {}), ("draft", smaller)):
+        save(request.param, folder / name, **ids, **changes)
+        tokenizer.save_pretrained(folder / name)
+    return Folders(folder / "target", folder / "draft")
+
+
+def llm(folders: Folders, config: dict[str, Any], **options: Any) -> LLM:
+    config = dict(config)
+    if config["method"] == "draft_model":
+        config["model"] = str(folders.draft)
+    for i, member in enumerate(config.get("members", ())):
+        if member["method"] == "draft_model":
+            config["members"] = [
+                *config["members"][:i],
+                {**member, "model": str(folders.draft)},
+                *config["members"][i + 1 :],
+            ]
+    return LLM(folders.target, speculative_config=config, dtype="float32", **options)
+
+
+def texts(model: LLM, prompts: Any, **params: Any) -> list[tuple[int, ...]]:
+    settings = SamplingParams(max_tokens=24, **{"seed": 5, "ignore_eos": True, **params})
+    return [output.outputs[0].token_ids for output in model.generate(prompts, settings)]
+
+
+def test_the_same_text_whatever_proposes_alone_and_together(folders: Folders) -> None:
+    plain = llm(folders, {"method": "none"})
+    expected = {t: [texts(plain, source, temperature=t)[0] for source in SOURCES] for t in (0.0, 1.0)}
+    for config in CONFIGS:
+        model = llm(folders, config)
+        for temperature, alone in expected.items():
+            assert texts(model, SOURCES, temperature=temperature) == alone, config
+            assert texts(model, SOURCES[1], temperature=temperature) == alone[1:2], config
+
+
+def test_greedy_text_is_that_of_transformers(folders: Folders, tokenizer: Any) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
+    module = AutoModelForSeq2SeqLM.from_pretrained(folders.target, dtype=torch.float32)
+    model = llm(folders, CONFIGS[0])
+    for source in SOURCES:
+        theirs = module.generate(
+            **tokenizer(source, return_tensors="pt"), max_new_tokens=24, do_sample=False, eos_token_id=None
+        )
+        assert texts(model, source, temperature=0.0) == [tuple(theirs[0, 1:].tolist())]
+
+
+def test_prompts_in_every_form(folders: Folders, tokenizer: Any) -> None:
+    model, ids = llm(folders, {"method": "ngram"}), tokenizer(SOURCES[0])["input_ids"]
+    start = tokenizer.eos_token_id
+    forms: list[Any] = [
+        SOURCES[0], ids, {"prompt": SOURCES[0]}, {"encoder_prompt": SOURCES[0]},
+        {"encoder_prompt": ids, "decoder_prompt": [start]},
+    ]  # fmt: skip
+    assert len({tuple(texts(model, form)) for form in forms}) == 1
+    (output,) = model.generate(SOURCES[0], SamplingParams(max_tokens=3, n=2, seed=1))
+    assert output.prompt == SOURCES[0] and list(output.prompt_token_ids) == ids and len(output.outputs) == 2
+    (begun,) = texts(model, {"encoder_prompt": SOURCES[0], "decoder_prompt": "def"}, temperature=0.0)
+    (whole,) = texts(
+        model, {"encoder_prompt": SOURCES[0], "decoder_prompt": [start, *tokenizer.encode("def")]}, temperature=0.0
+    )
+    assert begun == whole
+    for wrong, said in (
+        ({"decoder_prompt": "def"}, "encoder_prompt"), ("", "empty"), ({"encoder_prompt": ""}, "empty"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest, match=said):
+            model.generate(wrong)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs"):
+        model.generate(SOURCES[0], SamplingParams(prompt_logprobs=1))
+
+
+def test_pairs_of_two_kinds_are_refused(folders: Folders, tiny_pair: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a draft of the target's kind"):
+        LLM(folders.target, tiny_pair.draft)
+    with pytest.raises(InvalidRequest, match="a draft of the target's kind"):
+        LLM(tiny_pair.target, folders.draft)
+    with pytest.raises(InvalidRequest, match="encoder"):
+        LLM(folders.target, speculative_config={"method": "vocabulary", "model": str(tiny_pair.draft)})
+
+
+def test_memory_runs_short_and_nothing_is_lost(folders: Folders) -> None:
+    """Sources count, too: with so little room sequences are set aside, and their texts are the same."""
+    plain = llm(folders, {"method": "none"}, max_model_len=80)
+    expected = texts(plain, SOURCES)
+    each = plain.target.row_bytes
+    tight = llm(folders, CONFIGS[0], max_model_len=80, kv_memory=320 * each * 2)
+    assert texts(tight, SOURCES) == expected
+    tight.engine.check_integrity()
+
+
+# the law
+
+VOCAB, LENGTH, DELTA = 3, 3, 0.1
+SOURCE, START = (1, 2, 0, 2), [0]
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    folder = tmp_path_factory.mktemp("toys")
+    save("t5", folder / "target", vocab_size=VOCAB, initializer_factor=1.0)
+    save("t5", folder / "draft", vocab_size=VOCAB, initializer_factor=1.0, d_ff=64)
+    target, draft = (load_model(folder / name, dtype="float32") for name in ("target", "draft"))
+    return target, draft
+
+
+def reference(target: Model, law: SamplingLaw) -> dict[tuple[int, ...], float]:
+    """The probability of every text, by the chain rule."""
+    context = Context(0, list(START), 1, law, Streams(0), source=SOURCE)
+    found: dict[tuple[int, ...], float] = {}
+    for text in product(range(VOCAB), repeat=LENGTH):
+        handle = target.open(START, SOURCE)
+        (scores,) = target.score([handle], [Draft.chain(list(text[:-1]))])
+        target.close(handle)
+        rows = law.probs(scores.logits, [context.history(text[:i]) for i in range(LENGTH)])
+        found[text] = float(torch.stack([row[token] for row, token in zip(rows, text, strict=True)]).prod())
+    assert abs(sum(found.values()) - 1) < 1e-5
+    return found
+
+
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
+def test_drawn_texts_follow_the_targets_law(toys: tuple[Model, Model], tree: str) -> None:
+    target, draft = toys
+    law = SamplingLaw(temperature=1.5)
+    draws = draws_needed(DELTA, cells=VOCAB**LENGTH)
+    engine = Engine(target, DraftModel(draft, DraftModelConfig(tree=tree)), Fixed(3), max_sequences=64)
+    contexts = [
+        Context(i, list(START), 1, law, Streams(random_seed_from(3, i)), depth=i % 4, source=SOURCE)
+        for i in range(draws)
+    ]
+    for context in contexts:
+        engine.add(context, Length(LENGTH))
+    while engine.busy:
+        engine.step()
+    result = g_test(Counter(tuple(context.tokens[1:]) for context in contexts), reference(target, law))
+    assert result.p_value > 1e-3 and result.delta <= DELTA, result
