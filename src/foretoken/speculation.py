@@ -33,6 +33,7 @@ METHODS: dict[str, str] = {
     "early_exit": "early_exit",
     "vocabulary": "vocabulary",
     "mixture": "mixture",
+    "remote": "remote",
 }
 """By users' names: the module of ``propose`` whose ``METHOD`` it is, imported when it is asked for."""
 

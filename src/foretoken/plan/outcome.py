@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.plan.exports import exports
 from foretoken.plan.predictors import Predictor
+
+if TYPE_CHECKING:
+    from foretoken.plan.elsewhere import Elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,7 @@ class Plan:
 
     predictors: by draft and temperature, which statistics foretell a request's acceptance, the best first.
     setting, prompts: facts of machine and models, and what text it was. costs: passes by rows, by model.
+    elsewhere: what drafting on another machine would gain, where that was asked.
     """
 
     rows: tuple[Row, ...]
@@ -87,6 +91,7 @@ class Plan:
     setting: Mapping[str, Any] = field(default_factory=dict)
     prompts: str = ""
     costs: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    elsewhere: tuple[Elsewhere, ...] = ()
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -121,6 +126,7 @@ class Plan:
                 for (draft, temperature), found in self.predictors.items()
                 for each in found
             ],
+            "elsewhere": [each.to_dict() for each in self.elsewhere],
         }
 
 

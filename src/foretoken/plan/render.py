@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich import box
 from rich.table import Table
@@ -16,15 +16,16 @@ from foretoken.plan.outcome import Choice, Plan, Row
 SHOWN = 3  # predictors named
 
 
-def rendered(plan: Plan) -> Iterator[Table | Text]:
-    """A table for every temperature and batch, the verdicts, and what to paste."""
+def rendered(plan: Plan, pastes: Callable[[Plan], Iterator[Text]] | None = None) -> Iterator[Table | Text]:
+    """A table for every temperature and batch, the verdicts, and what to paste: for all engines, or ``pastes``."""
     for choice in plan.choices:
         mine = [row for row in plan.rows if (row.temperature, row.batch) == (choice.temperature, choice.batch)]
         yield Text(f"\ntemperature {choice.temperature:g}, batch {choice.batch}", style="bold")
         yield _table(mine)
         yield _verdict(choice)
     yield from _predictors(plan)
-    yield from _pastes(plan)
+    yield from _elsewhere(plan)
+    yield from (pastes or _pastes)(plan)
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -74,6 +75,24 @@ def _predictors(plan: Plan) -> Iterator[Text]:
             f"the mean; by {named}",
             style="dim",
         )  # fmt: skip
+
+
+def _elsewhere(plan: Plan) -> Iterator[Table | Text]:
+    """What drafting on another machine would gain, beside drafting here."""
+    if not plan.elsewhere:
+        return
+    yield Text(f"\ndrafting {1e3 * plan.elsewhere[0].rtt:g} ms away, speed-up over plain, simulated", style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("draft", overflow="fold")
+    table.add_column("temperature", justify="right")
+    for way in plan.elsewhere[0].ways:
+        table.add_column("here" if way.strategy == "local" else way.strategy, justify="right", no_wrap=True)
+    for each in plan.elsewhere:
+        told = (f"{way.speedup:.2f}x" + ("" if way.depth is None else f" ({way.depth})") for way in each.ways)
+        table.add_row(each.name, f"{each.temperature:g}", *told)
+    yield table
+    for each in plan.elsewhere:
+        yield Text(each.verdict, style="green")
 
 
 def _pastes(plan: Plan) -> Iterator[Text]:

@@ -32,6 +32,7 @@ def page(plan: Mapping[str, Any]) -> str:
             section("Speed-up by depth", grid(*(_depths(rows, p) for p in places))),
             section("What to paste", *_pastes(record(plan.get("exports")))),
             *(_table([row for row in rows if _place(row) == place], place) for place in places),
+            section("Drafting on another machine, simulated", *_elsewhere(mappings(plan.get("elsewhere")))),
             section("Acceptance by position", grid(*(_positions(rows, p) for p in places))),
             section("What a pass costs", curves(mappings(plan.get("costs")))),
             section("Which cheap statistics foretell acceptance", *_predictors(record(plan.get("predictors")))),
@@ -134,6 +135,29 @@ def _table(rows: Sequence[Row], place: Place) -> Html:
     best = [at for at, row in enumerate(ordered) if row.get("best") is True]
     rest = folded(f"All {len(cells)} rows", table(heads, cells, best)) if len(cells) > SHOWN else ""
     return section(f"Predictions at {_named(place)}", table(heads, cells[:SHOWN], best), rest) if rows else Html()
+
+
+def _elsewhere(found: Sequence[Mapping[str, Any]]) -> list[Html]:
+    """Every way to use a draft model that is a round trip away, beside drafting here."""
+    if not found:
+        return []
+    ways = [mappings(each.get("ways")) for each in found]
+    heads = ("draft", "temperature", "round trip, ms", *(_where(way) for way in ways[0]))
+    cells = [
+        (each.get("name"), figure(number(each.get("temperature"))), figure(1e3 * (number(each.get("rtt")) or 0.0)),
+         *(_used(way) for way in own))
+        for each, own in zip(found, ways, strict=True)
+    ]  # fmt: skip
+    return [table(heads, cells), bullets(str(each.get("verdict", "")) for each in found)]
+
+
+def _where(way: Mapping[str, Any]) -> str:
+    return "here" if way.get("strategy") == "local" else str(way.get("strategy"))
+
+
+def _used(way: Mapping[str, Any]) -> str:
+    depth = way.get("depth")
+    return times(number(way.get("speedup"))) + ("" if depth is None else f" ({depth})")
 
 
 def _pastes(exports: Mapping[str, Any]) -> list[Html]:

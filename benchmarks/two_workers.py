@@ -1,0 +1,273 @@
+"""Drafting on one worker while another verifies: texts and speed beside drafting in the engine's own process.
+
+    python benchmarks/two_workers.py --json two_workers.json
+    python benchmarks/two_workers.py --rtt-ms 20 --ahead 2
+
+One request at a time, at temperature 0, at temperature 1 in the distribution grade (where every draft counts for what
+is drawn), and with a seed. "one worker" drafts and verifies in turns, on all cores. "waiting" drafts in a process of
+its own when it is asked, "ahead" also while the target verifies. Those two share the cores out: --draft-threads for the
+drafting process, the others for the target. --rtt-ms delays every message by half of it each way, as a network would.
+
+Systems take turns on every prompt, in another order each time. Texts have to be the same token for token, and so have
+the drafts. Speed is reported as it is: where both workers share a machine, drafting ahead takes cores from the target.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from foretoken import zoo
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.control.fixed import Fixed
+from foretoken.core.context import Context, Exactness
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import Streams
+from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
+from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.propose.base import Proposer, Workshop
+from foretoken.propose.links import Link, Lost
+from foretoken.propose.remote import Remote, RemoteConfig, connect, order
+from foretoken.speculation import Builder, SpeculativeConfig
+from foretoken.train.scale_up import scaled
+
+KINDS: Mapping[str, tuple[float, Exactness]] = {
+    "greedy": (0.0, Exactness.DISTRIBUTION),
+    "drawn": (1.0, Exactness.DISTRIBUTION),
+    "seeded": (1.0, Exactness.TRAJECTORY),
+}
+ONE = "one worker"
+Message = tuple[float, bytes | None]  # when it arrives, and None where there will be no more
+
+
+class Delayed:
+    """A link whose messages arrive ``seconds`` late, either way; they overtake nothing and nothing waits for them."""
+
+    def __init__(self, link: Link, seconds: float) -> None:
+        self._link, self._seconds = link, seconds
+        self._going: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._coming: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._held: Message | None = None
+        for work in (self._carry, self._fetch):
+            threading.Thread(target=work, daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        self._going.put((time.monotonic() + self._seconds, message))
+
+    def receive(self, seconds: float) -> bytes | None:
+        until = time.monotonic() + seconds
+        try:
+            self._held = self._held or self._coming.get(timeout=max(1e-6, seconds))
+        except queue.Empty:
+            return None
+        time.sleep(max(0.0, min(until, self._held[0]) - time.monotonic()))
+        if self._held[0] > until:
+            return None
+        (_, message), self._held = self._held, None
+        if message is None:
+            raise Lost("the worker that drafts is gone")
+        return message
+
+    def close(self) -> None:
+        self._going.put((0.0, None))
+        self._link.close()
+
+    def _carry(self) -> None:
+        while (message := self._going.get())[1] is not None:
+            time.sleep(max(0.0, message[0] - time.monotonic()))
+            self._link.send(message[1])
+
+    def _fetch(self) -> None:
+        try:
+            while True:
+                message = self._link.receive(3600.0)
+                if message is not None:
+                    self._coming.put((time.monotonic() + self._seconds, message))
+        except Lost:
+            self._coming.put((0.0, None))
+
+
+@dataclass
+class System:
+    """One way to draft. threads: the target's. seconds: by kind, of each repeat; ready, rounds: drafts."""
+
+    name: str
+    engine: Engine
+    proposer: Proposer
+    threads: int
+    texts: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
+    ready: dict[str, int] = field(default_factory=dict)
+
+    def run(self, kind: str, prompt: int, ids: Sequence[int], tokens: int, repeat: int) -> None:
+        """Complete one prompt. Raises RuntimeError where a repeat writes another text."""
+        torch.set_num_threads(self.threads)
+        temperature, grade = KINDS[kind]
+        law = SamplingLaw(temperature=temperature)
+        context = Context(prompt, list(ids), len(ids), law, Streams(prompt + 1), grade)
+        before = (self.proposer.rounds, self.proposer.ready) if isinstance(self.proposer, Remote) else (0, 0)
+        self.engine.add(context, Length(tokens))
+        steps: list[Any] = []
+        started = time.perf_counter()
+        while self.engine.busy:
+            steps += [(step.tokens, step.draft.ids) for step in self.engine.step()]
+        seconds = time.perf_counter() - started
+        self.engine.take(prompt)
+        if self.texts.setdefault((kind, prompt), steps) != steps:
+            raise RuntimeError(f"{self.name} wrote another text, or drafted otherwise, in a repeat ({kind}, {prompt})")
+        own = self.seconds.setdefault(kind, [])
+        own += [0.0] * (repeat + 1 - len(own))
+        own[repeat] += seconds
+        add(self.passes, kind, len(steps))
+        add(self.tokens, kind, sum(len(each) for each, _ in steps))
+        if isinstance(self.proposer, Remote):
+            add(self.rounds, kind, self.proposer.rounds - before[0])
+            add(self.ready, kind, self.proposer.ready - before[1])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system and kind. speed: tokens/s, the median of the repeats. ready: share of drafts that had arrived.
+
+    same: prompts whose text and drafts, round by round, are those of one worker.
+    """
+
+    system: str
+    kind: str
+    speed: float
+    tokens_per_pass: float
+    ready: float | None
+    same: int
+    prompts: int
+
+
+def add(counts: dict[str, int], key: str, value: int) -> None:
+    counts[key] = counts.get(key, 0) + value
+
+
+def systems(
+    target: Path, draft: Path, depth: int, ahead: int, threads: int, rtt: float, transport: str
+) -> list[System]:
+    """One worker, one that is asked, one that goes ahead; the last two share a target on the remaining cores."""
+    tokenizer = load_tokenizer(target)
+    member = {"method": "draft_model", "model": str(draft)}
+
+    def build(proposer_of: Any, name: str, count: int, model: Any) -> System:
+        proposer = proposer_of(Builder(model, tokenizer, target, load_model))
+        return System(name, Engine(model, proposer, Fixed(depth)), proposer, count)
+
+    def local(builder: Builder) -> Proposer:
+        return builder.build(SpeculativeConfig.of(member))
+
+    def elsewhere(rounds: int) -> Any:
+        def made(builder: Builder) -> Proposer:
+            config = RemoteConfig(member, transport, ahead=rounds, threads=threads)
+            workshop = Workshop(builder.target, tokenizer, target, None, load_model, builder.member)
+            link = connect(config, order(config, workshop))
+            return Remote(Delayed(link, rtt / 2) if rtt else link)
+
+        return made
+
+    torch.set_num_threads(cores())
+    found = [build(local, ONE, cores(), load_model(target))]
+    left = max(1, cores() - threads)
+    torch.set_num_threads(left)
+    shared = load_model(target)
+    found.append(build(elsewhere(0), "two workers, waiting", left, shared))
+    return [*found, build(elsewhere(ahead), f"two workers, {ahead} ahead", left, shared)]
+
+
+def cells(found: Sequence[System], prompts: int) -> list[Cell]:
+    """By kind and system."""
+    made = []
+    for kind in KINDS:
+        for system in found:
+            repeats = len(system.seconds[kind])
+            speed = median(system.tokens[kind] / repeats / seconds for seconds in system.seconds[kind])
+            rounds = system.rounds.get(kind)
+            same = sum(system.texts[kind, at] == found[0].texts[kind, at] for at in range(prompts))
+            ready = system.ready[kind] / rounds if rounds else None
+            density = system.tokens[kind] / system.passes[kind]
+            made.append(Cell(system.name, kind, speed, density, ready, same, prompts))
+    return made
+
+
+def table(found: Sequence[Cell]) -> Table:
+    made = Table(box=box.MARKDOWN)
+    for head in ("texts", "system", "tokens/s", "over one worker", "tokens/pass", "ready ahead", "same as one worker"):
+        made.add_column(head, justify="left" if head in ("texts", "system") else "right")
+    for cell in found:
+        base = next(each for each in found if each.kind == cell.kind and each.system == ONE)
+        made.add_row(
+            cell.kind, cell.system, f"{cell.speed:.1f}", f"{cell.speed / base.speed:.2f}x",
+            f"{cell.tokens_per_pass:.2f}", "" if cell.ready is None else f"{cell.ready:.0%}",
+            f"{cell.same}/{cell.prompts}",
+        )  # fmt: skip
+    return made
+
+
+def main(
+    target: Annotated[Path | None, typer.Option(help="Default: the bundled one, widened to 0.7 B.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="The bundled target as it is.")] = False,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 6,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a completion.")] = 96,
+    depth: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
+    ahead: Annotated[int, typer.Option(min=1, help="Rounds that are drafted ahead.")] = 1,
+    draft_threads: Annotated[int, typer.Option(min=1, help="Cores of the drafting process.")] = 1,
+    rtt_ms: Annotated[float, typer.Option(min=0.0, help="An artificial round trip between the workers.")] = 0.0,
+    transport: Annotated[str, typer.Option(help="process, thread or ray.")] = "process",
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+) -> None:
+    """Texts and tokens per second of one worker and of two."""
+    path = target or (zoo.path("target") if small else scaled())
+    found = systems(path, draft or zoo.path("draft"), depth, ahead, draft_threads, rtt_ms / 1e3, transport)
+    tokenizer = load_tokenizer(path)
+    texts = (load_prompts(prompts) if prompts else list(FUNCTIONS))[:count]
+    ids = [list(tokenizer.encode(text)) for text in texts]
+    turns = [(repeat, kind, at) for repeat in range(repeats) for kind in KINDS for at in range(len(ids))]
+    for system in found:
+        system.run("greedy", 0, ids[0], tokens, 0)
+        for record in (system.seconds, system.passes, system.tokens, system.rounds, system.ready):
+            record.clear()
+    for turn, (repeat, kind, at) in enumerate(track(turns, description="requests", transient=True)):
+        for system in found[turn % 3 :] + found[: turn % 3]:
+            system.run(kind, at, ids[at], tokens, repeat)
+    made = cells(found, len(ids))
+    console = wide_console()
+    console.print(table(made))
+    facts = setting() | {
+        "target": path.name, "count": len(ids), "tokens": tokens, "depth": depth, "ahead": ahead, "rtt_ms": rtt_ms,
+        "transport": transport, "threads": f"{cores()} for one worker, {found[1].threads} + {draft_threads} for two",
+        "repeats": repeats,
+    }  # fmt: skip
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        record = {"setting": facts, "cells": [asdict(cell) for cell in made]}
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    for system in found[1:]:
+        system.proposer.close()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    typer.run(main)
