@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import check_places, write_text
-from foretoken.cli.options import Device, DraftModel, Dtype, MaxModelLen, Quantization, Speculation, Target, load
+from foretoken.cli.options import (
+    Device,
+    DraftModel,
+    Dtype,
+    MaxModelLen,
+    Quantization,
+    Speculation,
+    Target,
+    TensorParallel,
+    load,
+)
 from foretoken.cli.theme import ColorMode
 
 if TYPE_CHECKING:
@@ -49,6 +59,7 @@ def generate(
     device: Device = "auto",
     quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
+    tensor_parallel_size: TensorParallel = 1,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures at the end, on standard error.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
@@ -78,7 +89,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = load(
         model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
-        max_model_len=max_model_len, seed=secrets.randbits(32),  # the library's own seed would repeat itself
+        max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
+        seed=secrets.randbits(32),  # the library's own seed would repeat itself
     )  # fmt: skip
     page = _Page(llm, text, params, html_file) if html_file is not None else None
     try:

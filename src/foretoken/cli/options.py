@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,11 +22,20 @@ Quantization = Annotated[
     str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel-size", help="Processes that share the target, under torchrun.")
+]
+
+
+def following(tensor_parallel_size: int) -> bool:
+    """Whether this process is one of those that only do their part of the first one's passes."""
+    return tensor_parallel_size > 1 and os.environ.get("RANK", "0") != "0"
 
 
 def load(model: str | None, draft_model: str | None, color: ColorMode, **options: Any) -> LLM:
     """The model and what ``options`` of ``LLM`` say, with a spinner on standard error."""
-    with waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}"):
+    silent = following(options.get("tensor_parallel_size", 1))
+    with nullcontext() if silent else waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}"):
         from foretoken import LLM
 
         return LLM(model, draft_model, **options)

@@ -1,0 +1,88 @@
+"""A BentoML service around one engine: OpenAI's API as `foretoken serve` has it, and a typed endpoint of BentoML's own.
+
+    export BENTOML_DO_NOT_TRACK=True
+    bentoml serve bentoml_service:Foretoken --working-dir examples/recipes --host 127.0.0.1 --port 3000
+
+FORETOKEN_MODEL and FORETOKEN_DRAFT_MODEL name the models; without them it is the bundled pair. BentoML's own routes
+(/metrics, /healthz, /livez, /readyz) come first; those of the app are at /foretoken/ as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import bentoml
+from bentoml.exceptions import InvalidArgument, ServiceUnavailable
+from pydantic import BaseModel
+from starlette.applications import Starlette
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import InvalidRequest
+from foretoken.outputs import CompletionOutput
+from foretoken.serve.app import create_app
+from foretoken.serve.errors import Overloaded, Unavailable
+from foretoken.serve.worker import Worker
+
+
+class Answer(BaseModel):
+    """A completion, and what speculation did for it."""
+
+    text: str
+    finish_reason: str
+    tokens: int
+    mean_acceptance_length: float
+
+
+@asynccontextmanager
+async def lifespan(front: Starlette) -> AsyncIterator[None]:
+    """Load the models in the process that serves, and in no other, and mount the app of their engine."""
+    llm = LLM(
+        os.environ.get("FORETOKEN_MODEL"), os.environ.get("FORETOKEN_DRAFT_MODEL"),
+        methods=("prediction", "ngram"), enable_prefix_caching=True, max_num_batched_tokens="auto",
+    )  # fmt: skip
+    front.state.worker = worker = Worker(llm)
+    app = create_app(worker)
+    front.mount("/foretoken", app)
+    front.mount("/", app)
+    async with app.router.lifespan_context(app):
+        yield
+    llm.close()
+
+
+front = Starlette(lifespan=lifespan)
+
+
+@bentoml.asgi_app(front)
+@bentoml.service(name="foretoken", workers=1, traffic={"timeout": 600})
+class Foretoken:
+    """One worker: an engine batches its requests by itself, and a second process would hold the models again."""
+
+    @bentoml.api
+    async def generate(
+        self, prompt: str, max_tokens: int = 100, temperature: float = 0.0, seed: int | None = None
+    ) -> Answer:
+        """Continue a prompt. The same seed gives the same text, however it is drafted."""
+        try:
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+            output = await _complete(front.state.worker, prompt, params)
+        except InvalidRequest as error:
+            raise InvalidArgument(str(error)) from error
+        except (Overloaded, Unavailable) as error:
+            raise ServiceUnavailable(str(error)) from error
+        stats = output.stats
+        return Answer(
+            text=output.text, finish_reason=output.finish_reason or "", tokens=len(output.token_ids),
+            mean_acceptance_length=stats.mean_acceptance_length,
+        )  # fmt: skip
+
+
+async def _complete(worker: Worker, prompt: str, params: SamplingParams) -> CompletionOutput:
+    """The whole of it; a client that goes away ends it."""
+    ticket = await worker.submit([prompt], params)
+    try:
+        outputs = [piece.output async for piece in ticket if piece.output is not None]
+    finally:
+        ticket.cancel()
+    return outputs[0]
