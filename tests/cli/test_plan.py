@@ -91,3 +91,24 @@ def test_where_no_file_can_be_is_said_before_any_work(command, run, tmp_path):
     assert result.code == 1
     assert "expected the name of a file in a folder that exists" in result.err
     assert result.out == ""
+
+
+def test_drafting_on_another_machine_is_foretold_beside_it(run, tiny_pair, cache):
+    files = cache / "plan.json", cache / "plan.html"
+    command = (*short(tiny_pair), "--temperature", "0", "--rtt", "5")
+    result = run(*command, "--json", str(files[0]), "--html", str(files[1]))
+    assert result.code == 0, result.err
+    assert "drafting 5 ms away, speed-up over plain, simulated" in result.out
+    (found,) = json.loads(files[0].read_text())["elsewhere"]
+    assert [way["strategy"] for way in found["ways"]] == ["local", "si", "dsd", "pearl", "dsi"]
+    assert found["rtt"] == 0.005 and found["verdict"] in result.out
+    assert "Drafting on another machine" in files[1].read_text()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [(("--rtt", "-1"), "--rtt must be a number"), (("--rtt", "5", "--batch", "2"), "one request at a time")],
+)
+def test_a_distance_that_cannot_be_foretold_is_refused_before_any_work(run, options, words):
+    result = run("plan", *options)
+    assert result.code == 1 and words in result.err and not result.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from foretoken.plan.planner import Say, Settings
 
 _ROLES = ("eagle3", "medusa", "blockwise")
+_VLLM_ROLES = ("eagle3", "medusa")
 
 
 def plan(
@@ -42,17 +44,43 @@ def plan(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything found.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,
     color: Color = ColorMode.AUTO,
+    engine: Annotated[str, typer.Option(help="foretoken; vllm: measured on vLLM itself, for use there.")] = "foretoken",
+    engine_python: Annotated[Path | None, typer.Option(help="Python of vLLM's environment. [make peers]")] = None,
+    engine_args: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Arguments of vllm.LLM: '{\"tensor_parallel_size\": 2}'.")
+    ] = None,
+    engine_alone: Annotated[
+        bool, typer.Option("--engine-alone", help="One vLLM at a time, where the memory does not hold two.")
+    ] = False,
+    rtt: Annotated[
+        float | None, typer.Option(metavar="MS", help="What would drafting on a machine so far away gain? Simulated.")
+    ] = None,
 ) -> None:
     """Predict tokens per pass and speed-up of every way to speculate, and say which to take, if any.
 
     The target writes a sample after the prompts; every candidate is judged on it, and rounds are timed here.
     """
     check_places(json=json_file, html=html_file)
+    if engine != "foretoken" or engine_python or engine_args or engine_alone:
+        from foretoken.cli.plan_vllm import Options, plan_for
+        from foretoken.core.errors import InvalidRequest
+
+        if rtt is not None:
+            raise InvalidRequest("--rtt is answered for foretoken's own engine; leave it or --engine out")
+        own = Options(
+            engine, engine_python, engine_args, engine_alone, tuple(dict.fromkeys(temperature or (0.0, 1.0))),
+            tuple(dict.fromkeys(batch or (1,))), max_tokens, top_p, dtype, quantization,
+        )  # fmt: skip
+        named = _models(model, draft_model or [], heads or [], _VLLM_ROLES)
+        plan_for(own, named, speculative_config or [], (prompts, count), (json_file, html_file), color)
+        return
     from foretoken.cli.generate import speculative
     from foretoken.plan.candidates import candidates
+    from foretoken.plan.elsewhere import check, elsewhere
     from foretoken.plan.planner import Settings
     from foretoken.plan.render import rendered
 
+    check(rtt, batch or (1,))
     settings = Settings(
         temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))), batches=tuple(dict.fromkeys(batch or (1,))),
         max_tokens=max_tokens, turns=turns, top_p=top_p,
@@ -62,6 +90,8 @@ def plan(
     notes, console = wide_console(color, stderr=True), wide_console(color)
     with staged(notes) as say:
         found = _plan(target, chosen, prompts, count, settings, (dtype, quantization), say)
+    if rtt is not None:
+        found = replace(found, elsewhere=elsewhere(found.rows, rtt / 1e3))
     for part in rendered(found):
         console.print(part, soft_wrap=not hasattr(part, "columns"))
     console.print(", ".join(f"{key} {value}" for key, value in found.setting.items()), style="dim", markup=False)
@@ -74,14 +104,16 @@ def plan(
         write_text(html_file, page(record))
 
 
-def _models(model: str | None, drafts: list[str], heads: list[str]) -> tuple[str, list[str], list[str]]:
+def _models(
+    model: str | None, drafts: list[str], heads: list[str], bundled: Sequence[str] = _ROLES
+) -> tuple[str, list[str], list[str]]:
     """What was given, or the bundled models."""
     from foretoken import zoo
 
     if model is not None:
         return model, drafts, heads
     roles = {each.role for each in zoo.list_models()}
-    found = [str(zoo.path(role)) for role in _ROLES if role in roles]
+    found = [str(zoo.path(role)) for role in bundled if role in roles]
     return str(zoo.path("target")), drafts or [str(zoo.path("draft"))], heads or found
 
 
@@ -90,14 +122,14 @@ def _plan(
     options: tuple[str, str | None], say: Say,
 ) -> Plan:  # fmt: skip
     """From options to a plan, with the setting and the costs of passes beside it."""
-    from dataclasses import replace
     from functools import cache
 
     import torch
 
     from foretoken.bench.setting import cores, setting
     from foretoken.bench.workloads import FUNCTIONS, load_prompts
-    from foretoken.llm import eos_ids
+    from foretoken.engine.prompts import PromptReader
+    from foretoken.llm import eos_ids, start_ids
     from foretoken.models.base import Model
     from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
     from foretoken.plan.planner import Planner
@@ -109,9 +141,10 @@ def _plan(
     path = resolve(model)
     tokenizer = load_tokenizer(path)
     texts = load_prompts(prompts, count) if prompts is not None else list(FUNCTIONS)[:count]
-    ids = [list(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
-    written = _completions(prompts, len(ids), tokenizer)
     target = load_model(path, dtype=dtype, quantization=quantization)
+    reader = PromptReader(tokenizer, target.vocab_size, start_ids(path) if target.takes_source else ())
+    read = [reader.read(text) for text in texts]
+    written = _completions(prompts, len(read), tokenizer)
 
     @cache  # two candidates with the same draft share its weights
     def load(other: str | Path) -> Model:
@@ -119,7 +152,7 @@ def _plan(
 
     build = Builder(target, tokenizer, path, load).build
     planner = Planner(target, build, settings, eos_ids(path, tokenizer), say)
-    found = planner.plan(ids, chosen, written)
+    found = planner.plan(read, chosen, written)
     say("passes by rows", 1.0)
     where = prompts.name if prompts is not None else "our own functions"
     drafts = {str(c.config["model"]): None for c in chosen if c.method == "draft_model" and c.config.get("model")}
@@ -127,7 +160,7 @@ def _plan(
     return replace(
         found,
         setting=setting() | {"target": path.name, "max_tokens": settings.max_tokens},
-        prompts=f"{len(ids)} of {where}",
+        prompts=f"{len(read)} of {where}",
         costs={folder.name: _passes(folder, each, kind) for folder, each, kind in loaded},
     )
 

@@ -1,0 +1,142 @@
+"""Our proposers inside vLLM: is greedy text the same with and without them, and what do they bring?
+
+    python benchmarks/vllm_proposer.py --json vllm_proposer.json
+
+vLLM's CPU build (`make peers`) in float32, the bundled target. Two kinds of prompts: functions to be written, and the
+same with their text in front, to be written once more. Texts are compared, token for token, with vLLM's without
+speculation; in bf16 (`--dtype bfloat16`) vLLM's own passes over one row and over many round differently, and texts may
+part whoever drafts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from foretoken import zoo
+from foretoken.bench.peers.protocol import Ask
+from foretoken.bench.peers.vllm_rounds import Rounds
+from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS, load_prompts
+from foretoken.cli.plan_vllm import OURS
+from foretoken.models.checkpoint import load_tokenizer
+from foretoken.plan.vllm import Lane
+from foretoken.plan.vllm_runs import Asked, Bench
+
+METHODS: tuple[Mapping[str, Any], ...] = (
+    {"method": "suffix"},
+    {"method": "recycling"},
+    {"method": "prediction"},
+    {"method": "mixture"},
+)
+KINDS = ("write", "rewrite")
+Ids = list[int]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method on one kind of prompts. equal: of so many texts. round_over_plain: times of rounds."""
+
+    method: str
+    kind: str
+    equal: int
+    texts: int
+    tokens_per_pass: float
+    round_over_plain: float
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens_per_pass / self.round_over_plain
+
+
+def ask_all(asked: Asked, prompts: Sequence[Ids], depth: int, max_tokens: int, batch: int, what: str) -> list[Rounds]:
+    """After one that warms up, and whose text is forgotten."""
+    asked.rounds(Ask([prompts[0]], 8, depth=depth))
+    asked.rounds(Ask([], 0, depth=depth))
+    groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
+    return [asked.rounds(Ask(group, max_tokens, depth=depth)) for group in track(groups, what)]
+
+
+def texts(answers: Sequence[Rounds]) -> list[Ids]:
+    return [text for answer in answers for text in answer.tokens]
+
+
+def line(method: str, kind: str, plain: Sequence[Rounds], own: Sequence[Rounds]) -> Line:
+    def mean(answers: Sequence[Rounds]) -> float:
+        seconds = [each for answer in answers for each in answer.seconds]
+        return sum(seconds) / len(seconds)
+
+    equal = sum(a == b for a, b in zip(texts(plain), texts(own), strict=True))
+    tokens = sum(len(text) - 1 for text in texts(own))
+    passes = sum(passes for answer in own for passes in answer.passes)
+    return Line(method, kind, equal, len(texts(own)), tokens / passes, mean(own) / mean(plain))
+
+
+def main(
+    prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
+    count: Annotated[int, typer.Option(min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(min=8)] = 96,
+    depth: Annotated[int, typer.Option(min=1)] = 8,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    dtype: Annotated[str, typer.Option()] = "float32",
+    python: Annotated[Path | None, typer.Option(help="Of vLLM's environment.")] = None,
+    engine_args: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = "{}",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+) -> None:
+    """Compare texts and tokens per pass; exit 1 where a text differs."""
+    target = zoo.path("target")
+    tokenizer = load_tokenizer(target)
+    given = load_prompts(prompts, count) if prompts else list(FUNCTIONS)[:count]
+    write = [list(tokenizer.encode(text)) for text in given]
+    engine = {"dtype": dtype} | json.loads(engine_args)
+    bench = Bench(target=str(target), max_tokens=max_tokens, batches=(batch,), python=python, engine=engine)
+    plain_process = bench.start(None)
+    try:
+        written = texts(ask_all(plain_process, write, 0, 2 * max_tokens, 1, "plain, the functions"))
+        gap = list(tokenizer.encode("\n\n\n", add_special_tokens=False))
+        asked = {"write": write, "rewrite": [p + w + gap + p for p, w in zip(write, written, strict=True)]}
+        plain = {kind: ask_all(plain_process, asked[kind], 0, max_tokens, batch, f"plain {kind}") for kind in KINDS}
+    finally:
+        plain_process.close()
+    lines = []
+    for options in METHODS:
+        config = {"method": "custom_class", "model": OURS, "num_speculative_tokens": depth}
+        process = bench.start(Lane.of(config, options["method"], {"foretoken": options}))
+        try:
+            for kind in KINDS:
+                own = ask_all(process, asked[kind], depth, max_tokens, batch, f"{options['method']} {kind}")
+                lines.append(line(options["method"], kind, plain[kind], own))
+        finally:
+            process.close()
+    table = Table("proposer", "prompts", "equal", "tokens/pass", "round / plain", "speed-up", box=box.MARKDOWN)
+    for each in lines:
+        table.add_row(
+            each.method, each.kind, f"{each.equal} of {each.texts}", f"{each.tokens_per_pass:.2f}",
+            f"{each.round_over_plain:.2f}", f"{each.speedup:.2f}x",
+        )  # fmt: skip
+    console = wide_console()
+    console.print(table)
+    about = setting() | {
+        "target": target.name,
+        "dtype": dtype,
+        "depth": depth,
+        "max_tokens": max_tokens,
+        "batch": batch,
+    }
+    console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
+    if json_file is not None:
+        rows = [asdict(each) | {"speedup": each.speedup} for each in lines]
+        json_file.write_text(json.dumps({"setting": about, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(0 if all(each.equal == each.texts for each in lines) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,123 @@
+"""vLLM with any engine arguments and any ``speculative_config``, timed round by round.
+
+Drafts of every depth come from one process: the engine is made for the deepest, and what its scheduler looks up by
+batch size (vLLM's ``num_speculative_tokens_per_batch_size``) is set before each question. Proposers that learn from
+texts are made once for every depth, so that none finds what another has just written; a question without prompts makes
+them forget.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from foretoken.bench.peers.protocol import Ask, Setup
+
+KV_GIGABYTES = "1"
+_LEARN = ("custom_class", "suffix")
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What came out, and every round in which all sequences took part and none read its prompt.
+
+    tokens, passes: by prompt; its first pass is not counted. seconds: of each round. emitted: of each pass of each
+    sequence, tokens. first_seconds: until every prompt had its first token.
+    """
+
+    tokens: list[list[int]]
+    passes: list[int]
+    seconds: list[float]
+    emitted: list[int]
+    first_seconds: float
+
+
+def load(setup: Setup) -> tuple[Callable[[Ask], Rounds], str]:
+    """options: "speculative_config" (None is plain) and "engine", further arguments of ``vllm.LLM``."""
+    options = {name: json.loads(value) for name, value in setup.options}
+    cores = sorted(os.sched_getaffinity(0))[: setup.threads]
+    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # steps are taken from here
+    usual = {
+        "VLLM_CPU_KVCACHE_SPACE": KV_GIGABYTES,
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+    }
+    os.environ |= fixed | {name: value for name, value in usual.items() if name not in os.environ}
+    import vllm  # type: ignore[import-not-found]
+
+    speculation = options.get("speculative_config")
+    arguments = {"max_model_len": setup.max_length, "max_num_seqs": max(8, setup.batch)} | options.get("engine", {})
+    llm = vllm.LLM(setup.target, enable_prefix_caching=False, speculative_config=speculation, **arguments)
+
+    depths = Depths(llm, speculation, arguments["max_num_seqs"]) if speculation is not None else None
+
+    def complete(ask: Ask) -> Rounds:
+        if depths is not None:
+            depths.choose(ask.depth, fresh=not ask.prompts)
+        if not ask.prompts:
+            return Rounds([], [], [], [], 0.0)
+        params = vllm.SamplingParams(
+            max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True, detokenize=False
+        )
+        return timed(llm.llm_engine, ask, params)
+
+    return complete, vllm.__version__
+
+
+class Depths:
+    """How many tokens an engine drafts from now on. most: sequences at once."""
+
+    def __init__(self, llm: Any, speculation: dict[str, Any], most: int) -> None:
+        core = llm.llm_engine.engine_core.engine_core
+        self.config, self.scheduler = llm.llm_engine.vllm_config, core.scheduler
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.speculation, self.most = speculation, most
+        self.learned: dict[int, Any] = {}
+
+    def choose(self, depth: int, fresh: bool) -> None:
+        """fresh: whoever learns has learned nothing."""
+        method = self.speculation["method"]
+        if method in _LEARN:
+            if fresh:
+                self.learned.clear()
+                vars(self.runner.model).pop("compute_logits", None)  # where proposers of ours look at logits
+            if depth not in self.learned:
+                self.learned[depth] = made = type(self.runner.drafter)(self.config)
+                made.depth = made.num_speculative_tokens = depth
+                made.load_model(self.runner.model)
+            self.runner.drafter = self.learned[depth]
+        if method != "custom_class":  # which is not told the number
+            made_for = depth == self.speculation["num_speculative_tokens"]  # then all is as its user has it
+            self.scheduler.dynamic_sd_lookup = None if made_for else [depth] * (self.most + 1)
+
+
+def timed(engine: Any, ask: Ask, params: Any) -> Rounds:
+    """All prompts in, then step until they are done. Every output of a step is one pass of one sequence."""
+    count = len(ask.prompts)
+    done: list[list[int]] = [[] for _ in range(count)]
+    passes, seconds, emitted = [0] * count, [], []
+    started = perf_counter()
+    first_seconds = 0.0
+    for number, prompt in enumerate(ask.prompts):
+        engine.add_request(f"{started}-{number}", {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        fresh, before = [], perf_counter()
+        outputs = engine.step()
+        took = perf_counter() - before
+        for output in outputs:
+            number, tokens = int(output.request_id.rpartition("-")[2]), list(output.outputs[0].token_ids)
+            if done[number]:
+                passes[number] += 1
+                fresh.append(len(tokens) - len(done[number]))
+            done[number] = tokens
+        emitted += fresh
+        if len(fresh) == count:
+            seconds.append(took)
+        if not first_seconds and all(done):
+            first_seconds = perf_counter() - started
+    return Rounds(done, passes, seconds, emitted, first_seconds)

@@ -1,0 +1,182 @@
+"""``foretoken plan --engine vllm``: the plan for vLLM, measured on vLLM, in a process of its own environment."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.cli.costs import wide_console
+from foretoken.cli.files import write_json, write_text
+from foretoken.cli.theme import ColorMode, staged
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from foretoken.plan.outcome import Plan
+    from foretoken.plan.vllm import Lane
+    from foretoken.plan.vllm_runs import Bench
+
+OURS = "foretoken.interop_vllm.Proposer"
+_FREE: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
+    ("ngram", {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}, {}),
+    ("suffix, recycling", {"method": "custom_class", "model": OURS}, {"foretoken": {"method": "mixture"}}),
+)
+
+
+def lanes(
+    target: Path, drafts: Sequence[str], heads: Sequence[str], configs: Sequence[Mapping[str, Any]]
+) -> list[Lane]:
+    """Drafts, heads in vLLM's dialect, what needs no model, and ``configs``, which are vLLM's own.
+
+    A configuration may hold "additional_config" beside vLLM's keys. Raises InvalidRequest or ModelLoadError.
+    """
+    from foretoken.core.errors import InvalidRequest
+    from foretoken.models.checkpoint import resolve
+    from foretoken.plan.vllm import Lane
+
+    found = [Lane.of({"method": "draft_model", "model": str(resolve(draft))}) for draft in drafts]
+    found += [_head(resolve(head), target) for head in heads]
+    found += [Lane.of(config, name, additional) for name, config, additional in _FREE]
+    for given in configs:
+        own = dict(given)
+        additional = own.pop("additional_config", {})
+        details = [json.dumps(value) for value in additional.values()]
+        found.append(Lane.of(own, " ".join([str(own.get("method")), str(own.get("model", "")), *details]), additional))
+    if len({lane.name for lane in found}) < len(found):
+        raise InvalidRequest("two of the ways to speculate are the same; leave one of them out")
+    return found
+
+
+def _head(folder: Path, target: Path) -> Lane:
+    """Written once for vLLM, into the cache. Raises InvalidRequest for heads that it does not load."""
+    from foretoken import zoo
+    from foretoken.cli.convert import convert
+    from foretoken.core.errors import InvalidRequest
+    from foretoken.models.checkpoint import load_config
+    from foretoken.plan.candidates import head_method
+    from foretoken.plan.vllm import Lane
+
+    method = head_method(folder)
+    if method not in ("eagle3", "eagle", "medusa"):
+        raise InvalidRequest(f"{folder} holds {method} heads, which vLLM does not load; leave them out")
+    out = zoo.cache_folder() / "vllm" / f"{folder.name}-for-{target.name}"
+    with redirect_stdout(sys.stderr):
+        convert(folder, out, to="vllm", target=str(target), force=True)
+    heads = load_config(out).get("num_heads") if method == "medusa" else None  # one a position, so no deeper draft
+    deepest = {"most": heads} if heads else {}
+    return Lane.of({"method": method, "model": str(out)}, f"{method} {folder.name}", **deepest)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says beside models and prompts."""
+
+    engine: str
+    python: Path | None
+    arguments: str | None
+    alone: bool
+    temperatures: tuple[float, ...]
+    batches: tuple[int, ...]
+    max_tokens: int
+    top_p: float
+    dtype: str
+    quantization: str | None
+
+    def bench(self, target: Path) -> Bench:
+        """Raises InvalidRequest for what is not known, or is vLLM's own to be told."""
+        from foretoken.core.errors import InvalidRequest
+        from foretoken.plan.vllm_runs import Bench
+
+        if self.engine != "vllm":
+            raise InvalidRequest(f"--engine {self.engine!r}: expected foretoken, or vllm, to which --engine-* belong")
+        if self.quantization is not None or self.top_p != 1.0:
+            raise InvalidRequest(
+                "--quantization and --top-p belong to Foretoken's own runtime; give vLLM its quantization in "
+                "--engine-args"
+            )
+        arguments = _object("--engine-args", self.arguments) if self.arguments is not None else {}
+        given = {} if self.dtype == "auto" else {"dtype": self.dtype}
+        return Bench(
+            target=str(target), temperatures=self.temperatures, batches=self.batches, max_tokens=self.max_tokens,
+            python=self.python, engine=given | arguments, alone=self.alone,
+        )  # fmt: skip
+
+
+def plan_for(
+    options: Options,
+    models: tuple[str, Sequence[str], Sequence[str]],
+    configs: Sequence[str],
+    texts: tuple[Path | None, int],
+    files: tuple[Path | None, Path | None],
+    color: ColorMode,
+) -> None:
+    """Measure, foretell, print. models: target, drafts, heads. texts: prompts and how many. files: JSON, a page."""
+    from foretoken.bench.setting import setting
+    from foretoken.bench.workloads import FUNCTIONS, load_prompts
+    from foretoken.models.checkpoint import load_tokenizer, resolve
+    from foretoken.plan.render import rendered
+    from foretoken.plan.vllm import planned, record
+    from foretoken.plan.vllm_runs import runs
+
+    target = resolve(models[0])
+    bench = options.bench(target)
+    bench.command()  # whether vLLM is there is known before heads are written for it
+    chosen = lanes(target, models[1], models[2], [_object("--speculative-config", text) for text in configs])
+    file, count = texts
+    prompts = load_prompts(file, count) if file is not None else list(FUNCTIONS)[:count]
+    tokenizer = load_tokenizer(target)
+    ids = [list(tokenizer(text, verbose=False)["input_ids"]) for text in prompts]
+    notes = wide_console(color, stderr=True)
+    with staged(notes) as say:
+        measured = runs(bench, chosen, ids, say, refused=lambda lane, error: notes.print(
+            f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True))  # fmt: skip
+    facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
+    source = f"{len(prompts)} of {file.name if file is not None else 'our own functions'}"
+    found = planned(chosen, measured, setting=facts, prompts=source)
+    console = wide_console(color)
+    for part in rendered(found, lambda plan: _pastes(plan, chosen)):
+        console.print(part, soft_wrap=not hasattr(part, "columns"))
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+    _write(record(found, chosen, measured), *files)
+
+
+def _write(whole: dict[str, Any], json_file: Path | None, html_file: Path | None) -> None:
+    if json_file is not None:
+        write_json(json_file, whole)
+    if html_file is not None:
+        from foretoken.report.plan import page
+
+        write_text(html_file, page(whole))
+
+
+def _object(option: str, text: str) -> dict[str, Any]:
+    """What a user wrote as JSON. Raises InvalidRequest."""
+    from foretoken.core.errors import InvalidRequest
+
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{option} is not JSON ({error}); expected a JSON object") from error
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{option} must be a JSON object, got {text}")
+    return found
+
+
+def _pastes(plan: Plan, known: Sequence[Lane]) -> Iterator[Text]:
+    from rich.text import Text
+
+    from foretoken.plan.vllm import chosen
+
+    if plan.best is None:
+        yield Text("\nover everything asked about: do not speculate", style="bold yellow")
+        return
+    additional = chosen(plan, known).additional
+    yield Text("\nover everything asked about, paste", style="bold")
+    yield Text(f"vLLM  speculative_config={json.dumps(plan.best)}")
+    if additional:
+        yield Text(f"      additional_config={json.dumps(additional)}")
