@@ -7,13 +7,26 @@ import logging
 import re
 import secrets
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.generate import speculative
-from foretoken.cli.options import Device, DraftModel, Dtype, MaxModelLen, Quantization, Speculation, Target, load
+from foretoken.cli.options import (
+    Device,
+    DraftModel,
+    Dtype,
+    MaxModelLen,
+    Quantization,
+    Speculation,
+    Target,
+    TensorParallel,
+    following,
+    load,
+)
+from foretoken.cli.serve_replicas import scale, serve_replicas
 from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
@@ -65,7 +78,19 @@ def serve(
     device: Device = "auto",
     quantization: Quantization = None,
     backend: Annotated[str, typer.Option(help="auto, native or hf.")] = "auto",
+    tensor_parallel_size: TensorParallel = 1,
     seed: Annotated[int | None, typer.Option(help="For requests without a seed of their own. [drawn anew]")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Engines behind this address, on Ray Serve. [one, in this process]")
+    ] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Start up to so many while requests ask for them. [--replicas]")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Ray cluster for replicas, such as auto or HOST:6379. [one of its own]")
+    ] = None,
+    replica_cpus: Annotated[float | None, typer.Option(help="Cores of each replica. [a fair share]")] = None,
+    replica_gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of each replica. [none]")] = None,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(_LEVELS)}.")] = "info",
 ) -> None:
     """Serve the model over OpenAI's API, with a playground at /."""
@@ -79,17 +104,27 @@ def serve(
         "speculative_config": config, "methods": _others(methods, config), "dtype": dtype, "device": device,
         "quantization": quantization, "backend": backend, "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len, "kv_memory": _bytes("--kv-memory", kv_memory),
-        "seed": secrets.randbits(32) if seed is None else seed,
+        "tensor_parallel_size": tensor_parallel_size, "seed": secrets.randbits(32) if seed is None else seed,
     }  # fmt: skip
     settings = _settings(
         model_names=tuple(served_model_name or [model or "foretoken"]), api_keys=tuple(api_key or ()),
         chat_template=_text(chat_template) if chat_template is not None else None, origins=tuple(allow_origin or ()),
         max_body=_bytes("--max-body", max_body), timeout=request_timeout,
     )  # fmt: skip
+    wanted = scale(replicas, max_replicas, ray_address, replica_cpus, replica_gpus)
     from foretoken.serve.run import bind
 
+    if following(tensor_parallel_size):
+        load(model, draft_model, ColorMode.AUTO, **options)  # ends this process with the first one
     with bind(host, port) as listening:
         _logging(log_level)
+        if wanted is not None:
+            if tensor_parallel_size > 1:
+                raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
+            engine = {"model": model, "draft_model": draft_model, "options": options, "max_waiting": max_waiting}
+            announce = partial(_announce, settings, listening)
+            serve_replicas(engine, wanted, settings, listening, drain_timeout, announce, log_level == "debug")
+            return
         llm = load(model, draft_model, ColorMode.AUTO, **options)
         try:
             _serve(llm, settings, listening, max_waiting, drain_timeout)

@@ -34,6 +34,19 @@ _PAGE_HEADERS = {
 _STREAM: dict[str, Any] = {"text/event-stream": {}}
 
 
+def playground() -> dict[str, Path]:
+    """The files of the page at the root, by their paths."""
+    files = {f"/{file.name}": file for file in sorted(PLAYGROUND.glob("*")) if file.is_file() and file.suffix != ".py"}
+    if "/index.html" in files:
+        files["/"] = files["/index.html"]
+    return files
+
+
+def open_paths() -> frozenset[str]:
+    """What needs no key."""
+    return frozenset({"/health", *playground()})
+
+
 def create_app(worker: Worker, settings: Settings | None = None) -> FastAPI:
     """The server of one worker, which it starts and closes with itself."""
     settings = settings or Settings()
@@ -59,8 +72,9 @@ def create_app(worker: Worker, settings: Settings | None = None) -> FastAPI:
     guarded = [Security(HTTPBearer(auto_error=False))] if settings.api_keys else []
     app.include_router(_generating(service), prefix="/v1", dependencies=guarded)
     app.include_router(_listing(service), dependencies=guarded)
-    pages = _add_playground(app)
-    app.add_middleware(Guard, settings=settings, open_paths=frozenset({"/health", *pages}))
+    for path, file in playground().items():
+        app.add_route(path, _page(file), methods=["GET"], include_in_schema=False)
+    app.add_middleware(Guard, settings=settings, open_paths=open_paths())
     if settings.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
@@ -124,16 +138,6 @@ def _listing(service: Service) -> APIRouter:
         return {"version": __version__}
 
     return router
-
-
-def _add_playground(app: FastAPI) -> list[str]:
-    """Serve the files of the page at the root. -> their paths"""
-    files = {f"/{file.name}": file for file in sorted(PLAYGROUND.glob("*")) if file.is_file() and file.suffix != ".py"}
-    if "/index.html" in files:
-        files["/"] = files["/index.html"]
-    for path, file in files.items():
-        app.add_route(path, _page(file), methods=["GET"], include_in_schema=False)
-    return list(files)
 
 
 def _page(file: Path) -> Callable[[Request], Awaitable[Response]]:

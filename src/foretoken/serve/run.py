@@ -7,16 +7,26 @@ import socket
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
 from foretoken.core.errors import ForetokenError
-from foretoken.serve.worker import Worker
 
 _log = logging.getLogger(__name__)
 
 _LAST_WORDS = 5.0  # seconds for answers to be sent when requests have been ended
+
+
+class Work(Protocol):
+    """What a server asks of whoever answers: a ``Worker``, for instance."""
+
+    draining: bool
+
+    @property
+    def busy(self) -> bool: ...
+    def abandon(self) -> None: ...
 
 
 class Server(uvicorn.Server):
@@ -27,7 +37,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, worker: Worker, drain_timeout: float = 30.0, announce: Callable[[], None] = lambda: None
+        self, app: FastAPI, worker: Work, drain_timeout: float = 30.0, announce: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(
             uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=int(_LAST_WORDS))

@@ -1,0 +1,122 @@
+"""Replicas under load, some of them killed meanwhile: is any request lost, is any text another?
+
+    python benchmarks/replicas.py --replicas 4 --requests 200 --kills 3
+
+A server with replicas on a Ray of its own, and mixed requests as in ``serving.py load``, all with a seed. Meanwhile
+replicas are killed (SIGKILL), one after another. Counted: requests that finished and that were lost, and what the front
+did about it. Every text is compared, byte for byte, with what the same request gives in one process, alone and without
+speculation, in float32. The exit code is 1 where a request was lost or a text differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from clients import Answer, ask, crowd, serving, talking
+from foretoken import LLM, SamplingParams
+from foretoken.bench.setting import wide_console
+from serving import mixed, save
+
+console = wide_console()
+
+
+def main(
+    replicas: Annotated[int, typer.Option(help="How many, as long as nobody kills them.")] = 4,
+    cpus: Annotated[float | None, typer.Option(help="Cores of each. [a fair share]")] = None,
+    requests: Annotated[int, typer.Option(help="How many.")] = 200,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 16,
+    kills: Annotated[int, typer.Option(help="Replicas to kill.")] = 3,
+    pause: Annotated[float, typer.Option(help="Seconds before each.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write what was counted there.")] = None,
+) -> None:
+    """Kill replicas under load."""
+    rng = random.Random(seed)
+    bodies = [mixed(rng, number) for number in range(requests)]
+    own = ("--replica-cpus", str(cpus)) if cpus is not None else ()
+    with serving("--dtype", "float32", "--replicas", str(replicas), *own) as (url, process):
+        answers, killed, page = asyncio.run(attacked(url, process, bodies, concurrency, kills, pause))
+    lost = [answer.error for answer in answers if answer.error]
+    alone = LLM(dtype="float32", speculative_config={"method": "none"})
+    different = []
+    for body, answer in zip(bodies, answers, strict=True):
+        params = {key: value for key, value in body.items() if key not in ("prompt", "speculative_method")}
+        expected = alone.generate(body["prompt"], SamplingParams(**params))[0].outputs[0].text
+        if answer.error is None and expected != answer.text:
+            different.append({"body": body, "expected": expected, "got": answer.text})
+    outcomes = failovers(page)
+    became = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+    console.print(
+        f"{replicas} replicas, {killed} killed: {len(bodies)} requests sent, {len(bodies) - len(lost)} finished, "
+        f"{len(lost)} lost; {became}; "
+        f"{len(bodies) - len(lost) - len(different)} texts byte for byte as alone"
+    )
+    save({"sent": len(bodies), "lost": lost, "killed": killed, "outcomes": outcomes, "different": different}, json_file)
+    raise typer.Exit(bool(lost or different))
+
+
+async def attacked(
+    url: str, server: int, bodies: list[dict[str, Any]], concurrency: int, kills: int, pause: float
+) -> tuple[list[Answer], int, str]:
+    """All requests, and a killer as long as they last. -> answers, how many were killed, the metrics at the end"""
+    killed = 0
+
+    async def kill() -> None:
+        nonlocal killed
+        while killed < kills:
+            await asyncio.sleep(pause)
+            running = processes(server)
+            if len(running) > 1:  # the last one is spared: requests would wait for the next, which takes a while
+                os.kill(random.Random(killed).choice(running), signal.SIGKILL)
+                killed += 1
+
+    async with talking(url) as client:
+        killer = asyncio.create_task(kill())
+        answers = await crowd(concurrency, [lambda body=body: ask(client, body) for body in bodies])
+        killer.cancel()
+        await asyncio.gather(killer, return_exceptions=True)
+        return answers, killed, (await client.get("/metrics")).text
+
+
+def processes(server: int) -> list[int]:
+    """Replicas of this server: among its descendants, by the name that Ray gives them."""
+    parents: dict[int, int] = {}
+    named = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica"):
+                named.append(int(folder.name))
+        except OSError:  # it ended meanwhile
+            continue
+    return [process for process in named if descends(process, server, parents)]
+
+
+def descends(process: int, ancestor: int, parents: dict[int, int]) -> bool:
+    while process > 1:
+        if process == ancestor:
+            return True
+        process = parents.get(process, 0)
+    return False
+
+
+def failovers(page: str) -> dict[str, int]:
+    """Of the front, by outcome."""
+    found = {}
+    for outcome in ("retried", "replayed", "broken"):
+        _, _, rest = page.partition(f'foretoken:failovers_total{{outcome="{outcome}"}} ')
+        found[outcome] = int(float(rest.split()[0])) if rest else 0
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,68 @@
+"""``foretoken serve --replicas``: the same API over several engines on Ray Serve."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from foretoken.cli.theme import ColorMode, console, waiting
+from foretoken.core.errors import ForetokenError, InvalidRequest
+
+if TYPE_CHECKING:
+    from foretoken.serve.limits import Settings
+
+
+def scale(
+    replicas: int | None, max_replicas: int | None, ray_address: str | None, cpus: float | None, gpus: float | None
+) -> dict[str, Any] | None:
+    """What was asked for, None for no replicas. Raises InvalidRequest where it contradicts itself."""
+    options = {"most": max_replicas, "address": ray_address, "cpus": cpus, "gpus": gpus}
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and replicas is None:
+        raise InvalidRequest("--max-replicas, --ray-address, --replica-cpus and --replica-gpus need --replicas")
+    if replicas is not None and max_replicas is not None and max_replicas < replicas:
+        raise InvalidRequest(f"--max-replicas ({max_replicas}) must be at least --replicas ({replicas})")
+    return None if replicas is None else {"replicas": replicas, **given}
+
+
+def serve_replicas(
+    engine: dict[str, Any],
+    wanted: dict[str, Any],
+    settings: Settings,
+    listening: socket.socket,
+    drain_timeout: float,
+    announce: Callable[[], None],
+    verbose: bool,
+) -> None:
+    """Start them, serve until told to end, end them. engine: of ``Engine``. wanted: of ``Scale``."""
+    deploy = _deploying(alone="address" not in wanted)
+    from foretoken.serve.replicas.front import Front, create_front
+    from foretoken.serve.replicas.replica import Engine
+    from foretoken.serve.replicas.scale import Scale
+    from foretoken.serve.run import Server
+
+    made, size = Engine(**engine, settings=settings, created=int(time.time())), Scale(**wanted)
+    spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas")
+    with deploy.replicas(made, size, drain_timeout, spinner, verbose) as answering:
+        settings = replace(settings, max_concurrency=size.ceiling * made.room)
+        front = Front(answering, settings)
+        Server(create_front(front, settings), front, drain_timeout, announce).run(sockets=[listening])
+
+
+def _deploying(alone: bool) -> ModuleType:
+    """``foretoken.serve.replicas.deploy``. alone: with a Ray of its own. Raises ForetokenError where Ray is missing."""
+    from foretoken.serve.replicas.alone import keep_to_itself
+
+    if alone:
+        keep_to_itself()
+    try:
+        from foretoken.serve.replicas import deploy
+    except ImportError as error:
+        raise ForetokenError(
+            f"replicas need packages that are not installed ({error.name}); pip install 'foretoken[ray]'"
+        ) from error
+    return deploy

@@ -1,0 +1,163 @@
+"""Replicas on Ray Serve: to start them, to ask them, to end them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from uuid import uuid4
+
+from starlette.types import Message
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports of use; before Ray is imported
+
+import ray
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from foretoken.core.errors import ForetokenError
+from foretoken.serve.replicas.forwarded import Forwarded, ReplicaLost
+from foretoken.serve.replicas.replica import Engine, Replica
+from foretoken.serve.replicas.router import PrefixRouter
+from foretoken.serve.replicas.scale import Scale, share
+
+_log = logging.getLogger(__name__)
+
+_NAME = "Replica"
+_PATIENCE = 10.0  # seconds for all replicas to tell their figures
+_ASIDE = 16  # calls that a replica takes beside its requests, so that one that is full still tells its figures
+_HEALTH_SECONDS = 2.0  # between looks at a replica
+_UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 120.0  # that requests have to ask for more, or for fewer
+
+
+class RayReplicas:
+    """See ``Replicas``."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._streaming = handle.options(method_name="respond", stream=True)
+
+    async def respond(self, request: Forwarded) -> AsyncGenerator[Message, None]:
+        """See ``Replicas``. Waits while no replica has room."""
+        answer: Any = self._streaming.remote(request)
+        done = False
+        try:
+            async for message in answer:
+                yield message
+            done = True
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise ReplicaLost("a replica was told to stop") from None
+        except RayTaskError as error:
+            cause = getattr(error, "cause", None)
+            raise cause if isinstance(cause, ReplicaLost) else ReplicaLost(f"a replica failed: {error}") from error
+        except (RayError, RayServeException) as error:
+            raise ReplicaLost(f"a replica ended ({type(error).__name__})") from error
+        finally:
+            if not done:
+                answer.cancel()
+
+    async def metrics(self) -> Sequence[tuple[str, Any]]:
+        """See ``Replicas``."""
+        try:
+            answers = await self._handle.broadcast("metrics").results_async(timeout_s=_PATIENCE, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError):
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+@contextmanager
+def replicas(
+    engine: Engine,
+    scale: Scale,
+    drain_timeout: float,
+    starting: AbstractContextManager[Any] | None = None,
+    verbose: bool = False,
+) -> Iterator[RayReplicas]:
+    """Run them. drain_timeout: seconds that a replica which is no longer needed has to finish.
+
+    starting: to be in until they answer. verbose: show what they log.
+    Raises ForetokenError where there is no cluster, or the model cannot be loaded.
+    """
+    mine = not ray.is_initialized()
+    app = f"foretoken-{uuid4().hex[:8]}"
+    try:
+        with starting or nullcontext():
+            if mine:
+                _connect(scale.address, verbose)
+            logging.getLogger("ray.serve").addFilter(lambda record: verbose or record.levelno >= logging.ERROR)
+            handle = _deploy(engine, scale, drain_timeout, app)
+        yield RayReplicas(handle)
+    finally:
+        if ray.is_initialized() and not (mine and scale.address is None):
+            serve.delete(app)
+        if mine:
+            ray.shutdown()  # a Ray of its own ends with it, and all that runs there
+
+
+def _connect(address: str | None, verbose: bool) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": logging.INFO if verbose else logging.ERROR}
+    try:
+        if address is None:
+            ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+        else:
+            ray.init(address=address, **quiet)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        where = "on this machine" if address is None else f"at {address}"
+        raise ForetokenError(f"no Ray {where}: {error}; see docs/ray.md") from error
+
+
+def _deploy(engine: Engine, scale: Scale, drain_timeout: float, app: str) -> DeploymentHandle[Any]:
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    # One more pass waits in the engine, where priorities count; the rest at the front, for whoever is free first.
+    most = 2 * engine.seats
+    options: dict[str, Any] = {"num_replicas": scale.replicas}
+    if scale.ceiling > scale.replicas:
+        options = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=scale.replicas,
+                max_replicas=scale.ceiling,
+                target_ongoing_requests=float(engine.seats),
+                upscale_delay_s=_UPSCALE_SECONDS,
+                downscale_delay_s=_DOWNSCALE_SECONDS,
+            )
+        }
+    deployment = serve.deployment(
+        name=_NAME,
+        ray_actor_options={"num_cpus": scale.cpus or share(nodes, scale.ceiling), "num_gpus": scale.gpus},
+        max_ongoing_requests=most + _ASIDE,
+        request_router_config={
+            "request_router_class": PrefixRouter,
+            "request_router_kwargs": {"slack": max(1, engine.seats // 4), "most": most},
+        },
+        health_check_period_s=_HEALTH_SECONDS,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=drain_timeout,
+        max_constructor_retry_count=1,
+        logging_config=LoggingConfig(enable_access_log=False),
+        **options,
+    )(Replica)
+    # Requests come through the front, so Ray Serve needs no proxies of its own.
+    serve.start(proxy_location=ProxyLocation.Disabled, http_options=HTTPOptions(host="127.0.0.1"))
+    try:
+        return serve.run(deployment.bind(engine), name=app, route_prefix=None)
+    except RuntimeError as error:
+        raise ForetokenError(_reason(app, error)) from error
+
+
+def _reason(app: str, error: Exception) -> str:
+    """Why replicas could not start: a replica's own words, out of the traceback that Ray Serve keeps of it."""
+    found = serve.status().applications.get(app)
+    told = [deployment.message for deployment in found.deployments.values()] if found is not None else []
+    words = re.findall(r"(?:^|\s)(?:\w+\.)*\w+(?:Error|Request|Exception): (.+)$", "\n".join(told), re.MULTILINE)
+    return f"the replicas could not start: {words[-1] if words else error}"

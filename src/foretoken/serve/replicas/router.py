@@ -1,0 +1,55 @@
+"""``routing``, where Ray Serve asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from foretoken.serve.replicas.forwarded import Forwarded
+from foretoken.serve.replicas.routing import Beginnings, Ledger, ranked
+
+
+class PrefixRouter(RequestRouter):
+    """Runs in the front's process, which is the only client of its replicas."""
+
+    def initialize_state(self, slack: int = 4, most: int = 32, **kwargs: Any) -> None:
+        """slack: see ``routing``. most: requests that a replica may have in work."""
+        self._slack, self._most = slack, most
+        self._beginnings, self._ledger = Beginnings(), Ledger()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Those that have room, each a rank of its own; none for now where all are full."""
+        request = None if pending_request is None else _forwarded(pending_request)
+        by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # wait a little before the next try, if all are full
+        if request is not None and len(by_id) > 1:
+            avoided = {name: r for name, r in by_id.items() if name.unique_id not in request.avoid}
+            by_id = avoided or by_id
+        blocks = request.beginnings if request is not None else ()
+        load = {name: count for name in by_id if (count := self._ledger.load(name)) < self._most}
+        known = {name: self._beginnings.known(blocks, name) for name in load}
+        return [[by_id[name]] for name in ranked(load, known, self._slack)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """It went there."""
+        request = _forwarded(pending_request)
+        if request is not None:
+            self._beginnings.note(request.beginnings, replica_id)
+        number = pending_request.metadata.internal_request_id
+        self._ledger.add(replica_id, number)
+        result.add_done_callback(lambda _: self._ledger.remove(replica_id, number))
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """These are all."""
+        for gone in set(self.curr_replicas) - {replica.replica_id for replica in replicas}:
+            self._beginnings.forget(gone)
+            self._ledger.forget(gone)
+        super().update_replicas(replicas)
+
+
+def _forwarded(pending: PendingRequest) -> Forwarded | None:
+    return pending.args[0] if pending.args and isinstance(pending.args[0], Forwarded) else None

@@ -1,0 +1,48 @@
+"""How many replicas there are, and what each has of the machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretoken.core.errors import InvalidRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How many replicas, and where.
+
+    replicas: to begin with, and the fewest. most: None for no more; else as many as requests ask for.
+    address: of a Ray cluster; None starts one on this machine alone.
+    cpus: cores of each replica; None divides those there are. gpus: of each.
+    """
+
+    replicas: int
+    most: int | None = None
+    address: str | None = None
+    cpus: float | None = None
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.most is not None and self.most < self.replicas:
+            raise InvalidRequest(f"max_replicas ({self.most}) must be at least replicas ({self.replicas})")
+        if self.cpus is not None and self.cpus <= 0:
+            raise InvalidRequest(f"replica_cpus must be more than 0, got {self.cpus}")
+
+    @property
+    def ceiling(self) -> int:
+        """The most there may be."""
+        return self.most or self.replicas
+
+
+def share(nodes: Sequence[float], count: int) -> float:
+    """The most cores each of ``count`` replicas can have on nodes of so many; whole ones where there are enough.
+
+    Raises InvalidRequest where there are no cores.
+    """
+    sizes = {cores / k for cores in nodes for k in range(1, count + 1) if cores > 0}
+    fitting = [size for size in sizes if sum(int(cores / size + 1e-9) for cores in nodes) >= count]
+    if not fitting:
+        raise InvalidRequest("the Ray cluster has no cores; start its nodes with some")
+    best = max(fitting)
+    return float(int(best)) if best >= 1 else int(best * 1e4) / 1e4  # Ray counts in ten-thousandths

@@ -1,0 +1,336 @@
+"""What the front is made of, without Ray: what it reads of a request, whom it asks, how a stream goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.core import CounterMetricFamily
+from starlette.types import Message
+from tests.serve.test_replicas_replay import completion, texts
+
+from foretoken import LLM, SamplingParams
+from foretoken.cli.main import main
+from foretoken.core.errors import InvalidRequest
+from foretoken.serve.limits import Settings
+from foretoken.serve.replicas.forwarded import BLOCK, BLOCKS, Forwarded, ReplicaLost, beginnings, parse, repeatable
+from foretoken.serve.replicas.front import Front, create_front
+from foretoken.serve.replicas.gathered import Gathered
+from foretoken.serve.replicas.relay import LOSSES
+from foretoken.serve.replicas.replica import Engine, Replica, _seed
+from foretoken.serve.replicas.routing import Beginnings, Ledger, ranked
+from foretoken.serve.replicas.scale import Scale, share
+
+SYSTEM = "You are brief. " * 100
+
+
+@pytest.mark.parametrize("body, same", [
+    ({"temperature": 0}, True), ({"seed": 0}, True), ({"seed": 3, "exactness": "trajectory"}, True), ({}, False),
+    ({"seed": 3, "exactness": "distribution"}, False), ({"temperature": 0, "exactness": "lossy-typical"}, False),
+    ({"temperature": 0, "tools": [{}]}, False), ({"seed": 3, "return_steps": True}, False),
+    ({"seed": 3, "logprobs": 0}, False), ({"seed": 3, "logprobs": True}, False), ({"seed": 3, "logprobs": False}, True),
+    ({"temperature": 0.5}, False), ({"temperature": 0, "exactness": "distribution"}, True),
+])  # fmt: skip
+def test_which_streams_can_be_told_again(body: dict[str, Any], same: bool) -> None:
+    assert repeatable(body) == same
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"\xff", b"[" * 100_000])
+def test_bodies_that_say_nothing(content: bytes) -> None:
+    assert parse(content) == {} and beginnings({}) == ()
+
+
+def test_prompts_that_begin_alike() -> None:
+    one, two = beginnings({"prompt": SYSTEM + "one" * 100}), beginnings({"prompt": SYSTEM + "two" * 100})
+    common = sum(a == b for a, b in zip(one, two, strict=True))
+    assert common == len(SYSTEM) // BLOCK < len(one)
+    assert beginnings({"prompt": [SYSTEM + "one" * 100, "x"]}) == one
+    assert beginnings({"prompt": "x" * (BLOCK - 1)}) == () and len(beginnings({"prompt": "x" * 10**6})) == BLOCKS
+    ids = list(range(500))
+    assert beginnings({"prompt": ids}) == beginnings({"prompt": [ids]}) != ()
+    chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}] for text in ("a", "b")]
+    first, second = (beginnings({"messages": chat}) for chat in chats)
+    assert first[:4] == second[:4] != beginnings({"messages": chats[0], "tools": [{"type": "function"}]})[:4]
+
+
+def test_beginnings_are_remembered_by_reader() -> None:
+    seen = Beginnings(remembered=4)
+    seen.note((1, 2, 3), "a")
+    seen.note((1, 2), "b")
+    assert [seen.known((1, 2, 3, 4), name) for name in "abc"] == [3, 2, 0]
+    seen.note((7, 8), "c")  # five blocks are one too many: the one not read for longest goes
+    assert seen.known((1, 2, 3), "a") == 2 and seen.known((7, 8), "c") == 2
+    seen.forget("a")
+    assert seen.known((1, 2), "a") == 0 and seen.known((1, 2), "b") == 2
+
+
+def test_who_is_asked_first() -> None:
+    assert ranked({"a": 4, "b": 0}, {"a": 5, "b": 0}, slack=4) == ["a", "b"]
+    assert ranked({"a": 5, "b": 0}, {"a": 5, "b": 0}, slack=4) == ["b", "a"]
+    assert ranked({"a": 2, "b": 1}, {"a": 0, "b": 0}, slack=4) == ["b", "a"]
+    assert ranked({"a": 3, "b": 3, "c": 9}, {"a": 1, "b": 2, "c": 7}, slack=4) == ["b", "a", "c"]
+    firsts = Counter(ranked({"a": 0, "b": 0}, {"a": 0, "b": 0}, slack=4)[0] for _ in range(200))
+    assert min(firsts["a"], firsts["b"]) > 50
+
+
+def test_ledger() -> None:
+    ledger = Ledger()
+    ledger.add("a", "1")
+    ledger.add("a", "2")
+    ledger.remove("a", "1")
+    ledger.remove("a", "1")
+    assert ledger.load("a") == 1 and ledger.load("b") == 0
+    ledger.forget("a")
+    assert ledger.load("a") == 0
+
+
+# the front before replicas that are lost as planned
+
+
+class Scripted:
+    """Replicas that answer by a script, one entry for each time one is asked; an exception ends an answer."""
+
+    def __init__(self, *answers: Sequence[Any]) -> None:
+        self.answers, self.asked, self.closed = list(answers), [], 0
+
+    async def respond(self, request: Forwarded) -> AsyncGenerator[Message, None]:
+        self.asked.append(request)
+        name = f"r{len(self.asked)}"
+        try:
+            for part in self.answers.pop(0):
+                if isinstance(part, Exception):
+                    raise part
+                if part is None:
+                    await asyncio.Event().wait()
+                yield {**part, "replica": name}
+        finally:
+            self.closed += 1
+
+    async def metrics(self) -> list[tuple[str, Any]]:
+        return [("r1", [])] if self.answers else []
+
+
+def start(status: int = 200, kind: str = "text/event-stream; charset=utf-8") -> Message:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]}
+
+
+def part(body: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+WHOLE = [start(kind="application/json"), part(b'{"id":"cmpl-1"}', False)]
+LOST = ReplicaLost("it died")
+END = part(b"data: [DONE]\n\n", False)
+
+
+def asked(replicas: Scripted, body: dict[str, Any], settings: Settings | None = None) -> tuple[httpx.Response, Front]:
+    settings = settings or Settings()
+    front = Front(replicas, settings)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(create_front(front, settings), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            return await client.post("/v1/completions", json=body)
+
+    answer = asyncio.run(ask())
+    assert not front.busy and replicas.closed == len(replicas.asked)
+    return answer, front
+
+
+def test_an_answer_passes_as_it_is() -> None:
+    replicas = Scripted(WHOLE)
+    answer, front = asked(replicas, {"prompt": "x"})
+    assert answer.content == b'{"id":"cmpl-1"}' and answer.headers["x-foretoken-replica"] == "r1"
+    assert json.loads(replicas.asked[0].body) == {"prompt": "x"} and not any(front.failovers.values())
+
+
+@pytest.mark.parametrize("lost", [[LOST], [start(kind="application/json"), LOST], [WHOLE[0], part(b'{"id"'), LOST]])
+def test_nothing_sent_is_asked_again(lost: list[Any]) -> None:
+    answer, front = asked(Scripted(lost, [LOST], WHOLE), {"prompt": "x"})
+    assert answer.status_code == 200 and answer.content == b'{"id":"cmpl-1"}'
+    assert front.failovers["retried"] == 1
+
+
+def test_the_lost_are_avoided() -> None:
+    replicas = Scripted([start(), LOST], [ReplicaLost("x", "b")], [start(), part(completion(0, "a", "stop")), END])
+    asked(replicas, {"prompt": "x", "stream": True})
+    assert [request.avoid for request in replicas.asked] == [frozenset(), {"r1"}, {"r1", "b"}]
+
+
+def test_a_request_that_ends_replicas_is_given_up() -> None:
+    answer, front = asked(Scripted(*[[LOST]] * 9), {"prompt": "x"})
+    assert answer.status_code == 503 and f"{LOSSES} replicas were lost" in answer.json()["error"]["message"]
+    assert front.failovers["broken"] == 1
+
+
+BEGUN = [start(), part(completion(0, "de")), LOST]
+AGAIN = [start(), part(completion(0, "d", name="z")), part(completion(0, "ef", "stop", name="z")), END]
+
+
+def test_a_stream_goes_on() -> None:
+    answer, front = asked(Scripted(BEGUN, AGAIN), {"prompt": "x", "stream": True, "seed": 1})
+    assert answer.content == completion(0, "de") + completion(0, "f", "stop") + b"data: [DONE]\n\n"
+    assert front.failovers["replayed"] == 1
+
+
+def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.serve.replicas.relay.RETRY_SECONDS", 0)
+    full = [start(429, "application/json"), part(b"{}", False)]
+    answer, _ = asked(Scripted(BEGUN, full, full, AGAIN), {"prompt": "x", "stream": True, "temperature": 0})
+    assert answer.content.endswith(b"data: [DONE]\n\n") and b"{}" not in answer.content
+
+
+@pytest.mark.parametrize("body, again, words", [
+    ({}, [], "with a seed"),
+    ({"seed": 1}, [[start(), part(completion(0, "xy")), END]], "another text"),
+])  # fmt: skip
+def test_a_stream_that_cannot_go_on_says_so(body: dict[str, Any], again: list[Any], words: str) -> None:
+    answer, front = asked(Scripted(BEGUN, *again), {"prompt": "x", "stream": True, **body})
+    *_, last, rest = answer.content.split(b"\n\n")
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert rest == b"" and error["type"] == "server_error" and words in error["message"]
+    assert b"[DONE]" not in answer.content and front.failovers["broken"] == 1
+
+
+def test_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.serve.replicas.relay.GRACE", 0.05)
+    quick = Settings(timeout=0.05)
+    assert asked(Scripted([None]), {"prompt": "x"}, quick)[0].json()["error"]["code"] == "timeout"
+    answer, _ = asked(Scripted([start(), part(completion(0, "a")), None]), {"stream": True}, quick)
+    assert answer.content.startswith(completion(0, "a")) and b'"code":"timeout"' in answer.content
+
+
+def test_what_the_front_refuses_itself() -> None:
+    replicas = Scripted()
+    assert asked(replicas, {"prompt": "x"}, Settings(api_keys=("k",)))[0].status_code == 401
+    assert asked(replicas, {"prompt": "x" * 99}, Settings(max_body=20))[0].status_code == 413
+    assert asked(replicas, {"prompt": "x"}, Settings(max_concurrency=0))[0].status_code == 429
+    assert not replicas.asked
+
+
+def test_draining_and_abandoning() -> None:
+    replicas = Scripted([start(), part(completion(0, "a")), None], WHOLE)
+    front = Front(replicas, Settings())
+    transport = httpx.ASGITransport(create_front(front, Settings()))
+
+    async def use() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            running = asyncio.create_task(client.post("/v1/completions", json={"stream": True}))
+            while not front.busy:
+                await asyncio.sleep(0.01)
+            assert (await client.get("/health")).status_code == 200
+            front.draining = True
+            assert (await client.get("/health")).status_code == 503
+            assert (await client.post("/v1/completions", json={})).status_code == 503
+            assert (await client.get("/v1/models")).status_code == 200
+            front.abandon()
+            assert b'"code":"unavailable"' in (await running).content
+            front.draining = False
+            assert (await client.get("/health")).json()["error"]["message"] == "no replica is running"
+
+    asyncio.run(use())
+    assert not front.busy
+
+
+def test_one_page_of_metrics() -> None:
+    families = {}
+    for name, count in (("a", 1), ("b", 2)):
+        family = CounterMetricFamily("foretoken:rounds", "Rounds.", labels=["model_name"])
+        family.add_metric(["m"], count)
+        families[name] = [family]
+    page = Gathered(families, Counter(retried=3)).render()[0].decode()
+    assert page.count("# TYPE foretoken:rounds_total counter") == 1
+    assert 'foretoken:rounds_total{model_name="m",replica="b"} 2.0' in page
+    assert "foretoken:replicas 2.0" in page and 'foretoken:failovers_total{outcome="retried"} 3.0' in page
+
+
+# one replica, in this process
+
+
+def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
+    """Whole, streamed, cancelled; and once its engine is dead, nothing it says of that gets out."""
+    options = {"dtype": "float32", "max_num_seqs": 4, "seed": 5}
+    replica = Replica(Engine(options=options, settings=Settings(api_keys=("k",)), created=7), "here")
+    asking = {"prompt": "x = ", "max_tokens": 12, "temperature": 0}
+
+    def forwarded(path: str = "/v1/completions", method: str = "POST", **more: Any) -> Forwarded:
+        headers = [(b"authorization", b"Bearer k"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+        return Forwarded(scope, json.dumps({**asking, **more}).encode())
+
+    async def whole(request: Forwarded) -> tuple[int, bytes]:
+        messages = [message async for message in replica.respond(request)]
+        assert {message["replica"] for message in messages} == {"here"}
+        return messages[0]["status"], b"".join(message.get("body", b"") for message in messages)
+
+    async def use() -> None:
+        status, body = await whole(forwarded())
+        wanted = spare.generate("x = ", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
+        assert status == 200 and json.loads(body)["choices"][0]["text"] == wanted
+        assert texts((await whole(forwarded(stream=True)))[1].split(b"\0"))[0] == wanted
+        assert json.loads((await whole(forwarded("/v1/models", "GET")))[1])["data"][0]["created"] == 7
+        assert (await whole(forwarded(temperature=-1)))[0] == 400
+        long = replica.respond(forwarded(stream=True, max_tokens=4000, ignore_eos=True))
+        assert (await anext(long))["status"] == 200
+        assert replica.worker.busy
+        await long.aclose()
+        assert not replica.worker.busy
+        name, families = await replica.metrics()
+        assert name == "here" and any(family.name == "foretoken:rounds" for family in families)
+        replica.worker.dead = ReplicaLost("planted")
+        for dead in (whole(forwarded()), replica.metrics(), replica.check_health()):
+            with pytest.raises(ReplicaLost) as caught:
+                await dead
+            assert caught.value.replica == "here" == copy.copy(caught.value).replica
+
+    asyncio.run(use())
+    replica.worker.close()
+
+
+def test_replicas_draw_other_numbers() -> None:
+    assert len({_seed(seed, name) for seed in (0, 1) for name in "ab"}) == 4 and _seed(3, "a") == _seed(3, "a")
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--max-replicas", "2"], "need --replicas"),
+    (["--replicas", "3", "--max-replicas", "2"], "--max-replicas (2) must be at least --replicas (3)"),
+    (["--replicas", "2", "--tensor-parallel-size", "2"], "cannot be combined"),
+])  # fmt: skip
+def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--port", "0", *arguments])
+    assert caught.value.code == 1 and words in capsys.readouterr().err
+
+
+def test_without_ray() -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None; from foretoken.cli.main import main; "
+        "main(['serve', '--port', '0', '--replicas', '2'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "(ray); pip install 'foretoken[ray]'" in done.stderr
+
+
+@pytest.mark.parametrize("nodes, count, each", [
+    ([2.0], 4, 0.5), ([1.0, 1.0], 4, 0.5), ([8.0, 2.0], 2, 4.0), ([4.0, 4.0, 4.0], 4, 2.0), ([16.0], 3, 5.0),
+    ([2.0], 3, 0.6666), ([3.0, 0.0], 1, 3.0), ([2.0], 1, 2.0),
+])  # fmt: skip
+def test_a_fair_share_of_cores(nodes: list[float], count: int, each: float) -> None:
+    assert share(nodes, count) == each
+    with pytest.raises(InvalidRequest, match="no cores"):
+        share([], count)
+
+
+@pytest.mark.parametrize("wrong", [{"most": 1}, {"cpus": 0.0}])
+def test_scales_that_are_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        Scale(replicas=2, **wrong)
