@@ -22,7 +22,7 @@ from foretoken.cli.plan import plan
 from foretoken.cli.scale_up import scale_up
 from foretoken.cli.serve import serve
 from foretoken.cli.simulate import simulate
-from foretoken.cli.train_heads import app as train_app
+from foretoken.cli.train_seq2seq import app as train_app
 from foretoken.cli.zoo import zoo
 from foretoken.core.errors import ForetokenError
 

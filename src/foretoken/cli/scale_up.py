@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 
 def scale_up(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama checkpoint (safetensors).")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama or T5 checkpoint (safetensors).")],
     out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
-    like: Annotated[str, typer.Option(help="The size to reach: 0.7b, 1b, 3b or 7b.")] = "0.7b",
+    like: Annotated[
+        str | None, typer.Option(help="The size to reach: 0.7b, 1b, 3b or 7b; of a T5 t5-base or t5-large (0.7 B).")
+    ] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size, instead of the preset's.")] = None,
     intermediate: Annotated[int | None, typer.Option(help="Neurons per layer, instead of the preset's.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers, instead of the preset's.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers, of a T5 in each stack, instead of the preset's.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads, instead of the preset's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads, instead of the preset's.")] = None,
     head: Annotated[
@@ -32,16 +34,31 @@ def scale_up(
     from foretoken.train import scale_up as up
     from foretoken.train.files import check_output
     from foretoken.train.scale_heads import scale_head
+    from foretoken.train.seq2seq import T5Shape
 
     out, source = check_output(out, force), source.expanduser().absolute()
     if out == source:
         raise InvalidRequest("SRC and DST are the same folder; name another DST")
-    shape = up.like(like, up.read_config(source)["head_dim"])
-    chosen = {
+    config = up.read_config(source)
+    t5 = config["model_type"] == "t5"
+    shape: Any = up.like(like or ("t5-large" if t5 else "0.7b"), config["head_dim"])
+    if t5 and (kv_heads or head):
+        raise InvalidRequest(
+            "a T5 has no key heads of its own and no heads that guess; leave --kv-heads and --head out"
+        )
+    chosen: dict[str, int | None] = {
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads,
     }  # fmt: skip
-    shape = replace(shape, **{name: value for name, value in chosen.items() if value is not None})
+    if t5:
+        chosen = {
+            "d_model": hidden, "d_ff": intermediate, "num_layers": layers, "num_decoder_layers": layers,
+            "num_heads": heads,
+        }  # fmt: skip
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if given and isinstance(shape, T5Shape) != t5:
+        raise InvalidRequest(f"{like} is not a size of a {config['model_type']!r} model; choose another with --like")
+    shape = replace(shape, **given)
     result = up.scale_up(source, out, shape, seed)
     for folder in head or ():
         scale_head(folder.expanduser().absolute(), source, out)

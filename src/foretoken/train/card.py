@@ -75,7 +75,8 @@ def write_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
     return written
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """What a training run wrote beside its weights. Raises InvalidRequest."""
     try:
         facts: dict[str, Any] = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -87,7 +88,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _described(folder: Path, target: str | None = None) -> dict[str, Any]:
     """The provenance, with the command under the folders' present names."""
-    facts, config = _read(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    facts, config = read_provenance(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
     usual, what = TARGET_SHAPE, f"target {folder.name}"
     if target is not None:
         usual = DRAFT_SHAPE

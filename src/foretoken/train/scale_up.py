@@ -15,11 +15,13 @@ import torch
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.train import scale_seq2seq
 from foretoken.train.files import PROVENANCE, atomic_directory, write_json
 from foretoken.train.progress import Reporter
 from foretoken.train.scale_heads import scale_bundled
-from foretoken.train.shards import ShardReader, ShardWriter, weights_sha256
-from foretoken.train.widen import Copies, Widener, copies, query_heads, rotation
+from foretoken.train.seq2seq import T5Shape
+from foretoken.train.shards import Plan, ShardReader, ShardWriter, weights_sha256
+from foretoken.train.widen import Copies, Widener, copies, layer_positions, query_heads, rotation
 
 _LEFT_BEHIND = ("config.json", "README.md", "zoo.json", PROVENANCE, "model.safetensors.index.json")
 _KEPT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
@@ -56,24 +58,28 @@ class Scaled:
     bytes: int
 
 
-def like(name: str, head_dim: int = 64) -> WideShape:
+def like(name: str, head_dim: int = 64) -> WideShape | T5Shape:
     """The shape of a usual model of that size. Raises InvalidRequest for an unknown name."""
+    if name in scale_seq2seq.PRESETS:
+        return scale_seq2seq.like(name, head_dim)
     if name not in PRESETS:
-        raise InvalidRequest(f"unknown size {name!r}; known: {', '.join(PRESETS)}")
+        raise InvalidRequest(f"unknown size {name!r}; known: {', '.join([*PRESETS, *scale_seq2seq.PRESETS])}")
     hidden, intermediate, layers = PRESETS[name]
     heads = hidden // head_dim
     return WideShape(hidden, intermediate, layers, heads, max(1, heads // 4))
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """The source's config, refused unless it is a plain Llama. Raises ModelLoadError, InvalidRequest."""
+    """The source's config, refused unless it is a plain Llama or a T5. Raises ModelLoadError, InvalidRequest."""
     try:
         config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot read {source / 'config.json'}: {error}; pass a model's folder") from error
+    if config.get("model_type") == "t5":
+        return scale_seq2seq.checked(config)
     if config.get("model_type") not in ("llama", "mistral"):
         raise InvalidRequest(
-            f"cannot widen a {config.get('model_type')!r} model; llama and mistral checkpoints can be widened"
+            f"cannot widen a {config.get('model_type')!r} model; llama, mistral and t5 checkpoints can be widened"
         )
     for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):
         if config.get(key):
@@ -84,33 +90,32 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def scale_up(source: Path, out: Path, shape: WideShape, seed: int = 0) -> Scaled:
-    """Write a LlamaForCausalLM of ``shape`` to ``out`` that computes what ``source`` computes, up to rounding.
+def scale_up(source: Path, out: Path, shape: WideShape | T5Shape, seed: int = 0) -> Scaled:
+    """Write a LlamaForCausalLM, or a T5, of ``shape`` to ``out`` that computes what ``source`` does, up to rounding.
 
     Works in float64 and a layer at a time, saves in the source's dtype, untied. Raises InvalidRequest for what
     cannot be widened, ModelLoadError for a source that cannot be read, TrainingError for a full disk.
     """
     config = read_config(source)
-    _check(config, shape)
-    reader = ShardReader(source)
-    _check_weights(reader, config)
-    embedding = reader.get("model.embed_tokens.weight")
-    needed = expected_parameters(config, shape) * embedding.element_size()
+    if isinstance(shape, T5Shape):
+        plan = scale_seq2seq.plan(ShardReader(source), config, shape, seed)
+    else:
+        plan = _plan(source, config, shape, seed)
+    needed = plan.parameters * plan.dtype.itemsize
     existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     if shutil.disk_usage(existing).free < needed:
         raise TrainingError(f"{out} needs {needed / 1e9:.1f} GB and the disk has less free; free some space")
     with atomic_directory(out) as folder, Reporter("widening") as report:
         writer = ShardWriter(folder)
-        for name, tensor in _tensors(reader, config, shape, seed):
-            writer.add(name, tensor.to(embedding.dtype))
+        for name, tensor in plan.tensors:
+            writer.add(name, tensor.to(plan.dtype))
             report.update(writer.bytes / needed, f"{writer.bytes / 1e9:.2f} GB")
         writer.close()
         _copy_companions(source, folder)
-        write_json(folder / "config.json", wide_config(config, shape))
+        write_json(folder / "config.json", plan.config)
         write_json(folder / PROVENANCE, {
             "widened_from": source.name, "source_sha256": weights_sha256(source), "seed": seed, "shape": asdict(shape),
-            "layers": layer_positions(config["num_hidden_layers"], shape.num_hidden_layers),
-            "parameters": writer.parameters,
+            "layers": plan.layers, "parameters": writer.parameters,
         })  # fmt: skip
     return Scaled(out, writer.parameters, writer.bytes)
 
@@ -142,17 +147,24 @@ def wide_config(config: dict[str, Any], shape: WideShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def layer_positions(layers: int, wide_layers: int) -> list[int]:
-    """Where the real layers stand among the wide model's, evenly spread."""
-    return [i * wide_layers // layers for i in range(layers)]
-
-
 def expected_parameters(config: dict[str, Any], shape: WideShape) -> int:
     """How many parameters the wide model has."""
     hidden, head = shape.hidden_size, config["head_dim"]
     attention = 2 * hidden * head * (shape.num_attention_heads + shape.num_key_value_heads)
     layer = attention + 3 * hidden * shape.intermediate_size + 2 * hidden
     return shape.num_hidden_layers * layer + 2 * config["vocab_size"] * hidden + hidden
+
+
+def _plan(source: Path, config: dict[str, Any], shape: WideShape, seed: int) -> Plan:
+    if config["model_type"] == "t5":
+        raise InvalidRequest(f"a T5 grows to one of {', '.join(scale_seq2seq.PRESETS)}; choose one with --like")
+    _check(config, shape)
+    reader = ShardReader(source)
+    _check_weights(reader, config)
+    return Plan(
+        expected_parameters(config, shape), reader.get("model.embed_tokens.weight").dtype, wide_config(config, shape),
+        layer_positions(config["num_hidden_layers"], shape.num_hidden_layers), _tensors(reader, config, shape, seed),
+    )  # fmt: skip
 
 
 def _check(config: dict[str, Any], shape: WideShape) -> None:

@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,19 @@ def weights_sha256(folder: Path) -> str:
     except OSError as error:
         raise ModelLoadError(f"cannot read the checkpoint in {folder}: {error}; pass a model's folder") from error
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checkpoint that is to be written: how many parameters, of which type, its config, where the source's layers
+    stand in it, and its tensors one after another.
+    """
+
+    parameters: int
+    dtype: torch.dtype
+    config: dict[str, Any]
+    layers: list[int] | dict[str, list[int]]
+    tensors: Iterator[tuple[str, torch.Tensor]]
 
 
 class ShardReader:

@@ -256,14 +256,14 @@ def _optimizers(model: nn.Module, config: TrainConfig, scale: Callable[[str], fl
 
 
 def _is_matrix(name: str) -> bool:
-    return "embed" not in name and "lm_head" not in name
+    return not any(table in name for table in ("embed", "lm_head", "shared.weight", "relative_attention_bias"))
 
 
-def compiled(fn: Callable[..., Any], wanted: bool | None) -> Callable[..., Any]:
-    """``fn`` through torch.compile if wanted; None: where a C++ compiler is found."""
+def compiled(fn: Callable[..., Any], wanted: bool | None, dynamic: bool | None = None) -> Callable[..., Any]:
+    """``fn`` through torch.compile if wanted; None: where a C++ compiler is found. ``dynamic`` as torch.compile's."""
     if wanted is None:
         wanted = shutil.which("g++") is not None
-    return torch.compile(fn) if wanted else fn
+    return torch.compile(fn, dynamic=dynamic) if wanted else fn
 
 
 def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: object) -> dict[str, object]:

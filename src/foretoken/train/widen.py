@@ -27,6 +27,11 @@ def rotation(narrow: int, wide: int, seed: int) -> torch.Tensor:
     return (q * r.diagonal().sign()).T.contiguous()
 
 
+def layer_positions(layers: int, wide_layers: int) -> list[int]:
+    """Where the real layers stand among the wide model's, evenly spread."""
+    return [i * wide_layers // layers for i in range(layers)]
+
+
 @dataclass(frozen=True)
 class Copies:
     """Which unit each wide unit is, and its share in what is written: ``sources[i] >= 0`` is a real unit,

@@ -1,0 +1,99 @@
+"""``foretoken train seq2seq|seq2seq-draft``: an encoder-decoder pair that mends Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretoken.cli.train import (
+    Compile,
+    Force,
+    Json,
+    Minutes,
+    Out,
+    Patience,
+    Rate,
+    Resume,
+    Seed,
+    Size,
+    Steps,
+    Texts,
+    config_of,
+    corpus_of,
+    show,
+)  # fmt: skip
+from foretoken.cli.train_heads import app
+
+if TYPE_CHECKING:
+    from foretoken.train.seq2seq import T5Shape
+
+__all__ = ["app"]
+
+Batch = Annotated[int, typer.Option(help="Rows of the longest length per step; more of shorter ones.")]
+Window = Annotated[int, typer.Option(help="Tokens of the longest row, on each side.")]
+
+
+@app.command()
+def seq2seq(
+    out: Out, corpus: Texts = None, steps: Steps = None, minutes: Minutes = None, batch: Batch = 16,
+    window: Window = 176, learning_rate: Rate = 3e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None,
+    layers: Size = None, decoder_layers: Size = None, heads: Size = None, head_dim: Size = None,
+    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train a small T5 from scratch to mend broken Python (34 minutes on one core for the bundled one)."""
+    from foretoken.train.files import check_run
+    from foretoken.train.seq2seq import SEQ2SEQ_CONFIG, SEQ2SEQ_SHAPE, train_seq2seq
+
+    config = config_of(SEQ2SEQ_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience)
+    shape = _shape(SEQ2SEQ_SHAPE, hidden, intermediate, layers, decoder_layers, heads, head_dim)
+    out = check_run(out, resume, force)
+    show(out, train_seq2seq(out, corpus_of(corpus), shape, config, resume), as_json)
+
+
+@app.command("seq2seq-draft")
+def seq2seq_draft(
+    out: Out,
+    target: Annotated[Path | None, typer.Option(help="Folder of the target; else the bundled one.")] = None,
+    corpus: Texts = None, steps: Steps = None, minutes: Minutes = None, batch: Batch = 16, window: Window = 176,
+    learning_rate: Rate = 4e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None, layers: Size = None,
+    decoder_layers: Size = None, heads: Size = None, head_dim: Size = None,
+    acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
+    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Distil a draft from a T5 trained by ``train seq2seq`` (20 minutes on one core for the bundled one)."""
+    from foretoken import zoo
+    from foretoken.train.files import check_run
+    from foretoken.train.seq2seq_draft import SEQ2SEQ_DRAFT_CONFIG, SEQ2SEQ_DRAFT_SHAPE, train_seq2seq_draft
+
+    config = config_of(
+        SEQ2SEQ_DRAFT_CONFIG, steps, minutes, batch, window, learning_rate, seed, compile_model, patience
+    )
+    shape = _shape(SEQ2SEQ_DRAFT_SHAPE, hidden, intermediate, layers, decoder_layers, heads, head_dim)
+    out = check_run(out, resume, force)
+    path = zoo.path("seq2seq-target") if target is None else target.expanduser().absolute()
+    show(out, train_seq2seq_draft(out, path, corpus_of(corpus), shape, config, resume, acceptance_share), as_json)
+
+
+@app.command("seq2seq-card")
+def seq2seq_card(
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target.")],
+    draft: Annotated[Path | None, typer.Option(help="Folder of its draft, whose acceptance is measured.")] = None,
+    corpus: Texts = None,
+) -> None:
+    """Write README.md and zoo.json beside the weights of a T5 pair, from provenance.json and a measurement."""
+    from foretoken.train.seq2seq_card import write_seq2seq_cards
+
+    for file in write_seq2seq_cards(target.absolute(), draft.absolute() if draft else None, corpus_of(corpus)):
+        print(file)
+
+
+def _shape(usual: T5Shape, *sizes: int | None) -> T5Shape:
+    """``sizes`` in the order of T5Shape's options; None keeps the usual one."""
+    from dataclasses import replace
+
+    names = ("d_model", "d_ff", "num_layers", "num_decoder_layers", "num_heads", "d_kv")
+    return replace(usual, **{name: size for name, size in zip(names, sizes, strict=True) if size is not None})

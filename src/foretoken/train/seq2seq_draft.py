@@ -1,0 +1,143 @@
+"""``foretoken train seq2seq-draft``: a T5 of under a million parameters, distilled from a T5 target.
+
+As for a causal draft (`draft`), the Kullback-Leibler divergence from the target's law comes first (2310.08461) and the
+acceptance itself at the end. The target is run along, so that its whole law is there and nothing is kept on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import T5ForConditionalGeneration
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.train.data import Corpus
+from foretoken.train.draft import agreement
+from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.progress import quiet_transformers
+from foretoken.train.repair import IGNORED, Batch, batches, bundled_tokenizer, snippets
+from foretoken.train.seq2seq import (
+    T5Shape,
+    command_line,
+    compiled_by_length,
+    judged_batches,
+    label_loss,
+    logits_of,
+    new_model,
+    rate_scale,
+    save,
+)
+from foretoken.train.trainer import TrainConfig, Trainer, provenance
+
+SEQ2SEQ_DRAFT_SHAPE = T5Shape(96, 192, 2, 2, 4, 32)
+SEQ2SEQ_DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=16, window=176, learning_rate=4e-3, weight_decay=0.05)
+ACCEPTANCE_SHARE = 0.3  # the last share of the run, which turns from KL to the acceptance loss
+_FLOOR = 1e-6
+
+
+def law_loss(
+    target_logits: torch.Tensor, draft_logits: torch.Tensor, counted: torch.Tensor, acceptance: torch.Tensor
+) -> torch.Tensor:
+    """(1 - acceptance) KL(p||q) - acceptance log sum min(p, q), mean over the positions ``counted`` [B, T].
+
+    Logits [B, T, V], p the target's and q the draft's law over the whole vocabulary; ``acceptance`` a scalar
+    tensor, 0 to 1.
+    """
+    log_p, log_q = target_logits.float().log_softmax(-1), draft_logits.float().log_softmax(-1)
+    p = log_p.exp()
+    divergence = (p * (log_p - log_q)).sum(-1)
+    overlap = torch.minimum(p, log_q.exp()).sum(-1).clamp_min(_FLOOR)
+    each = (1 - acceptance) * divergence - acceptance * overlap.log()
+    return (each * counted).sum() / counted.sum()
+
+
+def train_seq2seq_draft(
+    out: Path,
+    target: Path,
+    corpus: Corpus,
+    shape: T5Shape = SEQ2SEQ_DRAFT_SHAPE,
+    config: TrainConfig = SEQ2SEQ_DRAFT_CONFIG,
+    resume: bool = False,
+    acceptance_share: float = ACCEPTANCE_SHARE,
+) -> dict[str, float]:
+    """Distil a T5 with tied embeddings from the T5 ``target`` on repair tasks; returns the last evaluation.
+
+    The corpus must be split as it was for the target, or the held-out figures mean nothing. Raises ModelLoadError,
+    InvalidRequest, TrainingError.
+    """
+    teacher, tokenizer = load_seq2seq(target).float(), bundled_tokenizer()
+    teacher.set_attn_implementation("eager")  # as `new_model`
+    if teacher.config.vocab_size != len(tokenizer):
+        raise InvalidRequest(
+            f"{target} has {teacher.config.vocab_size} tokens and the bundled tokenizer {len(tokenizer)}; "
+            "pass a target written by 'foretoken train seq2seq'"
+        )
+    data = snippets(corpus.train, tokenizer, config.window, config.seed)
+    judged = judged_batches(corpus, tokenizer, config)
+    model = new_model(shape, tokenizer, config.seed, tied=True)
+    trainer = Trainer(model, replace(config, compile=False), checkpoint_of(out), lambda row: row["overlap"], rate_scale)
+    if resume:
+        trainer.resume()
+
+    def loss_fn(given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        labels, source, mask, acceptance = given
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                law = logits_of(teacher, (labels, source, mask))
+            logits = logits_of(model, (labels, source, mask))
+        return law_loss(law, logits, labels != IGNORED, acceptance)
+
+    each = batches(data, config.batch * config.window, config.seed + 1, trainer.step)
+    weighted = _with_acceptance(each, trainer, acceptance_share)
+    trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure_pair(teacher, model, judged))
+    with atomic_directory(out) as folder:
+        save(model, tokenizer, folder, tied=True)
+        what = f"seq2seq-draft {out.name} --target {target.name} --acceptance-share {acceptance_share:g}"
+        card = provenance(
+            command_line(what, shape, SEQ2SEQ_DRAFT_SHAPE, config, corpus.name), config, trainer,
+            role="seq2seq-draft", corpus=corpus.name, snippets=sum(map(len, data.by_length.values())),
+            target=target.name, parameters=model.num_parameters(), acceptance_share=acceptance_share,
+            **trainer.history[-1],
+        )  # fmt: skip
+        write_json(folder / PROVENANCE, card)
+    trainer.checkpoint.unlink(missing_ok=True)
+    return trainer.history[-1]
+
+
+def load_seq2seq(path: Path) -> T5ForConditionalGeneration:
+    """The T5 at ``path`` in bfloat16, frozen. Raises ModelLoadError."""
+    try:
+        with quiet_transformers():
+            model = T5ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelLoadError(
+            f"cannot load the target {path}: {reason}; pass a folder written by 'foretoken train seq2seq'"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def measure_pair(
+    teacher: T5ForConditionalGeneration, model: T5ForConditionalGeneration, held_out: list[Batch]
+) -> dict[str, float]:
+    """Held-out figures of the draft: loss (nats), overlap and argmax agreement with the target, full vocabulary."""
+    loss = overlap = equal = tokens = 0.0
+    for batch in held_out:
+        counted = batch[0] != IGNORED
+        with torch.autocast("cpu", torch.bfloat16):
+            p, q = logits_of(teacher, batch), logits_of(model, batch)
+        both, n = agreement(p[counted], q[counted]), int(counted.sum())
+        loss += n * label_loss(q, batch[0]).item()
+        overlap, equal, tokens = overlap + n * both[0], equal + n * both[1], tokens + n
+    return {"held_out_loss": loss / tokens, "overlap": overlap / tokens, "argmax_agreement": equal / tokens}
+
+
+def _with_acceptance(each: Iterator[Batch], trainer: Trainer, share: float) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The batches with the acceptance loss's weight: 0, then rising over a third of the last share, then 1."""
+    for batch in each:
+        into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)
+        yield (*batch, torch.tensor(min(1.0, max(0.0, into))))

@@ -1,0 +1,149 @@
+"""The encoder-decoder pair, end to end at a tiny size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
+from foretoken.train import repair
+from foretoken.train.data import Corpus
+from foretoken.train.repair import IGNORED
+from foretoken.train.seq2seq import T5Shape, label_loss, logits_of, new_model, train_seq2seq
+from foretoken.train.seq2seq_card import exactness, write_seq2seq_cards
+from foretoken.train.seq2seq_draft import law_loss, load_seq2seq, train_seq2seq_draft
+from foretoken.train.trainer import TrainConfig
+
+from .test_cli import invoke
+
+TINY = T5Shape(32, 48, 2, 1, 2, 16)
+STEPS = TrainConfig(steps=4, batch=2, window=64, learning_rate=1e-2, compile=False)
+
+
+@pytest.fixture(scope="module")
+def target(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("zoo") / "tiny-repair"
+    train_seq2seq(out, corpus, TINY, STEPS)
+    return out
+
+
+def test_a_target_loads_as_an_ordinary_checkpoint(target: Path, corpus: Corpus) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForSeq2SeqLM.from_pretrained(target)
+    assert model.dtype == torch.bfloat16
+    assert not model.config.scale_decoder_outputs
+    assert json.loads((target / "config.json").read_text())["tie_word_embeddings"] is False
+    assert not torch.equal(model.lm_head.weight, model.shared.weight)
+    end = tokenizer.eos_token_id
+    assert tokenizer("x = 1")["input_ids"][-1] == end == model.config.decoder_start_token_id
+    assert tokenizer.decode(tokenizer("x = 1")["input_ids"], skip_special_tokens=True) == "x = 1"
+    facts = json.loads((target / "provenance.json").read_text())
+    assert facts["command"].startswith("foretoken train seq2seq tiny-repair --hidden 32")
+    assert 0 <= facts["token_accuracy"] <= 1
+    assert facts["parameters"] == model.num_parameters()
+
+
+def test_what_is_loaded_computes_what_was_trained(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
+    made: list[Any] = []
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        made.append(new_model(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr("foretoken.train.seq2seq.new_model", kept)
+    monkeypatch.setattr("foretoken.train.seq2seq_draft.new_model", kept)
+    train_seq2seq(tmp_path / "t", corpus, TINY, STEPS)
+    train_seq2seq_draft(tmp_path / "d", tmp_path / "t", corpus, TINY, STEPS)
+    tokenizer = repair.bundled_tokenizer()
+    tasks = repair.held_out(4, 0, corpus, tokenizer, 64)
+    batch = repair.held_out_batches(tokenizer, tasks, 64, 256)[0]
+    for model, name in zip(made, "td", strict=True):
+        again = load_seq2seq(tmp_path / name).float()
+        with torch.no_grad():
+            assert (logits_of(model.float().eval(), batch) - logits_of(again, batch)).abs().max() < 1e-4
+
+
+def test_a_draft_is_distilled_and_both_are_described(target: Path, corpus: Corpus) -> None:
+    out = target.with_name("tiny-repair-draft")
+    figures = train_seq2seq_draft(out, target, corpus, replace(TINY, d_model=16), STEPS)
+    assert 0 < figures["overlap"] <= 1
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
+    assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+    cards = [card.read_text() for card in write_seq2seq_cards(target, out, corpus)]
+    assert "repaired exactly" in cards[0]
+    assert "temperature 0" in cards[1]
+    assert "foretoken train seq2seq-draft tiny-repair-draft --target tiny-repair --acceptance-share 0.3" in cards[1]
+    roles = [json.loads((folder / "zoo.json").read_text())["role"] for folder in (target, out)]
+    assert roles == ["seq2seq-target", "seq2seq-draft"]
+    assert not list(target.parent.glob("*checkpoint*"))
+
+
+def test_training_resumes(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("foretoken.train.seq2seq.save", full)
+        with pytest.raises(WriteError, match="No space left"):
+            train_seq2seq(tmp_path / "out", corpus, TINY, STEPS)
+    assert train_seq2seq(tmp_path / "out", corpus, TINY, STEPS, resume=True)["step"] == 4
+
+
+def test_the_losses_count_the_answers_tokens_alone() -> None:
+    torch.manual_seed(0)
+    p, q = torch.randn(2, 3, 11), torch.randn(2, 3, 11)
+    counted = torch.tensor([[True, True, False], [True, False, False]])
+    p_law, q_law = (x.log_softmax(-1)[counted] for x in (p, q))
+    kl = (p_law.exp() * (p_law - q_law)).sum(-1).mean()
+    assert law_loss(p, q, counted, torch.tensor(0.0)) == pytest.approx(kl.item(), abs=1e-5)
+    overlap = torch.minimum(p_law.exp(), q_law.exp()).sum(-1).log().mean()
+    assert law_loss(p, q, counted, torch.tensor(1.0)) == pytest.approx(-overlap.item(), abs=1e-5)
+    assert law_loss(p, p, counted, torch.tensor(0.5)).abs() < 1e-5
+    labels = torch.tensor([[1, 2, IGNORED], [3, IGNORED, IGNORED]])
+    expected = -torch.stack([q_law[0, 1], q_law[1, 2], q_law[2, 3]]).mean()
+    assert label_loss(q, labels) == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_exactness_counts_whole_answers(target: Path, corpus: Corpus) -> None:
+    class Copier(torch.nn.Module):
+        def generate(self, source: torch.Tensor, **_: Any) -> torch.Tensor:
+            return torch.cat([torch.zeros_like(source[:, :1]), source], dim=1)
+
+    tasks = repair.held_out(6, 0, corpus, window=64)
+    copied = [repair.Task(task.right, task.right) for task in tasks[:3]] + tasks[3:]
+    model: Any = Copier()
+    assert exactness(model, copied, 64) == {"exact_repairs": 0.5, "tasks_written": 6.0}
+
+
+def test_what_cannot_be_used_is_named(tmp_path: Path, corpus: Corpus) -> None:
+    with pytest.raises(ModelLoadError, match="cannot load the target"):
+        train_seq2seq_draft(tmp_path / "out", tmp_path / "nothing", corpus, TINY, STEPS)
+    with pytest.raises(InvalidRequest, match="d_ff is 0"):
+        T5Shape(d_ff=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_commands(corpus: Corpus, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i, text in enumerate((*corpus.train, *corpus.held_out)):
+        (texts / f"f{i}.py").write_text(text)
+    sizes = ["--hidden", 32, "--intermediate", 48, "--layers", 1, "--decoder-layers", 1, "--heads", 2, "--head-dim", 16]
+    run = [*sizes, "--no-compile", "--steps", 2, "--batch", 2, "--window", 64, "--corpus", texts]
+    target, draft, wide = tmp_path / "t", tmp_path / "d", tmp_path / "w"
+    assert json.loads(invoke("train", "seq2seq", target, *run, "--json").stdout)["held_out_loss"] > 0
+    assert "overlap" in invoke("train", "seq2seq-draft", draft, "--target", target, *run).stdout
+    done = invoke("train", "seq2seq-card", target, "--draft", draft, "--corpus", texts).stdout
+    assert str(draft / "README.md") in done
+    larger = ["--hidden", 64, "--intermediate", 96, "--layers", 2, "--heads", 4]
+    assert json.loads(invoke("scale-up", target, wide, *larger, "--json").stdout)["parameters"] > 20_000
+    with pytest.raises(InvalidRequest, match="no key heads"):
+        invoke("scale-up", target, tmp_path / "x", "--kv-heads", 2)
+    with pytest.raises(InvalidRequest, match="t5-large"):
+        invoke("scale-up", target, tmp_path / "x", "--like", "0.7b")
