@@ -186,3 +186,52 @@ def test_drawn_texts_follow_the_targets_law(toys: tuple[Model, Model], tree: str
         engine.step()
     result = g_test(Counter(tuple(context.tokens[1:]) for context in contexts), reference(target, law))
     assert result.p_value > 1e-3 and result.delta <= DELTA, result
+
+
+# planned and audited
+
+
+def test_a_plan_says_what_a_run_shows(folders: Folders) -> None:
+    from foretoken.engine.prompts import PromptReader
+    from foretoken.llm import start_ids
+    from foretoken.models.checkpoint import load_tokenizer
+    from foretoken.plan.candidates import Candidate
+    from foretoken.plan.planner import Planner, Settings
+    from foretoken.speculation import Builder
+
+    target, words = load_model(folders.target, dtype="float32"), load_tokenizer(folders.target)
+    reader = PromptReader(words, target.vocab_size, start_ids(folders.target))
+    build = Builder(target, words, folders.target, lambda other: load_model(other, dtype="float32")).build
+    drafts = {"method": "draft_model", "model": str(folders.draft)}
+    ways = [Candidate("draft", drafts, (3,)), Candidate("copied", {"method": "ngram"}, (3,))]
+    settings = Settings(temperatures=(0.0,), batches=(2,), max_tokens=24, turns=3)
+    found = Planner(target, build, settings, ()).plan([reader.read(source) for source in SOURCES], ways)
+    for row, config in zip(found.rows, (drafts, {"method": "ngram"}), strict=True):
+        model = llm(folders, {**config, "num_speculative_tokens": 3})
+        outputs = model.generate(SOURCES, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+        rounds = sum(output.stats.rounds - 1 for output in outputs)
+        emitted = sum(len(output.outputs[0].token_ids) for output in outputs)
+        assert abs(row.tokens_per_pass - emitted / (rounds + len(SOURCES))) < 0.35
+
+
+def test_the_audit_asks_the_target_behind_its_source(folders: Folders) -> None:
+    from foretoken.audit.ours import Foretoken
+
+    model = llm(folders, CONFIGS[0])
+    ids = model.tokenizer(SOURCES[0])["input_ids"]
+    plain = texts(model, SOURCES[0], temperature=0.0, speculative_tokens=0)[0]
+    assert Foretoken.of(model).logits(ids, plain).argmax(-1).tolist() == list(plain)
+
+
+def test_the_source_is_what_is_expected_unless_a_client_says(folders: Folders) -> None:
+    from foretoken.propose.prediction import Prediction
+
+    proposer, law = Prediction(), SamplingLaw(temperature=0.0)
+
+    def context(number: int, prediction: tuple[int, ...] = ()) -> Context:
+        return Context(number, [0], 1, law, Streams(0), source=(5, 6, 7, 8), prediction=prediction)
+
+    drafts = proposer.propose([context(0), context(1, (9, 10))], [4, 4])
+    assert [list(draft.ids) for draft in drafts] == [[5, 6, 7, 8], [9, 10]]
+    plain = Context(2, [0], 1, law, Streams(0))
+    assert not len(proposer.propose([plain], [4])[0])

@@ -146,7 +146,8 @@ class Prediction(Proposer):
     """Drafts what the client predicted (``SamplingParams.prediction``), from where the text stands in it.
 
     Fixed candidates, so a prediction can be as wrong as it likes. Sequences without one, and those whose text has
-    nothing in common with theirs, are decoded plainly. Every drafted token is the prediction's, or an edit of it that
+    nothing in common with theirs, are decoded plainly. What an encoder reads is expected where nobody said what is: much
+    that encoder-decoders are for (repairs, corrections, rewriting) follows its source. Every drafted token is the prediction's, or an edit of it that
     the text has made before: over a request the sum of ``Step.accepted`` is OpenAI's accepted_prediction_tokens, and
     the prediction's other tokens are the rejected ones.
     """
@@ -159,7 +160,7 @@ class Prediction(Proposer):
         self._followers: dict[int, Follower] = {}
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._guess(c, b) if c.prediction else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
+        return [self._guess(c, b) if _reference(c) else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
 
     def forget(self, context: Context) -> None:
         self._followers.pop(context.id, None)
@@ -167,9 +168,13 @@ class Prediction(Proposer):
     def _guess(self, context: Context, budget: int) -> Draft:
         follower = self._followers.get(context.id)
         if follower is None:
-            follower = self._followers[context.id] = Follower(context.prediction, self.config.replay_edits)
+            follower = self._followers[context.id] = Follower(_reference(context), self.config.replay_edits)
         follower.follow(context.tokens[context.prompt_length + follower.seen :])
         return follower.guess(budget) if budget > 0 else Draft.empty()
+
+
+def _reference(context: Context) -> Tokens:
+    return context.prediction or context.source
 
 
 def build(config: PredictionConfig, workshop: Workshop) -> Prediction:

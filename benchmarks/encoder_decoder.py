@@ -1,0 +1,205 @@
+"""An encoder-decoder that repairs code: plain, speculative, and transformers' own, in one process, taking turns.
+
+Tokens per second from the prompt to the last token, the encoder's pass included. Every system writes as many tokens as
+the right text has, so that none gains by an early end. Batches of 8 are ours alone: transformers drafts for one text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.clock import Spread, Task, interleaved
+from foretoken.bench.repairs import Repair, repairs
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.models.checkpoint import resolve
+from foretoken.train.scale_up import scaled
+
+Texts = list[tuple[int, ...]]
+OWN = ("none", "draft_model", "ngram", "prediction", "mixture")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system. seconds for all tasks; texts: how many are those of the same library's plain decoding."""
+
+    system: str
+    method: str
+    num_speculative_tokens: int
+    batch: int
+    tokens: int
+    seconds: Spread
+    tokens_per_pass: float
+    identical_to_plain: int
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds.median
+
+
+class Own:
+    """Foretoken: one target, every method on it."""
+
+    def __init__(self, target: Path, draft: Path, most: int, dtype: str, quantization: str | None) -> None:
+        drafts = {"method": "draft_model", "model": str(draft)}
+        self.llm = LLM(
+            target,
+            speculative_config={**drafts, "num_speculative_tokens": most},
+            methods=["ngram", "prediction", {"method": "mixture", "members": [drafts, {"method": "prediction"}]}],
+            dtype=dtype,
+            quantization=quantization,
+        )
+
+    def write(
+        self, method: str, depth: int, batch: int, tasks: list[Repair], temperature: float
+    ) -> tuple[Texts, float]:
+        """-> texts, and tokens a pass"""
+        texts, passes = [], 0
+        for start in range(0, len(tasks), batch):
+            some = tasks[start : start + batch]
+            params = [
+                SamplingParams(
+                    max_tokens=task.length, temperature=temperature, ignore_eos=True, seed=start + i,
+                    speculative_method=method if depth else None, speculative_tokens=depth,
+                )
+                for i, task in enumerate(some)
+            ]  # fmt: skip
+            for output in self.llm.generate([list(task.source) for task in some], params):
+                texts.append(output.outputs[0].token_ids)
+                passes += output.stats.rounds
+        return texts, sum(map(len, texts)) / passes
+
+
+class Theirs:
+    """transformers' ``generate``, plain and with an assistant, as its documentation says."""
+
+    def __init__(self, target: Path, draft: Path, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForSeq2SeqLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        self.target, self.draft = (
+            AutoModelForSeq2SeqLM.from_pretrained(path, dtype=dtype).eval() for path in (target, draft)
+        )
+        for model in (self.target, self.draft):
+            model.generation_config.eos_token_id = None
+            model.generation_config.pad_token_id = 0
+        own = self.draft.generation_config
+        own.num_assistant_tokens_schedule, own.assistant_confidence_threshold, own.top_k = "constant", 0.0, 0
+
+    def write(
+        self, method: str, depth: int, batch: int, tasks: list[Repair], temperature: float
+    ) -> tuple[Texts, float]:
+        options: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if method != "none":
+            self.draft.generation_config.num_assistant_tokens = depth
+            options["assistant_model"] = self.draft
+        texts, passes = [], 0
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+
+        hook = self.target.decoder.register_forward_hook(count)
+        try:
+            for task in tasks:
+                ids = torch.tensor([task.source])
+                out = self.target.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.length, **options
+                )
+                texts.append(tuple(out[0, 1:].tolist()))
+        finally:
+            hook.remove()
+        return texts, sum(map(len, texts)) / passes
+
+
+def table(rows: list[Row]) -> Table:
+    result = Table(box=box.MARKDOWN)
+    for head in ("system", "batch", "tokens/s", "low-high", "own plain = 1", "tokens a pass", "texts as plain"):
+        result.add_column(head, justify="left" if head == "system" else "right")
+    plain = {(row.system, row.batch): row.rate for row in rows if row.method == "none"}
+    for row in rows:
+        name = row.method if row.method == "none" else f"{row.method}, {row.num_speculative_tokens}"
+        result.add_row(
+            f"{row.system}, {name}", str(row.batch), f"{row.rate:.1f}",
+            f"{row.tokens / row.seconds.high:.1f}-{row.tokens / row.seconds.low:.1f}",
+            f"{row.rate / plain[row.system, row.batch]:.2f}", f"{row.tokens_per_pass:.2f}",
+            str(row.identical_to_plain),
+        )  # fmt: skip
+    return result
+
+
+def main(
+    target: Annotated[str | None, typer.Option(help="Folder or hub name. [the bundled one, widened]")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder or hub name. [the bundled one]")] = None,
+    like: Annotated[str, typer.Option(help="How far the bundled target is widened.")] = "t5-large",
+    count: Annotated[int, typer.Option(min=1, max=32, help="Tasks.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 2,
+    depth: Annotated[list[int], typer.Option(help="Tokens to draft, repeatable.")] = [4, 8],
+    batch: Annotated[list[int], typer.Option(help="Texts at once, repeatable.")] = [1, 8],
+    temperature: float = 0.0,
+    dtype: str = "bfloat16",
+    quantization: Annotated[str | None, typer.Option(help="int8, of our target.")] = None,
+    peer: Annotated[bool, typer.Option(help="transformers beside ours.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+) -> None:
+    torch.set_num_threads(cores())
+    big = resolve(target) if target else scaled(like, "seq2seq-target")
+    small = resolve(draft) if draft else zoo.path("seq2seq-draft")
+    tasks = repairs(big, count)
+    systems: dict[str, Any] = {"foretoken": Own(big, small, max(depth), dtype, quantization)}
+    if peer:
+        systems["transformers"] = Theirs(big, small, getattr(torch, dtype))
+    runs: dict[tuple[str, str, int, int], Callable[[], tuple[Texts, float]]] = {}
+    for size in batch:
+        for name, system in systems.items():
+            methods = OWN if name == "foretoken" else ("none", "draft_model") if size == 1 else ()
+            for method in methods:
+                for tokens in depth if method != "none" else [0]:
+                    runs[name, method, tokens, size] = lambda s=system, m=method, k=tokens, b=size: s.write(
+                        m, k, b, tasks, temperature
+                    )
+    found: dict[tuple[str, str, int, int], tuple[Texts, float]] = {}
+
+    def turn(key: tuple[str, str, int, int]) -> float:
+        started = perf_counter()
+        found[key] = runs[key]()
+        return perf_counter() - started
+
+    timed = interleaved(
+        {key: Task(lambda key=key: turn(key)) for key in runs}, repeats, lambda rounds: track(rounds, "repeats")
+    )
+    rows = [
+        Row(
+            *key, tokens=sum(map(len, found[key][0])), seconds=timed[key], tokens_per_pass=found[key][1],
+            identical_to_plain=sum(
+                a == b for a, b in zip(found[key][0], found[key[0], "none", 0, batch[0]][0], strict=True)
+            ),
+        )
+        for key in runs
+    ]  # fmt: skip
+    console = wide_console()
+    console.print(table(rows))
+    facts = {**setting(), "target": str(big), "draft": str(small), "tasks": len(tasks), "temperature": temperature}
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    if json_file is not None:
+        parts = [{**asdict(row), "tokens_per_second": row.rate} for row in rows]
+        json_file.write_text(json.dumps({"setting": facts, "rows": parts}, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
