@@ -146,10 +146,10 @@ class Prediction(Proposer):
     """Drafts what the client predicted (``SamplingParams.prediction``), from where the text stands in it.
 
     Fixed candidates, so a prediction can be as wrong as it likes. Sequences without one, and those whose text has
-    nothing in common with theirs, are decoded plainly. What an encoder reads is expected where nobody said what is: much
-    that encoder-decoders are for (repairs, corrections, rewriting) follows its source. Every drafted token is the prediction's, or an edit of it that
-    the text has made before: over a request the sum of ``Step.accepted`` is OpenAI's accepted_prediction_tokens, and
-    the prediction's other tokens are the rejected ones.
+    nothing in common with theirs, are decoded plainly. Where nobody said what to expect, it is what an encoder reads:
+    much that encoder-decoders are for (repairs, corrections, rewriting) follows its source. Every drafted token is the
+    prediction's, or an edit of it that the text has made before: over a request the sum of ``Step.accepted`` is
+    OpenAI's accepted_prediction_tokens, and the prediction's other tokens are the rejected ones.
     """
 
     name = "prediction"
