@@ -50,7 +50,7 @@ def test_pass_costs_keep_the_context(tiny_pair):
     loaded = Loaded.of(tiny_pair.target)
     opened: list[object] = []
     original = loaded.model.open
-    loaded.model.open = lambda prompt: opened.append(original(prompt)) or opened[-1]
+    loaded.model.open = lambda prompt, source: opened.append(original(prompt, source)) or opened[-1]
     costs = pass_costs(loaded, [1, 3], [8, 40], turns=2, batch=2)
     assert [(c.context, c.rows) for c in costs] == [(8, 1), (8, 3), (40, 1), (40, 3)]
     assert all(len(handle.tokens) in (8, 40) for handle in opened)

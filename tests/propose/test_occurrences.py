@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,9 +49,10 @@ def test_all_occurrences_are_found_with_what_follows(tokens, tail):
     expected = sorted(plain_search(tokens, tail))
     assert sorted(pairs(growing(tokens).occurrences(ids(tail), STEPS, limit=200))) == expected
     # The end of a sorted text is a context too; nothing follows it.
+    # In a text that ends in breaks it may look like an occurrence that is there, so they are counted.
     sorted_text = SortedText.build(ids(tokens), DEPTH).occurrences(ids(tail), STEPS, limit=200)
-    assert sorted(pair for pair in pairs(sorted_text) if pair in expected) == expected
-    assert len(sorted_text.lengths) <= len(expected) + 1
+    missing, more = Counter(expected), Counter(pairs(sorted_text))
+    assert missing <= more and more.total() <= missing.total() + 1
 
 
 @given(TEXTS, TAILS, st.integers(1, 5))

@@ -76,7 +76,7 @@ def test_what_cannot_be_reached_is_refused(tokenizer: Any, tmp_path: Path) -> No
 def test_presets_have_the_size_they_are_named_after() -> None:
     config = scale_seq2seq.checked({"vocab_size": 4096, "num_layers": 4, "feed_forward_proj": "gated-gelu"})
     for name, billions in (("t5-base", 0.2), ("t5-large", 0.73)):
-        shape = up.like(name, 32)
+        shape = up.like(name, 32, "t5")
         assert isinstance(shape, T5Shape)
         assert scale_seq2seq.expected_parameters(config, shape) / 1e9 == pytest.approx(billions, rel=0.03)
 

@@ -34,14 +34,13 @@ def scale_up(
     from foretoken.train import scale_up as up
     from foretoken.train.files import check_output
     from foretoken.train.scale_heads import scale_head
-    from foretoken.train.seq2seq import T5Shape
 
     out, source = check_output(out, force), source.expanduser().absolute()
     if out == source:
         raise InvalidRequest("SRC and DST are the same folder; name another DST")
     config = up.read_config(source)
     t5 = config["model_type"] == "t5"
-    shape: Any = up.like(like or ("t5-large" if t5 else "0.7b"), config["head_dim"])
+    shape: Any = up.like(like or ("t5-large" if t5 else "0.7b"), config["head_dim"], config["model_type"])
     if t5 and (kv_heads or head):
         raise InvalidRequest(
             "a T5 has no key heads of its own and no heads that guess; leave --kv-heads and --head out"
@@ -56,8 +55,6 @@ def scale_up(
             "num_heads": heads,
         }  # fmt: skip
     given = {name: value for name, value in chosen.items() if value is not None}
-    if given and isinstance(shape, T5Shape) != t5:
-        raise InvalidRequest(f"{like} is not a size of a {config['model_type']!r} model; choose another with --like")
     shape = replace(shape, **given)
     result = up.scale_up(source, out, shape, seed)
     for folder in head or ():

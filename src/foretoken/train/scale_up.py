@@ -58,12 +58,13 @@ class Scaled:
     bytes: int
 
 
-def like(name: str, head_dim: int = 64) -> WideShape | T5Shape:
-    """The shape of a usual model of that size. Raises InvalidRequest for an unknown name."""
-    if name in scale_seq2seq.PRESETS:
+def like(name: str, head_dim: int = 64, family: str = "llama") -> WideShape | T5Shape:
+    """The shape of a usual model of that size and family. Raises InvalidRequest for an unknown name."""
+    known = scale_seq2seq.PRESETS if family == "t5" else PRESETS
+    if name not in known:
+        raise InvalidRequest(f"unknown size {name!r}; known: {', '.join(known)}")
+    if family == "t5":
         return scale_seq2seq.like(name, head_dim)
-    if name not in PRESETS:
-        raise InvalidRequest(f"unknown size {name!r}; known: {', '.join([*PRESETS, *scale_seq2seq.PRESETS])}")
     hidden, intermediate, layers = PRESETS[name]
     heads = hidden // head_dim
     return WideShape(hidden, intermediate, layers, heads, max(1, heads // 4))
@@ -127,7 +128,8 @@ def scaled(like_name: str = "0.7b", model: str = "target") -> Path:
     disk is full.
     """
     source = zoo.path(model)
-    shape = like(like_name, read_config(source)["head_dim"])
+    config = read_config(source)
+    shape = like(like_name, config["head_dim"], config["model_type"])
     key = hashlib.sha256(f"{_FORMAT} {shape} {weights_sha256(source)}".encode()).hexdigest()[:12]
     out = zoo.cache_folder() / "scaled" / f"{source.name}-{like_name}-{key}"
     if not (out / "config.json").exists():
