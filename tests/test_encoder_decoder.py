@@ -235,3 +235,18 @@ def test_the_source_is_what_is_expected_unless_a_client_says(folders: Folders) -
     assert [list(draft.ids) for draft in drafts] == [[5, 6, 7, 8], [9, 10]]
     plain = Context(2, [0], 1, law, Streams(0))
     assert not len(proposer.propose([plain], [4])[0])
+
+
+def test_a_source_that_is_too_long_for_the_draft_alone(folders: Folders, tmp_path: Path, tokenizer: Any) -> None:
+    """Such a request is decoded plainly, and those beside it are drafted for."""
+    target, draft = folders.target, tmp_path / "short"
+    end = tokenizer.eos_token_id
+    ids = {"eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": end, "vocab_size": len(tokenizer)}
+    bart = {"bos_token_id": None, "forced_bos_token_id": None, "forced_eos_token_id": None}
+    save("bart", draft, **ids, **bart, max_position_embeddings=64)
+    expected = texts(llm(folders, {"method": "none"}), SOURCES)
+    model = LLM(target, draft, speculative_config={"num_speculative_tokens": 4}, dtype="float32")
+    settings = SamplingParams(max_tokens=24, seed=5, ignore_eos=True)
+    outputs = model.generate(SOURCES, settings)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert not outputs[1].stats.drafted and all(outputs[i].stats.drafted for i in (0, 3))

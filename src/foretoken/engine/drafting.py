@@ -31,8 +31,8 @@ from foretoken.speculation import Builder
 class Elsewhere(Model):
     """The target as a drafting worker knows it: its vocabulary, whether an encoder reads for it, and nothing else."""
 
-    def __init__(self, vocab_size: int, takes_source: bool) -> None:
-        self.vocab_size, self.takes_source = vocab_size, takes_source
+    def __init__(self, vocab_size: int, source_length: int) -> None:
+        self.vocab_size, self.source_length = vocab_size, source_length
 
     def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
         self._absent()
@@ -68,7 +68,7 @@ def drafter(line: Line, order: Mapping[str, Any]) -> Drafter:
         return models[-1]
 
     folder = Path(order["tokenizer"])
-    target = Elsewhere(order["vocab_size"], order["takes_source"])
+    target = Elsewhere(order["vocab_size"], order["source_length"])
     builder = Builder(target, load_tokenizer(folder), folder, load)
     proposer = builder.member(order["member"])
     if proposer.needs != Needs() or type(proposer) is Proposer:

@@ -55,7 +55,7 @@ def rehearse(target: Model, proposer: Proposer, tempo: Tempo, most: int) -> None
         return
     tokens = [(7 * i + 1) % target.vocab_size for i in range(length)]
     engine = Engine(target, proposer, script)
-    source = tuple(tokens) if target.takes_source else ()
+    source = tuple(tokens[: target.source_length])
     context = Context(-1, tokens, length, SamplingLaw(temperature=0.0), Streams(0), source=source)
     with draining(engine, [context.id]):
         engine.add(context, Length(2**31))

@@ -95,7 +95,8 @@ class Model(ABC):
     """Scores sequences and their drafts; the engine's only view of a network.
 
     ``rows_independent`` says whether a row's logits are bit-equal whatever shares its pass, ``cuts_freely`` whether
-    they are so, too, wherever a prompt is cut into passes, ``takes_source`` whether an encoder reads a text beside it.
+    they are so, too, wherever a prompt is cut into passes, ``source_length`` how much of a text an
+    encoder reads beside it, in tokens; 0 is no encoder.
     """
 
     vocab_size: int
@@ -106,7 +107,12 @@ class Model(ABC):
     dtype: torch.dtype
     rows_independent: bool = False
     cuts_freely: bool = False
-    takes_source: bool = False
+    source_length: int = 0
+
+    @property
+    def takes_source(self) -> bool:
+        """Whether it is an encoder-decoder."""
+        return self.source_length > 0
 
     @property
     def row_bytes(self) -> int:
@@ -159,6 +165,11 @@ class Model(ABC):
         if bool(source) != self.takes_source:
             raise InvalidRequest(
                 NO_ENCODER if source else "this model is an encoder-decoder; give it a text for its encoder"
+            )
+
+        if len(source) > self.source_length:
+            raise InvalidRequest(
+                f"the prompt has {len(source)} tokens and the encoder reads at most {self.source_length}; shorten it"
             )
 
     def share(self, other: Model) -> bool:

@@ -71,7 +71,7 @@ class EarlyExit(Decoder):
             )
         count = leaving.layers
         self.architecture = a.first(count)
-        self.takes_source = model.takes_source
+        self.source_length = model.source_length
         self.dtype, self.device = model.dtype, model.device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, count
         self.max_length = a.max_length

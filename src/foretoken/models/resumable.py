@@ -27,7 +27,7 @@ class Resumable(Model):
         self.num_layers, self.hidden_size = inner.num_layers, inner.hidden_size
         self.device, self.dtype = inner.device, inner.dtype
         self.rows_independent, self.cuts_freely = inner.rows_independent, inner.cuts_freely
-        self.takes_source = inner.takes_source
+        self.source_length = inner.source_length
         self._sources: dict[int, tuple[int, ...]] = {}  # by slot, of those that are open and those that wait
         self._waiting: list[tuple[int, Handle]] = []
         self._key: int | None = None

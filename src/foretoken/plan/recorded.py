@@ -52,7 +52,7 @@ class Recorded(Model):
         self.vocab_size, self.max_length = target.vocab_size, target.max_length
         self.num_layers, self.hidden_size = target.num_layers, target.hidden_size
         self.device, self.dtype = target.device, target.dtype
-        self.rows_independent, self.takes_source = True, target.takes_source
+        self.rows_independent, self.source_length = True, target.source_length
         self._recordings: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Recording]] = {}
         for recording in recordings:
             text = recording.text

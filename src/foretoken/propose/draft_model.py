@@ -68,7 +68,7 @@ class DraftModel(Proposer):
         growers: dict[int, tuple[Handle, Grower]] = {}
         behind: list[Handle] = []
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
-            if budget > 0 and len(context.tokens) + self._rows(budget) <= self.model.max_length:
+            if budget > 0 and self._fits(context, budget):
                 handle = self._handle(context)
                 if len(handle.tokens) == len(context.tokens):
                     growers[i] = handle, self._grower(context, budget)
@@ -134,6 +134,11 @@ class DraftModel(Proposer):
         """[rows, V] of the draft to the target's V: ids beyond either vocabulary are never drafted."""
         missing = self.vocab_size - logits.shape[-1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+    def _fits(self, context: Context, budget: int) -> bool:
+        """Whether the draft can read the text, with what it drafts, and what an encoder reads beside it."""
+        length = len(context.tokens) + self._rows(budget)
+        return length <= self.model.max_length and len(context.source) <= self.model.source_length
 
     def _rows(self, budget: int) -> int:
         """Cache rows that a draft of ``budget`` nodes may need: of a tree, more are expanded than kept."""

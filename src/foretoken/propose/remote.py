@@ -262,7 +262,7 @@ def order(config: RemoteConfig, workshop: Workshop) -> dict[str, Any]:
     device = config.device or ("auto" if config.transport == "ray" else str(workshop.target.device))
     return {
         "member": config.member, "tokenizer": str(workshop.path), "vocab_size": workshop.target.vocab_size,
-        "takes_source": workshop.target.takes_source,
+        "source_length": workshop.target.source_length,
         "dtype": str(workshop.target.dtype).removeprefix("torch."), "device": device, "backend": config.backend,
         "threads": config.threads, "ahead": config.ahead,
     }  # fmt: skip

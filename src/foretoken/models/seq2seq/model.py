@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.quantize import check_quantization
@@ -23,7 +22,6 @@ class EncoderDecoder(Decoder):
 
     architecture: Seq2SeqArchitecture
     runner: Seq2SeqRunner
-    takes_source = True
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class EncoderDecoder(Decoder):
         self.architecture = a = Seq2SeqArchitecture.of(config, max_length)
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
-        self.max_length = a.max_length
+        self.max_length, self.source_length = a.max_length, a.source_length
         reader = Reader(weights, dtype, check_quantization(quantization))
         self.runner = Seq2SeqRunner(Seq2SeqWeights(reader, a), dtype, device)
         self.rows_independent, self.cuts_freely = self.runner.rows_independent, self.runner.cuts_freely
@@ -45,14 +43,6 @@ class EncoderDecoder(Decoder):
     @staticmethod
     def supports(config: Mapping[str, Any]) -> bool:
         return supports(config)
-
-    def admit(self, prompt: Sequence[int], source: Sequence[int]) -> None:
-        super().admit(prompt, source)
-        if len(source) > self.architecture.source_length:
-            raise InvalidRequest(
-                f"the prompt has {len(source)} tokens and the encoder reads at most "
-                f"{self.architecture.source_length}; shorten it"
-            )
 
     def share(self, other: Model) -> bool:
         """One encoder for both, where it is the same."""
