@@ -20,7 +20,7 @@ from torch import Tensor
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import History
+from foretoken.core.sampling import History, Law
 from foretoken.core.step import Step
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
@@ -106,7 +106,7 @@ def custom_generate(
 
 
 @dataclass(frozen=True)
-class ProcessorLaw:
+class ProcessorLaw(Law):
     """transformers' logits processors as a law: each node is judged with its own full row of ids.
 
     prompt: the row as ``generate`` holds it, padding included, which processors see too.

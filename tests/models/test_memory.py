@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.core.native.build import SWITCH
 from foretoken.models import memory
 from foretoken.models.checkpoint import load_model, open_weights
 from foretoken.models.memory import check_fits, free_memory, weight_bytes
-from foretoken.models.native.build import SWITCH
 
 from .tiny import ARCHITECTURES
 

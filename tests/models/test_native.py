@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from foretoken.core.draft import Draft
+from foretoken.core.native import build
+from foretoken.core.native.build import Unavailable
 from foretoken.models.decoder import Decoder
-from foretoken.models.native import build
-from foretoken.models.native.build import Kind, Unavailable
+from foretoken.models.native.build import Kind, _loaded, library
 from foretoken.models.native.memory import Arena, pack
 from foretoken.models.native.runner import NativeRunner
 from foretoken.models.torch_runner import TorchRunner
@@ -28,7 +29,7 @@ CONFIG = {
 
 def available(kind: Kind = Kind.BFLOAT16) -> bool:
     try:
-        build.library(kind, kind)
+        library(kind, kind)
     except Unavailable:
         return False
     return True
@@ -126,7 +127,7 @@ def test_int8_bits_are_the_same_on_tiles_and_vectors(monkeypatch: pytest.MonkeyP
 @needs_kernels
 @pytest.mark.parametrize("shapes, interleave", [([(40, 24)], False), ([(24, 10), (24, 10)], True), ([(16, 7)], False)])
 def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) -> None:
-    arena = Arena(build.library(Kind.FLOAT32, Kind.FLOAT32))
+    arena = Arena(library(Kind.FLOAT32, Kind.FLOAT32))
     parts = [torch.randn(shape) for shape in shapes]
     matrix = pack(arena, parts, interleave=interleave).matrix
     count = matrix.units * 32 * matrix.steps
@@ -143,7 +144,7 @@ def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) 
 def test_a_lesser_processor_takes_the_torch_runner(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset())
     with pytest.raises(Unavailable, match=flag):
-        build.library(Kind.BFLOAT16, Kind.BFLOAT16)
+        library(Kind.BFLOAT16, Kind.BFLOAT16)
     assert isinstance(decoder(torch.float32).runner, TorchRunner)
 
 
@@ -151,9 +152,9 @@ def test_a_lesser_processor_takes_the_torch_runner(flag: str, monkeypatch: pytes
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    build._loaded.cache_clear()
+    _loaded.cache_clear()
     with pytest.raises(Unavailable, match=r"no C\+\+ compiler"):
-        build.library(Kind.BFLOAT16, Kind.BFLOAT16)
+        library(Kind.BFLOAT16, Kind.BFLOAT16)
     assert isinstance(decoder(torch.bfloat16).runner, TorchRunner)
 
 
@@ -162,5 +163,5 @@ def test_a_compiler_that_fails_is_named_and_leaves_nothing(monkeypatch: pytest.M
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "_FLAGS", ("-no-such-flag",))
     with pytest.raises(Unavailable, match="does not compile"):
-        build.library(Kind.BFLOAT16, Kind.BFLOAT16)
+        library(Kind.BFLOAT16, Kind.BFLOAT16)
     assert not list((tmp_path / "native").iterdir())

@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 
-from foretoken.models.native.build import SWITCH, Kind, Unavailable, library
+from foretoken.core.native.build import SWITCH, Unavailable
+from foretoken.models.native.build import Kind, library
 
 VOCAB = 101
 COMMON: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What is written to disk: whole folders or nothing."""
+"""What is written to disk, whole folders or nothing, and where what can be made again is kept."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from foretoken.core.errors import ForetokenError, WriteError
+
+
+def cache_folder() -> Path:
+    """Where built files go: $FORETOKEN_CACHE, else $XDG_CACHE_HOME/foretoken, else ~/.cache/foretoken."""
+    if chosen := os.environ.get("FORETOKEN_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "foretoken"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ temperature, min-p, top-k, top-p. Temperature 0 is the one-hot law of the argmax
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.filters import BLOCK, kth_largest, largest, nucleus
 from foretoken.core.grammar import Grammar
+from foretoken.core.native import laws as native
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,10 @@ class Law(Protocol):
         """[rows, V] logits to [rows, V] probabilities, float32 (float64 stays float64)."""
         ...
 
+    def chances(self, logits: Tensor, histories: Sequence[History], tokens: Sequence[int]) -> list[float]:
+        """The probability of ``tokens[r]`` in row r, as ``probs`` has it."""
+        return _at(self.probs(logits, histories), tokens)
+
     def with_temperature(self, temperature: float) -> Law:
         """The same law at another temperature: a draft may run hotter or colder than its target."""
         ...
@@ -82,6 +87,19 @@ class Rows:
         if known is None:
             known = self._known[row] = self._law.probs(self._logits[row : row + 1], self._histories(row))[0]
         return known
+
+    def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> Iterator[float]:
+        """The probability of ``tokens[i]`` in row ``rows[i]``, without all the others of the row.
+
+        All are had at once where no row has a law of its own, else one by one as they are asked for.
+        """
+        if self._law.needs_history:
+            for row, token in zip(rows, tokens, strict=True):
+                yield from self._law.chances(self._logits[row : row + 1], self._histories(row), [token])
+        elif rows:
+            whole = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+            logits = self._logits[rows[0] : rows[0] + len(rows)] if whole else self._logits[list(rows)]
+            yield from self._law.chances(logits, (), tokens)
 
     def certain(self, row: int) -> int | None:
         """The only token that row ``row`` can draw if the law is greedy; no one-hot row is made for it."""
@@ -145,9 +163,23 @@ class SamplingLaw:
         scores = self._scores(logits, histories)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        if kernels := native.for_rows(scores):
+            return kernels.rows(scores, self._kept)
         if scores.is_cpu and 0 < self.top_k <= scores.shape[-1] // BLOCK:
             return self._of_few(scores)
         return self._filtered(scores)
+
+    def chances(self, logits: Tensor, histories: Sequence[History], tokens: Sequence[int]) -> list[float]:
+        """See ``Law``."""
+        if not self.greedy and logits.dtype != torch.float64:
+            scores = self._scores(logits, histories)
+            if kernels := native.for_rows(scores):
+                return kernels.chances(scores, tokens, self._kept)
+        return _at(self.probs(logits, histories), tokens)
+
+    @property
+    def _kept(self) -> native.Filter:
+        return native.Filter(self.temperature, self.min_p, self.top_k, self.top_p)
 
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
         """See ``Law``. On the CPU numpy compares many numbers at once; it too takes the lowest id on ties."""
@@ -240,6 +272,12 @@ class SamplingLaw:
             if own:
                 ids, times = list(own), torch.tensor(list(own.values()), dtype=logits.dtype, device=logits.device)
                 logits[row, ids] -= self.frequency_penalty * times + self.presence_penalty
+
+
+def _at(probs: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Entry ``tokens[r]`` of row r."""
+    found: list[float] = probs[range(len(tokens)), list(tokens)].tolist()
+    return found
 
 
 def _others(allowed: Tensor | None, ids: Sequence[int]) -> bool:

@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretoken.core.native import laws as native
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -102,11 +104,17 @@ class PrivateStream:
         return Number(self._uniform(2 * index))
 
     def categorical(self, weights: Tensor, index: int) -> int:
+        u = self._uniform(2 * index + 1)
+        if kernels := native.for_weights(weights):
+            token, total = kernels.draw(weights, u)
+            if token < 0:
+                raise ValueError(f"cannot draw from weights that sum to {total}")
+            return token
         cumulative = weights.double().cumsum(-1)
         total = float(cumulative[-1])
         if not total > 0.0:
             raise ValueError(f"cannot draw from weights that sum to {total}")
-        drawn = int(torch.searchsorted(cumulative, self._uniform(2 * index + 1) * total, right=True))
+        drawn = int(torch.searchsorted(cumulative, u * total, right=True))
         # Rounding can put the point at the very end; the last token with any mass is then the right one.
         return drawn if drawn < weights.shape[-1] else int(weights.nonzero()[-1])
 
@@ -129,6 +137,9 @@ class SharedStream:
         raise TypeError("shared noise answers categorical draws only; the coupled rule needs no other")
 
     def categorical(self, weights: Tensor, index: int) -> int:
+        if kernels := native.for_weights(weights):
+            token = kernels.race(weights, self._key(index))
+            return token if token >= 0 else _nothing_to_draw()
         if weights.is_cpu:
             return _winner(weights.numpy(), self._key(index))
         return int(self.race(weights, index).argmax())

@@ -104,8 +104,8 @@ def build(
     ``layers`` is read one at a time, so that only one is held twice, and again from the start where the compiled
     kernels turn out not to serve.
     """
+    from foretoken.core.native.build import Unavailable
     from foretoken.models.graphs import GraphRunner
-    from foretoken.models.native.build import Unavailable
     from foretoken.models.native.runner import NativeRunner
     from foretoken.models.torch_runner import TorchRunner
 
@@ -121,7 +121,7 @@ def build(
 
 def _of_one_kind(layers: Iterable[LayerWeights], ends: Ends) -> Iterator[LayerWeights]:
     """The layers, as long as all matrices are int8 or none is: kernels are compiled for one kind."""
-    from foretoken.models.native.build import Unavailable
+    from foretoken.core.native.build import Unavailable
 
     int8 = isinstance(ends.head, Int8)
     for layer in layers:

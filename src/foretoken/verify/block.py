@@ -12,7 +12,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, ratio
-from foretoken.verify.rows import Probs, draw
+from foretoken.verify.rows import Probs, chances, draw
 
 
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
@@ -44,8 +44,8 @@ def _weights(draft: Draft, probs: Probs, q: Tensor) -> list[float]:
     """w_0, w_1, ... in float64, as far as they are not 0."""
     w = [1.0]
     q_drawn = q[range(len(draft)), draft.ids].tolist() if len(draft) else []
-    for i, (token, q_x) in enumerate(zip(draft.ids, q_drawn, strict=True)):
-        weight = min(1.0, w[-1] * ratio(float(probs[i][token]), q_x))
+    for p_x, q_x in zip(chances(probs, range(len(draft)), draft.ids), q_drawn, strict=True):
+        weight = min(1.0, w[-1] * ratio(p_x, q_x))
         if weight == 0.0:
             break
         w.append(weight)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass
+from foretoken.core.native import laws as native
 from foretoken.verify.rows import Probs
 
 
@@ -39,6 +40,8 @@ def excess(p: Tensor, q: Tensor, weight: float = 1.0) -> tuple[Tensor, float]:
 
     The mass is never had by subtracting from 1: where p and q nearly agree that leaves only rounding.
     """
+    if kernels := native.for_weights(p, q):
+        return kernels.excess(p, q, weight)
     rest = (p.double() * weight).sub_(q).clamp_(min=0.0)
     return rest, float(rest.sum())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,13 @@ def draw(probs: Probs, row: int, stream: Stream, index: int) -> int:
     """A token from row ``row``. Where only one is possible it needs neither a row nor a random number."""
     certain = probs.certain(row) if isinstance(probs, Rows) else None
     return stream.categorical(probs[row], index=index) if certain is None else certain
+
+
+def chances(probs: Probs, rows: Sequence[int], tokens: Sequence[int]) -> Iterator[float]:
+    """The probability of ``tokens[i]`` in row ``rows[i]``."""
+    if isinstance(probs, Rows):
+        return probs.chances(rows, tokens)
+    return (float(probs[row, token]) for row, token in zip(rows, tokens, strict=True))
 
 
 def dense(probs: Probs) -> Tensor:

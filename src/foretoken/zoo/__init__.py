@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.files import cache_folder
 
 __all__ = ["ZooModel", "cache_folder", "list_models", "path"]
 
@@ -44,14 +44,6 @@ def path(name: str) -> Path:
             return model.path
     known = ", ".join(f"{m.name} ({m.role})" for m in models) or "none in this installation"
     raise InvalidRequest(f"no bundled model {name!r}; known: {known}")
-
-
-def cache_folder() -> Path:
-    """Where built files go: $FORETOKEN_CACHE, else $XDG_CACHE_HOME/foretoken, else ~/.cache/foretoken."""
-    if chosen := os.environ.get("FORETOKEN_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "foretoken"
 
 
 def _read(entry: Path) -> ZooModel:

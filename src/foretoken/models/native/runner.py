@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.core.native.build import Unavailable
 from foretoken.models.architecture import Architecture
 from foretoken.models.native.bindings import LANES, PAGE, UNIT, BatchSpec, LayerSpec, Matrix, ModelSpec
-from foretoken.models.native.build import Kind, Unavailable, library
+from foretoken.models.native.build import Kind, library
 from foretoken.models.native.memory import Arena, pack, padded
 from foretoken.models.native.pages import Pages
 from foretoken.models.plan import Part, Plan

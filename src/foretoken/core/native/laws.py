@@ -1,0 +1,136 @@
+"""The laws' kernels as Python calls them: rows of float32 logits on the CPU to probabilities, draws and races.
+
+Each function has a twin made of torch or numpy operators where it is called from, which serves everything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.core.native.build import Unavailable, compiled, require
+
+_SOURCE = Path(__file__).parent / "csrc" / "laws.cpp"
+_MOST = torch.finfo(torch.float32).max
+_log = logging.getLogger(__name__)
+
+
+class _Filter(Structure):
+    _fields_ = [("inverse", c_float), ("floor", c_float), ("top_k", c_int32), ("top_p", c_float)]
+
+
+class _Law(Structure):
+    _fields_ = [*((name, c_float) for name in ("top", "inverse", "least", "over")), ("last", c_int32)]
+
+
+class Filter(NamedTuple):
+    """What of a row is left, and how sharp: see ``SamplingLaw``."""
+
+    temperature: float
+    min_p: float
+    top_k: int
+    top_p: float
+
+
+class Kernels:
+    """The library. Logits are float32 [rows, V] whose rows are dense."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def rows(self, logits: Tensor, kept: Filter) -> Tensor:
+        """float32 [rows, V]: probabilities. A row that holds NaN or has no largest entry is NaN."""
+        out = torch.empty(logits.shape)
+        laws, (rows, vocabulary) = self._laws(logits, kept), logits.shape
+        self._library.foretoken_rows(
+            logits.data_ptr(), logits.stride(0), rows, vocabulary, laws, out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+    def chances(self, logits: Tensor, tokens: Sequence[int], kept: Filter) -> list[float]:
+        """The probability of ``tokens[r]`` in row r, as ``rows`` has it, and no row is written."""
+        ids, out = (c_int64 * len(tokens))(*tokens), (c_float * len(tokens))()
+        laws = self._laws(logits, kept)
+        self._library.foretoken_chances(logits.data_ptr(), logits.stride(0), len(tokens), laws, ids, out)
+        return list(out)
+
+    def _laws(self, logits: Tensor, kept: Filter) -> ctypes.Array[_Law]:
+        rows, vocabulary = logits.shape
+        laws = (_Law * rows)()
+        floor = math.log(kept.min_p) if kept.min_p > 0.0 else -math.inf
+        asked = _Filter(min(1.0 / kept.temperature, _MOST), floor, kept.top_k, kept.top_p)
+        self._library.foretoken_laws(
+            logits.data_ptr(), logits.stride(0), rows, vocabulary, asked, laws, torch.get_num_threads()
+        )
+        return laws
+
+    def excess(self, p: Tensor, q: Tensor, weight: float) -> tuple[Tensor, float]:
+        """(weight p - q)+ in float64 [V], and its mass. p: float32 or float64; q: float32."""
+        rest = torch.empty(p.shape, dtype=torch.float64)
+        mass: float = self._library.foretoken_excess(
+            p.data_ptr(), p.dtype == torch.float64, q.data_ptr(), weight, rest.data_ptr(), p.shape[0],
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return rest, mass
+
+    def draw(self, weights: Tensor, u: float) -> tuple[int, float]:
+        """The token at ``u`` of all weight, between 0 and 1, and all weight; -1 where nothing can be drawn."""
+        total = c_double()
+        token: int = self._library.foretoken_draw(
+            weights.data_ptr(), weights.dtype == torch.float64, weights.shape[0], u, total, torch.get_num_threads()
+        )
+        return token, total.value
+
+    def race(self, weights: Tensor, key: int) -> int:
+        """The argmax of weights / E under ``key``, lowest id on ties; -1 where all are zero."""
+        token: int = self._library.foretoken_race(
+            weights.data_ptr(), weights.dtype == torch.float64, weights.shape[0], key, torch.get_num_threads()
+        )
+        return token
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """Compiled when first needed; None where that cannot be."""
+    try:
+        require()
+        library = ctypes.CDLL(str(compiled(_SOURCE, ())))
+    except Unavailable as why:
+        _log.info("laws are computed by torch's operators: %s", why)
+        return None
+    pointer, wide, number = c_void_p, c_int64, c_int32
+    laws, asked = POINTER(_Law), POINTER(_Filter)
+    library.foretoken_laws.argtypes = [pointer, wide, wide, wide, asked, laws, number]
+    library.foretoken_rows.argtypes = [pointer, wide, wide, wide, laws, pointer, number]
+    library.foretoken_chances.argtypes = [pointer, wide, wide, laws, POINTER(c_int64), POINTER(c_float)]
+    library.foretoken_excess.argtypes = [pointer, number, pointer, c_double, pointer, wide, number]
+    library.foretoken_excess.restype = c_double
+    library.foretoken_draw.argtypes = [pointer, number, wide, c_double, POINTER(c_double), number]
+    library.foretoken_draw.restype = wide
+    library.foretoken_race.argtypes = [pointer, number, wide, c_uint64, number]
+    library.foretoken_race.restype = wide
+    return Kernels(library)
+
+
+def for_rows(logits: Tensor) -> Kernels | None:
+    """The kernels where they can read these [rows, V]."""
+    fits = logits.is_cpu and logits.dtype == torch.float32 and logits.ndim == 2 and logits.stride(1) == 1
+    return kernels() if fits and logits.shape[1] > 1 else None
+
+
+def for_weights(*weights: Tensor) -> Kernels | None:
+    """The kernels where they can read these, [V] each, the first in float32 or float64 and others in float32."""
+    for i, each in enumerate(weights):
+        kinds = (torch.float32, torch.float64)[: 2 - bool(i)]
+        if not each.is_cpu or each.dtype not in kinds or each.ndim != 1 or each.stride(0) != 1:
+            return None
+    return kernels()

@@ -1,0 +1,149 @@
+"""The laws' kernels beside what torch and numpy make of the same numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from foretoken.core import streams
+from foretoken.core.native import laws as native
+from foretoken.core.sampling import Rows, SamplingLaw
+from foretoken.core.streams import Purpose, Streams
+from foretoken.verify import residual
+
+KERNELS = native.kernels()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels here")
+VOCABULARIES = (2, 3, 17, 511, 513, 4096, 5000, 40_000, 151_936)
+FILTERS = tuple(itertools.product((1.0, 0.6, 1.9), (0.0, 0.02), (0, 1, 50), (1.0, 0.9)))
+
+
+def made(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
+    """Logits with ties in row 1 and something forbidden in row 0."""
+    logits = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
+    logits[1] = (2 * logits[1]).round() / 2
+    logits[0, vocabulary // 2] = -math.inf
+    return logits
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_rows_are_those_of_torch(vocabulary: int) -> None:
+    logits = made(3, vocabulary)
+    for temperature, min_p, top_k, top_p in FILTERS:
+        law = SamplingLaw(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+        found, wanted = law.probs(logits, ()), law._filtered(logits.double())
+        assert torch.allclose(found.sum(-1), torch.ones(3), atol=1e-5)
+        far = (found - wanted).abs() > 1e-6 + 1e-4 * wanted
+        # Where rounding decides whether the last of a nucleus is in it, both are right: its mass alone tells.
+        for row in far.any(-1).nonzero()[:, 0].tolist():
+            assert top_p < 1.0 and ((found[row] > 0) != (wanted[row] > 0)).any()
+            whole = replace(law, top_p=1.0)._filtered(logits[row : row + 1].double())[0]
+            ordered = whole.sort(descending=True).values.cumsum(-1)
+            counts = [int((each[row] > 0).sum()) for each in (found, wanted)]
+            assert all(abs(float(ordered[count - 1]) - top_p) < 1e-5 for count in range(min(counts), max(counts)))
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_a_chance_is_the_rows_own(vocabulary: int) -> None:
+    logits = made(4, vocabulary)
+    for number, (temperature, min_p, top_k, top_p) in enumerate(FILTERS):
+        law = SamplingLaw(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+        tokens = [(number * 7919 + row) % vocabulary for row in range(3)] + [int(logits[3].argmax())]
+        rows = law.probs(logits, ())
+        assert law.chances(logits, (), tokens) == rows[range(4), tokens].tolist()
+        assert list(Rows(law, logits, pytest.fail).chances((1, 2), tokens[1:3])) == rows[[1, 2], tokens[1:3]].tolist()
+
+
+@pytest.mark.parametrize("parameters", [{}, {"top_p": 0.8}, {"top_k": 40}, {"min_p": 0.01, "temperature": 0.7}])
+def test_bits_depend_on_the_row_alone(parameters: dict[str, float]) -> None:
+    law = SamplingLaw(**parameters)  # type: ignore[arg-type]
+    wide = torch.empty(9, 151_968)
+    wide[:, :151_936] = made(9, 151_936)
+    logits = wide[:, :151_936]
+    threads = torch.get_num_threads()
+    together = law.probs(logits, ())
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(law.probs(logits, ()), together)
+            for row in range(9):
+                assert torch.equal(law.probs(logits[row : row + 1].clone(), ())[0], together[row])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 3}])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_no_law_is_refused(parameters: dict[str, float], broken: float) -> None:
+    logits = made(2, 5000)
+    if broken == -math.inf:
+        logits[1] = broken
+    else:
+        logits[1, 4321] = broken
+    rows = SamplingLaw(**parameters).probs(logits, ())  # type: ignore[arg-type]
+    assert rows[0].isfinite().all() and rows[1].isnan().all()
+    for stream in (Streams(1).private(Purpose.VERIFY, 0), Streams(1).shared(0)):
+        with pytest.raises(ValueError, match="cannot draw"):
+            stream.categorical(rows[1], 0)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 4096, 4097, 151_936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_draw_is_that_of_the_summed_weights(vocabulary: int, dtype: torch.dtype) -> None:
+    assert KERNELS is not None
+    generator = torch.Generator().manual_seed(vocabulary)
+    weights = torch.rand(vocabulary, generator=generator, dtype=dtype) ** 20
+    weights[torch.rand(vocabulary, generator=generator) < 0.3] = 0.0
+    weights[vocabulary // 2] = 1.0
+    summed = weights.double().cumsum(-1)
+    numbers = [*torch.rand(200, generator=generator, dtype=torch.float64).tolist(), 2.0**-53, 1 - 2.0**-53]
+    for u in numbers:
+        token, total = KERNELS.draw(weights, u)
+        assert weights[token] > 0 and total == pytest.approx(float(summed[-1]))
+        assert float(summed[token]) >= u * total * (1 - 1e-12)
+        assert token == 0 or float(summed[token - 1]) <= u * total * (1 + 1e-12)
+    assert KERNELS.draw(torch.zeros(vocabulary, dtype=dtype), 0.5) == (-1, 0.0)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 9, 4096, 40_000, 151_936])
+def test_a_race_is_that_of_all_exponentials(vocabulary: int) -> None:
+    assert KERNELS is not None
+    for key in range(60):
+        logits = 3 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(key))
+        for top_k in (0, 1, 30):
+            weights = SamplingLaw(top_k=top_k).probs(logits[None], ())[0]
+            mixed = streams._key(key, Purpose.SHARED, 5)
+            wanted = int((weights.double() / streams.exponentials(mixed, vocabulary)).argmax())
+            assert KERNELS.race(weights, mixed) == KERNELS.race(weights.double(), mixed) == wanted
+            assert streams._winner(weights.numpy(), mixed) == wanted
+
+
+def test_the_lowest_of_equal_scores_wins_and_zeros_never() -> None:
+    weights = torch.zeros(50_000)
+    weights[41_000] = 1e-30
+    assert all(Streams(seed).shared(3).categorical(weights, 2) == 41_000 for seed in range(20))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("vocabulary", [3, 4097, 151_936])
+def test_the_rest_is_that_of_torch(vocabulary: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = SamplingLaw().probs(made(2, vocabulary), ())
+    p = p.double() if wide else p
+    rest, mass = residual.excess(p, q, 0.8)
+    monkeypatch.setattr(native, "for_weights", lambda *weights: None)
+    twin, its_mass = residual.excess(p, q, 0.8)
+    assert torch.equal(rest, twin) and mass == pytest.approx(its_mass, rel=1e-12)
+
+
+def test_without_kernels_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, law = made(3, 5000), SamplingLaw(temperature=0.8, top_k=20, top_p=0.95)
+    compiled, chances = law.probs(logits, ()), law.chances(logits, (), [1, 2, 3])
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    assert torch.allclose(law.probs(logits, ()), compiled, atol=1e-6)
+    assert law.chances(logits, (), [1, 2, 3]) == pytest.approx(chances, abs=1e-6)
+    tokens = [Streams(4).private(Purpose.VERIFY, i).categorical(compiled[0], 0) for i in range(50)]
+    monkeypatch.undo()
+    assert tokens == [Streams(4).private(Purpose.VERIFY, i).categorical(compiled[0], 0) for i in range(50)]
