@@ -4,10 +4,10 @@
     python benchmarks/never_slower.py --small --batch 1 --proposer random
 
 random: a draft model of random weights. over-large: the target as its own draft. wrong: an EAGLE-3 head whose weights
-were shuffled. Every repeat begins with a controller that knows nothing, and plain and guarded batches take turns, so
-that a machine whose speed drifts is as slow for one as for the other; both are end to end, prompts included,
-end-of-text ignored. A ratio is guarded over plain tokens per second over all batches of a repeat; of a cell, the
-repeats' median.
+were shuffled. Every repeat begins with a controller that knows nothing. The same requests run in two engines over one
+target, and the engines take turns round by round, so that a machine whose speed drifts is as slow for one as for the
+other; both are end to end, prompts included, end-of-text ignored. A ratio is guarded over plain tokens per second over
+all batches of a repeat; of a cell, the repeats' median.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich import box
+from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from safetensors.torch import load_file, save_file
@@ -35,6 +36,8 @@ from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
 from foretoken.control.tempo import Tempo
+from foretoken.engine.assemble import submit
+from foretoken.engine.loop import Engine
 from foretoken.engine.rehearsal import rehearse
 from foretoken.propose.base import Proposer
 from foretoken.train.scale_up import scaled
@@ -132,7 +135,7 @@ class Sum:
 
 @dataclass
 class Sides:
-    """One set of models that decodes plainly or as configured."""
+    """One set of models behind two engines: one decodes plainly, the other as configured."""
 
     llm: LLM
 
@@ -146,15 +149,30 @@ class Sides:
         rehearse(self.llm.target, self._proposer, tempo, config.most)
         self._controller = config.controller(self.llm.target.device, tempo)
 
-    def run(self, guarded: bool, prompts: list[str], params: SamplingParams) -> Sum:
-        """One batch."""
-        engine = self.llm.engine
-        engine.proposer = self._proposer if guarded else Proposer()
-        engine.controller = self._controller if guarded else Controller()
-        started = time.perf_counter()
-        outputs = [output.outputs[0] for output in self.llm.generate(prompts, params, use_tqdm=False)]
-        seconds = time.perf_counter() - started
-        return Sum(sum(len(o.token_ids) for o in outputs), sum(o.stats.drafted for o in outputs), seconds)
+    def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Sum]:
+        """One batch on both sides, round by round; ``first`` says who begins. -> by whether guarded"""
+        batch = len(prompts)
+        engines = {
+            True: Engine(self.llm.target, self._proposer, self._controller, max_sequences=batch),
+            False: Engine(self.llm.target, Proposer(), Controller(), max_sequences=batch),
+        }
+        for engine in engines.values():
+            for prompt in prompts:
+                submit(engine, *self.llm.requests.build(prompt, params))
+        found = {True: Sum(), False: Sum()}
+        while any(engine.busy for engine in engines.values()):
+            for guarded in (first, not first):
+                if engines[guarded].busy:
+                    found[guarded] += _round(engines[guarded])
+            first = not first
+        return found
+
+
+def _round(engine: Engine) -> Sum:
+    started = time.perf_counter()
+    steps = engine.step()
+    seconds = time.perf_counter() - started
+    return Sum(sum(len(step.tokens) for step in steps), sum(len(step.draft) for step in steps), seconds)
 
 
 def cell(
@@ -164,15 +182,14 @@ def cell(
     prompts = cycle(TEXTS[text])
     groups = [list(islice(prompts, batch)) for _ in range(requests)]
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
-    sides.run(False, groups[0], replace(params, max_tokens=8))
+    sides.run(groups[0], replace(params, max_tokens=8), True)
     found: list[dict[bool, Sum]] = []
     for repeat in range(repeats):
         sides.begin()
         sums = {True: Sum(), False: Sum()}
         for i, group in enumerate(groups):
-            first = (repeat + i) % 2 == 0
-            for guarded in (first, not first):
-                sums[guarded] += sides.run(guarded, group, params)
+            both = sides.run(group, params, first=(repeat + i) % 2 == 0)
+            sums = {side: sums[side] + both[side] for side in sums}
         found.append(sums)
     plain, fast = (median(sums[side].speed for sums in found) for side in (False, True))
     ratios = tuple(sums[True].speed / sums[False].speed for sums in found)
@@ -188,7 +205,7 @@ def cells(
         with tempfile.TemporaryDirectory() as folder:
             config = configuration(proposer, target, Path(folder))
             sides = Sides(LLM(target, speculative_config=config, max_model_len=2048))
-        for text, temperature, batch in track(grid, description=proposer, transient=True):
+        for text, temperature, batch in track(grid, description=proposer, transient=True, console=Console(stderr=True)):
             yield cell(sides, proposer, text, temperature, batch, *sizes)
         sides.llm.close()
 

@@ -3,15 +3,16 @@
     python benchmarks/planner.py --prompts humaneval.jsonl --json planner.json
     python benchmarks/planner.py --small --prompts humaneval.jsonl --count 8 --depth 2 --depth 6 --batch 1
 
-The planner gets --count prompts, the measurement the next --unseen ones. A measured gain is tokens over seconds of
-decoding, over plain decoding's in the same repeat; rounds that hold a prompt are left out on both sides, and finished
-requests make room for waiting ones, so that batches stay full. Every repeat begins with another system.
+The planner gets --count prompts of the shuffled file, the measurement --unseen others. A measured gain is tokens over
+seconds of decoding, over plain decoding's in the same repeat; rounds that hold a prompt are left out on both sides, and
+finished requests make room for waiting ones, so that batches stay full. Every repeat begins with another system.
 Errors are of the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -221,7 +222,9 @@ def main(
     target = load(path)
     builder = Builder(target, tokenizer, path, load)
     eos = eos_ids(path, tokenizer)
-    ids = [list(tokenizer(text)["input_ids"]) for text in load_prompts(prompts, count + unseen)]
+    texts = load_prompts(prompts)
+    random.Random(0).shuffle(texts)  # a file's first prompts may be of another kind than its next
+    ids = [list(tokenizer(text)["input_ids"]) for text in texts[: count + unseen]]
     settings = Settings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
     chosen = grid(path, draft or zoo.path("draft"), config, depth, nodes)
     console = wide_console()

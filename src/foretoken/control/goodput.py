@@ -27,7 +27,8 @@ _TRIAL = 4  # nodes of a try
 _HOPE = 0.8 ** np.arange(1.0, 65.0)  # what a try could show
 _SURPRISED = 0.25  # what is left of earlier evidence when a try lands
 _HORIZON = 64  # tokens over which catching up has to pay
-_HOLD = 4  # rounds that a decision stands while the same requests run
+_HOLD = 4  # rounds that a decision stands while the same requests run;
+_HOLD_NONE = 32  # one to draft nothing, from which nothing is learned
 _PROMPT = 0.25  # of a plain round: what drafting may take before a request's first token
 
 
@@ -101,7 +102,7 @@ class Goodput(Controller):
             return {}
         key = ([context.id for context in contexts], limits, forced)
         held, decision, age = self._held
-        if held != key or age >= _HOLD:
+        if held != key or age >= (_HOLD if decision else _HOLD_NONE):
             decision, age = self._best(contexts, limits, forced), 0
         self._held = (key, decision, age + 1)
         return decision
@@ -177,6 +178,8 @@ class Goodput(Controller):
             record.idle += 1
             return
         record.idle = 0
+        if not self._held[1]:  # something was learned, which may be a reason to draft
+            self._held = (None, {}, 0)
         if record.trial:
             landed = 2 * len(step.verdict.path) >= record.asked
             record.wait = 1 if landed else min(_LONGEST, 2 * max(record.wait, _WAIT // 2))
