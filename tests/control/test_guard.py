@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from foretoken.control.fixed import Fixed
@@ -168,3 +170,21 @@ def test_plain_rounds_are_timed_again():
 def test_a_wrong_allowance_is_refused():
     with pytest.raises(InvalidRequest, match="allowance must be a number from 0 to 1"):
         GuardConfig(allowance=2.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_machine_whose_speed_wanders_makes_no_gain_of_a_loss(seed):
+    """Plain rounds timed in a slow spell do not excuse drafts that are made in a fast one."""
+    numbers = random.Random(seed)
+    world = World(guard := guarded(most=16, allowance=0.005), chance(0.02, seed), step=0.0006)
+    world.rehearse(guard.tempo)
+    slow = 1.0
+    for _ in range(3):
+        member = world.add(prompt=100)
+        for _ in range(128):
+            slow = 2.6 - slow if numbers.random() < 1 / 30 else slow
+            now = slow * numbers.gauss(1.0, 0.03)
+            world.rows, world.step = lambda rows, now=now: now * flat(rows), 0.0006 * now
+            world.round()
+        world.end(member)
+    assert world.elapsed < 1.03 * world.plain

@@ -113,12 +113,14 @@ class Guard(Controller):
             return
         forced = sum(len(step.draft) for step in steps if step.sequence in self._forced)
         nodes = sum(len(step.draft) for step in free)
-        base = plain if not forced else self._with(batch + forced)
+        base, tokens = plain if not forced else self._with(batch + forced), sum(len(step.tokens) for step in free)
         if steady(steps):
             seconds = min(timings.total, _DISTURBED * self._expected(steps, batch + forced + nodes))
+            # On a machine that is faster now than when plain rounds were timed, a loss would look like a gain.
+            rest = seconds * (timings.total - timings.propose) / timings.total
+            base = min(base, rest * self.tempo.share(batch + forced, batch + forced + nodes))
         else:  # beside a prompt's rows only what was added can be told
             seconds = plain + timings.propose + max(0.0, self._with(batch + nodes) - plain)
-        tokens = sum(len(step.tokens) for step in free)
         self.balance -= seconds - base * tokens / len(free)
 
     def _with(self, rows: int) -> float:

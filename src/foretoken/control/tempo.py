@@ -20,6 +20,7 @@ _EARLY = 1.5  # observations that make the time of a plain round known
 _REFRESH = 24  # drafting rounds, at least, before a plain one is timed again;
 _STALE = 3.0  # observations that what was known then counts for
 _PATIENCE = 200.0  # and so many more for every whole time that drafting is faster, which costs half a percent
+_KNOWN, _FOLLOW = 2.0, 0.3  # observations of a size that tell the machine's speed by it, and how fast it is followed
 _TOGETHER = 16.0  # missed tokens that take as long as one step of drafting, until measured
 
 
@@ -37,6 +38,7 @@ class Tempo:
 
     def __init__(self) -> None:
         self.passes, self.plain = Curve(), Curve()
+        self._shape, self._level = Curve(), 1.0  # passes at one speed of the machine, and how slow it is now
         self._drafts: dict[int, Curve] = {}  # by the bit length of how many sequences draft; over the depth
         self._missed = [0.0, 0.0]  # seconds of catching up, tokens
         self._read: dict[int, int] = {}
@@ -60,6 +62,11 @@ class Tempo:
     def plain_seconds(self, batch: int) -> float:
         """A round of ``batch`` sequences without drafts; 0 until one was seen."""
         return self.plain.at(batch)
+
+    def share(self, rows: int, of: int) -> float:
+        """A pass over ``rows`` rows in parts of one over ``of``, as they would take beside each other."""
+        whole = self._shape.at(of)
+        return self._shape.at(rows) / whole if whole else 1.0
 
     def draft_seconds(self, depth: int, count: int) -> float:
         """Drafting ``depth`` nodes for each of ``count`` sequences that missed nothing."""
@@ -113,6 +120,7 @@ class Tempo:
         if steady(steps):
             rows = sum(len(step.draft) + 1 for step in steps)
             self.passes.add(rows, timings.total - timings.propose)
+            self._bend(rows, timings.total - timings.propose)
             self._since += 1
             if rows == len(steps) and not drafting:
                 if self._since >= _REFRESH:  # the machine may be another by now
@@ -133,10 +141,17 @@ class Tempo:
 
     def doubt(self) -> None:
         """What was measured so far stands in only until there is better."""
-        for curve in (self.passes, self.plain, *self._drafts.values()):
+        for curve in (self.passes, self.plain, self._shape, *self._drafts.values()):
             curve.doubt(0.5)
         self._missed = [value / max(1.0, self._missed[1] / 64.0) for value in self._missed]
         self._since, self._read = 0, {}
+
+    def _bend(self, rows: int, seconds: float) -> None:
+        """A pass, for ``share``: what sizes that are known take more than usual is the machine's doing."""
+        if self._shape.known(rows) >= _KNOWN:
+            change = seconds / (self._shape.at(rows) * self._level)
+            self._level *= min(2.0, max(0.5, change)) ** _FOLLOW
+        self._shape.add(rows, seconds / self._level)
 
     def _nearest(self, bits: int) -> int:
         """Where nothing is known of so many sequences, the number that comes closest."""
