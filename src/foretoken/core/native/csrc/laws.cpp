@@ -1,8 +1,8 @@
 // Laws and draws over whole vocabularies: one row of logits to probabilities, the rest (p - q)+, a draw, a race.
 //
-// A law is five numbers (`Law`), from which any token's probability follows; rows of probabilities are written only where
-// somebody wants all of them. Sums go over chunks of fixed size, in order, so that no result depends on how many threads
-// there are or which rows come along.
+// A law is five numbers (`Law`), from which any token's probability follows; rows of probabilities are written only
+// where somebody wants all of them. Sums go over chunks of fixed size, in order, so that no result depends on how many
+// threads there are or which rows come along.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -140,7 +140,8 @@ float power_of(float x, const Law& law) { return _mm512_cvtss_f32(power(_mm512_s
 // The most probable of `found` before which less than top_p of `total` lies, lowest ids first on ties. -> whether they
 // were found among those: the list holds the head of the row only.
 bool nucleus(std::vector<Entry>& found, double total, float top_p, bool whole, Law& law) {
-    std::sort(found.begin(), found.end(), [](const Entry& a, const Entry& b) { return a.x > b.x || (a.x == b.x && a.id < b.id); });
+    std::sort(found.begin(), found.end(),
+              [](const Entry& a, const Entry& b) { return a.x > b.x || (a.x == b.x && a.id < b.id); });
     const float over = (float)(1.0 / total);
     double before = 0.0, mass = 0.0;
     size_t count = 0;
@@ -212,7 +213,7 @@ int64_t drawn(const T* w, int64_t n, double u, double& total, int threads) {
         if (before + sums[c] > point) break;
         before += sums[c];
     }
-    // Rounding can put the point at the very end of all, or of a chunk: its last token with any mass is then the right one.
+    // Rounding can put the point at the very end of all, or of a chunk: its last token with any mass is then right.
     const int64_t from = last * CHUNK, to = std::min(n, from + CHUNK);
     if (c == (int64_t)sums.size()) before = -INFINITY;
     int64_t chosen = -1;
@@ -254,7 +255,8 @@ Best raced(const T* w, int64_t from, int64_t to, uint64_t key) {
     Best best;
     const __m512i step = _mm512_set1_epi64((int64_t)(8 * GOLDEN));
     __m512i counter = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
-    counter = _mm512_mullo_epi64(_mm512_add_epi64(counter, _mm512_set1_epi64(from + 1)), _mm512_set1_epi64((int64_t)GOLDEN));
+    counter = _mm512_add_epi64(counter, _mm512_set1_epi64(from + 1));
+    counter = _mm512_mullo_epi64(counter, _mm512_set1_epi64((int64_t)GOLDEN));
     counter = _mm512_add_epi64(counter, _mm512_set1_epi64((int64_t)key));
     for (int64_t i = from; i < to; i += 8, counter = _mm512_add_epi64(counter, step)) {
         const __mmask8 there = to - i >= 8 ? 0xff : (__mmask8)((1u << (to - i)) - 1);
@@ -270,9 +272,11 @@ Best raced(const T* w, int64_t from, int64_t to, uint64_t key) {
         z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 30)), _mm512_set1_epi64((int64_t)FIRST));
         z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 27)), _mm512_set1_epi64((int64_t)SECOND));
         z = _mm512_srli_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 31)), 12);
-        const __m512d u = _mm512_mul_pd(_mm512_add_pd(_mm512_cvtepi64_pd(z), _mm512_set1_pd(0.5)), _mm512_set1_pd(0x1p-52));
+        const __m512d half = _mm512_add_pd(_mm512_cvtepi64_pd(z), _mm512_set1_pd(0.5));
+        const __m512d u = _mm512_mul_pd(half, _mm512_set1_pd(0x1p-52));
         // -log u >= 1 - u, so a score is at most weight / (1 - u); a little more, for rounding.
-        const __m512d bound = _mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(1.0), u), _mm512_set1_pd(best.score * (1.0 - 1e-12)));
+        const __m512d least = _mm512_set1_pd(best.score * (1.0 - 1e-12));
+        const __m512d bound = _mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(1.0), u), least);
         unsigned hit = _mm512_cmp_pd_mask(weight, bound, _CMP_GE_OQ) &
                        _mm512_cmp_pd_mask(weight, _mm512_setzero_pd(), _CMP_GT_OQ);
         alignas(64) double numbers[8];
@@ -288,9 +292,9 @@ Best raced(const T* w, int64_t from, int64_t to, uint64_t key) {
 
 template <class T>
 int64_t winner(const T* w, int64_t n, uint64_t key, int threads) {
-    std::vector<Best> found(chunks(n));
     const int64_t width = n < ALONE ? n : CHUNK * 8;  // a long run, so that the best so far spares the others
     const int64_t runs = (n + width - 1) / width;
+    std::vector<Best> found(runs);
 #pragma omp parallel for num_threads(sharing(n, threads)) if (sharing(n, threads) > 1) schedule(static)
     for (int64_t c = 0; c < runs; c++) found[c] = raced(w, c * width, std::min(n, (c + 1) * width), key);
     Best best;
@@ -304,7 +308,8 @@ int64_t winner(const T* w, int64_t n, uint64_t key, int threads) {
 extern "C" {
 
 // The laws of `rows` rows of logits, a stride apart.
-void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n, const Filter* f, Law* laws, int threads) {
+void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n, const Filter* f, Law* laws,
+                    int threads) {
     const int64_t each = chunks(n), items = rows * each, groups = CHUNK / GROUP;
     const bool few = f->top_k > 0 && f->top_k < n, floored = f->floor > -INFINITY && !few;
     const bool narrowed = few || f->top_p < 1.0f;
@@ -339,7 +344,7 @@ void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n
             double total = 0.0;
             if (floored) law.least = *std::min_element(&least[r * each], &least[r * each] + each);
             for (int64_t i = r * each; i < (r + 1) * each; i++)
-                total += floored ? looks[i].sum : looks[i].sum * std::exp(((double)looks[i].top - law.top) * law.inverse);
+                total += looks[i].sum * (floored ? 1.0 : std::exp(((double)looks[i].top - law.top) * law.inverse));
             law.over = (float)(1.0 / total);
             if (narrowed) narrow({logits + r * stride, n, &tops[r * each * groups]}, *f, total, law);
         }
@@ -347,7 +352,8 @@ void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n
 }
 
 // All probabilities of each row; out: [rows][n].
-void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Law* laws, float* out, int threads) {
+void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Law* laws, float* out,
+                    int threads) {
     const int64_t each = chunks(n), items = rows * each;
     const int team = sharing(rows * n, threads);
 #pragma omp parallel for num_threads(team) if (team > 1) schedule(static)
@@ -362,14 +368,16 @@ void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n
 }
 
 // The probability of one token of each row.
-void foretoken_chances(const float* logits, int64_t stride, int64_t rows, const Law* laws, const int64_t* tokens, float* out) {
+void foretoken_chances(const float* logits, int64_t stride, int64_t rows, const Law* laws, const int64_t* tokens,
+                       float* out) {
     for (int64_t r = 0; r < rows; r++)
         out[r] = _mm512_cvtss_f32(chances(_mm512_set1_ps(logits[r * stride + tokens[r]]), tokens[r], laws[r]));
 }
 
 // (weight p - q)+ in float64. -> its mass
 double foretoken_excess(const void* p, int wide, const float* q, double weight, double* rest, int64_t n, int threads) {
-    return wide ? rest_of((const double*)p, q, weight, rest, n, threads) : rest_of((const float*)p, q, weight, rest, n, threads);
+    if (wide) return rest_of((const double*)p, q, weight, rest, n, threads);
+    return rest_of((const float*)p, q, weight, rest, n, threads);
 }
 
 // The token at `u`, between 0 and 1, of weights that sum to `total`; -1 where nothing can be drawn.
