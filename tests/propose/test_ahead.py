@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 
@@ -201,12 +202,15 @@ def test_decoding_goes_on_when_the_worker_dies(caplog: pytest.LogCaptureFixture)
 
     sampling, grade = LAWS["seeded"]
     texts, _ = run(Proposer(), sampling, grade, Steady(4))
+    before = set(threading.enumerate())
     elsewhere = Remote(Threaded(work))
     found, steps = run(elsewhere, sampling, grade, Steady(4))
     assert whole(found) == whole(texts)
     assert any(len(step.draft) for step in steps) and not len(steps[-1].draft)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "goes on without drafts" in caplog.text
+    for thread in set(threading.enumerate()) - before:  # its end is this test's affair, not the next one's
+        thread.join(1.0)
 
 
 def test_a_worker_that_hangs_is_not_waited_for_again(caplog: pytest.LogCaptureFixture) -> None:
