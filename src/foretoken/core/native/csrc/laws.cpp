@@ -4,10 +4,9 @@
 // where somebody wants all of them. Sums go over chunks of fixed size, in order, so that no result depends on how many
 // threads there are or which rows come along.
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
-#include <limits>
+#include <functional>
 #include <vector>
 
 #include "exponential.hpp"
