@@ -1,11 +1,12 @@
 """A mixed stream of requests, one proposer: drafting as much as pays beside every fixed depth.
 
     python benchmarks/adaptive.py --json adaptive.json
+    python benchmarks/adaptive.py --crowd 0
 
-Four parts, their requests in turn, one at a time: completion, editing and repetition as in ``mixture.py`` (greedy, the
-last two dictated), and completion at a high temperature. Every request goes through all systems, each time in another
-order; figures are tokens over seconds, summed. What the controller knows it has learned in the stream, apart from the
-rehearsal that every ``LLM`` begins with.
+Parts, their requests in turn: completion, editing and repetition as in ``mixture.py`` (greedy, the last two dictated)
+and completion at a high temperature, all one at a time; and crowds, ``--crowd`` completions at once. Every request goes
+through all systems, each time in another order; figures are tokens over seconds, summed. What the controller knows it
+has learned in the stream, apart from the rehearsal that every ``LLM`` begins with.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -32,17 +34,19 @@ from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.scale_up import scaled
 from mixture import Cell, Dictation, Task, compare, table, tasks
 
-PARTS = ("completion", "editing", "repetition", "hot")
 ADAPTIVE = "adaptive"
 
 
-def stream(each: Sequence[Task], hot: float) -> list[Task]:
-    """Every completion comes a second time, hot."""
+def stream(each: Sequence[Task], hot: float, crowd: int) -> list[Task]:
+    """Every completion comes a second time, hot, and a third time with so many at once that a crowd is complete."""
     requests: list[Task] = []
+    others = cycle(task.prompt for task in each if task.part == "completion")
     for task in each:
         requests.append(task)
         if task.part == "completion":
             requests.append(replace(task, part="hot", temperature=hot))
+            if crowd > 1:
+                requests.append(replace(task, part="crowd", beside=tuple(islice(others, crowd - 1))))
     return requests
 
 
@@ -52,7 +56,7 @@ def foreknown(cells: Sequence[Cell]) -> float:
     for cell in cells:
         if cell.system != ADAPTIVE:
             taken[cell.part][cell.system] = cell.seconds
-    return min(taken["stream"].values()) / sum(min(taken[part].values()) for part in PARTS)
+    return min(taken["stream"].values()) / sum(min(own.values()) for part, own in taken.items() if part != "stream")
 
 
 def main(
@@ -64,6 +68,7 @@ def main(
     count: Annotated[int, typer.Option(min=1, help="Requests of each part.")] = 6,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 128,
     hot: Annotated[float, typer.Option(min=0.0, help="The high temperature.")] = 1.5,
+    crowd: Annotated[int, typer.Option(min=0, help="Requests at once in the last part; 0 is none.")] = 16,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
 ) -> None:  # fmt: skip
@@ -82,13 +87,21 @@ def main(
     rehearse(model, proposer, tempo, config.most)
     engines[ADAPTIVE] = Engine(model, proposer, config.controller(model.device, tempo))
     texts = load_prompts(prompts) if prompts else list(FUNCTIONS)
-    requests = stream(list(tasks(tokenizer, texts, count, tokens)), hot)
+    requests = stream(list(tasks(tokenizer, texts, count, tokens)), hot, crowd)
+    parts = tuple(dict.fromkeys(task.part for task in requests))
     cells = compare(engines, requests, repeats)
     console = wide_console()
-    console.print(table(cells, list(engines), ADAPTIVE, "depth 0", PARTS, single=True))
+    console.print(table(cells, list(engines), ADAPTIVE, "depth 0", parts, single=True))
     bound = foreknown(cells)
     console.print(f"each part at its own best depth, known beforehand: {bound:.3f} of the best single one")
-    facts = setting() | {"target": path.name, "config": given, "count": count, "tokens": tokens, "repeats": repeats}
+    facts = setting() | {
+        "target": path.name,
+        "config": given,
+        "count": count,
+        "tokens": tokens,
+        "crowd": crowd,
+        "repeats": repeats,
+    }
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
         rows = [asdict(cell) | {"tokens_per_second": cell.speed} for cell in cells]

@@ -47,6 +47,7 @@ from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.scale_up import scaled
 
 PARTS = ("completion", "editing", "repetition")
+_MOST = 256  # requests of one task
 WORDS = (
     "north",
     "east",
@@ -75,7 +76,10 @@ PATTERNS = (
 
 @dataclass(frozen=True)
 class Task:
-    """Token ids. output: the text to come out, None where the target writes as it likes, at ``temperature``."""
+    """Token ids. output: the text to come out, None where the target writes as it likes, at ``temperature``.
+
+    beside: prompts that are completed at the same time, as many tokens of each.
+    """
 
     part: str
     prompt: list[int]
@@ -83,6 +87,7 @@ class Task:
     output: list[int] | None = None
     prediction: tuple[int, ...] = ()
     temperature: float = 0.0
+    beside: tuple[list[int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,16 +175,19 @@ def run(engine: Engine, task: Task, identifier: int) -> tuple[list[int], int, fl
     target = engine.target
     assert isinstance(target, Dictation)
     target.wanted, target.after = task.output, len(task.prompt)
-    law, prompt = SamplingLaw(temperature=task.temperature), list(task.prompt)
-    context = Context(identifier, prompt, len(prompt), law, Streams(identifier), prediction=task.prediction)
-    engine.add(context, Length(task.tokens))
+    law = SamplingLaw(temperature=task.temperature)
+    contexts = []
+    for number, prompt in enumerate((task.prompt, *task.beside), identifier * _MOST):
+        contexts.append(Context(number, [*prompt], len(prompt), law, Streams(number), prediction=task.prediction))
+        engine.add(contexts[-1], Length(task.tokens))
     passes, started = 0, time.perf_counter()
     while engine.busy:
         engine.step()
         passes += 1
     seconds = time.perf_counter() - started
-    engine.take(identifier)
-    return context.tokens[context.prompt_length :], passes, seconds
+    for context in contexts:
+        engine.take(context.id)
+    return [token for context in contexts for token in context.tokens[context.prompt_length :]], passes, seconds
 
 
 def compare(engines: Mapping[str, Engine], stream: Sequence[Task], repeats: int) -> list[Cell]:

@@ -1,19 +1,19 @@
 """Predicted against measured: what ``foretoken plan`` says, and what runs on prompts that it did not see then give.
 
-    python benchmarks/planner.py --prompts humaneval.jsonl --json planner.json
+    python benchmarks/planner.py --json planner.json
     python benchmarks/planner.py --small --prompts humaneval.jsonl --count 8 --depth 2 --depth 6 --batch 1
 
-The planner gets --count prompts of the shuffled file, the measurement --unseen others. A measured gain is tokens over
-seconds of decoding, over plain decoding's in the same repeat; rounds that hold a prompt are left out on both sides, and
-finished requests make room for waiting ones, so that batches stay full. Every repeat begins with another system.
-Errors are of the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
+The planner gets --count prompts, the measurement --unseen others. A measured gain is tokens over seconds of decoding,
+over plain decoding's meanwhile: all of them take turns, a few rounds each, so that a machine whose speed drifts is as
+slow for one as for the other. Rounds that hold a prompt are left out, and finished requests make room for waiting ones,
+so that batches stay full. Errors are of the predicted gain over the measured one. Default: the bundled target widened
+to 0.7b with its heads.
 """
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,6 @@ from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.bench.workloads import load_prompts
 from foretoken.control.fixed import Fixed
 from foretoken.engine.loop import Engine
 from foretoken.llm import eos_ids
@@ -41,22 +40,34 @@ from foretoken.plan.candidates import Candidate, candidates
 from foretoken.plan.outcome import Plan, Row
 from foretoken.plan.planner import Planner, Settings
 from foretoken.plan.texts import Ending, contexts
-from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.scale_up import scaled
+from prompts import some_prompts
 
 ROLES = ("eagle3", "medusa")
 WITHIN = 0.1
-PLAIN = ("plain", 0)
+STRETCH = 12  # rounds of one engine in a row: few beside how fast a machine drifts, many for what a cache forgets
 Key = tuple[str, int]  # a candidate's name and its depth
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Rounds without a prompt. tokens_per_pass: of one sequence."""
+@dataclass
+class Sum:
+    """Rounds of a full batch in which no prompt was read. passes: of one sequence each."""
 
-    tokens_per_second: float
-    tokens_per_pass: float
+    tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.tokens + other.tokens, self.passes + other.passes, self.seconds + other.seconds)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds if self.seconds else float("nan")
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / self.passes if self.passes else float("nan")
 
 
 @dataclass(frozen=True)
@@ -69,22 +80,51 @@ class Ground:
     eos: Sequence[int]
     prompts: list[list[int]]
 
-    def run(self, proposer: Proposer, depth: int, temperature: float, batch: int, seed: int) -> Speed:
-        """All prompts, ``batch`` at once."""
-        engine = Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
+    def engine(self, config: dict[str, Any], depth: int, batch: int) -> Engine:
+        proposer = self.builder.build(SpeculativeConfig.of(config))
+        return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
+
+    def fill(self, engine: Engine, temperature: float, seed: int) -> None:
+        """All prompts, to be completed as many at once as the engine takes."""
         for context in contexts(self.prompts, self.settings.law(temperature), seed):
             engine.add(context, Ending(self.settings.max_tokens, self.eos))
-        tokens = rounds = 0
-        seconds = 0.0
-        while engine.busy:
-            started = perf_counter()
-            steps = engine.step()
-            took = perf_counter() - started
-            if len(steps) == batch and all(step.position > 0 for step in steps):
-                seconds += took
-                tokens += sum(len(step.tokens) for step in steps)
-                rounds += len(steps)
-        return Speed(tokens / seconds if seconds else float("nan"), tokens / rounds if rounds else float("nan"))
+
+
+def stretch(engine: Engine) -> Sum:
+    """The next rounds of one engine."""
+    found = Sum()
+    for _ in range(STRETCH):
+        if not engine.busy:
+            break
+        started = perf_counter()
+        steps = engine.step()
+        seconds = perf_counter() - started
+        if len(steps) == engine.max_sequences and all(step.position > 0 for step in steps):
+            found += Sum(sum(len(step.tokens) for step in steps), len(steps), seconds)
+    return found
+
+
+def beside(
+    ground: Ground, engines: dict[Key, Engine], place: tuple[float, int], seed: int, bar: Callable[[float], None]
+) -> dict[Key, tuple[Sum, Sum]]:
+    """Every engine on all prompts, and plain decoding as long as each took. They take turns, a few rounds each."""
+    temperature, batch = place
+    plain = ground.engine({"method": "none"}, 0, batch)
+    found = {key: (Sum(), Sum()) for key in engines}
+    for engine in engines.values():
+        ground.fill(engine, temperature, seed)
+    while running := [key for key, engine in engines.items() if engine.busy]:
+        if not plain.busy:
+            plain.clear()
+            ground.fill(plain, temperature, seed)
+        base = stretch(plain)
+        for key in running:
+            own, other = found[key]
+            found[key] = own + stretch(engines[key]), other + base
+        left = sum(len(engine.waiting) for engine in engines.values())
+        bar(1.0 - left / (len(engines) * len(ground.prompts)))
+    plain.clear()
+    return found
 
 
 def measure(
@@ -92,25 +132,22 @@ def measure(
 ) -> dict[Key, tuple[float, float]]:
     """Of every candidate and depth: gain over plain decoding, and tokens per pass."""
     temperature, batch = place
-    configs = {(c.name, d): c.config for c in chosen for d in c.depths}
-    keys: list[Key] = [PLAIN, *configs]
-    found: dict[Key, list[Speed]] = {key: [] for key in keys}
-    bar = progress.add_task(f"temperature {temperature:g}, batch {batch}", total=len(keys) * repeats)
+    configs: dict[Key, dict[str, Any]] = {(c.name, d): dict(c.config) for c in chosen for d in c.depths}
+    found: dict[Key, list[tuple[Sum, Sum]]] = {key: [] for key in configs}
+    bar = progress.add_task(f"temperature {temperature:g}, batch {batch}", total=repeats)
     for repeat in range(repeats):
-        for i in range(len(keys)):
-            key = keys[(i + repeat * len(keys) // repeats) % len(keys)]
-            config = configs.get(key, {"method": "none"})
-            proposer = ground.builder.build(SpeculativeConfig.of(config))
-            found[key].append(ground.run(proposer, key[1], temperature, batch, seed=1000 + repeat))
-            progress.advance(bar)
+        engines = {key: ground.engine(config, key[1], batch) for key, config in configs.items()}
+        done = beside(ground, engines, place, 1000 + repeat,
+                      lambda share, repeat=repeat: progress.update(bar, completed=repeat + share))  # fmt: skip
+        for key, sums in done.items():
+            found[key].append(sums)
     progress.remove_task(bar)
-    plain = [speed.tokens_per_second for speed in found[PLAIN]]
     return {
         key: (
-            median(s.tokens_per_second / base for s, base in zip(found[key], plain, strict=True)),
-            median(s.tokens_per_pass for s in found[key]),
+            median(own.speed / plain.speed for own, plain in sums),
+            median(own.tokens_per_pass for own, _ in sums),
         )
-        for key in configs
+        for key, sums in found.items()
     }
 
 
@@ -193,7 +230,9 @@ def grid(path: Path, draft: Path, given: Sequence[str], depths: Sequence[int], n
 
 
 def main(
-    prompts: Annotated[Path, typer.Option(help="JSON lines with a prompt each.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSON lines with a "prompt" each. [functions of the standard library]')
+    ] = None,
     small: Annotated[bool, typer.Option("--small", help="The bundled target as it is.")] = False,
     draft: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
     config: Annotated[
@@ -222,9 +261,7 @@ def main(
     target = load(path)
     builder = Builder(target, tokenizer, path, load)
     eos = eos_ids(path, tokenizer)
-    texts = load_prompts(prompts)
-    random.Random(0).shuffle(texts)  # a file's first prompts may be of another kind than its next
-    ids = [list(tokenizer(text)["input_ids"]) for text in texts[: count + unseen]]
+    ids = [list(tokenizer(text)["input_ids"]) for text in some_prompts(prompts, count + unseen)]
     settings = Settings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
     chosen = grid(path, draft or zoo.path("draft"), config, depth, nodes)
     console = wide_console()

@@ -1,20 +1,24 @@
 """How far is what `foretoken plan --engine vllm` predicts from what vLLM then does, on prompts it has not seen?
 
-    python benchmarks/vllm_plan.py --prompts humaneval.jsonl --json vllm_plan.json
+    python benchmarks/vllm_plan.py --json vllm_plan.json
+    python benchmarks/vllm_plan.py --prompts humaneval.jsonl --count 82
 
-vLLM's CPU build (`make peers`). The plan rests on short runs at a few depths over every other prompt; then the others
-are completed at those depths and at some between them, and at last by a fresh vLLM with the configuration that the
-plan chose, as its user would start it.
+vLLM's CPU build (`make peers`). All prompts are completed at the depths of a plan and at some between them, every depth
+beside plain decoding. Then the prompts are halved at random, many times over: the plan is made from one half, as if
+there were no other, and compared with what came out on the other. So nothing depends on how one split fell; two halves
+of a hundred prompts differ by five percent. At last a fresh vLLM runs the configuration that the plan of all prompts
+chose, as its user would start it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -28,13 +32,13 @@ from foretoken import zoo
 from foretoken.bench.peers.protocol import Ask
 from foretoken.bench.peers.vllm_rounds import Rounds
 from foretoken.bench.setting import setting, wide_console
-from foretoken.bench.workloads import load_prompts
 from foretoken.cli.plan_vllm import lanes
 from foretoken.models.checkpoint import load_tokenizer
 from foretoken.plan.outcome import Row
 from foretoken.plan.vllm import PLAIN, Lane, Run, chosen, planned
-from foretoken.plan.vllm_runs import Asked, Bench, runs
+from foretoken.plan.vllm_runs import Answers, Asked, Bench, answers, runs
 from foretoken.train.scale_up import scaled
+from prompts import some_prompts
 
 WITHIN = 0.1
 
@@ -76,75 +80,110 @@ def gain(found: Sequence[Run], lane: str, depth: int, temperature: float) -> tup
     return own.tokens_per_pass * plain.round_seconds / own.round_seconds, own.tokens_per_pass
 
 
-def compared(row: Row, measured: tuple[float, float], seen: Sequence[int], what: str = "") -> dict[str, Any]:
-    """One line of the record. seen: depths that the plan had run."""
-    speedup, per_pass = measured
-    return {
-        "name": what or row.name, "config": dict(row.config), "temperature": row.temperature,
-        "num_speculative_tokens": row.num_speculative_tokens, "run_for_the_plan": row.num_speculative_tokens in seen,
-        "predicted": row.speedup, "low": row.low, "high": row.high, "measured": speedup,
-        "error": row.speedup / speedup - 1, "covered": row.low <= speedup <= row.high,
-        "tokens_per_pass": row.tokens_per_pass, "measured_tokens_per_pass": per_pass,
-        "tokens_error": row.tokens_per_pass / per_pass - 1,
-    }  # fmt: skip
+@dataclass
+class Pair:
+    """One way to speculate at one depth: by split, predicted and measured. run: whether the plan had run this depth."""
+
+    row: Row
+    run: bool
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    tokens_errors: list[float] = field(default_factory=list)
+    covered: list[bool] = field(default_factory=list)
+
+    def add(self, row: Row, measured: tuple[float, float]) -> None:
+        speedup, per_pass = measured
+        self.predicted.append(row.speedup)
+        self.measured.append(speedup)
+        self.tokens_errors.append(row.tokens_per_pass / per_pass - 1)
+        self.covered.append(row.low <= speedup <= row.high)
+
+    @property
+    def errors(self) -> list[float]:
+        return [p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        sizes = [abs(error) for error in self.errors]
+        return {
+            "name": self.row.name, "config": dict(self.row.config), "temperature": self.row.temperature,
+            "num_speculative_tokens": self.row.num_speculative_tokens, "run_for_the_plan": self.run,
+            "predicted": median(self.predicted), "measured": median(self.measured), "bias": median(self.errors),
+            "median_error": median(sizes), "median_tokens_error": median(map(abs, self.tokens_errors)),
+            "within_10_percent": fmean(size <= WITHIN for size in sizes), "coverage": fmean(self.covered),
+        }  # fmt: skip
 
 
-def deepened(known: Sequence[Lane], depths: Sequence[int]) -> Iterator[Lane]:
-    """The lanes at ``depths``, as far as the plan speaks of them; and the deepest, which the process is made for."""
-    for lane in known:
-        inside = [depth for depth in depths if min(lane.depths) <= depth <= max(lane.depths)]
-        yield replace(lane, depths=tuple(sorted({*inside, max(lane.depths)})))
+def deepened(known: Sequence[Lane], depths: Sequence[int]) -> list[Lane]:
+    """The lanes with ``depths`` besides, as far as the plan speaks of them."""
+    return [
+        replace(lane, depths=tuple(sorted({*lane.depths, *(d for d in depths if d <= max(lane.depths))})))
+        for lane in known
+    ]
 
 
-def report(rows: Sequence[dict[str, Any]], console: Console) -> dict[str, float]:
+def halves(
+    known: Sequence[Lane], heard: Sequence[Answers], count: int, splits: int, depths: Sequence[int]
+) -> list[Pair]:
+    """A plan from every half, beside the other half's runs."""
+    ran = {lane.name: {*lane.depths, 0} for lane in known}
+    places = list(range(count))
+    mixed = random.Random(0)
+    found: dict[tuple[str, int, float], Pair] = {}
+    for _ in range(splits):
+        mixed.shuffle(places)
+        seen, unseen = places[: count // 2], places[count // 2 :]
+        plan = planned(known, [each.run(seen) for each in heard if each.depth in ran[each.beside]])
+        others = [each.run(unseen) for each in heard]
+        for row in plan.rows:
+            name, depth = row.name, row.num_speculative_tokens
+            if depth in depths:
+                pair = found.setdefault((name, depth, row.temperature), Pair(row, depth in ran[name]))
+                pair.add(row, gain(others, name, depth, row.temperature))
+    return list(found.values())
+
+
+def report(pairs: Sequence[Pair], fresh: Sequence[Pair], console: Console) -> dict[str, float]:
     table = Table(box=box.MARKDOWN)
     table.add_column("vLLM")
-    for head in (
-        "tokens",
-        "T",
-        "run",
-        "predicted",
-        "interval",
-        "measured",
-        "error",
-        "tokens/pass",
-        "measured ",
-        "error ",
-    ):
+    for head in ("tokens", "T", "run", "predicted", "measured", "bias", "error", "of tokens", "within 10 %", "covered"):
         table.add_column(head, justify="right")
-    for r in rows:
+    for pair in [*pairs, *fresh]:
+        r = pair.to_dict()
         table.add_row(
             r["name"], str(r["num_speculative_tokens"]), f"{r['temperature']:g}",
             "yes" if r["run_for_the_plan"] else "",
-            f"{r['predicted']:.2f}", f"{r['low']:.2f}-{r['high']:.2f}{'' if r['covered'] else ' !'}",
-            f"{r['measured']:.2f}", f"{r['error']:+.1%}", f"{r['tokens_per_pass']:.2f}",
-            f"{r['measured_tokens_per_pass']:.2f}", f"{r['tokens_error']:+.1%}",
+            f"{r['predicted']:.2f}", f"{r['measured']:.2f}", f"{r['bias']:+.1%}", f"{r['median_error']:.1%}",
+            f"{r['median_tokens_error']:.1%}", f"{r['within_10_percent']:.0%}", f"{r['coverage']:.0%}",
         )  # fmt: skip
     console.print(table)
-    errors = [abs(r["error"]) for r in rows]
+    errors = [abs(error) for pair in pairs for error in pair.errors]
     facts = {
-        "pairs": float(len(rows)),
+        "pairs": float(len(pairs)),
         "median_error": median(errors),
-        "largest_error": max(errors),
-        "within_10_percent": sum(error <= WITHIN for error in errors) / len(errors),
-        "coverage": sum(r["covered"] for r in rows) / len(rows),
+        "largest_bias": max((median(pair.errors) for pair in pairs), key=abs),
+        "within_10_percent": fmean(error <= WITHIN for error in errors),
+        "coverage": fmean(covered for pair in pairs for covered in pair.covered),
     }
     console.print(
-        f"{len(rows)} pairs: median error {facts['median_error']:.1%}, largest {facts['largest_error']:.1%}, within "
-        f"10 % {facts['within_10_percent']:.0%}, intervals cover {facts['coverage']:.0%}",
+        f"{len(pairs)} pairs, {len(errors)} predictions: median error {facts['median_error']:.1%}, within 10 % "
+        f"{facts['within_10_percent']:.0%}, intervals cover {facts['coverage']:.0%}; largest bias of a pair "
+        f"{facts['largest_bias']:+.1%}",
         style="bold", highlight=False,
     )  # fmt: skip
     return facts
 
 
 def main(
-    prompts: Annotated[Path, typer.Option(help='JSON lines with a "prompt" each.')],
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSON lines with a "prompt" each. [functions of the standard library]')
+    ] = None,
     scaled_up: Annotated[bool, typer.Option("--scaled", help="The bundled target widened to 0.7 B.")] = False,
     heads: Annotated[list[str], typer.Option(help="Bundled heads besides: eagle3, medusa.")] = [],
-    count: Annotated[int, typer.Option(min=2, help="Prompts for the plan, and as many for the measurement.")] = 24,
-    max_tokens: Annotated[int, typer.Option(min=8)] = 64,
+    count: Annotated[int, typer.Option(min=4, help="Prompts; a plan has half of them.")] = 200,
+    splits: Annotated[int, typer.Option(min=1, help="How often they are halved.")] = 200,
+    max_tokens: Annotated[int, typer.Option(min=8)] = 48,
     temperature: Annotated[list[float], typer.Option(min=0.0)] = [0.0],
-    depth: Annotated[list[int], typer.Option(min=1, help="To be measured.")] = [1, 3, 4, 5, 6, 8],
+    depth: Annotated[list[int], typer.Option(min=1, help="To be compared.")] = [3, 5, 8],
     python: Annotated[Path | None, typer.Option(help="Of vLLM's environment.")] = None,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Arguments of vllm.LLM.")] = '{"dtype": "bfloat16"}',
     json_file: Annotated[Path | None, typer.Option("--json", help="Write setting, rows and summary here.")] = None,
@@ -152,8 +191,7 @@ def main(
     """Plan on some prompts, measure on others, compare."""
     target = scaled("0.7b") if scaled_up else zoo.path("target")
     tokenizer = load_tokenizer(target)
-    ids = [list(tokenizer(text)["input_ids"]) for text in load_prompts(prompts, 2 * count)]
-    seen, unseen = ids[::2], ids[1::2]
+    ids = [list(tokenizer(text)["input_ids"]) for text in some_prompts(prompts, count)]
     known = lanes(target, [str(zoo.path("draft"))], [str(zoo.path(role)) for role in heads], [])
     bench = Bench(
         target=str(target),
@@ -168,47 +206,49 @@ def main(
         bar = progress.add_task("", total=1.0)
         processes = Processes(bench, stack)
         started = perf_counter()
-        plan = planned(known, runs(bench, known, seen, lambda what, share: progress.update(
-            bar, description=f"plan, {what}", completed=share), processes.start))  # fmt: skip
+        heard = answers(bench, deepened(known, depth), ids, lambda what, share: progress.update(
+            bar, description=what, completed=share), processes.start)  # fmt: skip
         seconds = perf_counter() - started
-        wider = list(deepened(known, depth))
-        found = runs(bench, wider, unseen, lambda what, share: progress.update(
-            bar, description=f"unseen, {what}", completed=share), processes.start)  # fmt: skip
-        rows = []
-        for row in plan.rows:
-            lane = next(each for each in wider if each.name == row.name)
-            if row.num_speculative_tokens in lane.depths:
-                run = next(each for each in known if each.name == row.name).depths
-                measured = gain(found, row.name, row.num_speculative_tokens, row.temperature)
-                rows.append(compared(row, measured, run))
+        pairs = halves(known, heard, len(ids), splits, depth)
+        plan = planned(known, [each.run() for each in heard])
+        fresh = []
         if plan.best is not None:
             progress.update(bar, description="the plan's choice, a fresh vLLM", completed=0.0)
-            rows += deployed(bench, plan.best, chosen(plan, known), plan.rows, processes, unseen)
-    facts = report(rows, console)
+            fresh = deployed(bench, plan.best, chosen(plan, known), plan.rows, processes, ids[: len(ids) // 4])
+    facts = report(pairs, fresh, console)
     about = setting() | {
         "target": target.name,
-        "planned_in_seconds": round(seconds, 1),
-        "count": count,
+        "seconds": round(seconds, 1),
+        "count": len(ids),
+        "splits": splits,
+        "max_tokens": max_tokens,
     }
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
     if json_file is not None:
-        record = {"setting": about, "summary": facts, "best": plan.best, "rows": rows, "plan": plan.to_dict()}
+        record = {
+            "setting": about,
+            "summary": facts,
+            "best": plan.best,
+            "pairs": [pair.to_dict() for pair in [*pairs, *fresh]],
+            "plan": plan.to_dict(),
+        }
         json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def deployed(
-    bench: Bench, best: dict[str, Any], lane: Lane, planned_rows: Sequence[Row], processes: Processes,
+    bench: Bench, best: dict[str, Any], lane: Lane, rows: Sequence[Row], processes: Processes,
     prompts: Sequence[Sequence[int]],
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[Pair]:  # fmt: skip
     """The chosen configuration in a process that was made for its depth, beside plain decoding."""
     depth = best["num_speculative_tokens"]
-    fresh = replace(lane, name="the choice", depths=(depth,))
+    fresh = replace(lane, name=f"{lane.name}, started afresh", depths=(depth,))
     found = runs(bench, [fresh], prompts, start=processes.start)
-    rows = [row for row in planned_rows if dict(row.config) == best]
-    return [
-        compared(row, gain(found, fresh.name, depth, row.temperature), lane.depths, f"{row.name}, started afresh")
-        for row in rows
-    ]
+    pairs = []
+    for row in rows:
+        if dict(row.config) == best:
+            pairs.append(Pair(replace(row, name=fresh.name), depth in lane.depths))
+            pairs[-1].add(row, gain(found, fresh.name, depth, row.temperature))
+    return pairs
 
 
 if __name__ == "__main__":

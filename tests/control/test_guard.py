@@ -188,3 +188,19 @@ def test_a_machine_whose_speed_wanders_makes_no_gain_of_a_loss(seed):
             world.round()
         world.end(member)
     assert world.elapsed < 1.03 * world.plain
+
+
+@pytest.mark.parametrize("slower", [1.1, 1.25, 1.6])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_plain_round_that_was_disturbed_excuses_no_drafts(slower, batch):
+    """Until the next one is timed, every round with a draft in it looks like a gain."""
+    world = World(guard := guarded(most=16, allowance=0.005), chance(0.02), step=0.0006)
+    world.rehearse(guard.tempo)
+    for _ in range(batch):
+        world.add(prompt=100)
+    world.rows = lambda rows: slower * flat(rows)
+    for _ in range(3):
+        world.round()
+    world.rows = flat
+    world.run(256 * batch)
+    assert world.elapsed < 1.02 * world.plain

@@ -125,7 +125,7 @@ class Goodput(Controller):
         seconds = (
             self.tempo.draft_table(np.maximum.accumulate(ranks[order]) + 1, np.cumsum(first))
             + np.cumsum(np.where(first, missed[owners[order]], 0.0))
-            + self.tempo.passes.over(batch + forced + np.cumsum(rows[order]))
+            + self.tempo.pass_table(batch, batch + forced + np.cumsum(rows[order]))
         )
         value = (batch + np.cumsum(gains[order])) / seconds
         best = int(value.argmax())
@@ -160,7 +160,7 @@ class Goodput(Controller):
         seconds = (
             self.tempo.draft_table(depths, np.ones(len(depths)))
             + self._catching_up(context)
-            + self.tempo.passes.over(batch + forced + depths)
+            + self.tempo.pass_table(batch, batch + forced + depths)
         )
         value = (batch + np.cumsum(_HOPE[: len(depths)])) / seconds
         return bool(value.max() > _MARGIN * batch / self._without(batch, forced))

@@ -99,7 +99,7 @@ class Guard(Controller):
         tempo, rows = self.tempo, batch + sum(limits.values())
         drafting = tempo.draft_seconds(max(limits.values()), len(limits))
         missed = tempo.missed_seconds(sum(behind[i] for i in limits))
-        return drafting + missed + max(0.0, tempo.passes.at(rows) - tempo.plain_seconds(batch))
+        return drafting + missed + max(0.0, tempo.pass_seconds(batch, rows) - tempo.plain_seconds(batch))
 
     def _charge(self, steps: Sequence[Step]) -> None:
         """Enter a round: its allowance, and its loss or gain against the same tokens without the drafts on trial."""

@@ -17,7 +17,7 @@ from foretoken.core.step import Step, Timings, steady
 
 _BEHIND = 8  # missed tokens of all sequences together that go unnoticed
 _EARLY = 1.5  # observations that make the time of a plain round known
-_REFRESH = 24  # drafting rounds, at least, before a plain one is timed again;
+_REFRESH = 4  # drafting rounds, at least, before a plain one is timed again: it costs nothing while nothing is gained;
 _STALE = 3.0  # observations that what was known then counts for
 _PATIENCE = 200.0  # and so many more for every whole time that drafting is faster, which costs half a percent
 _KNOWN, _FOLLOW = 2.0, 0.3  # observations of a size that tell the machine's speed by it, and how fast it is followed
@@ -64,9 +64,25 @@ class Tempo:
         return self.plain.at(batch)
 
     def share(self, rows: int, of: int) -> float:
-        """A pass over ``rows`` rows in parts of one over ``of``, as they would take beside each other."""
+        """A pass over ``rows`` rows in parts of one over ``of``, which are more, as if they ran beside each other."""
         whole = self._shape.at(of)
-        return self._shape.at(rows) / whole if whole else 1.0
+        return min(1.0, self._shape.at(rows) / whole) if whole else 1.0
+
+    def pass_seconds(self, batch: int, rows: int) -> float:
+        """A pass over ``rows`` rows where a plain round has ``batch``, which are less."""
+        return float(self.pass_table(batch, np.asarray([rows]))[0])
+
+    def pass_table(self, batch: int, rows: Array) -> Array:
+        """``pass_seconds`` for each of ``rows``, whole or not.
+
+        Passes and plain rounds are timed at different moments, and a machine that has become faster in between is no
+        reason to think that rows cost nothing. So a pass takes what a plain round takes at least, and as much more as
+        it would beside one.
+        """
+        base = self._shape.at(batch)
+        beside = np.maximum(1.0, self._shape.over(rows) / base) if base else np.ones(len(rows))
+        found: Array = np.maximum(self.passes.over(rows), self.plain_seconds(batch) * beside)
+        return found
 
     def draft_seconds(self, depth: int, count: int) -> float:
         """Drafting ``depth`` nodes for each of ``count`` sequences that missed nothing."""

@@ -78,6 +78,25 @@ class Bench:
         return Engine(self.command(), setup, log)
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What one lane answered at one depth: ``rounds``, by group of prompts. The others: see ``Run``."""
+
+    lane: str
+    depth: int
+    beside: str
+    temperature: float
+    batch: int
+    rounds: tuple[Rounds, ...]
+
+    def run(self, groups: Sequence[int] | None = None) -> Run:
+        """Of these groups, all if None. Raises InvalidRequest where nothing was decoded."""
+        chosen = self.rounds if groups is None else [self.rounds[i] for i in groups]
+        return Run.of(
+            chosen, lane=self.lane, depth=self.depth, beside=self.beside, temperature=self.temperature, batch=self.batch
+        )
+
+
 def runs(
     bench: Bench,
     lanes: Sequence[Lane],
@@ -86,6 +105,18 @@ def runs(
     start: Callable[[Lane | None], Asked] | None = None,
     refused: Callable[[Lane, PeerError], None] | None = None,
 ) -> list[Run]:
+    """``answers``, summed up. Raises what it raises, and InvalidRequest where nothing was decoded."""
+    return [each.run() for each in answers(bench, lanes, prompts, say, start, refused)]
+
+
+def answers(
+    bench: Bench,
+    lanes: Sequence[Lane],
+    prompts: Sequence[Sequence[int]],
+    say: Say = lambda what, share: None,
+    start: Callable[[Lane | None], Asked] | None = None,
+    refused: Callable[[Lane, PeerError], None] | None = None,
+) -> list[Answers]:
     """Every lane at its depths, and plain decoding beside each. start: makes a lane's process, ``bench.start`` if None.
 
     refused: told of a lane that vLLM does not load or run, and the others go on. Raises InvalidRequest; PeerError
@@ -94,7 +125,7 @@ def runs(
     if not prompts or not lanes:
         raise InvalidRequest("a plan needs a prompt and a way to speculate at least")
     begin = start or bench.start
-    found: list[Run] = []
+    found: list[Answers] = []
     share = 1.0 / (2 * len(lanes) + 1)
     say("plain decoding: vLLM starts", 0.0)
     plain = begin(None)
@@ -118,8 +149,8 @@ def runs(
 def _beside(
     bench: Bench, lane: Lane, plain: Asked | None, prompts: Sequence[Sequence[int]],
     ways: tuple[Say, Callable[[Lane | None], Asked], tuple[float, float]],
-) -> list[Run]:  # fmt: skip
-    """One lane's runs, in turns with ``plain``. ways: how to tell, how to start, and the shares that are done then."""
+) -> list[Answers]:  # fmt: skip
+    """One lane's, in turns with ``plain``. ways: how to tell, how to start, and the shares that are done then."""
     say, begin, done = ways
     say(f"{lane.name}: vLLM starts", done[0])
     own = begin(lane)
@@ -134,12 +165,12 @@ def _beside(
 
 def _turns(
     bench: Bench, seats: Sequence[tuple[str, int, Asked]], beside: str, prompts: Sequence[Sequence[int]]
-) -> list[Run]:
+) -> list[Answers]:
     """All seats on every group of prompts, in another order each time."""
     found = []
     for temperature in bench.temperatures:
         for batch in bench.batches:
-            answers: list[list[Rounds]] = [[] for _ in seats]
+            heard: list[list[Rounds]] = [[] for _ in seats]
             groups = grouped(prompts, batch)
             for _, depth, asked in seats:
                 asked.rounds(Ask(groups[0], _WARM, temperature, depth))
@@ -149,10 +180,9 @@ def _turns(
                 for i in range(len(seats)):
                     at = (i + turn) % len(seats)
                     _, depth, asked = seats[at]
-                    answers[at].append(asked.rounds(Ask(group, bench.max_tokens, temperature, depth)))
-            for (lane, depth, _), own in zip(seats, answers, strict=True):
-                place = {"lane": lane, "depth": depth, "beside": beside, "temperature": temperature, "batch": batch}
-                found.append(Run.of(own, **place))
+                    heard[at].append(asked.rounds(Ask(group, bench.max_tokens, temperature, depth)))
+            for (lane, depth, _), own in zip(seats, heard, strict=True):
+                found.append(Answers(lane, depth, beside, temperature, batch, tuple(own)))
     return found
 
 
