@@ -14,7 +14,7 @@ from foretoken.bench.peers.vllm_rounds import Depths, Rounds, timed
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.vllm import CHAIN, COPIED, PLAIN, Lane, Run, foretold, planned, record
-from foretoken.plan.vllm_runs import Bench, grouped, runs
+from foretoken.plan.vllm_runs import Bench, answers, grouped, runs
 
 DRAFT = Lane.of({"method": "draft_model", "model": "some/draft"})
 OURS = Lane.of({"method": "custom_class", "model": "a.B"}, "ours", {"foretoken": {"method": "suffix"}})
@@ -162,6 +162,15 @@ def test_what_vllm_does_not_run_is_left_out_or_an_error():
         planned([OURS], found)
     with pytest.raises(PeerError):
         runs(bench, [OURS, DRAFT], [[1]], start=start)
+
+
+def test_a_plan_may_rest_on_some_of_what_was_answered():
+    bench, prompts = Bench(target="t", batches=(2,), max_tokens=17), [[1], [2], [3], [4]]
+    heard = answers(bench, [DRAFT], prompts, start=lambda lane: Fake(lane, []))
+    assert [each.run() for each in heard] == runs(bench, [DRAFT], prompts, start=lambda lane: Fake(lane, []))
+    half = [each.run([1]) for each in heard]
+    assert {len(run.tokens) for run in half} == {2} and {len(run.rounds) for run in half} == {1}
+    assert planned([DRAFT], half).best == planned([DRAFT], [each.run() for each in heard]).best
 
 
 def test_groups_are_full():
