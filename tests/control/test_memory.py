@@ -21,7 +21,7 @@ CONTEXT = Context(0, [0], 1, SamplingLaw(), Streams(0))
 
 
 class Machine:
-    """4 GiB, of which so much is free; time passes by 0.3 s a look."""
+    """4 GiB, of which so much is free; time passes by a second a look."""
 
     def __init__(self) -> None:
         self.free, self.now = GIB, 0.0
@@ -30,7 +30,7 @@ class Machine:
     def budget(self, looks: int = 1, depth: int | None = None) -> int:
         context = Context(0, [0], 1, SamplingLaw(), Streams(0), depth=depth)
         for _ in range(looks):
-            self.now += 0.3
+            self.now += 1.0
             budget = self.watch.budgets([context], [100])[0]
         return budget
 
@@ -66,17 +66,20 @@ def test_nothing_is_limited_where_nothing_can_be_known():
     assert watch.budgets([CONTEXT], [100]) == [8]
 
 
-def test_it_looks_seldom():
-    looks = []
+@pytest.mark.parametrize("free, looks", [(2.0, 10), (0.4, 40), (0.2, 200)])
+def test_it_looks_more_often_the_less_there_is(free, looks):
+    """Within ten seconds."""
+    seen, now = [], [0.0]
 
     def read() -> Memory:
-        looks.append(1)
-        return Memory(GIB, 4 * GIB)
+        seen.append(1)
+        return Memory(int(free * GIB), 4 * GIB)
 
-    watch = MemoryWatch(Fixed(8), read, lambda: 1.0)
-    for _ in range(100):
+    watch = MemoryWatch(Fixed(8), read, lambda: now[0])
+    for i in range(1000):
+        now[0] = i / 100
         watch.budgets([CONTEXT], [100])
-    assert len(looks) == 1
+    assert looks * 0.8 <= len(seen) <= looks + 1
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:

@@ -44,17 +44,16 @@ class Guard(Controller):
         self.inner, self.tempo, self.config = inner, tempo, config or GuardConfig()
         self.balance: float | None = None
         self._forced: dict[int, int] = {}
+        self._short: tuple[list[int], float] | None = None  # who could not have a node, and what one would cost
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
-        wanted = self.inner.budgets(contexts, rooms)
+        wanted = self.inner.budgets(contexts, _only(contexts, rooms, {}) if self._still_short(contexts) else rooms)
         self._forced = {c.id: k for c, k in zip(contexts, wanted, strict=True) if c.depth is not None}
         own = [i for i, context in enumerate(contexts) if context.depth is None and wanted[i] > 0]
         if own:
             limits = self._affordable(contexts, wanted, own)
             if limits != {i: wanted[i] for i in own}:
-                rooms = [r if c.depth is not None else min(r, limits.get(i, 0))
-                         for i, (c, r) in enumerate(zip(contexts, rooms, strict=True))]  # fmt: skip
-                wanted = self.inner.budgets(contexts, rooms)
+                wanted = self.inner.budgets(contexts, _only(contexts, rooms, limits))
         self.tempo.begin(contexts, wanted)
         return wanted
 
@@ -69,6 +68,13 @@ class Guard(Controller):
     def forget(self, context: Context) -> None:
         self.tempo.forget(context)
         self.inner.forget(context)
+
+    def _still_short(self, contexts: Sequence[Context]) -> bool:
+        """Whether the same requests could not draft anything anyway, so that nobody need decide how much."""
+        if self._short is None or self.balance is None:
+            return False
+        who, least = self._short
+        return self.balance < least and who == [context.id for context in contexts]
 
     def _affordable(self, contexts: Sequence[Context], wanted: Sequence[int], own: Sequence[int]) -> dict[int, int]:
         """By place in the batch, nodes that may be drafted: all, or what the worst case leaves room for."""
@@ -92,6 +98,8 @@ class Guard(Controller):
             if limits:
                 return limits
             depth //= 2
+        first = min(own, key=lambda i: behind[i])
+        self._short = [context.id for context in contexts], self._worst(len(contexts), {first: 1}, behind)
         return {}
 
     def _worst(self, batch: int, limits: dict[int, int], behind: dict[int, int]) -> float:
@@ -129,3 +137,11 @@ class Guard(Controller):
     def _expected(self, steps: Sequence[Step], rows: int) -> float:
         tempo = self.tempo
         return self._with(rows) + (tempo.planned_seconds() if tempo.ready else steps[0].timings.propose)
+
+
+def _only(contexts: Sequence[Context], rooms: Sequence[int], limits: dict[int, int]) -> list[int]:
+    """``rooms``, for requests that name no depth of their own as far as ``limits`` have it."""
+    return [
+        room if context.depth is not None else min(room, limits.get(i, 0))
+        for i, (context, room) in enumerate(zip(contexts, rooms, strict=True))
+    ]

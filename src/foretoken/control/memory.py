@@ -15,7 +15,8 @@ from foretoken.core.context import Context
 from foretoken.core.step import Step
 
 _GIB = 2**30
-_EVERY, _CALM = 0.05, 0.25  # seconds between two looks: while memory is short, and while it is not
+_EVERY, _CALM, _PLENTY = 0.05, 0.25, 1.0  # seconds between two looks: memory is short, is not, is far from it
+_FAR = 4.0  # times what is low; so much more cannot be gone before the next look, which takes half a millisecond
 _PATIENCE = 20  # looks with room to spare before drafting grows again
 _NONE = 6  # halvings that leave nothing, whatever the budget
 
@@ -48,7 +49,7 @@ class MemoryWatch(Controller):
         """read: what is free; None says that it cannot be known, and nothing is limited."""
         self.inner, self._read, self._clock = inner, read, clock
         self.halvings = 0
-        self._looked, self._spare, self._wanted = -_CALM, 0, 0
+        self._next, self._spare, self._wanted = 0.0, 0, 0
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
         self._look()
@@ -67,9 +68,8 @@ class MemoryWatch(Controller):
 
     def _look(self) -> None:
         now = self._clock()
-        if now - self._looked < (_EVERY if self.halvings else _CALM):
+        if now < self._next:
             return
-        self._looked = now
         memory = self._read()
         if memory is None:
             self.halvings = 0
@@ -84,6 +84,8 @@ class MemoryWatch(Controller):
                 self.halvings = min(self.halvings, leaves_none) - 1
         else:
             self._spare = 0
+        plenty = memory is None or memory.free > _FAR * memory.low
+        self._next = now + (_EVERY if self.halvings else _PLENTY if plenty else _CALM)
 
 
 class Free:

@@ -16,6 +16,7 @@ from foretoken.core.context import Context
 from foretoken.core.step import Step, Timings, steady
 
 _BEHIND = 8  # missed tokens of all sequences together that go unnoticed
+_REHEARSED = 0.5  # observations that what was measured on a made-up prompt counts for
 _EARLY = 1.5  # observations that make the time of a plain round known
 _REFRESH = 4  # drafting rounds, at least, before a plain one is timed again: it costs nothing while nothing is gained;
 _STALE = 3.0  # observations that what was known then counts for
@@ -158,7 +159,8 @@ class Tempo:
     def doubt(self) -> None:
         """What was measured so far stands in only until there is better."""
         for curve in (self.passes, self.plain, self._shape, *self._drafts.values()):
-            curve.doubt(0.5)
+            curve.doubt(_REHEARSED)
+        self.plain.doubt(_REHEARSED / 4)  # which the first rounds show anyway, and on which everything rests
         self._missed = [value / max(1.0, self._missed[1] / 64.0) for value in self._missed]
         self._since, self._read = 0, {}
 
@@ -190,6 +192,6 @@ class Tempo:
 
     def _faster(self, steps: Sequence[Step], seconds: float) -> None:
         plain = self.plain_seconds(len(steps))
-        if plain and seconds and steady(steps):
-            speedup = sum(len(step.tokens) for step in steps) / len(steps) * plain / seconds
+        if plain and seconds and steady(steps):  # no round with drafts is shorter than one without
+            speedup = sum(len(step.tokens) for step in steps) / len(steps) * min(1.0, plain / seconds)
             self._speedup += 0.1 * (speedup - self._speedup)

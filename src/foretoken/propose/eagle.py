@@ -117,7 +117,9 @@ class Eagle(Proposer):
         known = self._known.get(context.id, scores.first)
         own = list(rows[known - scores.first :])
         if own:
-            raw = torch.cat([scores.taps[layer][own] for layer in self.taps], dim=-1)
+            whole = own[-1] - own[0] + 1 == len(own)  # as nearly always: a slice, which takes no copy
+            chosen = slice(own[0], own[-1] + 1) if whole else own
+            raw = torch.cat([scores.taps[layer][chosen] for layer in self.taps], dim=-1)
             tokens = context.tokens[known + 1 : known + 1 + len(own)]
             self._unread.setdefault(context.id, []).append((tokens, raw))
             self._known[context.id] = known + len(own)

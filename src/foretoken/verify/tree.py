@@ -15,7 +15,7 @@ from foretoken.core.law import Sampled, WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, normalised, ratio
-from foretoken.verify.rows import Probs, draw
+from foretoken.verify.rows import Probs, chances, draw
 
 
 def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
@@ -24,8 +24,8 @@ def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     A node is reached with weight pa: 1 at the root, min(1, pa p(x) / q(x)) at its child x. The first leaf in post-order
     is accepted with its pa, whole path and all. Else it is deleted, and with Z the mass of (pa p - q)+ its parent gets
     pa <- Z / (Z + 1 - pa), p <- norm((pa p - q)+); siblings drawn without replacement also take q[x] <- 0,
-    renormalised. Below a weight of 0 everything is rejected, and no row is read. On a chain this is block verification,
-    number for number.
+    renormalised. Below a weight of 0 everything is rejected, and no row is read; nor is one above what was accepted at
+    once. On a chain this is block verification, number for number.
 
     draft: law ``Sampled`` (siblings i.i.d.) or ``WithoutReplacement``. probs: [n+1, V].
     """
@@ -34,16 +34,18 @@ def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
 
     def settle(node: int, weight: float) -> Verdict | None:
         """The verdict below ``node``, None when all of it is rejected."""
+        p: Tensor | None = None  # the whole row only once a child was rejected
         children = draft.children[node + 1]
-        p = probs[node + 1] if children else None
         q = rows[node + 1] if children else None
         for child in children:
-            assert p is not None and q is not None
+            assert q is not None
             token = draft.ids[child]
-            reached = min(1.0, weight * ratio(float(p[token]), float(q[token])))
+            drawn = float(p[token]) if p is not None else next(chances(probs, [node + 1], [token]))
+            reached = min(1.0, weight * ratio(drawn, float(q[token])))
             verdict = settle(child, reached) if reached > 0.0 else None
             if verdict is not None:
                 return verdict
+            p = probs[node + 1] if p is None else p
             rest, mass = excess(p, q, weight)
             left = mass + (1.0 - weight)
             weight = mass / left if left > 0.0 else 1.0
