@@ -50,7 +50,7 @@ STRETCH = 12  # rounds of one engine in a row: few beside how fast a machine dri
 Key = tuple[str, int]  # a candidate's name and its depth
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sum:
     """Rounds of a full batch in which no prompt was read. passes: of one sequence each."""
 

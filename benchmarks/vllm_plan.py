@@ -6,8 +6,8 @@
 vLLM's CPU build (`make peers`). All prompts are completed at the depths of a plan and at some between them, every depth
 beside plain decoding. Then the prompts are halved at random, many times over: the plan is made from one half, as if
 there were no other, and compared with what came out on the other. So nothing depends on how one split fell; two halves
-of a hundred prompts differ by five percent. At last a fresh vLLM runs the configuration that the plan of all prompts
-chose, as its user would start it.
+of a hundred prompts differ by five percent. At last a fresh vLLM runs the configuration that the plan of the
+first half chose on the others, as its user would start it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from foretoken.bench.peers.vllm_rounds import Rounds
 from foretoken.bench.setting import setting, wide_console
 from foretoken.cli.plan_vllm import lanes
 from foretoken.models.checkpoint import load_tokenizer
-from foretoken.plan.outcome import Row
+from foretoken.plan.outcome import Plan, Row
 from foretoken.plan.vllm import PLAIN, Lane, Run, chosen, planned
 from foretoken.plan.vllm_runs import Answers, Asked, Bench, answers, runs
 from foretoken.train.scale_up import scaled
@@ -121,18 +121,24 @@ def deepened(known: Sequence[Lane], depths: Sequence[int]) -> list[Lane]:
     ]
 
 
+def from_some(known: Sequence[Lane], heard: Sequence[Answers], places: Sequence[int]) -> Plan:
+    """The plan of these prompts, from the depths that a plan runs and no others."""
+    ran = {lane.name: {0, *lane.depths} for lane in known}
+    return planned(known, [each.run(places) for each in heard if each.depth in ran[each.beside]])
+
+
 def halves(
     known: Sequence[Lane], heard: Sequence[Answers], count: int, splits: int, depths: Sequence[int]
 ) -> list[Pair]:
     """A plan from every half, beside the other half's runs."""
-    ran = {lane.name: {*lane.depths, 0} for lane in known}
+    ran = {lane.name: lane.depths for lane in known}
     places = list(range(count))
     mixed = random.Random(0)
     found: dict[tuple[str, int, float], Pair] = {}
     for _ in range(splits):
         mixed.shuffle(places)
         seen, unseen = places[: count // 2], places[count // 2 :]
-        plan = planned(known, [each.run(seen) for each in heard if each.depth in ran[each.beside]])
+        plan = from_some(known, heard, seen)
         others = [each.run(unseen) for each in heard]
         for row in plan.rows:
             name, depth = row.name, row.num_speculative_tokens
@@ -210,11 +216,11 @@ def main(
             bar, description=what, completed=share), processes.start)  # fmt: skip
         seconds = perf_counter() - started
         pairs = halves(known, heard, len(ids), splits, depth)
-        plan = planned(known, [each.run() for each in heard])
+        plan = from_some(known, heard, range(len(ids) // 2))
         fresh = []
         if plan.best is not None:
             progress.update(bar, description="the plan's choice, a fresh vLLM", completed=0.0)
-            fresh = deployed(bench, plan.best, chosen(plan, known), plan.rows, processes, ids[: len(ids) // 4])
+            fresh = deployed(bench, plan.best, chosen(plan, known), plan.rows, processes, ids[len(ids) // 2 :])
     facts = report(pairs, fresh, console)
     about = setting() | {
         "target": target.name,

@@ -66,6 +66,19 @@ def test_nothing_is_limited_where_nothing_can_be_known():
     assert watch.budgets([CONTEXT], [100]) == [8]
 
 
+def test_it_looks_seldom():
+    looks = []
+
+    def read() -> Memory:
+        looks.append(1)
+        return Memory(GIB, 4 * GIB)
+
+    watch = MemoryWatch(Fixed(8), read, lambda: 1.0)
+    for _ in range(100):
+        watch.budgets([CONTEXT], [100])
+    assert len(looks) == 1
+
+
 @pytest.mark.parametrize("free, looks", [(2.0, 10), (0.4, 40), (0.2, 200)])
 def test_it_looks_more_often_the_less_there_is(free, looks):
     """Within ten seconds."""

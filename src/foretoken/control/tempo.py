@@ -158,7 +158,7 @@ class Tempo:
 
     def doubt(self) -> None:
         """What was measured so far stands in only until there is better."""
-        for curve in (self.passes, self.plain, self._shape, *self._drafts.values()):
+        for curve in (self.passes, self._shape, *self._drafts.values()):
             curve.doubt(_REHEARSED)
         self.plain.doubt(_REHEARSED / 4)  # which the first rounds show anyway, and on which everything rests
         self._missed = [value / max(1.0, self._missed[1] / 64.0) for value in self._missed]
