@@ -1,7 +1,10 @@
-"""A mixed stream of requests, one proposer: drafting as much as pays beside every fixed depth.
+"""A mixed stream of requests: drafting as much as pays, with what pays, beside every proposer at every fixed depth.
 
     python benchmarks/adaptive.py --json adaptive.json
     python benchmarks/adaptive.py --crowd 0
+
+Of several proposers, named by repeated ``--speculative-config``, the adaptive system is their mixture, under the
+controller that a mixture has by default.
 
 Parts, their requests in turn: completion, editing and repetition as in ``mixture.py`` (greedy, the last two dictated)
 and completion at a high temperature, all one at a time; and crowds, ``--crowd`` completions at once. Every request goes
@@ -15,7 +18,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +37,8 @@ from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.scale_up import scaled
 from mixture import Cell, Dictation, Task, compare, table, tasks
 
-ADAPTIVE = "adaptive"
+ADAPTIVE, PLAIN = "adaptive", "depth 0"
+DRAFT = '{"method": "draft_model"}'
 
 
 def stream(each: Sequence[Task], hot: float, crowd: int) -> list[Task]:
@@ -62,7 +66,7 @@ def foreknown(cells: Sequence[Cell]) -> float:
 def main(
     target: Annotated[Path | None, typer.Option(help="Default: the bundled one, widened to 0.7 B.")] = None,
     small: Annotated[bool, typer.Option("--small", help="The bundled target itself.")] = False,
-    speculative_config: Annotated[str | None, typer.Option(help="JSON; default: the bundled draft model.")] = None,
+    speculative_config: Annotated[list[str], typer.Option(help="A proposer as JSON; may be repeated.")] = [DRAFT],
     depth: Annotated[list[int], typer.Option(help="A fixed depth; may be repeated.")] = [1, 2, 3, 4, 6, 8, 12, 16],
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each, for completion.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Requests of each part.")] = 6,
@@ -78,11 +82,15 @@ def main(
     tokenizer = load_tokenizer(path)
     model = Dictation(load_model(path, max_length=4096))
     builder = Builder(model, tokenizer, path, lambda other: load_model(Path(other), max_length=4096))
-    given = json.loads(speculative_config) if speculative_config else {"method": "draft_model"}
-    if given["method"] == "draft_model":
-        given.setdefault("model", str(zoo.path("draft")))
-    config = SpeculativeConfig.of(given)
-    engines = {f"depth {k}": Engine(model, builder.build(config), Fixed(k)) for k in (0, *depth)}
+    members = [json.loads(text) for text in speculative_config]
+    for member in members:
+        if member["method"] == "draft_model":
+            member.setdefault("model", str(zoo.path("draft")))
+    engines = {PLAIN: Engine(model, builder.build(SpeculativeConfig.of(members[0])), Fixed(0))}
+    for member, k in product(members, depth):
+        name = f"{member['method']} {k}" if len(members) > 1 else f"depth {k}"
+        engines[name] = Engine(model, builder.build(SpeculativeConfig.of(member)), Fixed(k))
+    config = SpeculativeConfig.of(members[0] if len(members) == 1 else {"method": "mixture", "members": members})
     proposer, tempo = builder.build(config), Tempo()
     rehearse(model, proposer, tempo, config.most)
     engines[ADAPTIVE] = Engine(model, proposer, config.controller(model.device, tempo))
@@ -91,12 +99,12 @@ def main(
     parts = tuple(dict.fromkeys(task.part for task in requests))
     cells = compare(engines, requests, repeats)
     console = wide_console()
-    console.print(table(cells, list(engines), ADAPTIVE, "depth 0", parts, single=True))
+    console.print(table(cells, list(engines), ADAPTIVE, PLAIN, parts, single=True))
     bound = foreknown(cells)
     console.print(f"each part at its own best depth, known beforehand: {bound:.3f} of the best single one")
     facts = setting() | {
         "target": path.name,
-        "config": given,
+        "members": members,
         "count": count,
         "tokens": tokens,
         "crowd": crowd,

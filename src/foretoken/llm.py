@@ -112,8 +112,7 @@ class LLM:
     def _rehearsed(self, config: SpeculativeConfig) -> Tempo:
         """What rounds take, as far as it can be known before the first request."""
         tempo = Tempo()
-        measured = not (self._proposer.costless or self._proposer.learns)
-        if measured and isinstance(config.control_in_force, GoodputConfig):
+        if isinstance(config.control_in_force, GoodputConfig):
             rehearse(self.target, self._proposer, tempo, config.most)
         return tempo
 

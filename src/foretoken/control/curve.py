@@ -45,6 +45,11 @@ class Curve:
             self._table = np.zeros(0)
         self._points[size] = mean, weight + 1.0
 
+    def put(self, size: int, seconds: float) -> None:
+        """What ``size`` takes, instead of what was known of it."""
+        self._points[size] = seconds, max(1.0, self.known(size))
+        self._table = np.zeros(0)
+
     def doubt(self, weight: float) -> None:
         """What is known counts as ``weight`` observations of each size, at most: it was measured elsewhere."""
         self._points = {size: (mean, min(weight, old)) for size, (mean, old) in self._points.items()}

@@ -6,7 +6,7 @@ drafts; those seconds are told apart, as seconds a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,8 @@ from foretoken.core.context import Context
 from foretoken.core.step import Step, Timings, steady
 
 _BEHIND = 8  # missed tokens of all sequences together that go unnoticed
-_REHEARSED = 0.5  # observations that what was measured on a made-up prompt counts for
+_REHEARSED = 0.5  # observations that what was measured on a made-up prompt counts for,
+_COMPARED = 2.0  # and what passes over more rows take beside those over fewer: it was measured in one moment
 _EARLY = 1.5  # observations that make the time of a plain round known
 _REFRESH = 4  # drafting rounds, at least, before a plain one is timed again: it costs nothing while nothing is gained;
 _STALE = 3.0  # observations that what was known then counts for
@@ -38,7 +39,7 @@ class Tempo:
     """Shared by the controllers of an engine; each of them may report a round."""
 
     def __init__(self) -> None:
-        self.passes, self.plain = Curve(), Curve()
+        self.plain = Curve()
         self._shape, self._level = Curve(), 1.0  # passes at one speed of the machine, and how slow it is now
         self._drafts: dict[int, Curve] = {}  # by the bit length of how many sequences draft; over the depth
         self._missed = [0.0, 0.0]  # seconds of catching up, tokens
@@ -77,13 +78,18 @@ class Tempo:
         """``pass_seconds`` for each of ``rows``, whole or not.
 
         Passes and plain rounds are timed at different moments, and a machine that has become faster in between is no
-        reason to think that rows cost nothing. So a pass takes what a plain round takes at least, and as much more as
-        it would beside one.
+        reason to think that rows cost nothing, nor one that has become slower that they cost much. So a pass takes as
+        much more than a plain round as it would beside one, and never less.
         """
-        base = self._shape.at(batch)
-        beside = np.maximum(1.0, self._shape.over(rows) / base) if base else np.ones(len(rows))
-        found: Array = np.maximum(self.passes.over(rows), self.plain_seconds(batch) * beside)
+        base, plain = self._shape.at(batch), self.plain_seconds(batch)
+        if not base or not plain:
+            return self._level * self._shape.over(rows)
+        found: Array = plain * np.maximum(1.0, self._shape.over(rows) / base)
         return found
+
+    def alone(self, rows: int) -> float:
+        """A pass over ``rows`` rows, at the speed that the machine has now; 0 until one was seen."""
+        return self._level * self._shape.at(rows)
 
     def draft_seconds(self, depth: int, count: int) -> float:
         """Drafting ``depth`` nodes for each of ``count`` sequences that missed nothing."""
@@ -136,7 +142,6 @@ class Tempo:
         drafting = [budget for budget in granted if budget > 0]
         if steady(steps):
             rows = sum(len(step.draft) + 1 for step in steps)
-            self.passes.add(rows, timings.total - timings.propose)
             self._bend(rows, timings.total - timings.propose)
             self._since += 1
             if rows == len(steps) and not drafting:
@@ -156,16 +161,29 @@ class Tempo:
         """The sequence is over."""
         self._read.pop(context.id, None)
 
+    def rehearsed(self, passes: Mapping[int, float], drafts: Mapping[int, float]) -> None:
+        """The rounds so far were on a made-up prompt, and these are their medians.
+
+        Seconds of a pass by rows, and of one sequence's drafts by depth.
+        """
+        self._level = 1.0
+        for rows, seconds in passes.items():
+            self._shape.put(rows, seconds)
+        for depth, seconds in drafts.items():
+            self._drafts.setdefault(1, Curve(origin=True)).put(depth, seconds)
+        self.doubt()
+
     def doubt(self) -> None:
         """What was measured so far stands in only until there is better."""
-        for curve in (self.passes, self._shape, *self._drafts.values()):
+        self._shape.doubt(_COMPARED)
+        for curve in self._drafts.values():
             curve.doubt(_REHEARSED)
         self.plain.doubt(_REHEARSED / 4)  # which the first rounds show anyway, and on which everything rests
         self._missed = [value / max(1.0, self._missed[1] / 64.0) for value in self._missed]
         self._since, self._read = 0, {}
 
     def _bend(self, rows: int, seconds: float) -> None:
-        """A pass, for ``share``: what sizes that are known take more than usual is the machine's doing."""
+        """A pass: what sizes that are known take more than usual is the machine's doing."""
         if self._shape.known(rows) >= _KNOWN:
             change = seconds / (self._shape.at(rows) * self._level)
             self._level *= min(2.0, max(0.5, change)) ** _FOLLOW

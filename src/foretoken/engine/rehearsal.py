@@ -5,7 +5,10 @@ What an over-large draft model would cost is seen here, not in somebody's reques
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Sequence
+from statistics import median
 
 from foretoken.control.base import Controller
 from foretoken.control.tempo import Tempo
@@ -19,40 +22,63 @@ from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
 _PROMPT = 96  # tokens
-_DEPTHS = (0, 0, 0, 1, 1, 2, 4, 8, 16)  # the prompt's round first; what lies between is read off a line
-_ENOUGH = 1.0  # plain rounds; drafting that takes longer need not be looked at more closely
+_FIRST = (0, 1)  # the prompt is read, and the proposer catches up
+_SWEEP = (0, 1, 2, 4, 8, 16)  # what lies between is read off a line
+_SWEEPS = 4  # of which medians are taken, since a slow moment would be remembered; fewer if they take longer than
+_SECONDS = 1.5
+_ENOUGH = 1.0  # plain rounds; drafting that takes longer need not be looked at again
 
 
 class _Script(Controller):
-    """These depths, one after another."""
+    """These depths, one after another. passes, drafts: seconds by rows and depth, the proposer having caught up."""
 
     def __init__(self, depths: Sequence[int], tempo: Tempo) -> None:
         self.left, self.tempo = list(depths), tempo
+        self.passes: dict[int, list[float]] = defaultdict(list)
+        self.drafts: dict[int, list[float]] = defaultdict(list)
+        self._depth, self._skip, self._end = 0, len(_FIRST), time.perf_counter() + _SECONDS
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
-        wanted = self.left.pop(0) if self.left else 0
-        budgets = [max(0, min(wanted, room)) for room in rooms]
+        self._depth = self.left.pop(0) if self.left else 0
+        budgets = [max(0, min(self._depth, room)) for room in rooms]
         self.tempo.begin(contexts, budgets)
         return budgets
 
     def observe(self, steps: Sequence[Step]) -> None:
         self.tempo.observe(steps)
-        if steps[0].timings.propose > _ENOUGH * (self.tempo.plain_seconds(1) or float("inf")):
-            self.left = self.left[:1]
+        self._skip -= 1
+        if self._skip >= 0:
+            return
+        timings = steps[0].timings
+        self.passes[sum(len(step.draft) + 1 for step in steps)].append(timings.total - timings.propose)
+        if self._depth:
+            self.drafts[self._depth].append(timings.propose)
+            if timings.propose > _ENOUGH * self.tempo.plain_seconds(1):
+                self.left = [depth for depth in self.left if depth < self._depth]
+        if time.perf_counter() > self._end:
+            self.left = [depth for depth in self.left if depth and depth not in self.drafts]
 
     def forget(self, context: Context) -> None:
         self.tempo.forget(context)
 
 
 def rehearse(target: Model, proposer: Proposer, tempo: Tempo, most: int) -> None:
-    """Teach ``tempo`` what rounds of up to ``most`` nodes take; it will prefer what requests show. Needs room for 32
-    tokens and the draft in the target; with less nothing is tried.
+    """Teach ``tempo`` what rounds of up to ``most`` nodes take; it will prefer what requests show.
+
+    Needs room for 32 tokens and the drafts in the target; with less nothing is tried. Nor is it with a proposer whose
+    drafts take no time, or would have learned from the made-up prompt.
     """
-    script = _Script([depth for depth in _DEPTHS if depth <= most], tempo)
-    rounds = sum(depth + 1 for depth in script.left)
-    length = min(_PROMPT, target.max_length - rounds - most - 1)
-    if length < 32:
+    if proposer.costless or proposer.learns:
         return
+    sweep = [depth for depth in _SWEEP if depth <= most]
+    taken = sum(depth + 1 for depth in sweep)
+    room = target.max_length - most - 1 - sum(_FIRST) - len(_FIRST)
+    sweeps = min(_SWEEPS, (room - 32) // taken)
+    if sweeps < 1:
+        return
+    first = [depth for depth in _FIRST if depth <= most]
+    script = _Script([*first, *(sweep * sweeps)], tempo)
+    length = min(_PROMPT, room - sweeps * taken)
     tokens = [(7 * i + 1) % target.vocab_size for i in range(length)]
     engine = Engine(target, proposer, script)
     source = tuple(tokens[: target.source_length])
@@ -61,4 +87,7 @@ def rehearse(target: Model, proposer: Proposer, tempo: Tempo, most: int) -> None
         engine.add(context, Length(2**31))
         while script.left:
             engine.step()
-    tempo.doubt()
+    tempo.rehearsed(
+        {rows: median(seconds) for rows, seconds in script.passes.items()},
+        {depth: median(seconds) for depth, seconds in script.drafts.items()},
+    )
