@@ -246,7 +246,7 @@ def main(
     depth: Annotated[list[int], typer.Option(min=1, help="Of chains.")] = [1, 2, 3, 4, 5, 6, 7, 8],
     nodes: Annotated[list[int], typer.Option(min=1, help="Of trees.")] = [8, 14],
     repeats: Annotated[int, typer.Option(min=1)] = 1,
-    turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate, in the plan.")] = 10,
+    turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate, in the plan.")] = 24,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write setting, rows and summary here.")] = None,
 ) -> None:
     """Plan on some prompts, measure on others, compare."""

@@ -18,7 +18,7 @@ from foretoken.plan.exports import exports
 from foretoken.plan.outcome import Plan, Row, choices, mark
 from foretoken.plan.planner import Planner, Settings, spread, timed_depths
 from foretoken.plan.replay import run
-from foretoken.plan.rounds import Lane, Timed, Times, Turn, timed
+from foretoken.plan.rounds import Lane, Passes, Timed, Times, Turn, timed
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import write
 from foretoken.propose.base import Proposer
@@ -109,10 +109,22 @@ def turns(*seconds: float, rows: tuple[int, ...] = (1,), score: float = 0.8) -> 
 
 def test_round_times_of_one_size_are_medians_in_plain_steps():
     plain = turns(1.0, 1.0, 1.1, 0.9)
-    times = Times({"a": Timed(turns(2.0, 2.0, 2.2, 9.0, rows=(5,)), plain, 3.0, 2.0)}, batch=1)
+    times = Times([{"a": Timed(turns(2.0, 2.0, 2.2, 9.0, rows=(5,)), plain, 3.0, 2.0)}], batch=1)
     found = times.of("a", {4: 1.0})
     assert found.over_plain == pytest.approx(2.1) and found.seconds == pytest.approx(2.1)
     assert found.prefill_over_plain == 1.5 and 0.01 <= found.error < 0.2
+
+
+def test_passes_are_known_from_every_temperature_and_moment():
+    """A machine half as fast at the second moment, where passes over five rows cost less beside plain ones."""
+    fast = {"a": Timed(turns(2.0, 2.0, 7.0, rows=(5,)), turns(1.0, 1.0, 1.0), 3.0, 2.0)}
+    slow = {"a": Timed(turns(3.0, 3.0, 3.0, rows=(5,)), turns(2.0, 2.0, 2.0), 3.0, 2.0)}
+    assert Times([fast], 1).of("a", {4: 1.0}).over_plain == pytest.approx(2.0)
+    both = Times([fast, slow], 1).of("a", {4: 1.0})
+    assert both.over_plain == pytest.approx(1.75)  # a plain round for a plain round
+    assert both.error > 0.1  # the moments differ, and so may the next
+    elsewhere = Times([fast], 1, Passes([fast, slow])).of("a", {4: 1.0})
+    assert elsewhere.over_plain == pytest.approx(0.2 * 2.0 + 0.8 * 1.75)  # the rest is of this temperature
 
 
 def test_round_times_of_varying_sizes_follow_their_law():
@@ -120,11 +132,11 @@ def test_round_times_of_varying_sizes_follow_their_law():
     plain = tuple(Turn(1.0, 0.0, 1.0, 1) for _ in range(4))
     full = tuple(Turn(2.1, 0.1, 2.0, 5) for _ in range(4))
     mixed = (*full[:3], Turn(1.1, 0.1, 1.0, 1))
-    times = Times({"a": Timed(mixed, plain, 1.0, 1.0)}, batch=1)
+    times = Times([{"a": Timed(mixed, plain, 1.0, 1.0)}], batch=1)
     assert times.of("a", {0: 0.75, 4: 0.25}).over_plain == pytest.approx(1.35)
     pairs = tuple(Turn(1.0, 0.0, 1.0, 2) for _ in range(4))
     both = (Turn(1.6, 0.1, 1.5, 6), Turn(2.1, 0.1, 2.0, 10), Turn(1.6, 0.1, 1.5, 6), Turn(1.1, 0.1, 1.0, 2))
-    times = Times({"a": Timed(both, pairs, 1.0, 1.0)}, batch=2)
+    times = Times([{"a": Timed(both, pairs, 1.0, 1.0)}], batch=2)
     by_hand = 0.1 + 0.75**2 * 1.0 + 2 * 0.75 * 0.25 * 1.5 + 0.25**2 * 2.0
     assert times.of("a", {0: 0.75, 4: 0.25}).over_plain == pytest.approx(by_hand)
 

@@ -38,7 +38,7 @@ def plan(
     temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="Repeatable. [0 and 1]")] = None,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once (repeatable). [1]")] = None,
-    turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate.")] = 10,
+    turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate.")] = 24,
     quantization: Quantization = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything found.")] = None,

@@ -9,8 +9,10 @@ that run's), and the spread of the times. See ``statistics``.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
@@ -18,7 +20,7 @@ from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan, Row, choices, mark
 from foretoken.plan.predictors import Predictor, fitted
-from foretoken.plan.rounds import RoundTime, Times, midway, timed
+from foretoken.plan.rounds import Passes, RoundTime, Times, Visit, midway, timed
 from foretoken.plan.sample import Proposers, Sample, chain_of
 from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.tally import Estimate
@@ -27,6 +29,7 @@ from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
 LEVEL = 0.95
+_MOMENTS = 3  # of a plan at which rounds are timed
 _TIMED = (1, 2, 4, 6, 8)  # of many depths, those whose rounds are timed; between them times are read off a line
 _NORMAL = 1.96
 Foretold = dict[tuple[str, float], list[Predictor]]  # by draft and temperature
@@ -35,12 +38,12 @@ Say = Callable[[str, float], None]  # what is being done, and the share of the w
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to plan for. turns: timed rounds of every candidate."""
+    """What to plan for. turns: timed rounds of every candidate, at a few moments of the plan."""
 
     temperatures: Sequence[float] = (0.0, 1.0)
     batches: Sequence[int] = (1,)
     max_tokens: int = 64
-    turns: int = 10
+    turns: int = 24
     top_p: float = 1.0
     seed: int = 0
 
@@ -81,19 +84,41 @@ class Planner:
         made = [proposers.get(candidate) for candidate in candidates]
         taps = sorted({tap for proposer in made for tap in proposer.needs.taps})
         progress = _Progress(self.say, self.settings, candidates)
-        rows: list[Row] = []
+        found: list[_Found] = []
         predictors: Foretold = {}
         for temperature in self.settings.temperatures:
             law = self.settings.law(temperature)
             progress.next(f"the target writes at temperature {temperature:g}")
             sample = Sample(self.target, law, self._texts(prompts, completions, law), self.eos, proposers, taps)
-            estimates = {(c.name, depth): e for c, depth, e in self._estimates(sample, candidates, progress)}
-            for batch in self.settings.batches:
-                times = self._times(sample, candidates, batch, progress)
-                for candidate in candidates:
-                    rows += _rows(candidate, temperature, batch, sample, estimates, times)
+            found.append(self._found(sample, candidates, progress))
             predictors |= _predictors(sample, candidates, temperature)
+        rows = list(self._rows(found, candidates))
         return Plan(tuple(mark(rows)), tuple(choices(rows)), predictors)
+
+    def _found(self, sample: Sample, candidates: Sequence[Candidate], progress: _Progress) -> _Found:
+        """Rounds are timed at several moments, since a machine is now faster and now slower."""
+        found = _Found(sample.texts)
+        moments = min(_MOMENTS, self.settings.turns, len(candidates))
+        for i in range(moments):
+            for candidate in candidates[i::moments]:
+                progress.next(f"{candidate.name} on its text")
+                for depth in candidate.depths:
+                    found.estimates[candidate.name, depth] = sample.estimate(candidate, depth)
+            turns = (self.settings.turns + i) // moments
+            for batch in self.settings.batches:
+                found.visits[batch].append(self._visit(sample, candidates, batch, turns, progress))
+        return found
+
+    def _rows(self, found: Sequence[_Found], candidates: Sequence[Candidate]) -> Iterator[Row]:
+        passes = {
+            batch: Passes(visit for each in found for visit in each.visits[batch]) for batch in self.settings.batches
+        }
+        for temperature, each in zip(self.settings.temperatures, found, strict=True):
+            tokens = fmean(len(text.tokens) for text in each.texts)
+            for batch in self.settings.batches:
+                times = Times(each.visits[batch], batch, passes[batch])
+                for candidate in candidates:
+                    yield from _rows(candidate, temperature, batch, tokens, each.estimates, times)
 
     def _texts(
         self, prompts: Sequence[Start], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
@@ -111,27 +136,30 @@ class Planner:
             raise InvalidRequest("every text ends at once; give prompts that the target continues")
         return texts
 
-    def _estimates(
-        self, sample: Sample, candidates: Sequence[Candidate], progress: _Progress
-    ) -> Iterator[tuple[Candidate, int, Estimate]]:
-        for candidate in candidates:
-            progress.next(f"{candidate.name} on its text")
-            for depth in candidate.depths:
-                yield candidate, depth, sample.estimate(candidate, depth)
-
-    def _times(self, sample: Sample, candidates: Sequence[Candidate], batch: int, progress: _Progress) -> Times:
+    def _visit(
+        self, sample: Sample, candidates: Sequence[Candidate], batch: int, turns: int, progress: _Progress
+    ) -> Visit:
+        """``turns`` rounds of everything that is timed."""
         lanes = {
             _lane(candidate, depth): (sample.proposers.get(candidate), depth)
             for candidate in candidates
             for depth in timed_depths(candidate.depths)
         }
         what = f"rounds at temperature {sample.law.temperature:g}, batch {batch}"
-        prompts, turns = midway(sample.texts, batch), self.settings.turns
         progress.next(what, 0.0)
-        found = timed(
-            self.target, lanes, prompts, sample.law, turns, lambda rounds: progress.next(what, rounds / turns)
-        )
-        return Times(found, batch)
+        return timed(
+            self.target, lanes, midway(sample.texts, batch), sample.law, turns,
+            lambda rounds: progress.next(what, rounds / self.settings.turns),
+        )  # fmt: skip
+
+
+@dataclass
+class _Found:
+    """At one temperature: what candidates do by name and depth, and by batch the visits that timed them."""
+
+    texts: Sequence[Text]
+    estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    visits: dict[int, list[Visit]] = field(default_factory=lambda: defaultdict(list))
 
 
 class _Progress:
@@ -176,11 +204,10 @@ def _rows(
     candidate: Candidate,
     temperature: float,
     batch: int,
-    sample: Sample,
+    tokens: float,
     estimates: dict[tuple[str, int], Estimate],
     times: Times,
 ) -> Iterator[Row]:
-    tokens = sum(len(text.tokens) for text in sample.texts) / len(sample.texts)
     for depth in candidate.depths:
         estimate = estimates[candidate.name, depth]
         time = _time(candidate, depth, times, estimate)

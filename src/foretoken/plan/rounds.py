@@ -5,13 +5,15 @@ Drafting, the target's pass, the law, the verdict and the caches are all in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.sampling import Law
@@ -22,6 +24,8 @@ from foretoken.plan.texts import Ending, Start, Text, contexts
 from foretoken.propose.base import Proposer
 
 PLAIN = ""
+_ANY = ""  # lane
+Reals = NDArray[np.float64]
 _OPEN = 32  # sequences open at once: those of plain decoding, and of as many lanes as fit beside it
 _STRETCH = 3  # rounds of one lane that are timed one after another
 _WARM = 2  # rounds after the prompt's that are not timed
@@ -91,6 +95,10 @@ class Timed:
     plain_prefill: float
 
 
+Visit = Mapping[str, Timed]
+"""Lanes that were timed together."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoundTime:
     """Seconds of a batch's round, and of drafting in it; over a plain step's, with the relative error of that ratio."""
@@ -157,18 +165,40 @@ def midway(texts: Sequence[Text], batch: int) -> list[Given]:
     return [whole[i % len(whole)] for i in range(batch)]
 
 
-class Times:
-    """Round times from what was timed together, at one temperature and batch."""
+class Passes:
+    """The target's passes of one batch beside plain ones: of a lane by its rows, and of all lanes by rows.
 
-    def __init__(self, found: Mapping[str, Timed], batch: int) -> None:
-        self._found, self._batch = found, batch
-        self.plain = median(turn.seconds for each in found.values() for turn in each.plain)
-        self.prefill = median(each.plain_prefill for each in found.values())
-        by_rows: dict[int, list[float]] = {}
-        for each in found.values():
-            for turn in (*each.turns, *each.plain):
-                by_rows.setdefault(turn.rows, []).append(turn.score)
-        self.passes = {rows: median(values) for rows, values in sorted(by_rows.items())}
+    They do not depend on the temperature, so what was timed at any of them counts: medians of a visit, since a round
+    may be disturbed, and of all visits the mean, since the machine is now faster and now slower.
+    """
+
+    def __init__(self, visits: Iterable[Visit]) -> None:
+        sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for visit in visits:
+            for key, ratios in _ratios(visit).items():
+                sums[key][0] += len(ratios) * median(ratios)
+                sums[key][1] += len(ratios)
+        self._of = {key: total / count for key, (total, count) in sums.items()}
+        self._curve = {rows: ratio for (name, rows), ratio in sorted(self._of.items()) if name == _ANY}
+
+    def of(self, lane: str, rows: int) -> float:
+        """In plain passes."""
+        return self._of[lane, rows]
+
+    def over(self, count: int) -> Reals:
+        """[count], of passes over 0, 1, ... rows, jagged curve and all."""
+        return np.interp(np.arange(count), list(self._curve), list(self._curve.values()))
+
+
+class Times:
+    """Round times at one temperature and batch, from the visits at which they were timed."""
+
+    def __init__(self, visits: Sequence[Visit], batch: int, passes: Passes | None = None) -> None:
+        """passes: of this batch at any temperature; None is of these visits."""
+        self._visits, self._batch, self._passes = visits, batch, passes or Passes(visits)
+        found = [each for visit in visits for each in visit.values()]
+        self.plain = median(turn.seconds for each in found for turn in each.plain)
+        self.prefill = median(each.plain_prefill for each in found)
 
     def of(self, name: str, sizes: Mapping[int, float]) -> RoundTime:
         """sizes: shares of the rounds by drafted nodes, of one sequence.
@@ -176,31 +206,70 @@ class Times:
         A lane whose drafts are always of one size took what it took. Where sizes vary, a few rounds are no fair sample
         of them: the pass is then that of the sizes' whole distribution, on the curve of all passes that were timed.
         """
-        lane = self._found[name]
-        plain = median(turn.seconds for turn in lane.plain)
-        ratios = [turn.seconds / other.seconds for turn, other in zip(lane.turns, lane.plain, strict=True)]
-        over, error = median(turn.seconds for turn in lane.turns) / plain, _error(ratios)
-        if len({turn.rows for turn in lane.turns}) > 1:
-            rest = sorted(turn.seconds - turn.score for turn in lane.turns)
-            over = (fmean(rest[: max(1, len(rest) - 1)]) + self._pass(sizes)) / plain
-            error = _error([1 + (each - median(rest)) / (over * plain) for each in rest])
+        lanes = [visit[name] for visit in self._visits]
+        rows = {turn.rows for lane in lanes for turn in lane.turns}
+        found = self._passes.of(name, *rows) if len(rows) == 1 else self._mixed(sizes)
+        rest = fmean(_rest(lane, steady=len(rows) == 1) for lane in lanes)
+        over = rest + found * fmean(_share(lane) for lane in lanes)
+        error = _joined([_relative(lane, over, steady=len(rows) == 1) for lane in lanes])
         return RoundTime(
             seconds=over * self.plain,
-            propose=median(turn.propose for turn in lane.turns),
+            propose=median(turn.propose for lane in lanes for turn in lane.turns),
             over_plain=over,
             error=float(np.hypot(error, _DRIFT)),
-            prefill_over_plain=lane.prefill / lane.plain_prefill,
+            prefill_over_plain=median(lane.prefill / lane.plain_prefill for lane in lanes),
         )
 
-    def _pass(self, sizes: Mapping[int, float]) -> float:
-        """The mean pass of a batch whose drafts' sizes are independent, jagged curve and all."""
+    def _mixed(self, sizes: Mapping[int, float]) -> float:
+        """The mean pass of a batch whose drafts' sizes are independent."""
         known, shares = np.array(list(sizes)), np.array(list(sizes.values()))
         law = np.bincount(known + 1, weights=shares)  # of one sequence's rows
         total = law
         for _ in range(self._batch - 1):
             total = np.convolve(total, law)
-        seconds = np.interp(np.arange(len(total)), list(self.passes), list(self.passes.values()))
-        return float((total * seconds).sum() / total.sum())
+        return float((total * self._passes.over(len(total))).sum() / total.sum())
+
+
+def _ratios(visit: Visit) -> dict[tuple[str, int], list[float]]:
+    """Passes over the plain ones beside them, by lane and rows, and under ``_ANY`` by rows."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for name, lane in visit.items():
+        base = median(turn.score for turn in lane.plain)
+        for turn in lane.turns:
+            found[name, turn.rows].append(turn.score / base)
+        for turn in (*lane.turns, *lane.plain):
+            found[_ANY, turn.rows].append(turn.score / base)
+    return found
+
+
+def _share(lane: Timed) -> float:
+    """Of the pass in a plain round."""
+    return median(turn.score for turn in lane.plain) / median(turn.seconds for turn in lane.plain)
+
+
+def _rest(lane: Timed, *, steady: bool) -> float:
+    """What is not the pass, in plain rounds: the median, or where it varies the mean without the longest."""
+    rest = sorted(turn.seconds - turn.score for turn in lane.turns)
+    found = median(rest) if steady else fmean(rest[: max(1, len(rest) - 1)])
+    return found / median(turn.seconds for turn in lane.plain)
+
+
+def _relative(lane: Timed, over: float, *, steady: bool) -> tuple[float, float]:
+    """What one visit found a round to take, in plain ones, and the relative error of that."""
+    if steady:
+        ratios = [turn.seconds / other.seconds for turn, other in zip(lane.turns, lane.plain, strict=True)]
+        return median(ratios), _error(ratios)
+    rest = [turn.seconds - turn.score for turn in lane.turns]
+    plain = median(turn.seconds for turn in lane.plain)
+    return over, _error([1 + (each - median(rest)) / (over * plain) for each in rest])
+
+
+def _joined(visits: Sequence[tuple[float, float]]) -> float:
+    """The relative error of the visits' mean: what each knows of its own, or if that is more, how they differ."""
+    found, errors = zip(*visits, strict=True)
+    own = sum(error**2 for error in errors) ** 0.5 / len(errors)
+    differ = stdev(found) / fmean(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+    return max(own, differ)
 
 
 def _error(ratios: Sequence[float]) -> float:
