@@ -91,7 +91,7 @@ def main(
         name = f"{member['method']} {k}" if len(members) > 1 else f"depth {k}"
         engines[name] = Engine(model, builder.build(SpeculativeConfig.of(member)), Fixed(k))
     config = SpeculativeConfig.of(members[0] if len(members) == 1 else {"method": "mixture", "members": members})
-    proposer, tempo = builder.build(config), Tempo()
+    proposer, tempo = builder.build(config), Tempo(builder.passes)
     rehearse(model, proposer, tempo, config.most)
     engines[ADAPTIVE] = Engine(model, proposer, config.controller(model.device, tempo))
     texts = load_prompts(prompts) if prompts else list(FUNCTIONS)

@@ -90,7 +90,7 @@ class LLM:
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
         self._proposer = builder.build(config)
-        tempo = self._rehearsed(config)
+        tempo = self._rehearsed(config, Tempo(builder.passes))
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
         chosen = selection(builder, config, self._proposer, methods)
@@ -109,9 +109,8 @@ class LLM:
         start = start_ids(path) if self.target.takes_source else ()
         self.requests = RequestBuilder(self.tokenizer, self.target.vocab_size, ends, seed, self.methods, start)
 
-    def _rehearsed(self, config: SpeculativeConfig) -> Tempo:
+    def _rehearsed(self, config: SpeculativeConfig, tempo: Tempo) -> Tempo:
         """What rounds take, as far as it can be known before the first request."""
-        tempo = Tempo()
         if isinstance(config.control_in_force, GoodputConfig):
             rehearse(self.target, self._proposer, tempo, config.most)
         return tempo

@@ -12,6 +12,7 @@ import torch
 
 from foretoken.control.base import Controller
 from foretoken.control.controls import Control, ControlConfig, build, most, parse
+from foretoken.control.passes import Passes
 from foretoken.control.tempo import Tempo
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
@@ -134,19 +135,20 @@ def find(name: str) -> Method | None:
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes proposers for one target. See ``Workshop``."""
+    """Makes proposers for one target. See ``Workshop``. passes: for the engine's ``Tempo`` as well."""
 
     target: Model
     tokenizer: Any
     path: Path | None
     load: Callable[[str | Path], Model]
+    passes: Passes = field(default_factory=Passes)
 
     def build(self, config: SpeculativeConfig) -> Proposer:
         """Raises InvalidRequest or ModelLoadError for what the method cannot be made of."""
         method = find(config.method_in_force)
         if method is None:
             return Proposer()
-        workshop = Workshop(self.target, self.tokenizer, self.path, config.model, self.load, self.member)
+        workshop = Workshop(self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.passes)
         return method.build(config.own(), workshop)
 
     def member(self, config: Mapping[str, Any]) -> Proposer:

@@ -167,7 +167,7 @@ class Goodput(Controller):
 
     def _without(self, batch: int, forced: int) -> float:
         """Seconds of a round in which nobody drafts who need not."""
-        return self.tempo.alone(batch + forced) if forced else self.tempo.plain_seconds(batch)
+        return self.tempo.passes.alone(batch + forced) if forced else self.tempo.plain_seconds(batch)
 
     def _catching_up(self, context: Context) -> float:
         """Reading what was missed, as seconds a round until it has paid."""

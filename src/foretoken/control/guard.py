@@ -132,7 +132,7 @@ class Guard(Controller):
         self.balance -= seconds - base * tokens / len(free)
 
     def _with(self, rows: int) -> float:
-        return self.tempo.alone(rows)
+        return self.tempo.passes.alone(rows)
 
     def _expected(self, steps: Sequence[Step], rows: int) -> float:
         tempo = self.tempo

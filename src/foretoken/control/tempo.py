@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foretoken.control.curve import Array, Curve
+from foretoken.control.passes import Passes
 from foretoken.core.context import Context
 from foretoken.core.step import Step, Timings, steady
 
@@ -22,7 +23,6 @@ _EARLY = 1.5  # observations that make the time of a plain round known
 _REFRESH = 4  # drafting rounds, at least, before a plain one is timed again: it costs nothing while nothing is gained;
 _STALE = 3.0  # observations that what was known then counts for
 _PATIENCE = 200.0  # and so many more for every whole time that drafting is faster, which costs half a percent
-_KNOWN, _FOLLOW = 2.0, 0.3  # observations of a size that tell the machine's speed by it, and how fast it is followed
 _TOGETHER = 16.0  # missed tokens that take as long as one step of drafting, until measured
 
 
@@ -38,9 +38,9 @@ class Plan:
 class Tempo:
     """Shared by the controllers of an engine; each of them may report a round."""
 
-    def __init__(self) -> None:
-        self.plain = Curve()
-        self._shape, self._level = Curve(), 1.0  # passes at one speed of the machine, and how slow it is now
+    def __init__(self, passes: Passes | None = None) -> None:
+        """passes: where others learn from the same ones."""
+        self.passes, self.plain = passes or Passes(), Curve()
         self._drafts: dict[int, Curve] = {}  # by the bit length of how many sequences draft; over the depth
         self._missed = [0.0, 0.0]  # seconds of catching up, tokens
         self._read: dict[int, int] = {}
@@ -67,8 +67,7 @@ class Tempo:
 
     def share(self, rows: int, of: int) -> float:
         """A pass over ``rows`` rows in parts of one over ``of``, which are more, as if they ran beside each other."""
-        whole = self._shape.at(of)
-        return min(1.0, self._shape.at(rows) / whole) if whole else 1.0
+        return 1.0 / float(self.passes.beside(np.asarray([of]), rows)[0])
 
     def pass_seconds(self, batch: int, rows: int) -> float:
         """A pass over ``rows`` rows where a plain round has ``batch``, which are less."""
@@ -81,15 +80,8 @@ class Tempo:
         reason to think that rows cost nothing, nor one that has become slower that they cost much. So a pass takes as
         much more than a plain round as it would beside one, and never less.
         """
-        base, plain = self._shape.at(batch), self.plain_seconds(batch)
-        if not base or not plain:
-            return self._level * self._shape.over(rows)
-        found: Array = plain * np.maximum(1.0, self._shape.over(rows) / base)
-        return found
-
-    def alone(self, rows: int) -> float:
-        """A pass over ``rows`` rows, at the speed that the machine has now; 0 until one was seen."""
-        return self._level * self._shape.at(rows)
+        plain = self.plain_seconds(batch)
+        return plain * self.passes.beside(rows, batch) if plain else self.passes.over(rows)
 
     def draft_seconds(self, depth: int, count: int) -> float:
         """Drafting ``depth`` nodes for each of ``count`` sequences that missed nothing."""
@@ -140,9 +132,9 @@ class Tempo:
         timings = self._seen = steps[0].timings
         granted = [self._plan.budgets.get(step.sequence, 0) for step in steps]
         drafting = [budget for budget in granted if budget > 0]
+        self.passes.observe(steps)
         if steady(steps):
             rows = sum(len(step.draft) + 1 for step in steps)
-            self._bend(rows, timings.total - timings.propose)
             self._since += 1
             if rows == len(steps) and not drafting:
                 if self._since >= _REFRESH:  # the machine may be another by now
@@ -166,28 +158,19 @@ class Tempo:
 
         Seconds of a pass by rows, and of one sequence's drafts by depth.
         """
-        self._level = 1.0
-        for rows, seconds in passes.items():
-            self._shape.put(rows, seconds)
+        self.passes.put(passes)
         for depth, seconds in drafts.items():
             self._drafts.setdefault(1, Curve(origin=True)).put(depth, seconds)
         self.doubt()
 
     def doubt(self) -> None:
         """What was measured so far stands in only until there is better."""
-        self._shape.doubt(_COMPARED)
+        self.passes.doubt(_COMPARED)
         for curve in self._drafts.values():
             curve.doubt(_REHEARSED)
         self.plain.doubt(_REHEARSED / 4)  # which the first rounds show anyway, and on which everything rests
         self._missed = [value / max(1.0, self._missed[1] / 64.0) for value in self._missed]
         self._since, self._read = 0, {}
-
-    def _bend(self, rows: int, seconds: float) -> None:
-        """A pass: what sizes that are known take more than usual is the machine's doing."""
-        if self._shape.known(rows) >= _KNOWN:
-            change = seconds / (self._shape.at(rows) * self._level)
-            self._level *= min(2.0, max(0.5, change)) ** _FOLLOW
-        self._shape.add(rows, seconds / self._level)
 
     def _nearest(self, bits: int) -> int:
         """Where nothing is known of so many sequences, the number that comes closest."""

@@ -13,6 +13,7 @@ from statistics import median
 from foretoken.control.base import Controller
 from foretoken.control.tempo import Tempo
 from foretoken.core.context import Context
+from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import Step
 from foretoken.core.streams import Streams
@@ -23,9 +24,9 @@ from foretoken.propose.base import Proposer
 
 _PROMPT = 96  # tokens
 _FIRST = (0, 1)  # the prompt is read, and the proposer catches up
-_SWEEP = (0, 1, 2, 4, 8, 16)  # what lies between is read off a line
+_SWEEP = (0, 1, 2, 4, 6, 7, 8, 12, 16)  # what lies between is read off a line
 _SWEEPS = 4  # of which medians are taken, since a slow moment would be remembered; fewer if they take longer than
-_SECONDS = 1.5
+_SECONDS = 1.0
 _ENOUGH = 1.0  # plain rounds; drafting that takes longer need not be looked at again
 
 
@@ -62,32 +63,35 @@ class _Script(Controller):
         self.tempo.forget(context)
 
 
+class _Anything(Proposer):
+    """Chains of one token, for what they are as rows."""
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        return [Draft.chain([context.tokens[-1]] * budget) for context, budget in zip(contexts, budgets, strict=True)]
+
+
 def rehearse(target: Model, proposer: Proposer, tempo: Tempo, most: int) -> None:
     """Teach ``tempo`` what rounds of up to ``most`` nodes take; it will prefer what requests show.
 
-    Needs room for 32 tokens and the drafts in the target; with less nothing is tried. Nor is it with a proposer whose
-    drafts take no time, or would have learned from the made-up prompt.
+    Needs room for 32 tokens and the drafts in the target; with less nothing is tried. Where drafts take no time, or the
+    proposer would learn from the made-up prompt, the target's passes are all that is looked at.
     """
-    if proposer.costless or proposer.learns:
-        return
     sweep = [depth for depth in _SWEEP if depth <= most]
     taken = sum(depth + 1 for depth in sweep)
     room = target.max_length - most - 1 - sum(_FIRST) - len(_FIRST)
     sweeps = min(_SWEEPS, (room - 32) // taken)
-    if sweeps < 1:
+    if sweeps < 1 or not most:
         return
-    first = [depth for depth in _FIRST if depth <= most]
-    script = _Script([*first, *(sweep * sweeps)], tempo)
     length = min(_PROMPT, room - sweeps * taken)
     tokens = [(7 * i + 1) % target.vocab_size for i in range(length)]
-    engine = Engine(target, proposer, script)
     source = tuple(tokens[: target.source_length])
     context = Context(-1, tokens, length, SamplingLaw(temperature=0.0), Streams(0), source=source)
+    passes_alone = proposer.costless or proposer.learns
+    script = _Script([*_FIRST, *(sweep * sweeps)], Tempo(tempo.passes) if passes_alone else tempo)
+    engine = Engine(target, _Anything() if passes_alone else proposer, script)
     with draining(engine, [context.id]):
         engine.add(context, Length(2**31))
         while script.left:
             engine.step()
-    tempo.rehearsed(
-        {rows: median(seconds) for rows, seconds in script.passes.items()},
-        {depth: median(seconds) for depth, seconds in script.drafts.items()},
-    )
+    drafts = {} if passes_alone else {depth: median(seconds) for depth, seconds in script.drafts.items()}
+    tempo.rehearsed({rows: median(seconds) for rows, seconds in script.passes.items()}, drafts)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foretoken.control.passes import Passes
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.step import Step
@@ -110,6 +111,7 @@ class Workshop:
     model: what the configuration names under "model": a draft, heads, a datastore.
     load: another model, with the target's dtype, device and backend.
     member: another method from its own configuration, for mixtures.
+    passes: what the target's passes take, as everybody in the engine learns of them.
     """
 
     target: Model
@@ -118,6 +120,7 @@ class Workshop:
     model: str | Path | None
     load: Callable[[str | Path], Model]
     member: Callable[[Mapping[str, Any]], Proposer]
+    passes: Passes = field(default_factory=Passes)
 
 
 @dataclass(frozen=True)

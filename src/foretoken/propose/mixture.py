@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from foretoken.control.passes import Passes
 from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
@@ -122,12 +123,13 @@ class Mixture(Proposer):
     name = "mixture"
     learns = True
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], passes: Passes | None = None) -> None:
+        """passes: where others learn from the same ones."""
         self.free = [member for member in members if member.free]
         self.costly = [member for member in members if not member.free]
         self.members = [*self.free, *self.costly]
         self.needs = replace(Needs.union(member.proposer.needs for member in members), rounds=True)
-        self.pace = Pace()
+        self.pace = Pace(passes)
         self.last_member: dict[int, tuple[str, ...]] = {}
         self._records: dict[int, Record] = {}
         self._off = Ladder()
@@ -270,7 +272,7 @@ def build(config: MixtureConfig, workshop: Workshop) -> Mixture:
         free = proposer.costless and not given.get("cost")
         most = given.get("num_speculative_tokens", None if free else _MOST)
         members.append(Member(name, proposer, free, most, given.get("cost")))
-    return Mixture(members)
+    return Mixture(members, workshop.passes)
 
 
 METHOD = Method(MixtureConfig, build, tokens=32)

@@ -1,0 +1,72 @@
+"""What passes of the target take by their rows: one account for all that decide by it, learned from the rounds.
+
+Sizes are compared at one speed of the machine, which is followed apart from them: a slow minute makes no size dearer
+than another. Rounds that bring in a prompt teach nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from foretoken.control.curve import Array, Curve
+from foretoken.core.step import Step, Timings, steady
+
+_KNOWN, _FOLLOW = 2.0, 0.3  # observations of a size that tell the machine's speed by it, and how fast it is followed
+_FARTHEST = 2.0  # times the speed so far: what one round can tell of it
+_DISTURBED, _PASSING = 4.0, 3  # times what is expected; so many in a row are no passing disturbance
+
+
+class Passes:
+    """Each that decides may report a round; told of it twice it learns once."""
+
+    def __init__(self) -> None:
+        self._shape, self._level = Curve(), 1.0  # passes at one speed of the machine, and how slow it is now
+        self._seen: Timings | None = None
+        self._odd = 0  # rounds in a row that took far too long
+
+    @property
+    def known(self) -> bool:
+        """Whether any was seen."""
+        return self._shape.weight > 0.0
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        """A round, of which what the proposer took is left out."""
+        if not steps or steps[0].timings is self._seen or not steady(steps):
+            return
+        timings = self._seen = steps[0].timings
+        self.add(sum(len(step.draft) + 1 for step in steps), timings.total - timings.propose)
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A pass. What sizes that are known take more than usual is the machine's doing."""
+        if self._shape.known(rows) >= _KNOWN:
+            change = seconds / self.alone(rows)
+            self._odd = self._odd + 1 if change > _DISTURBED else 0
+            if 0 < self._odd < _PASSING:
+                return
+            self._level *= min(_FARTHEST, max(1.0 / _FARTHEST, change)) ** _FOLLOW
+        self._shape.add(rows, seconds / self._level)
+
+    def put(self, seconds: Mapping[int, float]) -> None:
+        """By rows what passes took in one moment, instead of what was known of them."""
+        self._level = 1.0
+        for rows, taken in seconds.items():
+            self._shape.put(rows, taken)
+
+    def doubt(self, weight: float) -> None:
+        """What is known counts as ``weight`` observations of each size, at most."""
+        self._shape.doubt(weight)
+
+    def alone(self, rows: float) -> float:
+        """Seconds of a pass over ``rows`` rows, at the speed that the machine has now; 0 until one was seen."""
+        return self._level * self._shape.at(rows)
+
+    def over(self, rows: Array) -> Array:
+        """``alone`` for each of ``rows``, whole or not."""
+        return self._level * self._shape.over(rows)
+
+    def beside(self, rows: Array, of: int) -> Array:
+        """How many times a pass over ``of`` rows, which are fewer, each of ``rows`` takes; ones until one was seen."""
+        base = self._shape.at(of)
+        return np.maximum(1.0, self._shape.over(rows) / base) if base else np.ones(len(rows))
