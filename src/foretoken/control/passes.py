@@ -19,10 +19,13 @@ _DISTURBED, _PASSING = 4.0, 3  # times what is expected; so many in a row are no
 
 
 class Passes:
-    """Each that decides may report a round; told of it twice it learns once."""
+    """Each that decides may report a round; told of it twice it learns once.
+
+    level: how slow the machine is now, where 1 is how it was at first.
+    """
 
     def __init__(self) -> None:
-        self._shape, self._level = Curve(), 1.0  # passes at one speed of the machine, and how slow it is now
+        self._shape, self.level = Curve(), 1.0  # at level 1
         self._seen: Timings | None = None
         self._odd = 0  # rounds in a row that took far too long
 
@@ -45,12 +48,12 @@ class Passes:
             self._odd = self._odd + 1 if change > _DISTURBED else 0
             if 0 < self._odd < _PASSING:
                 return
-            self._level *= min(_FARTHEST, max(1.0 / _FARTHEST, change)) ** _FOLLOW
-        self._shape.add(rows, seconds / self._level)
+            self.level *= min(_FARTHEST, max(1.0 / _FARTHEST, change)) ** _FOLLOW
+        self._shape.add(rows, seconds / self.level)
 
     def put(self, seconds: Mapping[int, float]) -> None:
         """By rows what passes took in one moment, instead of what was known of them."""
-        self._level = 1.0
+        self.level = 1.0
         for rows, taken in seconds.items():
             self._shape.put(rows, taken)
 
@@ -60,11 +63,11 @@ class Passes:
 
     def alone(self, rows: float) -> float:
         """Seconds of a pass over ``rows`` rows, at the speed that the machine has now; 0 until one was seen."""
-        return self._level * self._shape.at(rows)
+        return self.level * self._shape.at(rows)
 
     def over(self, rows: Array) -> Array:
         """``alone`` for each of ``rows``, whole or not."""
-        return self._level * self._shape.over(rows)
+        return self.level * self._shape.over(rows)
 
     def beside(self, rows: Array, of: int) -> Array:
         """How many times a pass over ``of`` rows, which are fewer, each of ``rows`` takes; ones until one was seen."""

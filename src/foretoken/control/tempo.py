@@ -62,8 +62,8 @@ class Tempo:
         return self._since >= _REFRESH + _PATIENCE * max(0.0, self._speedup - 1.0)
 
     def plain_seconds(self, batch: int) -> float:
-        """A round of ``batch`` sequences without drafts; 0 until one was seen."""
-        return self.plain.at(batch)
+        """A round of ``batch`` sequences without drafts, at the machine's speed now; 0 until one was seen."""
+        return self.passes.level * self.plain.at(batch)
 
     def share(self, rows: int, of: int) -> float:
         """A pass over ``rows`` rows in parts of one over ``of``, which are more, as if they ran beside each other."""
@@ -139,7 +139,7 @@ class Tempo:
             if rows == len(steps) and not drafting:
                 if self._since >= _REFRESH:  # the machine may be another by now
                     self.plain.doubt(_STALE)
-                self.plain.add(len(steps), timings.total)
+                self.plain.add(len(steps), timings.total / self.passes.level)
                 self._since = 0
         for step, budget in zip(steps, granted, strict=True):
             if budget > 0 and (step.position > 0 or len(step.draft)):
