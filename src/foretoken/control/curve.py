@@ -71,6 +71,15 @@ class Curve:
             self._table = self._values(max(most, 64))
         return np.interp(sizes, np.arange(len(self._table)), self._table)
 
+    def least(self, sizes: Array) -> Array:
+        """Seconds for each of ``sizes`` if what was not measured took no more than the largest below it that was."""
+        known = np.array(sorted(self._points), dtype=np.float64)
+        if not len(known):
+            return np.zeros(len(sizes))
+        seconds = np.array([self._points[int(size)][0] for size in known])
+        found: Array = np.minimum(self.over(sizes), seconds[np.maximum(np.searchsorted(known, sizes, "right") - 1, 0)])
+        return found
+
     def _values(self, count: int) -> Array:
         """[count], of sizes 0, 1, ..."""
         if not self._points:

@@ -155,12 +155,12 @@ class Goodput(Controller):
         return not self.tempo.ready or record.idle >= record.wait
 
     def _promising(self, context: Context, most: int, batch: int, forced: int) -> bool:
-        """Whether drafting would pay if it went well."""
+        """Whether drafting would pay if it went well, and rows that were never tried cost nothing."""
         depths = np.arange(1.0, min(most, len(_HOPE)) + 1.0)
         seconds = (
             self.tempo.draft_table(depths, np.ones(len(depths)))
             + self._catching_up(context)
-            + self.tempo.pass_table(batch, batch + forced + depths)
+            + self.tempo.pass_table(batch, batch + forced + depths, at_best=True)
         )
         value = (batch + np.cumsum(_HOPE[: len(depths)])) / seconds
         return bool(value.max() > _MARGIN * batch / self._without(batch, forced))

@@ -69,7 +69,11 @@ class Passes:
         """``alone`` for each of ``rows``, whole or not."""
         return self.level * self._shape.over(rows)
 
-    def beside(self, rows: Array, of: int) -> Array:
-        """How many times a pass over ``of`` rows, which are fewer, each of ``rows`` takes; ones until one was seen."""
+    def beside(self, rows: Array, of: int, *, at_best: bool = False) -> Array:
+        """How many times a pass over ``of`` rows, which are fewer, each of ``rows`` takes; ones until one was seen.
+
+        at_best: if sizes that were never seen take no more than smaller ones did.
+        """
         base = self._shape.at(of)
-        return np.maximum(1.0, self._shape.over(rows) / base) if base else np.ones(len(rows))
+        found = self._shape.least(rows) if at_best else self._shape.over(rows)
+        return np.maximum(1.0, found / base) if base else np.ones(len(rows))

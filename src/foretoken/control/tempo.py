@@ -73,15 +73,15 @@ class Tempo:
         """A pass over ``rows`` rows where a plain round has ``batch``, which are less."""
         return float(self.pass_table(batch, np.asarray([rows]))[0])
 
-    def pass_table(self, batch: int, rows: Array) -> Array:
-        """``pass_seconds`` for each of ``rows``, whole or not.
+    def pass_table(self, batch: int, rows: Array, *, at_best: bool = False) -> Array:
+        """``pass_seconds`` for each of ``rows``, whole or not; ``at_best`` as in ``Passes.beside``.
 
         Passes and plain rounds are timed at different moments, and a machine that has become faster in between is no
         reason to think that rows cost nothing, nor one that has become slower that they cost much. So a pass takes as
         much more than a plain round as it would beside one, and never less.
         """
         plain = self.plain_seconds(batch)
-        return plain * self.passes.beside(rows, batch) if plain else self.passes.over(rows)
+        return plain * self.passes.beside(rows, batch, at_best=at_best) if plain else self.passes.over(rows)
 
     def draft_seconds(self, depth: int, count: int) -> float:
         """Drafting ``depth`` nodes for each of ``count`` sequences that missed nothing."""
