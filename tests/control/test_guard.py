@@ -172,6 +172,14 @@ def test_a_wrong_allowance_is_refused():
         GuardConfig(allowance=2.0)
 
 
+def wander(world: World, numbers: random.Random, slow: float, share: float) -> float:
+    """In a ``share`` of the rounds the machine becomes 1.6 times as slow, or fast again; and there is noise."""
+    slow = 2.6 - slow if numbers.random() < share else slow
+    now = slow * numbers.gauss(1.0, 0.03)
+    world.rows, world.step = lambda rows: now * flat(rows), 0.0006 * now
+    return slow
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_machine_whose_speed_wanders_makes_no_gain_of_a_loss(seed):
     """Plain rounds timed in a slow spell do not excuse drafts that are made in a fast one."""
@@ -182,9 +190,7 @@ def test_a_machine_whose_speed_wanders_makes_no_gain_of_a_loss(seed):
     for _ in range(3):
         member = world.add(prompt=100)
         for _ in range(128):
-            slow = 2.6 - slow if numbers.random() < 1 / 30 else slow
-            now = slow * numbers.gauss(1.0, 0.03)
-            world.rows, world.step = lambda rows, now=now: now * flat(rows), 0.0006 * now
+            slow = wander(world, numbers, slow, 1 / 30)
             world.round()
         world.end(member)
     assert world.elapsed < 1.03 * world.plain
@@ -204,3 +210,20 @@ def test_a_plain_round_that_was_disturbed_excuses_no_drafts(slower, batch):
     world.rows = flat
     world.run(256 * batch)
     assert world.elapsed < 1.02 * world.plain
+
+
+@pytest.mark.parametrize(
+    ("batch", "share", "seed", "least"),
+    [(1, 0.02, 0, 0.98), (16, 0.02, 0, 0.98), (1, 0.3, 0, 1.1), (1, 0.3, 6, 1.1), (16, 0.8, 2, 1.2), (16, 0.8, 7, 1.2)],
+)
+def test_a_machine_that_jumps_between_two_speeds(batch, share, seed, least):
+    """A plain round timed in a fast spell is no reason to leave a good draft alone in a slow one."""
+    world = World(guard := guarded(most=16, allowance=0.005), chance(share, seed), step=0.0006, read=0.0000375)
+    world.rehearse(guard.tempo)
+    for _ in range(batch):
+        world.add(prompt=100)
+    numbers, slow = random.Random(seed), 1.0
+    for _ in range(256):
+        slow = wander(world, numbers, slow, 0.12)
+        world.round()
+    assert world.plain > least * world.elapsed

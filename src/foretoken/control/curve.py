@@ -71,6 +71,11 @@ class Curve:
             self._table = self._values(max(most, 64))
         return np.interp(sizes, np.arange(len(self._table)), self._table)
 
+    def below(self, size: int) -> float:
+        """Seconds of the largest size under ``size`` that was measured; 0 where none was."""
+        smaller = [known for known in self._points if known < size]
+        return self._points[max(smaller)][0] if smaller else 0.0
+
     def least(self, sizes: Array) -> Array:
         """Seconds for each of ``sizes`` if what was not measured took no more than the largest below it that was."""
         known = np.array(sorted(self._points), dtype=np.float64)

@@ -6,6 +6,7 @@ than another. Rounds that bring in a prompt teach nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,7 +14,9 @@ import numpy as np
 from foretoken.control.curve import Array, Curve
 from foretoken.core.step import Step, Timings, steady
 
-_KNOWN, _FOLLOW = 2.0, 0.3  # observations of a size that tell the machine's speed by it, and how fast it is followed
+_KNOWN, _FOLLOW = 2.0, 0.3  # observations of a size that tell the machine's speed by it, and how fast it is followed;
+_JUMP, _LEAP = 0.15, 0.5  # faster where it differs by more than noise
+_DIP = 0.9  # of what fewer rows take: a pass that takes less tells that the machine has become faster
 _FARTHEST = 2.0  # times the speed so far: what one round can tell of it
 _DISTURBED, _PASSING = 4.0, 3  # times what is expected; so many in a row are no passing disturbance
 
@@ -48,7 +51,10 @@ class Passes:
             self._odd = self._odd + 1 if change > _DISTURBED else 0
             if 0 < self._odd < _PASSING:
                 return
-            self.level *= min(_FARTHEST, max(1.0 / _FARTHEST, change)) ** _FOLLOW
+            change = math.log(min(_FARTHEST, max(1.0 / _FARTHEST, change)))
+            self.level *= math.exp(change * (_FOLLOW if abs(change) < _JUMP else _LEAP))
+        elif seconds < _DIP * (fewer := self.level * self._shape.below(rows)):
+            self.level *= seconds / fewer
         self._shape.add(rows, seconds / self.level)
 
     def put(self, seconds: Mapping[int, float]) -> None:

@@ -1,0 +1,80 @@
+"""What passes take by their rows, on a machine whose speed is not its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foretoken.control.passes import Passes
+from foretoken.core.draft import Draft
+from foretoken.core.step import Step, Timings
+from foretoken.core.verdict import Verdict
+
+
+def seconds(rows: int) -> float:
+    """Seven rows take hardly more than one, and eight much more."""
+    return 0.030 if rows < 8 else 0.045
+
+
+def learned(*sizes: int) -> Passes:
+    passes = Passes()
+    for _ in range(6):
+        for rows in sizes:
+            passes.add(rows, seconds(rows))
+    return passes
+
+
+def step(rows: int, taken: float, position: int = 5) -> list[Step]:
+    draft = Draft.chain([0] * (rows - 1))
+    return [Step(0, position, draft, Verdict((), 0), (0,), Timings(0.5, taken, 0.0, 0.0, 1))]
+
+
+def test_nothing_is_known_at_first():
+    passes = Passes()
+    assert not passes.known and passes.alone(4) == 0.0
+    assert passes.beside(np.array([4.0]), 1).tolist() == [1.0]
+
+
+def test_a_slower_machine_makes_no_size_dearer_than_another():
+    passes = learned(1, 7, 8, 16)
+    for _ in range(12):  # of the others nothing is seen
+        passes.add(7, 2.0 * seconds(7))
+    assert passes.alone(7) == pytest.approx(2.0 * seconds(7), rel=0.01)
+    assert passes.alone(16) == pytest.approx(2.0 * seconds(16), rel=0.1)  # a little of it is thought to be theirs
+    assert passes.beside(np.array([7.0, 8.0]), 1) == pytest.approx([1.0, 1.5], rel=0.11)
+
+
+def test_one_round_that_took_far_too_long_teaches_nothing_and_three_do():
+    passes = learned(1, 4)
+    for _ in range(2):
+        passes.add(4, 3.0)
+    assert passes.alone(4) == pytest.approx(seconds(4))
+    for _ in range(20):
+        passes.add(4, 3.0)
+    assert passes.alone(1) > 10 * seconds(1)
+
+
+def test_more_rows_in_less_time_tell_of_a_faster_machine():
+    """The first pass over 24 rows comes just when everything takes two thirds."""
+    passes = learned(1, 16)
+    passes.add(24, seconds(24) / 1.5)
+    assert passes.level == pytest.approx(1 / 1.5, rel=0.01)
+    assert passes.beside(np.array([24.0]), 16) == pytest.approx([1.0])
+
+
+def test_at_best_rows_that_were_never_tried_cost_nothing():
+    passes = learned(1, 7, 8)
+    rows = np.array([7.0, 8.0, 20.0])
+    assert passes.beside(rows, 1)[2] > 2.0
+    assert passes.beside(rows, 1, at_best=True) == pytest.approx([1.0, 1.5, 1.5])
+
+
+def test_a_round_counts_once_and_only_what_is_no_prompt_and_no_drafting():
+    passes = Passes()
+    round_ = step(4, 0.03)
+    for _ in range(3):
+        passes.observe(round_)
+    passes.observe(step(4, 9.0, position=0))
+    passes.observe([])
+    assert passes.alone(4) == pytest.approx(0.03)
+    assert passes._shape.weight == 1.0
