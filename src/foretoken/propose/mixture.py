@@ -2,8 +2,9 @@
 
 Free members (text and tables, no model) draft every round, and their drafts are joined into one tree. All of them are
 judged on the text that came, used or not: full information, which bandits have not. A member that costs time drafts
-only where the tokens it is expected to bring, over the time it takes, are more than the free tree's; what it brings is
-known by what the free tree promises at such a moment, for where text is being copied nobody else is needed. If its
+as many nodes as pay, by how often its nodes stood so far, and only where the tokens it is expected to bring, over the
+time it takes, are more than the free tree's; what it brings is known by what the free tree promises at such a moment,
+for where text is being copied nobody else is needed. If its
 draft is of fixed candidates too (greedy requests, requests with a seed, trees of the likeliest) it joins the tree; if
 it was drawn, its law is its own, and it takes the tree's place. What was learned in other requests is where a request
 begins; what happens in it soon weighs more.
@@ -18,12 +19,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from foretoken.control.passes import Passes
+from foretoken.control.survival import Survival
 from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass
+from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
 from foretoken.propose.base import Method, Needs, Observation, Proposer, Workshop
 from foretoken.propose.credit import Account, Guess, Ladder, Mean, Rates
@@ -32,7 +37,7 @@ from foretoken.propose.union import Union
 
 _DEFAULT = ({"method": "suffix"}, {"method": "recycling"})
 _TRIALS = 8  # rounds after which a costly member is known well enough to be left out
-_MOST = 8  # nodes that a costly member drafts unless its configuration says otherwise
+_MOST = 16  # nodes that a costly member drafts at most unless its configuration says otherwise
 _PROBE = 32  # rounds of a request without a costly member before it is tried again; doubles each time
 
 
@@ -40,9 +45,9 @@ _PROBE = 32  # rounds of a request without a costly member before it is tried ag
 class MixtureConfig:
     """members: configurations as ``speculative_config`` takes them, one for each member.
 
-    A member's "num_speculative_tokens" bounds its own part of a draft; without it a costly one drafts 8 nodes, a free
-    one what the round allows, of which those are kept that pay for their rows. "cost" says what drafting with a member
-    costs, in passes of the target; without it the cost is measured.
+    A member's "num_speculative_tokens" bounds its own part of a draft; without it a costly one drafts up to 16 nodes, a
+    free one what the round allows. Of both as many are drafted or kept as pay for their rows. "cost" says what a
+    member's longest draft costs, in passes of the target; without it the cost is measured.
     """
 
     members: Sequence[Mapping[str, Any]] = _DEFAULT
@@ -62,8 +67,8 @@ class MixtureConfig:
 class Member:
     """A proposer in the mixture. most: nodes it may draft, None for the whole budget. cost: in passes, None measured.
 
-    rates, gain, nodes: what is known of it over all requests; the last two of costly ones only: accepted tokens and
-    drafted nodes of the rounds that it took part in.
+    rates, gain, survival: what is known of it over all requests; the last two of costly ones only: accepted tokens of
+    the rounds that it took part in, and how likely its own nodes are to stand. seconds: of drafting one node.
     """
 
     name: str
@@ -74,7 +79,10 @@ class Member:
     seconds: Mean = field(default_factory=lambda: Mean(memory=32.0))
     rates: Rates = field(default_factory=Rates)
     gain: Ladder = field(default_factory=Ladder)
-    nodes: Mean = field(default_factory=Mean)
+    survival: Survival = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.survival = Survival(_MOST if self.most is None else self.most, memory=256.0)
 
     def budget(self, nodes: int) -> int:
         return nodes if self.most is None else min(nodes, self.most)
@@ -82,7 +90,7 @@ class Member:
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         started = time.perf_counter()
         drafts = self.proposer.propose(contexts, [self.budget(nodes) for nodes in budgets])
-        self.seconds.add(time.perf_counter() - started)
+        self.seconds.add((time.perf_counter() - started) / max(1, *map(len, drafts)))
         return drafts
 
 
@@ -90,21 +98,25 @@ class Member:
 class Record:
     """What the mixture keeps of one request.
 
-    accounts, costly: of free and of costly members. gains: of costly ones, accepted tokens of rounds they took part in.
+    accounts, costly: of free and of costly members. gains, survivals: of costly ones, see ``Member``.
     trees: the free trees whose worth is not known yet, each with the accepted tokens that it promised; off: how many
-    more such trees brought. chosen, promised: this round's costly member, and what the free tree promised.
+    more such trees brought. chosen, promised: this round's costly member, and what the free tree promised. asked, own:
+    the nodes that the costly member was to draft, and its draft.
     idle: rounds since a costly member drafted here, and in ``probe`` how many until it is tried again.
     """
 
     accounts: list[Account]
     costly: list[Account]
     gains: list[Ladder]
+    survivals: list[Survival]
     off: Ladder
     idle: list[int]
     probe: list[int]
     trees: list[tuple[Guess, float]] = field(default_factory=list)
     chosen: int | None = None
     promised: float = 0.0
+    asked: int = 0
+    own: Guess | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +159,8 @@ class Mixture(Proposer):
             if record.chosen is not None:
                 users.setdefault(record.chosen, []).append(i)
         for costly, own in users.items():
-            made = self.costly[costly].propose([contexts[i] for i in own], [budgets[i] for i in own])
+            asked = [self._record(contexts[i]).asked for i in own]
+            made = self.costly[costly].propose([contexts[i] for i in own], asked)
             for i, draft in zip(own, made, strict=True):
                 trees[i] = self._with(contexts[i], costly, trees[i], draft, budgets[i], len(contexts))
         for context, tree in zip(contexts, trees, strict=True):
@@ -183,6 +196,7 @@ class Mixture(Proposer):
                 accounts=[Account(Rates(member.rates, strength=16.0, memory=48.0)) for member in self.free],
                 costly=[Account(Rates(member.rates, strength=16.0, memory=48.0)) for member in self.costly],
                 gains=[Ladder(member.gain, strength=8.0, memory=32.0) for member in self.costly],
+                survivals=[Survival(member.survival.most, member.survival) for member in self.costly],
                 off=Ladder(self._off, strength=8.0, memory=32.0),
                 idle=[0] * len(self.costly),
                 probe=[_PROBE] * len(self.costly),
@@ -209,12 +223,12 @@ class Mixture(Proposer):
         if not len(draft):
             record.chosen = None
             return free
+        record.own = Guess(draft, len(context.tokens))
         tree = Joined(free.union, draft, (member.name,) * len(draft), free.promised)
         if isinstance(draft.law, PointMass):
             rates = record.costly[costly].guess(draft, len(context.tokens))
             held = free.union.add(draft, rates, member.name)  # paid for, and rows cost little beside it
             tree = self._pruned(free.union, budget, batch, held)
-        member.nodes.add(float(len(tree.draft)))
         return tree
 
     def _pruned(self, union: Union, budget: int, batch: int, held: Sequence[int] = ()) -> Joined:
@@ -230,16 +244,20 @@ class Mixture(Proposer):
         best = (1.0 + expected) / self.pace.seconds(len(tree.draft), batch)
         choice: int | None = None
         for i, (member, gain) in enumerate(zip(self.costly, record.gains, strict=True)):
-            if member.gain.all.count < _TRIALS or record.idle[i] >= record.probe[i]:
-                return i
-            seconds = self.pace.seconds(member.nodes.value, batch) + self._price(member) / batch
-            value = (1.0 + gain.at(tree.promised).value) / seconds
-            if value > best:
-                best, choice = value, i
+            most = min(budget, record.survivals[i].most)
+            seconds = self.pace.table(most, batch) + np.arange(1.0, most + 1.0) * self._price(member, most) / batch
+            nodes = int(np.argmax((1.0 + np.cumsum(record.survivals[i].stands()[:most])) / seconds))
+            value = (1.0 + gain.at(tree.promised).value) / seconds[nodes]
+            untold = member.gain.all.count < _TRIALS or record.idle[i] >= record.probe[i]
+            if untold or value > best:
+                best, choice, record.asked = value, i, nodes + 1
+            if untold:
+                break
         return choice
 
-    def _price(self, member: Member) -> float:
-        return member.seconds.value if member.cost is None else member.cost * self.pace.seconds(0, 1)
+    def _price(self, member: Member, most: int) -> float:
+        """Of drafting one node."""
+        return member.seconds.value if member.cost is None else member.cost * self.pace.seconds(0, 1) / most
 
     def _settle(self, context: Context, record: Record, observation: Observation) -> None:
         for account in (*record.accounts, *record.costly):
@@ -257,8 +275,11 @@ class Mixture(Proposer):
             if record.chosen == i:
                 record.probe[i] *= 2 if record.idle[i] > record.probe[i] else 1
                 record.idle[i] = 0
-                if step.finish_reason is None:
+                if step.finish_reason is None and record.own is not None:
                     gain.at(record.promised).add(float(step.accepted))
+                    record.own.follow(context.tokens)
+                    draft, stood = record.own.draft, record.own.draft.path(record.own.at)
+                    record.survivals[i].observe(record.asked, draft, Verdict(stood, 0))
 
 
 def build(config: MixtureConfig, workshop: Workshop) -> Mixture:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from foretoken.control.curve import Array
 from foretoken.control.passes import Passes
 from foretoken.core.step import Step
 
@@ -23,7 +24,11 @@ class Pace:
 
     def seconds(self, nodes: float, batch: int) -> float:
         """One sequence's share of a pass in which each of ``batch`` drafts so many nodes; in passes until measured."""
-        return self._seconds([nodes], batch)[0]
+        return float(self._seconds(np.asarray([nodes]), batch)[0])
+
+    def table(self, most: int, batch: int) -> Array:
+        """``seconds`` of 1, 2, ... ``most`` nodes."""
+        return self._seconds(np.arange(1.0, most + 1.0), batch)
 
     def worthwhile(self, weights: Sequence[float], budget: int, batch: int, held: Sequence[int] = ()) -> list[int]:
         """The nodes whose rows pay, the best first: so many that expected tokens per second are most. Every number is
@@ -36,11 +41,9 @@ class Pace:
         others = sorted(set(range(len(weights))).difference(held), key=lambda i: (-weights[i], i))
         others = others[: budget - len(kept)]
         tokens = 1.0 + sum(weights[node] for node in kept) + np.cumsum([0.0, *(weights[node] for node in others)])
-        seconds = self._seconds(range(len(kept), len(kept) + len(others) + 1), batch)
+        seconds = self._seconds(np.arange(float(len(kept)), len(kept) + len(others) + 1.0), batch)
         return kept + others[: int(np.argmax(tokens / seconds))]
 
-    def _seconds(self, nodes: Sequence[float], batch: int) -> list[float]:
-        rows = (np.asarray(nodes) + 1.0) * batch
-        known = self._passes.over(rows) if self._passes.known else 1.0 + _ROW * (rows - 1.0)
-        found: list[float] = (known / batch).tolist()
-        return found
+    def _seconds(self, nodes: Array, batch: int) -> Array:
+        rows = (nodes + 1.0) * batch
+        return (self._passes.over(rows) if self._passes.known else 1.0 + _ROW * (rows - 1.0)) / batch
