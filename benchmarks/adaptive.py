@@ -8,8 +8,8 @@ controller that a mixture has by default.
 
 Parts, their requests in turn: completion, editing and repetition as in ``mixture.py`` (greedy, the last two dictated)
 and completion at a high temperature, all one at a time; and crowds, ``--crowd`` completions at once. Every request goes
-through all systems, each time in another order; figures are tokens over seconds, summed. What the controller knows it
-has learned in the stream, apart from the rehearsal that every ``LLM`` begins with.
+through all systems, which take turns of a few rounds; figures are tokens over seconds, summed. What the controller
+knows it has learned in the stream, apart from the rehearsal that every ``LLM`` begins with.
 """
 
 from __future__ import annotations

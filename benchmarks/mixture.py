@@ -8,8 +8,9 @@ one pattern again and again with other words in it. The bundled target completes
 last two parts the wanted text is dictated: in the target's rows its token is made the likeliest. Passes cost what they
 cost, and no draft is told.
 
-Every request goes through all systems, each time in another order; figures are tokens over seconds, summed over a part.
-Systems keep what they learn from request to request, and all begin with nothing.
+Every request goes through all systems, which take turns of a few rounds, so that a machine whose speed drifts is as
+slow for one as for the other. Figures are tokens over seconds, summed over a part. Systems keep what they learn from
+request to request, and all begin with nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from foretoken.train.scale_up import scaled
 
 PARTS = ("completion", "editing", "repetition")
 _MOST = 256  # requests of one task
+_STRETCH = 8  # rounds of one system in a row
 WORDS = (
     "north",
     "east",
@@ -170,40 +172,64 @@ def pattern_line(task: int, line: int) -> str:
     return PATTERNS[task % len(PATTERNS)].format(WORDS[at % 16], WORDS[(at * 3 + line) % 16], at * 37 % 91)
 
 
-def run(engine: Engine, task: Task, identifier: int) -> tuple[list[int], int, float]:
-    """-> tokens, passes, seconds"""
-    target = engine.target
-    assert isinstance(target, Dictation)
-    target.wanted, target.after = task.output, len(task.prompt)
-    law = SamplingLaw(temperature=task.temperature)
-    contexts = []
-    for number, prompt in enumerate((task.prompt, *task.beside), identifier * _MOST):
-        contexts.append(Context(number, [*prompt], len(prompt), law, Streams(number), prediction=task.prediction))
-        engine.add(contexts[-1], Length(task.tokens))
-    passes, started = 0, time.perf_counter()
-    while engine.busy:
-        engine.step()
-        passes += 1
-    seconds = time.perf_counter() - started
-    for context in contexts:
-        engine.take(context.id)
-    return [token for context in contexts for token in context.tokens[context.prompt_length :]], passes, seconds
+@dataclass
+class Run:
+    """One task in one system."""
+
+    engine: Engine
+    contexts: list[Context]
+    passes: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, engine: Engine, task: Task, identifier: int) -> Run:
+        law = SamplingLaw(temperature=task.temperature)
+        contexts = [
+            Context(number, [*prompt], len(prompt), law, Streams(number), prediction=task.prediction)
+            for number, prompt in enumerate((task.prompt, *task.beside), identifier * _MOST)
+        ]
+        for context in contexts:
+            engine.add(context, Length(task.tokens))
+        return cls(engine, contexts)
+
+    def stretch(self, rounds: int) -> bool:
+        """At most so many. -> whether there are more"""
+        started = time.perf_counter()
+        for _ in range(rounds):
+            if self.engine.busy:
+                self.engine.step()
+                self.passes += 1
+        self.seconds += time.perf_counter() - started
+        return self.engine.busy
+
+    def text(self) -> list[int]:
+        for context in self.contexts:
+            self.engine.take(context.id)
+        return [token for context in self.contexts for token in context.tokens[context.prompt_length :]]
 
 
 def compare(engines: Mapping[str, Engine], stream: Sequence[Task], repeats: int) -> list[Cell]:
     """Every task through every engine. Raises RuntimeError where two greedy texts differ."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    names = list(engines)
     turns = [(repeat, i) for repeat in range(repeats) for i in range(len(stream))]
     for at, (_, i) in enumerate(track(turns, description="requests", transient=True)):
+        task = stream[i]
+        for engine in engines.values():
+            assert isinstance(engine.target, Dictation)
+            engine.target.wanted, engine.target.after = task.output, len(task.prompt)
+        runs = {name: Run.of(engine, task, at) for name, engine in engines.items()}
+        going = list(runs)
+        while going:
+            going = [*going[1:], going[0]]  # nobody always follows the same one
+            going = [name for name in going if runs[name].stretch(_STRETCH)]
         texts = []
-        for name in names[at % len(names) :] + names[: at % len(names)]:
-            text, passes, seconds = run(engines[name], stream[i], at)
-            texts.append(text)
-            for part in (stream[i].part, "stream"):
-                sums[name, part] = [a + b for a, b in zip(sums[name, part], (len(text), passes, seconds), strict=True)]
-        if stream[i].temperature == 0.0 and any(text != texts[0] for text in texts):
-            raise RuntimeError(f"two systems wrote different texts in request {i} ({stream[i].part}): one is not exact")
+        for name, run in runs.items():
+            texts.append(run.text())
+            for part in (task.part, "stream"):
+                found = len(texts[-1]), run.passes, run.seconds
+                sums[name, part] = [a + b for a, b in zip(sums[name, part], found, strict=True)]
+        if task.temperature == 0.0 and any(text != texts[0] for text in texts):
+            raise RuntimeError(f"two systems wrote different texts in request {i} ({task.part}): one is not exact")
     return [Cell(name, part, int(n), int(p), s) for (name, part), (n, p, s) in sums.items()]
 
 
