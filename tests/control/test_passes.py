@@ -76,5 +76,6 @@ def test_a_round_counts_once_and_only_what_is_no_prompt_and_no_drafting():
         passes.observe(round_)
     passes.observe(step(4, 9.0, position=0))
     passes.observe([])
+    passes.observe(step(2, 0.0))  # nobody looked at a clock
     assert passes.alone(4) == pytest.approx(0.03)
     assert passes._shape.weight == 1.0

@@ -46,6 +46,8 @@ class Passes:
 
     def add(self, rows: int, seconds: float) -> None:
         """A pass. What sizes that are known take more than usual is the machine's doing."""
+        if seconds <= 0.0:  # nobody looked at a clock
+            return
         if self._shape.known(rows) >= _KNOWN:
             change = seconds / self.alone(rows)
             self._odd = self._odd + 1 if change > _DISTURBED else 0
