@@ -8,6 +8,7 @@ import torch
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.fixed import Fixed
+from foretoken.control.passes import Passes
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -230,6 +231,40 @@ def test_union() -> None:
     assert weights == pytest.approx([0.9, 0.81, 0.405, 0.1])  # of two siblings only one can stand
     draft = union.draft([0, 1, 3], weights)
     assert draft.ids == (1, 2, 4) and draft.parents == (-1, 0, -1)
+
+
+class Counting(Oracle):
+    """Remembers the nodes that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def propose(self, contexts, budgets):
+        self.asked += budgets
+        return super().propose(contexts, budgets)
+
+
+class Known(Passes):
+    """Passes that take what was said beforehand."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        super().__init__()
+        self.put(seconds)
+
+    def observe(self, steps) -> None:
+        pass
+
+
+@pytest.mark.parametrize("cliff, most", [(1.1, 16), (4.0, 4)])
+def test_a_costly_member_drafts_as_deep_as_pays(cliff: float, most: int) -> None:
+    """It is always right; its sixth row costs three passes, or nothing."""
+    passes = Known({1: 1.0, 5: 1.05, 6: cliff, 17: cliff + 0.5})
+    good = Counting()
+    mixture = Mixture([free("poor", Oracle((0, 1))), Member("good", good, free=False, cost=0.1)], passes)
+    texts, _ = run(mixture, nodes=16)
+    assert texts == run(Proposer())[0]
+    assert max(good.asked[-10:]) == most
 
 
 # what rows cost
