@@ -25,7 +25,7 @@ from foretoken.propose.base import Proposer
 _PROMPT = 96  # tokens
 _FIRST = (0, 1)  # the prompt is read, and the proposer catches up
 _SWEEP = (0, 1, 2, 4, 6, 7, 8, 12, 16)  # what lies between is read off a line
-_SWEEPS = 4  # of which medians are taken, since a slow moment would be remembered; fewer if they take longer than
+_SWEEPS = 3  # of which medians are taken, since a slow moment would be remembered; fewer if they take longer than
 _SECONDS = 1.0
 _ENOUGH = 1.0  # plain rounds; drafting that takes longer need not be looked at again
 
