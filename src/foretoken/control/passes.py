@@ -61,9 +61,8 @@ class Passes:
 
     def put(self, seconds: Mapping[int, float]) -> None:
         """By rows what passes took in one moment, instead of what was known of them."""
-        self.level = 1.0
         for rows, taken in seconds.items():
-            self._shape.put(rows, taken)
+            self._shape.put(rows, taken / self.level)
 
     def doubt(self, weight: float) -> None:
         """What is known counts as ``weight`` observations of each size, at most."""
