@@ -115,6 +115,15 @@ def test_round_times_of_one_size_are_medians_in_plain_steps():
     assert found.prefill_over_plain == 1.5 and 0.01 <= found.error < 0.2
 
 
+def test_a_round_at_the_end_of_a_text_has_fewer_rows():
+    """Five rows take 2, two rows 1.25; every fourth round has room for one node only."""
+    plain = tuple(Turn(1.0, 0.0, 1.0, 1) for _ in range(4))
+    full = tuple(Turn(2.1, 0.1, 2.0, 5) for _ in range(4))
+    times = Times([{"a": Timed(full, plain, 1.0, 1.0)}], batch=1)
+    assert times.of("a", {4: 1.0}).over_plain == pytest.approx(2.1)
+    assert times.of("a", {4: 0.75, 1: 0.25}).over_plain == pytest.approx(0.1 + 0.75 * 2.0 + 0.25 * 1.25)
+
+
 def test_passes_are_known_from_every_temperature_and_moment():
     """A machine half as fast at the second moment, where passes over five rows cost less beside plain ones."""
     fast = {"a": Timed(turns(2.0, 2.0, 7.0, rows=(5,)), turns(1.0, 1.0, 1.0), 3.0, 2.0)}

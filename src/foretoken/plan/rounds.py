@@ -203,15 +203,20 @@ class Times:
     def of(self, name: str, sizes: Mapping[int, float]) -> RoundTime:
         """sizes: shares of the rounds by drafted nodes, of one sequence.
 
-        A lane whose drafts are always of one size took what it took. Where sizes vary, a few rounds are no fair sample
-        of them: the pass is then that of the sizes' whole distribution, on the curve of all passes that were timed.
+        A lane whose drafts are of one size while it is timed took what it took, and less by as much as the curve of all
+        passes says where a text's end leaves room for fewer. Where sizes vary, a few rounds are no fair sample of them:
+        the pass is then that of the sizes' whole distribution, on that curve.
         """
         lanes = [visit[name] for visit in self._visits]
         rows = {turn.rows for lane in lanes for turn in lane.turns}
-        found = self._passes.of(name, *rows) if len(rows) == 1 else self._mixed(sizes)
-        rest = fmean(_rest(lane, steady=len(rows) == 1) for lane in lanes)
+        steady = len(rows) == 1
+        found = self._mixed(sizes)
+        if len(rows) == 1:
+            full = rows.pop()
+            found *= self._passes.of(name, full) / float(self._passes.over(full + 1)[-1])
+        rest = fmean(_rest(lane, steady=steady) for lane in lanes)
         over = rest + found * fmean(_share(lane) for lane in lanes)
-        error = _joined([_relative(lane, over, steady=len(rows) == 1) for lane in lanes])
+        error = _joined([_relative(lane, over, steady=steady) for lane in lanes])
         return RoundTime(
             seconds=over * self.plain,
             propose=median(turn.propose for lane in lanes for turn in lane.turns),
