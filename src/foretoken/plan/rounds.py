@@ -24,7 +24,7 @@ from foretoken.plan.texts import Ending, Start, Text, contexts
 from foretoken.propose.base import Proposer
 
 PLAIN = ""
-_ANY = ""  # lane
+_ANY = ""  # among lanes' names: all of them together
 Reals = NDArray[np.float64]
 _OPEN = 32  # sequences open at once: those of plain decoding, and of as many lanes as fit beside it
 _STRETCH = 3  # rounds of one lane that are timed one after another
