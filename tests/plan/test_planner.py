@@ -115,6 +115,18 @@ def test_round_times_of_one_size_are_medians_in_plain_steps():
     assert found.prefill_over_plain == 1.5 and 0.01 <= found.error < 0.2
 
 
+def test_drafting_never_takes_more_than_its_round():
+    """Rounds of this temperature were timed on a machine held up; passes are known from a faster moment, too."""
+    plain = tuple(Turn(s, 0.0, 0.9 * s, 1) for s in (1.0, 1.0, 9.0))
+    held_up = tuple(Turn(s, 0.9 * s, 0.1 * s, 5) for s in (1.0, 30.0, 30.0))
+    quick = tuple(Turn(1.1, 0.9, 0.1, rows) for rows in (5, 3, 2))
+    for lanes in ([held_up], [held_up, quick], [quick, quick, held_up]):
+        visits = [{"a": Timed(lane, plain, 1.0, 1.0)} for lane in lanes]
+        found = Times(visits, 1).of("a", {4: 0.5, 2: 0.5})
+        assert 0.0 < found.propose < found.seconds
+        assert found.propose == pytest.approx(0.9 * found.seconds, rel=0.15)
+
+
 def test_a_round_at_the_end_of_a_text_has_fewer_rows():
     """Five rows take 2, two rows 1.25; every fourth round has room for one node only."""
     plain = tuple(Turn(1.0, 0.0, 1.0, 1) for _ in range(4))

@@ -214,12 +214,15 @@ class Times:
         if len(rows) == 1:
             full = rows.pop()
             found *= self._passes.of(name, full) / float(self._passes.over(full + 1)[-1])
-        rest = fmean(_rest(lane, steady=steady) for lane in lanes)
+        rest, propose = (
+            fmean(_part(lane, part, steady=steady) for lane in lanes)
+            for part in (lambda turn: turn.seconds - turn.score, lambda turn: turn.propose)
+        )
         over = rest + found * fmean(_share(lane) for lane in lanes)
         error = _joined([_relative(lane, over, steady=steady) for lane in lanes])
         return RoundTime(
             seconds=over * self.plain,
-            propose=median(turn.propose for lane in lanes for turn in lane.turns),
+            propose=propose * self.plain,
             over_plain=over,
             error=float(np.hypot(error, _DRIFT)),
             prefill_over_plain=median(lane.prefill / lane.plain_prefill for lane in lanes),
@@ -252,10 +255,13 @@ def _share(lane: Timed) -> float:
     return median(turn.score for turn in lane.plain) / median(turn.seconds for turn in lane.plain)
 
 
-def _rest(lane: Timed, *, steady: bool) -> float:
-    """What is not the pass, in plain rounds: the median, or where it varies the mean without the longest."""
-    rest = sorted(turn.seconds - turn.score for turn in lane.turns)
-    found = median(rest) if steady else fmean(rest[: max(1, len(rest) - 1)])
+def _part(lane: Timed, part: Callable[[Turn], float], *, steady: bool) -> float:
+    """A part of a round in plain ones: the median, or where it varies the mean without the longest.
+
+    Of a part of a part it is never more than of the whole, for each of the sorted is at most its counterpart.
+    """
+    parts = sorted(part(turn) for turn in lane.turns)
+    found = median(parts) if steady else fmean(parts[: max(1, len(parts) - 1)])
     return found / median(turn.seconds for turn in lane.plain)
 
 
