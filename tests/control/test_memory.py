@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foretoken.control.controls import CONTROLS, build, most, parse
+from foretoken.control.doze import Doze
 from foretoken.control.fixed import Fixed
 from foretoken.control.goodput import Goodput
 from foretoken.control.guard import Guard
@@ -141,13 +142,15 @@ def test_where_nothing_is_told_nothing_is_known(tmp_path, monkeypatch):
 
 def test_controllers_by_name():
     tempo = Tempo()
-    watched = build(parse("goodput"), 16, torch.device("cpu"), tempo)
+    dozing = build(parse("goodput"), 16, torch.device("cpu"), tempo)
+    assert isinstance(dozing, Doze)
+    watched = dozing.inner
     assert isinstance(watched, MemoryWatch) and isinstance(watched.inner, Guard)
     assert isinstance(watched.inner.inner, Goodput)
     plain = build(parse({"name": "fixed", "memory": False}), 4, torch.device("cpu"), tempo)
     assert plain == Fixed(4)
     guard = build(parse({"name": "fixed", "guard": True, "memory": False}), 4, torch.device("cpu"), tempo)
-    assert isinstance(guard, Guard) and guard.inner == Fixed(4)
+    assert isinstance(guard, Doze) and isinstance(guard.inner, Guard) and guard.inner.inner == Fixed(4)
 
 
 def test_most_nodes():

@@ -22,5 +22,14 @@ class Controller:
     def observe(self, steps: Sequence[Step]) -> None:
         """What came of it."""
 
+    def rest(self) -> int:
+        """After a round without drafts: for how many more of the same requests it need neither be asked nor told,
+        because it would grant nothing in them, whatever they show.
+        """
+        return 0
+
+    def rested(self, rounds: int) -> None:
+        """So many rounds have passed since, of which it was not told."""
+
     def forget(self, context: Context) -> None:
         """The sequence is over, for whatever reason; calling it for an unknown one does nothing."""

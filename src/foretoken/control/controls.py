@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from foretoken.control.base import Controller
+from foretoken.control.doze import Doze
 from foretoken.control.fixed import Fixed
 from foretoken.control.goodput import Goodput
 from foretoken.control.guard import Guard, GuardConfig
@@ -74,4 +75,6 @@ def build(config: ControlConfig, nodes: int, device: torch.device, tempo: Tempo)
     controller: Controller = Fixed(nodes) if isinstance(config, FixedConfig) else Goodput(nodes, tempo)
     if config.guard:
         controller = Guard(controller, tempo, config)
-    return MemoryWatch(controller, Free(device)) if config.memory else controller
+    if config.memory:
+        controller = MemoryWatch(controller, Free(device))
+    return Doze(controller) if config.guard or isinstance(config, GoodputConfig) else controller

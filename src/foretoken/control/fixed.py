@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,3 +19,7 @@ class Fixed(Controller):
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
         wanted = (self.depth if c.depth is None else c.depth for c in contexts)
         return [max(0, min(k, room)) for k, room in zip(wanted, rooms, strict=True)]
+
+    def rest(self) -> int:
+        """It has nothing to learn."""
+        return sys.maxsize

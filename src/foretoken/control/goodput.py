@@ -28,7 +28,7 @@ _HOPE = 0.8 ** np.arange(1.0, 65.0)  # what a try could show
 _SURPRISED = 0.25  # what is left of earlier evidence when a try lands
 _HORIZON = 64  # tokens over which catching up has to pay
 _HOLD = 4  # rounds that a decision stands while the same requests run;
-_HOLD_NONE = 32  # one to draft nothing, from which nothing is learned
+_HOLD_NONE = 64  # one to draft nothing, from which nothing is learned
 _PROMPT = 0.25  # of a plain round: what drafting may take before a request's first token
 
 
@@ -52,10 +52,11 @@ class Goodput(Controller):
         self._priors: dict[tuple[bool, str | None, bool], Survival] = {}
         self._wait = _WAIT
         self._held: tuple[object, dict[int, int], int] = (None, {}, 0)
+        self._resting: tuple[list[Record], list[Record]] = ([], [])  # where nobody drafts: all, and those who could
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
         budgets = [0 if c.depth is None else max(0, min(c.depth, r)) for c, r in zip(contexts, rooms, strict=True)]
-        own = [i for i, context in enumerate(contexts) if context.depth is None]
+        own, self._resting = [i for i, context in enumerate(contexts) if context.depth is None], ([], [])
         records = {i: self._record(contexts[i]) for i in own}
         for record in records.values():
             record.asked, record.trial = 0, False
@@ -68,6 +69,8 @@ class Goodput(Controller):
             if tried is not None:
                 budgets[tried] = records[tried].asked = min(_TRIAL, limits[tried])
                 records[tried].trial = True
+            if not any(budgets) and all(context.generated for context in contexts):
+                self._resting = list(records.values()), [records[i] for i in limits]
         self.tempo.begin(contexts, budgets)
         return budgets
 
@@ -77,6 +80,18 @@ class Goodput(Controller):
             record = self._records.get(step.sequence)
             if record is not None and step.position > 0:
                 self._settle(record, step)
+
+    def rest(self) -> int:
+        """Until a decision is due again, or a try."""
+        everyone, able = self._resting
+        if not everyone or not self.tempo.ready:
+            return 0
+        return min([_HOLD_NONE - self._held[2], *(r.wait - r.idle for r in able)]) if able else _HOLD_NONE
+
+    def rested(self, rounds: int) -> None:
+        for record in self._resting[0]:
+            record.idle += rounds
+        self._held = (*self._held[:2], self._held[2] + rounds)
 
     def forget(self, context: Context) -> None:
         self.tempo.forget(context)
@@ -100,9 +115,10 @@ class Goodput(Controller):
         """``_best``, once in a few rounds."""
         if not limits or not self.tempo.ready:
             return {}
-        key = ([context.id for context in contexts], limits, forced)
+        key = ([context.id for context in contexts], list(limits), forced)
         held, decision, age = self._held
-        if held != key or age >= (_HOLD if decision else _HOLD_NONE):
+        fits = held == key and all(nodes <= limits[i] for i, nodes in decision.items())
+        if not fits or age >= (_HOLD if decision else _HOLD_NONE):
             decision, age = self._best(contexts, limits, forced), 0
         self._held = (key, decision, age + 1)
         return decision
@@ -147,8 +163,8 @@ class Goodput(Controller):
         place = min(due, key=lambda i: self.tempo.behind(contexts[i]))
         if not self.tempo.ready or self._promising(contexts[place], limits[place], len(contexts), forced):
             return place
-        record = self._records[contexts[place].id]
-        record.idle, record.wait = 0, min(_LONGEST, 2 * record.wait)
+        for record in (self._records[contexts[i].id] for i in due):  # who missed more has less to hope for
+            record.idle, record.wait = 0, min(_LONGEST, 2 * record.wait)
         return None
 
     def _waited(self, record: Record) -> bool:

@@ -44,10 +44,14 @@ class Guard(Controller):
         self.inner, self.tempo, self.config = inner, tempo, config or GuardConfig()
         self.balance: float | None = None
         self._forced: dict[int, int] = {}
+        self._batch = 0
         self._short: tuple[list[int], float] | None = None  # who could not have a node, and what one would cost
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
-        wanted = self.inner.budgets(contexts, _only(contexts, rooms, {}) if self._still_short(contexts) else rooms)
+        if not self._still_short(contexts):
+            self._short = None
+        wanted = self.inner.budgets(contexts, _only(contexts, rooms, {}) if self._short else rooms)
+        self._batch = len(contexts)
         self._forced = {c.id: k for c, k in zip(contexts, wanted, strict=True) if c.depth is not None}
         own = [i for i, context in enumerate(contexts) if context.depth is None and wanted[i] > 0]
         if own:
@@ -64,6 +68,18 @@ class Guard(Controller):
         self.inner.observe(steps)
         if steps and (plain := self.tempo.plain_seconds(len(steps))):
             self.balance = min(_START * plain if self.balance is None else self.balance, _MOST * plain)
+
+    def rest(self) -> int:
+        """As long as ``inner``, and until the account allows what it did not."""
+        rounds, income = self.inner.rest(), self._income()
+        if self._short is None or self.balance is None or not income:
+            return rounds
+        return min(rounds, max(0, int((self._short[1] - self.balance) / income)))
+
+    def rested(self, rounds: int) -> None:
+        if self.balance is not None:
+            self.balance += rounds * self._income()
+        self.inner.rested(rounds)
 
     def forget(self, context: Context) -> None:
         self.tempo.forget(context)
@@ -108,6 +124,10 @@ class Guard(Controller):
         drafting = tempo.draft_seconds(max(limits.values()), len(limits))
         missed = tempo.missed_seconds(sum(behind[i] for i in limits))
         return drafting + missed + max(0.0, tempo.pass_seconds(batch, rows) - tempo.plain_seconds(batch))
+
+    def _income(self) -> float:
+        """Seconds that a plain round brings."""
+        return self.config.allowance * self.tempo.plain_seconds(self._batch)
 
     def _charge(self, steps: Sequence[Step]) -> None:
         """Enter a round: its allowance, and its loss or gain against the same tokens without the drafts on trial."""

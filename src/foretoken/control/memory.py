@@ -63,6 +63,12 @@ class MemoryWatch(Controller):
     def observe(self, steps: Sequence[Step]) -> None:
         self.inner.observe(steps)
 
+    def rest(self) -> int:
+        return 0 if self.halvings else self.inner.rest()
+
+    def rested(self, rounds: int) -> None:
+        self.inner.rested(rounds)
+
     def forget(self, context: Context) -> None:
         self.inner.forget(context)
 
