@@ -18,7 +18,7 @@ from foretoken.plan.exports import exports
 from foretoken.plan.outcome import Plan, Row, choices, mark
 from foretoken.plan.planner import Planner, Settings, spread, timed_depths
 from foretoken.plan.replay import run
-from foretoken.plan.rounds import Lane, Passes, Timed, Times, Turn, timed
+from foretoken.plan.rounds import Lane, PassRatios, Timed, Times, Turn, timed
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import write
 from foretoken.propose.base import Proposer
@@ -144,7 +144,7 @@ def test_passes_are_known_from_every_temperature_and_moment():
     both = Times([fast, slow], 1).of("a", {4: 1.0})
     assert both.over_plain == pytest.approx(1.75)  # a plain round for a plain round
     assert both.error > 0.1  # the moments differ, and so may the next
-    elsewhere = Times([fast], 1, Passes([fast, slow])).of("a", {4: 1.0})
+    elsewhere = Times([fast], 1, PassRatios([fast, slow])).of("a", {4: 1.0})
     assert elsewhere.over_plain == pytest.approx(0.2 * 2.0 + 0.8 * 1.75)  # the rest is of this temperature
 
 

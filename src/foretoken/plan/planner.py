@@ -20,7 +20,7 @@ from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan, Row, choices, mark
 from foretoken.plan.predictors import Predictor, fitted
-from foretoken.plan.rounds import Passes, RoundTime, Times, Visit, midway, timed
+from foretoken.plan.rounds import PassRatios, RoundTime, Times, Visit, midway, timed
 from foretoken.plan.sample import Proposers, Sample, chain_of
 from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.tally import Estimate
@@ -111,7 +111,8 @@ class Planner:
 
     def _rows(self, found: Sequence[_Found], candidates: Sequence[Candidate]) -> Iterator[Row]:
         passes = {
-            batch: Passes(visit for each in found for visit in each.visits[batch]) for batch in self.settings.batches
+            batch: PassRatios(visit for each in found for visit in each.visits[batch])
+            for batch in self.settings.batches
         }
         for temperature, each in zip(self.settings.temperatures, found, strict=True):
             tokens = fmean(len(text.tokens) for text in each.texts)

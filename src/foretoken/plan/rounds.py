@@ -165,7 +165,7 @@ def midway(texts: Sequence[Text], batch: int) -> list[Given]:
     return [whole[i % len(whole)] for i in range(batch)]
 
 
-class Passes:
+class PassRatios:
     """The target's passes of one batch beside plain ones: of a lane by its rows, and of all lanes by rows.
 
     They do not depend on the temperature, so what was timed at any of them counts: medians of a visit, since a round
@@ -193,9 +193,9 @@ class Passes:
 class Times:
     """Round times at one temperature and batch, from the visits at which they were timed."""
 
-    def __init__(self, visits: Sequence[Visit], batch: int, passes: Passes | None = None) -> None:
+    def __init__(self, visits: Sequence[Visit], batch: int, passes: PassRatios | None = None) -> None:
         """passes: of this batch at any temperature; None is of these visits."""
-        self._visits, self._batch, self._passes = visits, batch, passes or Passes(visits)
+        self._visits, self._batch, self._passes = visits, batch, passes or PassRatios(visits)
         found = [each for visit in visits for each in visit.values()]
         self.plain = median(turn.seconds for each in found for turn in each.plain)
         self.prefill = median(each.plain_prefill for each in found)
