@@ -99,6 +99,18 @@ def test_the_step_of_a_jagged_curve_is_not_climbed():
     assert sum(k == 3 for k in late) > 0.9 * len(late)
 
 
+def test_a_decision_made_in_little_room_does_not_stand_where_there_is_more():
+    """Any rows more double a pass: a single node never pays, many do."""
+    tempo = Tempo()
+    made = World(Goodput(16, tempo), chance(0.95), rows=lambda rows: PLAIN * (1.0 if rows == 1 else 2.0))
+    made.rehearse(tempo)
+    made.add()
+    made.run(400)
+    contexts = list(made.contexts.values())
+    assert made.controller.budgets(contexts, [1]) == [0]
+    assert made.controller.budgets(contexts, [16])[0] > 1
+
+
 def test_nodes_go_where_they_are_worth_most():
     one = world(lambda sequence, position, depth: sequence == 0, step=0.0001)
     one.add()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.control.base import Controller
+from foretoken.control.doze import Doze
 from foretoken.control.fixed import Fixed
 from foretoken.control.goodput import Goodput
 from foretoken.control.guard import Guard
@@ -63,6 +64,7 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "guarded goodput": lambda: guarded(lambda tempo: Goodput(3, tempo)),
     "guarded depth": lambda: guarded(lambda tempo: Fixed(2)),
     "short of memory": pressed,
+    "dozing": lambda: Doze(pressed()),
 }
 
 

@@ -43,6 +43,26 @@ class Record:
     trial: bool = False
 
 
+@dataclass(eq=False, slots=True)
+class Decision:
+    """Nodes for each place in the batch, decided for these requests and limits. age: rounds that it has stood."""
+
+    who: list[int]
+    forced: int
+    limits: dict[int, int]
+    nodes: dict[int, int]
+    age: int = 0
+
+    def stands(self, who: list[int], forced: int, limits: dict[int, int]) -> bool:
+        """As long as there is room for it, and no more than there was."""
+        return (
+            self.age < (_HOLD if self.nodes else _HOLD_NONE)
+            and (self.who, self.forced) == (who, forced)
+            and self.limits.keys() == limits.keys()
+            and all(self.nodes.get(i, 0) <= limit <= self.limits[i] for i, limit in limits.items())
+        )
+
+
 class Goodput(Controller):
     """At most ``most`` nodes for each sequence. A request that names its own depth has it."""
 
@@ -51,7 +71,7 @@ class Goodput(Controller):
         self._records: dict[int, Record] = {}
         self._priors: dict[tuple[bool, str | None, bool], Survival] = {}
         self._wait = _WAIT
-        self._held: tuple[object, dict[int, int], int] = (None, {}, 0)
+        self._held: Decision | None = None
         self._resting: tuple[list[Record], list[Record]] = ([], [])  # where nobody drafts: all, and those who could
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
@@ -86,12 +106,14 @@ class Goodput(Controller):
         everyone, able = self._resting
         if not everyone or not self.tempo.ready:
             return 0
-        return min([_HOLD_NONE - self._held[2], *(r.wait - r.idle for r in able)]) if able else _HOLD_NONE
+        age = self._held.age if self._held else 0
+        return min([_HOLD_NONE - age, *(r.wait - r.idle for r in able)]) if able else _HOLD_NONE
 
     def rested(self, rounds: int) -> None:
         for record in self._resting[0]:
             record.idle += rounds
-        self._held = (*self._held[:2], self._held[2] + rounds)
+        if self._held:
+            self._held.age += rounds
 
     def forget(self, context: Context) -> None:
         self.tempo.forget(context)
@@ -115,13 +137,11 @@ class Goodput(Controller):
         """``_best``, once in a few rounds."""
         if not limits or not self.tempo.ready:
             return {}
-        key = ([context.id for context in contexts], list(limits), forced)
-        held, decision, age = self._held
-        fits = held == key and all(nodes <= limits[i] for i, nodes in decision.items())
-        if not fits or age >= (_HOLD if decision else _HOLD_NONE):
-            decision, age = self._best(contexts, limits, forced), 0
-        self._held = (key, decision, age + 1)
-        return decision
+        who = [context.id for context in contexts]
+        if self._held is None or not self._held.stands(who, forced, limits):
+            self._held = Decision(who, forced, limits, self._best(contexts, limits, forced))
+        self._held.age += 1
+        return self._held.nodes
 
     def _best(self, contexts: Sequence[Context], limits: dict[int, int], forced: int) -> dict[int, int]:
         """Nodes for each place in the batch whose nodes pay; ``forced`` are drafted in any case."""
@@ -194,8 +214,8 @@ class Goodput(Controller):
             record.idle += 1
             return
         record.idle = 0
-        if not self._held[1]:  # something was learned, which may be a reason to draft
-            self._held = (None, {}, 0)
+        if self._held and not self._held.nodes:  # something was learned, which may be a reason to draft
+            self._held = None
         if record.trial:
             landed = 2 * len(step.verdict.path) >= record.asked
             record.wait = 1 if landed else min(_LONGEST, 2 * max(record.wait, _WAIT // 2))
