@@ -42,12 +42,6 @@ class Doze(Controller):
         if self._who:
             self._left = max(0, min(_NAP, self.inner.rest() - _AWAKE))
 
-    def rest(self) -> int:
-        return self.inner.rest()
-
-    def rested(self, rounds: int) -> None:
-        self.inner.rested(rounds)
-
     def forget(self, context: Context) -> None:
         self._wake()
         self.inner.forget(context)

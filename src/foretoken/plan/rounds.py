@@ -211,7 +211,7 @@ class Times:
         rows = {turn.rows for lane in lanes for turn in lane.turns}
         steady = len(rows) == 1
         found = self._mixed(sizes)
-        if len(rows) == 1:
+        if steady:
             full = rows.pop()
             found *= self._passes.of(name, full) / float(self._passes.over(full + 1)[-1])
         rest, propose = (
