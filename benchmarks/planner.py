@@ -4,20 +4,22 @@
     python benchmarks/planner.py --small --prompts humaneval.jsonl --count 8 --depth 2 --depth 6 --batch 1
 
 The planner gets --count prompts, the measurement --unseen others. A measured gain is tokens over seconds of decoding,
-over plain decoding's meanwhile: all of them take turns, a few rounds each, so that a machine whose speed drifts is as
-slow for one as for the other. Rounds that hold a prompt are left out, and finished requests make room for waiting ones,
-so that batches stay full. Errors are of the predicted gain over the measured one. Default: the bundled target widened
-to 0.7b with its heads.
+over plain decoding's meanwhile: all of them take turns, a few rounds each and one temperature and batch after another,
+so that a machine whose speed drifts is as slow for one as for the other, and none is measured in minutes of its own.
+Rounds that hold a prompt are left out, and finished requests make room for waiting ones, so that batches stay full.
+Errors are of the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -40,6 +42,7 @@ from foretoken.plan.candidates import Candidate, candidates
 from foretoken.plan.outcome import Plan, Row
 from foretoken.plan.planner import Planner, Settings
 from foretoken.plan.texts import Ending, contexts
+from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.scale_up import scaled
 from prompts import some_prompts
@@ -47,7 +50,9 @@ from prompts import some_prompts
 ROLES = ("eagle3", "medusa")
 WITHIN = 0.1
 STRETCH = 12  # rounds of one engine in a row: few beside how fast a machine drifts, many for what a cache forgets
+PROMPTS = 6 << 30  # bytes for what was computed of prompts: reading them is not measured
 Key = tuple[str, int]  # a candidate's name and its depth
+Place = tuple[float, int]  # temperature and batch
 
 
 @dataclass(frozen=True)
@@ -79,15 +84,27 @@ class Ground:
     settings: Settings
     eos: Sequence[int]
     prompts: list[list[int]]
+    _proposers: dict[str, Proposer] = field(default_factory=dict)
+    _fills: Iterator[int] = field(default_factory=count)
 
-    def engine(self, config: dict[str, Any], depth: int, batch: int) -> Engine:
-        proposer = self.builder.build(SpeculativeConfig.of(config))
-        return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
+    def engine(self, candidate: Candidate, depth: int, batch: int) -> Engine:
+        """Those that learn nothing share a proposer."""
+        proposer = self._proposers.get(candidate.name) or self.builder.build(SpeculativeConfig.of(candidate.config))
+        if not proposer.learns:
+            self._proposers[candidate.name] = proposer
+        return self._of(proposer, depth, batch)
+
+    def plain(self, batch: int) -> Engine:
+        return self._of(Proposer(), 0, batch)
 
     def fill(self, engine: Engine, temperature: float, seed: int) -> None:
         """All prompts, to be completed as many at once as the engine takes."""
-        for context in contexts(self.prompts, self.settings.law(temperature), seed):
+        first = next(self._fills) * len(self.prompts)
+        for context in contexts(self.prompts, self.settings.law(temperature), seed, first):
             engine.add(context, Ending(self.settings.max_tokens, self.eos))
+
+    def _of(self, proposer: Proposer, depth: int, batch: int) -> Engine:
+        return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
 
 
 def stretch(engine: Engine) -> Sum:
@@ -104,50 +121,70 @@ def stretch(engine: Engine) -> Sum:
     return found
 
 
-def beside(
-    ground: Ground, engines: dict[Key, Engine], place: tuple[float, int], seed: int, bar: Callable[[float], None]
-) -> dict[Key, tuple[Sum, Sum]]:
-    """Every engine on all prompts, and plain decoding as long as each took. They take turns, a few rounds each."""
-    temperature, batch = place
-    plain = ground.engine({"method": "none"}, 0, batch)
-    found = {key: (Sum(), Sum()) for key in engines}
-    for engine in engines.values():
-        ground.fill(engine, temperature, seed)
-    while running := [key for key, engine in engines.items() if engine.busy]:
-        if not plain.busy:
-            plain.clear()
-            ground.fill(plain, temperature, seed)
-        base = stretch(plain)
-        for key in running:
-            own, other = found[key]
-            found[key] = own + stretch(engines[key]), other + base
-        left = sum(len(engine.waiting) for engine in engines.values())
-        bar(1.0 - left / (len(engines) * len(ground.prompts)))
-    plain.clear()
-    return found
+class Beside:
+    """At one place, every engine on all prompts, and plain decoding as long as each takes."""
+
+    def __init__(self, ground: Ground, chosen: Sequence[Candidate], place: Place, seed: int) -> None:
+        self._ground, self._seed = ground, seed
+        self._temperature, batch = place
+        self._plain = ground.plain(batch)
+        self._engines = {(c.name, depth): ground.engine(c, depth, batch) for c in chosen for depth in c.depths}
+        self.found = {key: (Sum(), Sum()) for key in self._engines}
+        for engine in self._engines.values():
+            ground.fill(engine, self._temperature, seed)
+
+    def turn(self) -> None:
+        """A stretch of every engine that is busy; the last one ends plain decoding."""
+        if not self._plain.busy:
+            self._plain.clear()
+            self._ground.fill(self._plain, self._temperature, self._seed)
+        base = stretch(self._plain)
+        for key in self._running:
+            own, other = self.found[key]
+            self.found[key] = own + stretch(self._engines[key]), other + base
+        if not self._running:
+            self._plain.clear()
+
+    @property
+    def _running(self) -> list[Key]:
+        return [key for key, engine in self._engines.items() if engine.busy]
+
+    @property
+    def left(self) -> float:
+        """The share of the prompts that nobody has begun."""
+        waiting = sum(len(engine.waiting) for engine in self._engines.values())
+        return waiting / (len(self._engines) * len(self._ground.prompts))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
 
 
 def measure(
-    ground: Ground, chosen: Sequence[Candidate], place: tuple[float, int], repeats: int, progress: Progress
-) -> dict[Key, tuple[float, float]]:
-    """Of every candidate and depth: gain over plain decoding, and tokens per pass."""
-    temperature, batch = place
-    configs: dict[Key, dict[str, Any]] = {(c.name, d): dict(c.config) for c in chosen for d in c.depths}
-    found: dict[Key, list[tuple[Sum, Sum]]] = {key: [] for key in configs}
-    bar = progress.add_task(f"temperature {temperature:g}, batch {batch}", total=repeats)
+    ground: Ground, chosen: Sequence[Candidate], places: Sequence[Place], repeats: int, progress: Progress
+) -> dict[Place, dict[Key, tuple[float, float]]]:
+    """At every place, of every candidate and depth: gain over plain decoding, and tokens per pass."""
+    found: dict[Place, dict[Key, list[tuple[Sum, Sum]]]] = defaultdict(lambda: defaultdict(list))
+    bar = progress.add_task("measuring", total=repeats)
     for repeat in range(repeats):
-        engines = {key: ground.engine(config, key[1], batch) for key, config in configs.items()}
-        done = beside(ground, engines, place, 1000 + repeat,
-                      lambda share, repeat=repeat: progress.update(bar, completed=repeat + share))  # fmt: skip
-        for key, sums in done.items():
-            found[key].append(sums)
+        beside = {place: Beside(ground, chosen, place, 1000 + repeat) for place in places}
+        while running := [each for each in beside.values() if each.busy]:
+            for each in running:
+                each.turn()
+            progress.update(bar, completed=repeat + 1.0 - fmean(each.left for each in beside.values()))
+        for place, each in beside.items():
+            for key, sums in each.found.items():
+                found[place][key].append(sums)
     progress.remove_task(bar)
     return {
-        key: (
-            median(own.speed / plain.speed for own, plain in sums),
-            median(own.tokens_per_pass for own, _ in sums),
-        )
-        for key, sums in found.items()
+        place: {
+            key: (
+                median(own.speed / plain.speed for own, plain in sums),
+                median(own.tokens_per_pass for own, _ in sums),
+            )
+            for key, sums in mine.items()
+        }
+        for place, mine in found.items()
     }
 
 
@@ -273,9 +310,10 @@ def main(
         plan = planner.plan(ids[:count], chosen)
         seconds = perf_counter() - started
         progress.remove_task(bar)
+        target.keep(PROMPTS)
         ground = Ground(target, builder, settings, eos, ids[count:])
         places = [(t, b) for t in temperature for b in batch]
-        found = {place: measure(ground, chosen, place, repeats, progress) for place in places}
+        found = measure(ground, chosen, places, repeats, progress)
     rows = [compared(r, found[r.temperature, r.batch][r.name, r.num_speculative_tokens]) for r in plan.rows]
     choices = chosen_against_best(plan, rows)
     facts = report(rows, choices, console)

@@ -142,10 +142,10 @@ def test_passes_are_known_from_every_temperature_and_moment():
     slow = {"a": Timed(turns(3.0, 3.0, 3.0, rows=(5,)), turns(2.0, 2.0, 2.0), 3.0, 2.0)}
     assert Times([fast], 1).of("a", {4: 1.0}).over_plain == pytest.approx(2.0)
     both = Times([fast, slow], 1).of("a", {4: 1.0})
-    assert both.over_plain == pytest.approx(1.75)  # a plain round for a plain round
+    assert both.over_plain == pytest.approx(5 / 3)  # seconds for seconds: the same rounds, once at either moment
     assert both.error > 0.1  # the moments differ, and so may the next
     elsewhere = Times([fast], 1, PassRatios([fast, slow])).of("a", {4: 1.0})
-    assert elsewhere.over_plain == pytest.approx(0.2 * 2.0 + 0.8 * 1.75)  # the rest is of this temperature
+    assert elsewhere.over_plain == pytest.approx(0.2 * 2.0 + 0.8 * 5 / 3)  # the rest is of this temperature
 
 
 def test_round_times_of_varying_sizes_follow_their_law():

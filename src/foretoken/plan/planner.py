@@ -29,7 +29,7 @@ from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
 LEVEL = 0.95
-_MOMENTS = 3  # of a plan at which rounds are timed
+_MOMENTS = 6  # at each temperature, at which rounds are timed
 _TIMED = (1, 2, 4, 6, 8)  # of many depths, those whose rounds are timed; between them times are read off a line
 _NORMAL = 1.96
 Foretold = dict[tuple[str, float], list[Predictor]]  # by draft and temperature

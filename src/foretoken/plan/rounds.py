@@ -169,16 +169,18 @@ class PassRatios:
     """The target's passes of one batch beside plain ones: of a lane by its rows, and of all lanes by rows.
 
     They do not depend on the temperature, so what was timed at any of them counts: medians of a visit, since a round
-    may be disturbed, and of all visits the mean, since the machine is now faster and now slower.
+    may be disturbed, and of all visits the sum, since the machine is now faster and now slower. Sums before ratios: who
+    decodes the same text twice compares times, and where plain passes wait for memory and long ones for arithmetic, the
+    mean of ratios counts the moments of fast memory for more than they last.
     """
 
     def __init__(self, visits: Iterable[Visit]) -> None:
         sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for visit in visits:
-            for key, ratios in _ratios(visit).items():
-                sums[key][0] += len(ratios) * median(ratios)
-                sums[key][1] += len(ratios)
-        self._of = {key: total / count for key, (total, count) in sums.items()}
+            for key, pairs in _passes(visit).items():
+                sums[key][0] += len(pairs) * median(seconds for seconds, _ in pairs)
+                sums[key][1] += sum(plain for _, plain in pairs)
+        self._of = {key: total / plain for key, (total, plain) in sums.items()}
         self._curve = {rows: ratio for (name, rows), ratio in sorted(self._of.items()) if name == _ANY}
 
     def of(self, lane: str, rows: int) -> float:
@@ -214,11 +216,12 @@ class Times:
         if steady:
             full = rows.pop()
             found *= self._passes.of(name, full) / float(self._passes.over(full + 1)[-1])
+        plain = sum(_plain(lane, lambda turn: turn.seconds) for lane in lanes)
         rest, propose = (
-            fmean(_part(lane, part, steady=steady) for lane in lanes)
+            sum(_part(lane, part, steady=steady) for lane in lanes) / plain
             for part in (lambda turn: turn.seconds - turn.score, lambda turn: turn.propose)
         )
-        over = rest + found * fmean(_share(lane) for lane in lanes)
+        over = rest + found * sum(_plain(lane, lambda turn: turn.score) for lane in lanes) / plain
         error = _joined([_relative(lane, over, steady=steady) for lane in lanes])
         return RoundTime(
             seconds=over * self.plain,
@@ -238,31 +241,30 @@ class Times:
         return float((total * self._passes.over(len(total))).sum() / total.sum())
 
 
-def _ratios(visit: Visit) -> dict[tuple[str, int], list[float]]:
-    """Passes over the plain ones beside them, by lane and rows, and under ``_ANY`` by rows."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+def _passes(visit: Visit) -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """Passes and the plain one beside each, in seconds, by lane and rows, and under ``_ANY`` by rows."""
+    found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for name, lane in visit.items():
-        base = median(turn.score for turn in lane.plain)
+        base = _plain(lane, lambda turn: turn.score)
         for turn in lane.turns:
-            found[name, turn.rows].append(turn.score / base)
+            found[name, turn.rows].append((turn.score, base))
         for turn in (*lane.turns, *lane.plain):
-            found[_ANY, turn.rows].append(turn.score / base)
+            found[_ANY, turn.rows].append((turn.score, base))
     return found
 
 
-def _share(lane: Timed) -> float:
-    """Of the pass in a plain round."""
-    return median(turn.score for turn in lane.plain) / median(turn.seconds for turn in lane.plain)
+def _plain(lane: Timed, part: Callable[[Turn], float]) -> float:
+    """Seconds of a part of a plain round."""
+    return median(part(turn) for turn in lane.plain)
 
 
 def _part(lane: Timed, part: Callable[[Turn], float], *, steady: bool) -> float:
-    """A part of a round in plain ones: the median, or where it varies the mean without the longest.
+    """Seconds of a part of a round: the median, or where it varies the mean without the longest.
 
     Of a part of a part it is never more than of the whole, for each of the sorted is at most its counterpart.
     """
     parts = sorted(part(turn) for turn in lane.turns)
-    found = median(parts) if steady else fmean(parts[: max(1, len(parts) - 1)])
-    return found / median(turn.seconds for turn in lane.plain)
+    return median(parts) if steady else fmean(parts[: max(1, len(parts) - 1)])
 
 
 def _relative(lane: Timed, over: float, *, steady: bool) -> tuple[float, float]:
