@@ -50,7 +50,7 @@ class Eagle(Proposer):
         self.taps = tuple(taps)
         self.needs = Needs(tuple(sorted(set(taps))), prompt=True)
         self._handles: dict[int, HeadHandle] = {}
-        self._unread: dict[int, list[tuple[list[int], Tensor]]] = {}  # by sequence: tokens, states before them
+        self._unread: dict[int, list[tuple[list[int], list[Tensor]]]] = {}  # by sequence: tokens, states before them
         self._known: dict[int, int] = {}  # by sequence: positions whose states were seen
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
@@ -106,12 +106,17 @@ class Eagle(Proposer):
         pieces = [(self._handles[i], *piece) for i in sequences for piece in self._unread.pop(i, [])]
         if not pieces:
             return
-        features = self.net.features(torch.cat([raw for _, _, raw in pieces]))
-        for (handle, tokens, _), part in zip(pieces, features.split([len(raw) for *_, raw in pieces]), strict=True):
+        layers = zip(*(states for *_, states in pieces), strict=True)
+        features = self.net.features(torch.cat([torch.cat(layer) for layer in layers], dim=-1))
+        parts = features.split([len(states[0]) for *_, states in pieces])
+        for (handle, tokens, _), part in zip(pieces, parts, strict=True):
             self.net.extend(handle, tokens, part)
 
     def _keep(self, context: Context, scores: Scores, rows: Sequence[int]) -> None:
-        """``rows`` of ``scores`` are those of committed tokens from position ``scores.first`` on."""
+        """``rows`` of ``scores`` are those of committed tokens from position ``scores.first`` on.
+
+        They are not put together before they are read: in rounds without a draft this is all that the head costs.
+        """
         if context.id not in self._handles:
             self._handles[context.id] = self.net.open()
         known = self._known.get(context.id, scores.first)
@@ -119,9 +124,9 @@ class Eagle(Proposer):
         if own:
             whole = own[-1] - own[0] + 1 == len(own)  # as nearly always: a slice, which takes no copy
             chosen = slice(own[0], own[-1] + 1) if whole else own
-            raw = torch.cat([scores.taps[layer][chosen] for layer in self.taps], dim=-1)
+            states = [scores.taps[layer][chosen] for layer in self.taps]
             tokens = context.tokens[known + 1 : known + 1 + len(own)]
-            self._unread.setdefault(context.id, []).append((tokens, raw))
+            self._unread.setdefault(context.id, []).append((tokens, states))
             self._known[context.id] = known + len(own)
 
 
