@@ -5,19 +5,20 @@
 
 The planner gets --count prompts, the measurement --unseen others. A measured gain is tokens over seconds of decoding,
 over plain decoding's meanwhile: all of them take turns, a few rounds each and one temperature and batch after another,
-so that a machine whose speed drifts is as slow for one as for the other, and none is measured in minutes of its own.
-Rounds that hold a prompt are left out, and finished requests make room for waiting ones, so that batches stay full.
-Errors are of the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
+and between the steps of the plan, so that a machine whose speed drifts is as slow for one as for the other. Rounds that
+hold a prompt are left out, and finished requests make room for waiting ones, so that batches stay full. What was
+computed of prompts is kept, so what the recorded plan says of prompts and end to end is not what a user finds. Errors
+are of the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -97,11 +98,12 @@ class Ground:
     def plain(self, batch: int) -> Engine:
         return self._of(Proposer(), 0, batch)
 
-    def fill(self, engine: Engine, temperature: float, seed: int) -> None:
+    def fill(self, engine: Engine, temperature: float, repeats: int) -> None:
         """All prompts, to be completed as many at once as the engine takes."""
-        first = next(self._fills) * len(self.prompts)
-        for context in contexts(self.prompts, self.settings.law(temperature), seed, first):
-            engine.add(context, Ending(self.settings.max_tokens, self.eos))
+        for seed in range(1000, 1000 + repeats):
+            first = next(self._fills) * len(self.prompts)
+            for context in contexts(self.prompts, self.settings.law(temperature), seed, first):
+                engine.add(context, Ending(self.settings.max_tokens, self.eos))
 
     def _of(self, proposer: Proposer, depth: int, batch: int) -> Engine:
         return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
@@ -124,77 +126,72 @@ def stretch(engine: Engine) -> Sum:
 class Beside:
     """At one place, every engine on all prompts, and plain decoding as long as each takes."""
 
-    def __init__(self, ground: Ground, chosen: Sequence[Candidate], place: Place, seed: int) -> None:
-        self._ground, self._seed = ground, seed
+    def __init__(self, ground: Ground, chosen: Sequence[Candidate], place: Place, repeats: int) -> None:
+        self._ground, self._repeats = ground, repeats
         self._temperature, batch = place
         self._plain = ground.plain(batch)
         self._engines = {(c.name, depth): ground.engine(c, depth, batch) for c in chosen for depth in c.depths}
         self.found = {key: (Sum(), Sum()) for key in self._engines}
         for engine in self._engines.values():
-            ground.fill(engine, self._temperature, seed)
+            ground.fill(engine, self._temperature, repeats)
 
     def turn(self) -> None:
         """A stretch of every engine that is busy; the last one ends plain decoding."""
         if not self._plain.busy:
             self._plain.clear()
-            self._ground.fill(self._plain, self._temperature, self._seed)
+            self._ground.fill(self._plain, self._temperature, self._repeats)
         base = stretch(self._plain)
-        for key in self._running:
-            own, other = self.found[key]
-            self.found[key] = own + stretch(self._engines[key]), other + base
-        if not self._running:
+        for key, engine in self._engines.items():
+            if engine.busy:
+                own, other = self.found[key]
+                self.found[key] = own + stretch(engine), other + base
+        if not self.busy:
             self._plain.clear()
-
-    @property
-    def _running(self) -> list[Key]:
-        return [key for key, engine in self._engines.items() if engine.busy]
 
     @property
     def left(self) -> float:
         """The share of the prompts that nobody has begun."""
         waiting = sum(len(engine.waiting) for engine in self._engines.values())
-        return waiting / (len(self._engines) * len(self._ground.prompts))
+        return waiting / (len(self._engines) * len(self._ground.prompts) * self._repeats)
 
     @property
     def busy(self) -> bool:
-        return bool(self._running)
+        return any(engine.busy for engine in self._engines.values())
 
 
-def measure(
-    ground: Ground, chosen: Sequence[Candidate], places: Sequence[Place], repeats: int, progress: Progress
-) -> dict[Place, dict[Key, tuple[float, float]]]:
-    """At every place, of every candidate and depth: gain over plain decoding, and tokens per pass."""
-    found: dict[Place, dict[Key, list[tuple[Sum, Sum]]]] = defaultdict(lambda: defaultdict(list))
-    bar = progress.add_task("measuring", total=repeats)
-    for repeat in range(repeats):
-        beside = {place: Beside(ground, chosen, place, 1000 + repeat) for place in places}
-        while running := [each for each in beside.values() if each.busy]:
-            for each in running:
-                each.turn()
-            progress.update(bar, completed=repeat + 1.0 - fmean(each.left for each in beside.values()))
-        for place, each in beside.items():
-            for key, sums in each.found.items():
-                found[place][key].append(sums)
-    progress.remove_task(bar)
-    return {
-        place: {
-            key: (
-                median(own.speed / plain.speed for own, plain in sums),
-                median(own.tokens_per_pass for own, _ in sums),
-            )
-            for key, sums in mine.items()
-        }
-        for place, mine in found.items()
-    }
+class Measurement:
+    """All places, a turn of each after the other. seconds: spent so far."""
+
+    def __init__(self, ground: Ground, chosen: Sequence[Candidate], places: Sequence[Place], repeats: int) -> None:
+        self._places = {place: Beside(ground, chosen, place, repeats) for place in places}
+        self._line = cycle(self._places.values())
+        self.seconds = 0.0
+
+    def until(self, share: float) -> None:
+        """Goes on until so much of it has begun; to its end where that is more than 1."""
+        started = perf_counter()
+        while any(place.busy for place in self._places.values()) and self.share < share:
+            next(self._line).turn()
+        self.seconds += perf_counter() - started
+
+    @property
+    def share(self) -> float:
+        return 1.0 - fmean(place.left for place in self._places.values())
+
+    def found(self, place: Place, key: Key) -> tuple[Sum, Sum]:
+        """Of a candidate and its depth, and of plain decoding meanwhile."""
+        return self._places[place].found[key]
 
 
-def compared(row: Row, measured: tuple[float, float]) -> dict[str, Any]:
-    """One line of the record."""
-    gain, per_pass = measured
+def compared(row: Row, own: Sum, plain: Sum) -> dict[str, Any]:
+    """One line of the record. Seconds are of a round."""
+    gain = own.speed / plain.speed
     return {
         "name": row.name, "method": row.method, "num_speculative_tokens": row.num_speculative_tokens,
         "temperature": row.temperature, "batch": row.batch, "predicted": row.speedup, "low": row.low, "high": row.high,
-        "measured": gain, "tokens_per_pass": row.tokens_per_pass, "measured_tokens_per_pass": per_pass,
+        "measured": gain, "tokens_per_pass": row.tokens_per_pass, "measured_tokens_per_pass": own.tokens_per_pass,
+        "seconds": row.round_seconds, "measured_seconds": own.seconds * row.batch / own.passes,
+        "plain_seconds": row.plain_seconds, "measured_plain_seconds": plain.seconds * row.batch / plain.passes,
         "estimator": row.estimator, "error": row.speedup / gain - 1, "covered": row.low <= gain <= row.high,
     }  # fmt: skip
 
@@ -282,7 +279,7 @@ def main(
     batch: Annotated[list[int], typer.Option(min=1)] = [1, 4],
     depth: Annotated[list[int], typer.Option(min=1, help="Of chains.")] = [1, 2, 3, 4, 5, 6, 7, 8],
     nodes: Annotated[list[int], typer.Option(min=1, help="Of trees.")] = [8, 14],
-    repeats: Annotated[int, typer.Option(min=1)] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Of every unseen prompt.")] = 1,
     turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate, in the plan.")] = 24,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write setting, rows and summary here.")] = None,
 ) -> None:
@@ -302,19 +299,23 @@ def main(
     settings = Settings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
     chosen = grid(path, draft or zoo.path("draft"), config, depth, nodes)
     console = wide_console()
+    places = [(t, b) for t in temperature for b in batch]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
-        planner = Planner(target, builder.build, settings, eos,
-                          lambda what, share: progress.update(bar, description=what, completed=share))  # fmt: skip
-        started = perf_counter()
-        plan = planner.plan(ids[:count], chosen)
-        seconds = perf_counter() - started
-        progress.remove_task(bar)
         target.keep(PROMPTS)
-        ground = Ground(target, builder, settings, eos, ids[count:])
-        places = [(t, b) for t in temperature for b in batch]
-        found = measure(ground, chosen, places, repeats, progress)
-    rows = [compared(r, found[r.temperature, r.batch][r.name, r.num_speculative_tokens]) for r in plan.rows]
+        measurement = Measurement(Ground(target, builder, settings, eos, ids[count:]), chosen, places, repeats)
+
+        def between(what: str, share: float) -> None:
+            progress.update(bar, description=what, completed=share)
+            measurement.until(share)
+
+        started = perf_counter()
+        plan = Planner(target, builder.build, settings, eos, between).plan(ids[:count], chosen)
+        seconds = perf_counter() - started - measurement.seconds
+        measurement.until(math.inf)
+    rows = [
+        compared(r, *measurement.found((r.temperature, r.batch), (r.name, r.num_speculative_tokens))) for r in plan.rows
+    ]
     choices = chosen_against_best(plan, rows)
     facts = report(rows, choices, console)
     about = setting() | {"target": path.name, "planned_in_seconds": round(seconds, 1), "count": count, "unseen": unseen}
