@@ -27,7 +27,8 @@ PLAIN = ""
 _ANY = ""  # among lanes' names: all of them together
 Reals = NDArray[np.float64]
 _OPEN = 32  # sequences open at once: those of plain decoding, and of as many lanes as fit beside it
-_STRETCH = 3  # rounds of one lane that are timed one after another
+_STRETCH = 4  # rounds of one lane that are timed one after another
+_COLD = 2  # rounds before them that are not
 _WARM = 2  # rounds after the prompt's that are not timed
 _FOREVER = 1 << 30
 _DRIFT = 0.01  # relative error of any ratio of two times on one machine, however often it was taken
@@ -144,8 +145,8 @@ def timed(
 def _in_turns(running: Mapping[str, Lane], turns: int, tick: Callable[[int], None]) -> dict[str, list[Turn]]:
     """A stretch of rounds for one lane after another, each time beginning with another.
 
-    The first round of a stretch is not counted: it finds the caches full of another lane's weights, which is how long a
-    small model's rounds never take once it runs by itself.
+    The first rounds of a stretch are not counted: they find the caches full of another lane's weights, which is how long
+    a small model's rounds never take once it runs by itself.
     """
     keys = list(running)
     seen: dict[str, list[Turn]] = {key: [] for key in keys}
@@ -153,7 +154,8 @@ def _in_turns(running: Mapping[str, Lane], turns: int, tick: Callable[[int], Non
         count = min(_STRETCH, turns - first)
         for i in range(len(keys)):
             key = keys[(i + first // _STRETCH) % len(keys)]
-            running[key].turn()
+            for _ in range(_COLD):
+                running[key].turn()
             seen[key] += [running[key].turn() for _ in range(count)]
         tick(count * (len(keys) - 1))
     return seen
