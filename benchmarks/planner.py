@@ -6,9 +6,8 @@
 The planner gets --count prompts, the measurement --unseen others. A measured gain is tokens over seconds of decoding,
 over plain decoding's meanwhile: all of them take turns, a few rounds each and one temperature and batch after another,
 and between the steps of the plan, so that a machine whose speed drifts is as slow for one as for the other. Rounds that
-hold a prompt are left out, and finished requests make room for waiting ones, so that batches stay full. What was
-computed of prompts is kept, so what the recorded plan says of prompts and end to end is not what a user finds. Errors
-are of the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
+hold a prompt are left out, and finished requests make room for waiting ones, so that batches stay full. Errors are of
+the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
 """
 
 from __future__ import annotations
@@ -77,26 +76,39 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What everything is measured on."""
+class Side:
+    """A target, and who builds proposers for it."""
 
     target: Model
     builder: Builder
+
+    def engine(self, proposer: Proposer, depth: int, batch: int) -> Engine:
+        return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What everything is measured on. kept: its target keeps what was computed of prompts, so that each is read once;
+    whole: it reads all of every prompt, for proposers that want the states.
+    """
+
+    kept: Side
+    whole: Side
     settings: Settings
     eos: Sequence[int]
     prompts: list[list[int]]
-    _proposers: dict[str, Proposer] = field(default_factory=dict)
+    _made: dict[str, tuple[Side, Proposer]] = field(default_factory=dict)
     _fills: Iterator[int] = field(default_factory=count)
 
     def engine(self, candidate: Candidate, depth: int, batch: int) -> Engine:
         """Those that learn nothing share a proposer."""
-        proposer = self._proposers.get(candidate.name) or self.builder.build(SpeculativeConfig.of(candidate.config))
+        side, proposer = self._made.get(candidate.name) or self._make(SpeculativeConfig.of(candidate.config))
         if not proposer.learns:
-            self._proposers[candidate.name] = proposer
-        return self._of(proposer, depth, batch)
+            self._made[candidate.name] = side, proposer
+        return side.engine(proposer, depth, batch)
 
     def plain(self, batch: int) -> Engine:
-        return self._of(Proposer(), 0, batch)
+        return self.kept.engine(Proposer(), 0, batch)
 
     def fill(self, engine: Engine, temperature: float, repeats: int) -> None:
         """All prompts, to be completed as many at once as the engine takes."""
@@ -105,8 +117,9 @@ class Ground:
             for context in contexts(self.prompts, self.settings.law(temperature), seed, first):
                 engine.add(context, Ending(self.settings.max_tokens, self.eos))
 
-    def _of(self, proposer: Proposer, depth: int, batch: int) -> Engine:
-        return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
+    def _make(self, config: SpeculativeConfig) -> tuple[Side, Proposer]:
+        proposer = self.kept.builder.build(config)
+        return (self.whole, self.whole.builder.build(config)) if proposer.needs.prompt else (self.kept, proposer)
 
 
 def stretch(engine: Engine) -> Sum:
@@ -292,8 +305,8 @@ def main(
     def load(other: str | Path) -> Model:
         return load_model(Path(other), max_length=4096)
 
-    target = load(path)
-    builder = Builder(target, tokenizer, path, load)
+    whole, kept = (Side(t, Builder(t, tokenizer, path, load)) for t in (load(path), load_model(path, max_length=4096)))
+    kept.target.keep(PROMPTS)
     eos = eos_ids(path, tokenizer)
     ids = [list(tokenizer(text)["input_ids"]) for text in some_prompts(prompts, count + unseen)]
     settings = Settings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
@@ -302,15 +315,15 @@ def main(
     places = [(t, b) for t in temperature for b in batch]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
-        target.keep(PROMPTS)
-        measurement = Measurement(Ground(target, builder, settings, eos, ids[count:]), chosen, places, repeats)
+        ground = Ground(kept, whole, settings, eos, ids[count:])
+        measurement = Measurement(ground, chosen, places, repeats)
 
         def between(what: str, share: float) -> None:
             progress.update(bar, description=what, completed=share)
             measurement.until(share)
 
         started = perf_counter()
-        plan = Planner(target, builder.build, settings, eos, between).plan(ids[:count], chosen)
+        plan = Planner(whole.target, whole.builder.build, settings, eos, between).plan(ids[:count], chosen)
         seconds = perf_counter() - started - measurement.seconds
         measurement.until(math.inf)
     rows = [
