@@ -145,8 +145,8 @@ def timed(
 def _in_turns(running: Mapping[str, Lane], turns: int, tick: Callable[[int], None]) -> dict[str, list[Turn]]:
     """A stretch of rounds for one lane after another, each time beginning with another.
 
-    The first rounds of a stretch are not counted: they find the caches full of another lane's weights, which is how long
-    a small model's rounds never take once it runs by itself.
+    The first rounds of a stretch are not counted: they find the caches full of another lane's weights, which is how
+    long a small model's rounds never take once it runs by itself.
     """
     keys = list(running)
     seen: dict[str, list[Turn]] = {key: [] for key in keys}
