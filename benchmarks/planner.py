@@ -74,6 +74,9 @@ class Sum:
     def tokens_per_pass(self) -> float:
         return self.tokens / self.passes if self.passes else float("nan")
 
+    def round_seconds(self, batch: int) -> float:
+        return self.seconds * batch / self.passes if self.passes else float("nan")
+
 
 @dataclass(frozen=True)
 class Side:
@@ -203,8 +206,8 @@ def compared(row: Row, own: Sum, plain: Sum) -> dict[str, Any]:
         "name": row.name, "method": row.method, "num_speculative_tokens": row.num_speculative_tokens,
         "temperature": row.temperature, "batch": row.batch, "predicted": row.speedup, "low": row.low, "high": row.high,
         "measured": gain, "tokens_per_pass": row.tokens_per_pass, "measured_tokens_per_pass": own.tokens_per_pass,
-        "seconds": row.round_seconds, "measured_seconds": own.seconds * row.batch / own.passes,
-        "plain_seconds": row.plain_seconds, "measured_plain_seconds": plain.seconds * row.batch / plain.passes,
+        "seconds": row.round_seconds, "measured_seconds": own.round_seconds(row.batch),
+        "plain_seconds": row.plain_seconds, "measured_plain_seconds": plain.round_seconds(row.batch),
         "estimator": row.estimator, "error": row.speedup / gain - 1, "covered": row.low <= gain <= row.high,
     }  # fmt: skip
 
@@ -325,6 +328,7 @@ def main(
         started = perf_counter()
         plan = Planner(whole.target, whole.builder.build, settings, eos, between).plan(ids[:count], chosen)
         seconds = perf_counter() - started - measurement.seconds
+        progress.update(bar, description="measuring what is left", completed=1.0)
         measurement.until(math.inf)
     rows = [
         compared(r, *measurement.found((r.temperature, r.batch), (r.name, r.num_speculative_tokens))) for r in plan.rows
