@@ -153,6 +153,8 @@ class Beside:
 
     def turn(self) -> None:
         """A stretch of every engine that is busy; the last one ends plain decoding."""
+        if not self.busy:
+            return
         if not self._plain.busy:
             self._plain.clear()
             self._ground.fill(self._plain, self._temperature, self._repeats)
