@@ -109,6 +109,25 @@ def test_every_instruction_set_has_independent_rows(
 
 
 @needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_rows_that_nobody_asks_leave_before_the_last_layers_attention(
+    instructions: str, quantization: str | None
+) -> None:
+    """Beside a pass whose last states are wanted, of which no row leaves: the same bits, in this pass and the next."""
+    model, draft = decoder(torch.bfloat16, quantization), Draft(torch.tensor([5, 6, 7, 8]), (-1, -1, 0, 2))
+    drafts = [draft, Draft.empty(), Draft.chain([9, 9])]
+
+    def run(taps: tuple[int, ...]) -> list[torch.Tensor]:
+        handles = [model.open(list(range(3, 3 + length))) for length in (40, 1, 99)]
+        first = [score.logits for score in model.score(handles, drafts, taps)]
+        model.commit(handles, [[5, 7], [4], [9]])
+        return first + [score.logits for score in model.score(handles, [Draft.empty()] * 3, taps)]
+
+    for leaving, staying in zip(run(()), run((2,)), strict=True):
+        assert torch.equal(leaving, staying)
+
+
+@needs_kernels
 def test_int8_is_near(instructions: str) -> None:
     assert (scores(decoder(torch.bfloat16, "int8")) - scores(decoder(torch.float32))).abs().max() < 1.5
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "last.hpp"
 
 constexpr int REPEATED_ROWS = 4;  // so few rows are prepared by every thread for itself, which saves a barrier
 
@@ -44,12 +45,14 @@ struct Input {
 struct Workspace {
     Buffer hidden, embedded, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
     std::vector<Buffer> own_words, own_scores;
+    Answered answered;
 };
 
 template <Kind kind, Kind kv>
 struct Pass {
     const ModelSpec& m;
-    const BatchSpec& b;
+    BatchSpec b;  // from the last layer's attention on, of the rows alone that are answered
+    const BatchSpec& answered;
     const int thread, threads;
     const PageLayout layout{m, kv};
     const int64_t width, qkv_width, inner_width;
@@ -60,7 +63,7 @@ struct Pass {
     static int64_t score_length(const BatchSpec& b) { return padded(b.reach, PAGE) + LANES; }
 
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, int thread, int threads)
-        : m(m), b(b), thread(thread), threads(threads), width(padded(m.hidden, 32)),
+        : m(m), b(b), answered(w.answered.batch), thread(thread), threads(threads), width(padded(m.hidden, 32)),
           qkv_width(padded((m.heads + 2 * m.kv_heads) * m.head_dim, 32)), inner_width(padded(m.inner, 16)) {
         hidden = (float*)w.hidden.data, embedded = m.joined ? (float*)w.embedded.data : hidden;
         branch = (float*)w.branch.data, qkv = (float*)w.qkv.data;
@@ -75,6 +78,7 @@ struct Pass {
     // Memory for a pass, before its threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, width = padded(m.hidden, 32), heads = m.heads * m.head_dim;
+        w.answered.plan(m, b);
         w.hidden.room<float>(rows * width);
         if (m.joined) w.embedded.room<float>(rows * width);
         w.branch.room<float>(rows * width);
@@ -250,6 +254,20 @@ struct Pass {
         barrier();
     }
 
+    // Rows that are not answered leave: the others move up, in their order.
+    void leave() {
+        if (thread == 0)
+            for (int i = 0; i < answered.rows; i++) {
+                const int row = b.outputs[i];
+                if (row == i) continue;
+                std::memcpy(hidden + i * width, hidden + row * width, sizeof(float) * width);
+                const int64_t words = (int64_t)m.heads * layout.key_words;
+                std::memcpy(queries + i * words, queries + row * words, sizeof(Word) * words);
+            }
+        b = answered;
+        barrier();
+    }
+
     void attend(int number) {
         const int group = m.heads / m.kv_heads, tile = std::max(1, TILE_QUERIES / group);
         float* mixed = scores + TILE_QUERIES * score_length(b);
@@ -346,6 +364,8 @@ struct Pass {
                           });
             barrier();
             spread(number);
+            if (number == m.layer_count - 1 && answered.rows < b.rows) leave();
+            if (!b.rows) break;
             attend(number);
             residual(layer.out, attention_input(), layer.after_attention);
             x = prepare(normed, 0, b.rows, [&](int64_t r, Word* words) {
