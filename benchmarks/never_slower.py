@@ -5,9 +5,9 @@
 
 random: a draft model of random weights. over-large: the target as its own draft. wrong: an EAGLE-3 head whose weights
 were shuffled. Every repeat begins with a controller that knows nothing. The same requests run in two engines over one
-target, and the engines take turns round by round, so that a machine whose speed drifts is as slow for one as for the
-other; both are end to end, prompts included, end-of-text ignored. A ratio is guarded over plain tokens per second over
-all batches of a repeat; of a cell, the repeats' median.
+target, and the engines take turns round by round and prompts piece by piece, so that a machine whose speed drifts is as
+slow for one as for the other; both are end to end, prompts included, end-of-text ignored. A ratio is guarded over plain
+tokens per second over all batches of a repeat; of a cell, the repeats' median.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import median
@@ -60,6 +61,7 @@ REPETITION = (
 )
 TEXTS = {"prose": PROSE, "code": FUNCTIONS, "repetition": REPETITION}
 PROPOSERS = ("random", "over-large", "wrong")
+PIECE = 256  # rows of prompts in one round: sixteen prompts at once would be a turn of many seconds
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,11 @@ class Sides:
     def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Sum]:
         """One batch on both sides, round by round; ``first`` says who begins. -> by whether guarded"""
         batch = len(prompts)
-        engines = {
-            True: Engine(self.llm.target, self._proposer, self._controller, max_sequences=batch),
-            False: Engine(self.llm.target, Proposer(), Controller(), max_sequences=batch),
-        }
-        for engine in engines.values():
+        engine = partial(Engine, self.llm.target, max_sequences=batch, prompt_rows=PIECE)
+        engines = {True: engine(self._proposer, self._controller), False: engine(Proposer(), Controller())}
+        for side in engines.values():
             for prompt in prompts:
-                submit(engine, *self.llm.requests.build(prompt, params))
+                submit(side, *self.llm.requests.build(prompt, params))
         found = {True: Sum(), False: Sum()}
         while any(engine.busy for engine in engines.values()):
             for guarded in (first, not first):
