@@ -6,17 +6,10 @@
 
 #include "specs.hpp"
 
-// The plan of `b` for its outputs alone, in their order; arrays live here until the next pass.
+// The plan of `b` for its outputs alone, which ascend; arrays live here until the next pass.
 struct Answered {
     std::vector<int32_t> positions, prefix, branch_from, branches, sequence_from, outputs;
     BatchSpec batch;
-
-    // Whether rows can leave: none of their states behind the last layer is wanted.
-    static bool fewer(const ModelSpec& m, const BatchSpec& b) {
-        for (int t = 0; t < b.tap_count; t++)
-            if (b.tap_layers[t] >= m.layer_count) return false;
-        return m.layer_count && count(b) < b.rows;
-    }
 
     void plan(const ModelSpec& m, const BatchSpec& b) {
         batch = b;
@@ -41,5 +34,12 @@ struct Answered {
     }
 
    private:
+    // Whether rows can leave: none of their states behind the last layer is wanted.
+    static bool fewer(const ModelSpec& m, const BatchSpec& b) {
+        for (int t = 0; t < b.tap_count; t++)
+            if (b.tap_layers[t] >= m.layer_count) return false;
+        return m.layer_count && count(b) < b.rows;
+    }
+
     static int count(const BatchSpec& b) { return b.logits ? b.output_count : 0; }
 };
