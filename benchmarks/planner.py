@@ -92,7 +92,7 @@ class Side:
 @dataclass(frozen=True)
 class Ground:
     """What everything is measured on. kept: its target keeps what was computed of prompts, so that each is read once;
-    whole: it reads all of every prompt, for proposers that want the states.
+    whole: it reads all of every prompt, for proposers that draft from its states.
     """
 
     kept: Side
@@ -122,7 +122,7 @@ class Ground:
 
     def _make(self, config: SpeculativeConfig) -> tuple[Side, Proposer]:
         proposer = self.kept.builder.build(config)
-        return (self.whole, self.whole.builder.build(config)) if proposer.needs.prompt else (self.kept, proposer)
+        return (self.whole, self.whole.builder.build(config)) if proposer.needs.taps else (self.kept, proposer)
 
 
 def stretch(engine: Engine) -> Sum:

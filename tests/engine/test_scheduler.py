@@ -179,7 +179,9 @@ def alone() -> list[str]:
     {"max_num_batched_tokens": 37, "enable_prefix_caching": True},
     {"max_num_batched_tokens": "auto", "enable_prefix_caching": True, "kv_memory": 12_000_000, "max_num_seqs": 5},
     {"methods": ["ngram", "prediction", {"method": "suffix"}]},
-], ids=["pieces", "memory", "methods"])  # fmt: skip
+    {"max_num_batched_tokens": 37, "enable_prefix_caching": True, "kv_memory": 16_000_000, "max_num_seqs": 4,
+     "speculative_config": {"method": "eagle3", "num_speculative_tokens": 5}},
+], ids=["pieces", "memory", "methods", "head"])  # fmt: skip
 def test_real_texts_do_not_change_either(alone, options):
     llm = LLM(dtype="float32", max_model_len=512, **options)
     for _ in range(2):

@@ -78,6 +78,7 @@ def test_rows_are_made_of_a_token_and_the_states_before_it(tmp_path: Path) -> No
 
     fresh = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2))
     handle = fresh._handles[0] = fresh.net.open()
+    fresh._known[0] = len(c.tokens) - 1
     fresh.net.extend(handle, c.tokens[1:], features(fresh, [0, 1, 2, 3, 4, 6, 8, 7]))
     expected = fresh.propose([c], [6])[0]
     assert draft.ids == expected.ids and draft.parents == expected.parents
@@ -191,3 +192,44 @@ def test_heads_in_the_targets_folder_are_found_and_change_nothing(version, tiny_
         assert [o.outputs[0].token_ids for o in outputs] == expected
         assert all(o.outputs[0].stats.drafted > 0 for o in outputs)
         assert llm.generate(prompts[2], params)[0].outputs[0].token_ids == expected[2]
+
+
+SYSTEM = "import os\nimport sys\nfrom collections import Counter, defaultdict\n\n\ndef helper(values):\n" * 6
+HEAD = {"method": "eagle3", "num_speculative_tokens": 6}
+
+
+def bundled(**options: object) -> LLM:
+    return LLM(dtype="float32", speculative_config=HEAD, max_model_len=1024, **options)  # type: ignore[arg-type]
+
+
+def test_what_is_kept_of_a_conversation_is_known_to_the_head_too() -> None:
+    """Each turn reads only what is new of it, and is drafted for as if all had been read."""
+    kept, whole = bundled(enable_prefix_caching=True, max_num_batched_tokens=48), bundled()
+    keeps = kept.engine.target.keep(2**30)  # the compiled runtime; elsewhere there is nothing to share
+    text, computed = list(kept.tokenizer(SYSTEM)["input_ids"]), 0
+    for turn, temperature in enumerate((0.0, 1.0, 0.0, 0.8)):
+        params = SamplingParams(max_tokens=70, temperature=temperature, seed=turn, ignore_eos=True)
+        (one,), (other,) = (llm.generate(text, params) for llm in (kept, whole))
+        mine, theirs = one.outputs[0], other.outputs[0]
+        assert mine.token_ids == theirs.token_ids and mine.stats.accepted == theirs.stats.accepted
+        assert mine.stats.cached == (computed // 64 * 64 if keeps else 0)
+        text += mine.token_ids
+        computed = len(text) - 1
+        text += kept.tokenizer(f"\n\n\ndef another_{turn}(items):\n")["input_ids"]
+    kept.engine.check_integrity()
+
+
+def test_a_beginning_that_nobody_drafted_behind_is_read_again() -> None:
+    llm = bundled(enable_prefix_caching=True, methods=["ngram"])
+    if not llm.engine.target.keep(2**30):
+        pytest.skip("no compiled kernels here")
+    expected = bundled().generate(SYSTEM, SamplingParams(max_tokens=30, temperature=0.0))[0].outputs[0]
+    found = []
+    for method in ("ngram", None, "ngram", None):
+        params = SamplingParams(max_tokens=30, temperature=0.0, speculative_method=method)
+        output = llm.generate(SYSTEM, params)[0].outputs[0]
+        assert output.token_ids == expected.token_ids
+        assert method or output.stats.accepted == expected.stats.accepted
+        found.append(output.stats.cached > 0)
+    assert found == [False, False, True, True]
+    llm.engine.check_integrity()

@@ -51,9 +51,9 @@ def context(identifier: int, method: str | None = None, prediction: tuple[int, .
 
 
 def test_requests_go_to_whom_they_name():
-    members = {"usual": Always(1), "other": Always(2, Needs((3,))), "prediction": Always(3, Needs(prompt=True))}
+    members = {"usual": Always(1), "other": Always(2, Needs((3,))), "prediction": Always(3, Needs(rounds=True))}
     chosen = Selection(members)
-    assert chosen.needs == Needs((3,), prompt=True)
+    assert chosen.needs == Needs((3,), rounds=True)
     contexts = [context(0), context(1, "other"), context(2, None, (4, 5)), context(3, "usual", (4,)), context(4)]
     drafts = chosen.propose(contexts, [1, 1, 1, 1, 0])
     assert [draft.ids for draft in drafts] == [(1,), (2,), (3,), (1,), ()]

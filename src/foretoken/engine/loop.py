@@ -49,7 +49,7 @@ class Engine:
         self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
         self.contained: type[Exception] = InvalidRequest
         self.pace = Pace(prompt_rows)
-        self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, self._set_aside)
+        self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, self._join, self._set_aside)
         self.finished: dict[int, Sequence] = {}
         self._alone = threading.Lock()
 
@@ -208,6 +208,9 @@ class Engine:
             for sequence in batch:
                 self.proposer.forget(sequence.context)
             raise
+
+    def _join(self, context: Context) -> int:
+        return self.proposer.join(context)
 
     def _set_aside(self, context: Context) -> None:
         self.proposer.forget(context)

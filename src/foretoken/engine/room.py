@@ -30,7 +30,7 @@ def share_memory(
                 f"{target.max_length}; give it {(target.max_length + 128) * each / 2**20:.0f} MiB, or lower "
                 "max_model_len"
             )
-    if prefixes and not proposer.needs.prompt and each:
+    if prefixes and each:
         limit = wanted
         if limit is None:
             limit = min(max_sequences * target.max_length * each, int(_KEPT * (free_memory(target.device) or 0)))

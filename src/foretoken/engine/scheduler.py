@@ -49,14 +49,16 @@ class Usage:
 class Scheduler:
     """See the module.
 
-    capacity: tokens whose keys and values fit, None without a bound. aside: called with a context that is set aside.
+    capacity: tokens whose keys and values fit, None without a bound. join: called with a context that the target begins
+    to read. -> so many of its first tokens may be left out. aside: called with a context that is set aside.
     """
 
     def __init__(
-        self, target: Model, max_sequences: int, pace: Pace, capacity: int | None, aside: Callable[[Context], None]
-    ) -> None:
+        self, target: Model, max_sequences: int, pace: Pace, capacity: int | None, join: Callable[[Context], int],
+        aside: Callable[[Context], None],
+    ) -> None:  # fmt: skip
         self.target, self.max_sequences, self.pace, self.capacity = target, max_sequences, pace, capacity
-        self._aside = aside
+        self._join, self._aside = join, aside
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self._arrivals = self._hits = self._queries = self._preemptions = 0
@@ -129,18 +131,18 @@ class Scheduler:
         return None if left is None else left - len(handle.pending)
 
     def _open(self, sequence: Sequence) -> Sequence:
-        """Give it a place, and as much of its text as is computed already, with one token more."""
+        """Give it a place, and as much of its text as everybody has computed already, with one token more."""
         tokens = sequence.context.tokens
         if sequence.reads_aloud:
             sequence.of_prompt.clear()
         handle = sequence.handle = self.target.open(
             tokens[:1] if sequence.reads_aloud else tokens, sequence.context.source
         )
+        handle.truncate(min(handle.cached, self._join(sequence.context)) + 1)
         if not sequence.counts.rounds:
             sequence.counts.started, sequence.counts.cached = monotonic(), handle.cached
         self._hits += handle.cached
         self._queries += len(tokens)
-        handle.truncate(handle.cached + 1)
         self.running[sequence.context.id] = sequence
         return sequence
 

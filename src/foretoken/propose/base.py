@@ -19,19 +19,17 @@ class Needs:
     """What a proposer wants from the target, as data: hidden-state taps by layer index.
 
     rounds: it learns from rounds as they really went, from the rows of rejected guesses or from the time they took.
-    prompt: the states of the whole prompt, so that none of its rows may come out of a cache.
     """
 
     taps: tuple[int, ...] = ()
     rounds: bool = False
-    prompt: bool = False
 
     @staticmethod
     def union(needs: Iterable[Needs]) -> Needs:
         """What all of them together want."""
         all_needs = list(needs)
         taps = tuple(sorted({tap for one in all_needs for tap in one.taps}))
-        return Needs(taps, any(one.rounds for one in all_needs), any(one.prompt for one in all_needs))
+        return Needs(taps, any(one.rounds for one in all_needs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,10 @@ class Proposer:
         """At most ``budgets[i]`` nodes for ``contexts[i]``; budgets were decided before anything is drawn."""
         return [Draft.empty() for _ in contexts]
 
+    def join(self, context: Context) -> int:
+        """The target begins to read the text, perhaps again. -> of so many of its first tokens no states are needed"""
+        return len(context.tokens)
+
     def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
         """A piece of each text was computed that is not its last one: the target's states there."""
 
@@ -75,6 +77,14 @@ class Proposer:
     def keep(self, limit: int) -> None:
         """Hold at most ``limit`` bytes of keys and values; see ``Model.keep``."""
 
+    @staticmethod
+    def keep_among(members: Iterable[Proposer], limit: int) -> None:
+        """``limit`` bytes for several, each by what its tokens take."""
+        members = list(members)
+        each = max(1, sum(member.row_bytes for member in members))
+        for member in members:
+            member.keep(limit * member.row_bytes // each)
+
 
 class Wrapper(Proposer):
     """``inner`` with something added: whatever a subclass does not say goes there."""
@@ -85,6 +95,9 @@ class Wrapper(Proposer):
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return self.inner.propose(contexts, budgets)
+
+    def join(self, context: Context) -> int:
+        return self.inner.join(context)
 
     def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
         self.inner.read(contexts, scores)

@@ -38,7 +38,7 @@ class EagleConfig(GrowthConfig):
 class Eagle(Proposer):
     """Drafts with ``net`` from the target's layers ``taps``; all sequences of a round share a pass per level.
 
-    The round that computes a sequence's prompt goes without a draft: nothing is known before the target's pass.
+    The round that computes the end of a sequence's prompt goes without a draft: nothing is known before that pass.
     """
 
     def __init__(
@@ -48,16 +48,18 @@ class Eagle(Proposer):
         self.name = "eagle3" if net.joined else "eagle"
         self.net, self.config, self.reading = net, config or EagleConfig(), reading
         self.taps = tuple(taps)
-        self.needs = Needs(tuple(sorted(set(taps))), prompt=True)
+        self.needs = Needs(tuple(sorted(set(taps))))
         self._handles: dict[int, HeadHandle] = {}
         self._unread: dict[int, list[tuple[list[int], list[Tensor]]]] = {}  # by sequence: tokens, states before them
         self._known: dict[int, int] = {}  # by sequence: positions whose states were seen
+        self._drafting = True  # whether the last round drafted for anybody
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        self._drafting = any(budget > 0 for budget in budgets)
         growers = {
             i: (self._handles[context.id], self._grower(context, budget))
             for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True))
-            if budget > 0 and context.id in self._handles and len(context.tokens) + budget <= self.net.max_length
+            if budget > 0 and self._ready(context, budget)
         }
         active = list(growers.values())
         if active:
@@ -68,9 +70,22 @@ class Eagle(Proposer):
             _extend(active, self.net.grow([handle for handle, _ in active], drafts))
         return [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
 
+    def join(self, context: Context) -> int:
+        self.forget(context)
+        handle = self._handles[context.id] = self.net.open(context.tokens)
+        self._known[context.id] = handle.cached
+        return handle.cached
+
     def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
+        """Pieces of long prompts are read as they come where sequences are drafted for: all at once, behind the last
+        piece, would keep the others waiting.
+        """
         for context, score in zip(contexts, scores, strict=True):
             self._keep(context, score, range(len(score.taps[self.taps[0]])))
+        if self._drafting:
+            self._read([context.id for context in contexts])
+            for context in contexts:
+                self.net.read(self._handles[context.id])
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         """Keep every sequence's newly committed tokens and the target's states before them: a round that drafts reads
@@ -81,6 +96,15 @@ class Eagle(Proposer):
             known = len(scores.taps[self.taps[0]]) - len(step.draft)  # rows of committed tokens, then the draft's
             path = step.verdict.path[: max(0, len(step.tokens) - 1)]
             self._keep(context, scores, [*range(known), *(known + node for node in path)])
+            if step.finish_reason is not None:
+                self._leave_behind(context)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.net.row_bytes
+
+    def keep(self, limit: int) -> None:
+        self.net.keep(limit)
 
     def forget(self, context: Context) -> None:
         self._unread.pop(context.id, None)
@@ -90,6 +114,12 @@ class Eagle(Proposer):
             self.net.close(handle)
 
     # a round
+
+    def _ready(self, context: Context, budget: int) -> bool:
+        """Whether a round has shown the states at all tokens but the newest, and there is room."""
+        seen = self._known.get(context.id) == len(context.tokens) - 1
+        fed = context.id in self._unread or (seen and bool(self._handles[context.id].pending))
+        return seen and fed and len(context.tokens) + budget <= self.net.max_length
 
     def _grower(self, context: Context, budget: int) -> Grower:
         return begin(self.config, context, budget, self.net.to_target, context.law, self._sharpest)
@@ -118,7 +148,7 @@ class Eagle(Proposer):
         They are not put together before they are read: in rounds without a draft this is all that the head costs.
         """
         if context.id not in self._handles:
-            self._handles[context.id] = self.net.open()
+            self._handles[context.id] = self.net.open()  # of a round that was given up: what came before is missing
         known = self._known.get(context.id, scores.first)
         own = list(rows[known - scores.first :])
         if own:
@@ -128,6 +158,16 @@ class Eagle(Proposer):
             tokens = context.tokens[known + 1 : known + 1 + len(own)]
             self._unread.setdefault(context.id, []).append((tokens, states))
             self._known[context.id] = known + len(own)
+
+    def _leave_behind(self, context: Context) -> None:
+        """A text that is over may be the beginning of a later one, which then finds its rows, up to the last. Where the
+        head never drafted, nothing is computed for that.
+        """
+        handle = self._handles[context.id]
+        drafted = handle.states is not None and len(context.tokens) <= self.net.max_length
+        if self.net.keeps and drafted and context.id in self._unread:
+            self._read([context.id])
+            self.net.catch_up([handle])
 
 
 def _extend(active: Sequence[tuple[HeadHandle, Grower]], rows: Sequence[Tensor]) -> None:

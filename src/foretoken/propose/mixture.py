@@ -167,6 +167,9 @@ class Mixture(Proposer):
             self.last_member[context.id] = tree.names
         return [tree.draft for tree in trees]
 
+    def join(self, context: Context) -> int:
+        return min(member.proposer.join(context) for member in self.members)
+
     def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
         for member in self.members:
             member.proposer.read(contexts, scores)
@@ -183,6 +186,9 @@ class Mixture(Proposer):
     @property
     def row_bytes(self) -> int:
         return sum(member.proposer.row_bytes for member in self.members)
+
+    def keep(self, limit: int) -> None:
+        self.keep_among((member.proposer for member in self.members), limit)
 
     def forget(self, context: Context) -> None:
         for member in self.members:

@@ -37,6 +37,9 @@ class Selection(Proposer):
                 drafts[i] = draft
         return drafts
 
+    def join(self, context: Context) -> int:
+        return self.members[self.of(context)].join(context)
+
     def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
         for member, own in self._by_member(contexts):
             member.read([contexts[i] for i in own], [scores[i] for i in own])
@@ -53,8 +56,7 @@ class Selection(Proposer):
         return sum(member.row_bytes for member in self.members.values())
 
     def keep(self, limit: int) -> None:
-        for member in self.members.values():
-            member.keep(limit * member.row_bytes // max(1, self.row_bytes))
+        self.keep_among(self.members.values(), limit)
 
     def _by_member(self, contexts: Sequence[Context]) -> list[tuple[Proposer, list[int]]]:
         """Members that have work, with the places of their contexts."""

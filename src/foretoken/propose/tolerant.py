@@ -31,6 +31,11 @@ class Tolerant(Wrapper):
 
         return drafts if self._tried(work, contexts) else [Draft.empty()] * len(contexts)
 
+    def join(self, context: Context) -> int:
+        answers = [len(context.tokens)]
+        self._tried(lambda: answers.append(self.inner.join(context)), [context])
+        return answers[-1]
+
     def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
         self._tried(lambda: self.inner.read(contexts, scores), contexts)
 

@@ -164,3 +164,28 @@ def test_rows_do_not_depend_on_what_shares_the_pass(dtype: torch.dtype, tmp_path
         net.extend(handle, t, net.features(r))
     for one, other in itertools.zip_longest(net.catch_up(handles), alone):
         assert torch.equal(one, other)
+
+
+def test_rows_that_an_earlier_sequence_left_serve_one_that_begins_alike(tmp_path: Path) -> None:
+    config, tensors = HEADS["eagle3"]
+    head = read_eagle(tiny.save(tmp_path, config, tensors))
+    net = EagleNet(head, tensors["embed_tokens.weight"], torch.float32, CPU, 512)
+    net.keep(2**24)
+    if not net.keeps:
+        pytest.skip("no compiled kernels here")
+    tokens, features = [(3 * i) % 101 for i in range(150)], net.features(_random(149, 192))
+    first = net.open(tokens)
+    assert first.cached == 0
+    net.extend(first, tokens[1:], features)
+    expected = net.catch_up([first])[0]
+    net.grow([first], [Draft(torch.tensor([5, 6]), (-1, -1))])
+    net.close(first)
+
+    second = net.open(tokens[:149])
+    assert second.cached == 128 and second.tokens == tokens[1:129]
+    net.extend(second, tokens[129:], features[128:])
+    assert torch.equal(net.catch_up([second])[0], expected)
+    # Row 127 is made of token 128, row 0 of token 0: a text that has another there finds less, or nothing.
+    assert net.open([*tokens[:128], 7, *tokens[129:]]).cached == 64
+    assert net.open([9, *tokens[1:]]).cached == 0
+    assert net.open(tokens[:1]).cached == 0 and net.open(tokens[:64]).cached == 0 and net.open(tokens[:66]).cached == 64

@@ -23,7 +23,9 @@ from foretoken.models.plan import Plan
 from foretoken.models.runner import Pass, build
 from foretoken.models.weights import Ends, Entry, LayerWeights
 
-PREFILL_ROWS = 256
+PREFILL_ROWS = 256  # of a pass that reads
+JOINT_ROWS = 32  # pending ones that are computed with the first guess; of more, most need keys and values alone
+_NEXT = -1  # stands for the token that a sequence goes on with: a row that nobody has
 
 
 @dataclass(eq=False, slots=True)
@@ -31,11 +33,13 @@ class HeadHandle(Handle):
     """A sequence in the head's cache; its ``tokens`` are the target's from the second on.
 
     fresh: features [n, H] of the pending tokens, in pieces. states: [1 + nodes, H], the layer's outputs at the newest
-    token and at the cached nodes: what the nodes below them are fed.
+    token and at the cached nodes: what the nodes below them are fed. root: the target's first token, None where that is
+    not known or rows are missing, so that nobody else could make use of them.
     """
 
     fresh: list[Tensor] = field(default_factory=list)
     states: Tensor | None = None
+    root: int | None = None
 
     def below(self, parents: Sequence[int]) -> Tensor:
         """What children of these nodes are fed, [n, H]; -1 is the newest token."""
@@ -75,6 +79,7 @@ class EagleNet:
         architecture = Architecture.of(config)
         self._eps = architecture.eps
         self._state = head.layers if head.norm_output else head.layers + 1  # the tap that is fed down the tree
+        self.keeps = False
         layers = [_layer(head, i, dtype) for i in range(head.layers)]
         ends = Ends(self._embedding, self._norm("norm"), vocabulary)
         entry = Entry(self.joined, self._norm("layers.0.hidden_norm"), head.norm_before_residual)
@@ -107,9 +112,19 @@ class EagleNet:
 
     # sequences
 
-    def open(self) -> HeadHandle:
-        """An empty sequence."""
-        return HeadHandle(self._runner.acquire()[0], [])
+    def open(self, tokens: Sequence[int] = ()) -> HeadHandle:
+        """A sequence that has in place what earlier ones left of the first rows of the target's ``tokens``."""
+        slot, known = self._runner.acquire([*self._names(tokens), _NEXT])
+        return HeadHandle(slot, list(tokens[1 : known + 1]), known, root=tokens[0] if tokens else None)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one token's keys and values take."""
+        return self._runner.row_bytes
+
+    def keep(self, limit: int) -> None:
+        """Hold at most ``limit`` bytes, rows for later sequences that begin alike among them, where the runner can."""
+        self.keeps = self._runner.keep(limit)
 
     def close(self, handle: HeadHandle) -> None:
         """Give the place back. Closing twice does nothing."""
@@ -125,15 +140,30 @@ class EagleNet:
         handle.tokens.extend(tokens)
         handle.fresh.append(features)
 
+    def read(self, handle: HeadHandle, left: int = 0) -> None:
+        """Keys and values of pending rows, in passes of bounded size, until no more than ``left`` are pending."""
+        if len(handle.pending) <= left:
+            return
+        fresh = torch.cat(handle.fresh)
+        while len(handle.pending) > left:
+            rows = min(PREFILL_ROWS, len(handle.pending) - left)
+            part = Handle(handle.slot, handle.tokens[: handle.cached + rows], handle.cached)
+            self._run(Plan.of([part], [Draft.empty()], [0]), fresh[:rows], answered=False)
+            handle.cached += rows
+            fresh = fresh[rows:]
+        handle.fresh[:] = [fresh] if left else []
+
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
         """Compute all pending rows. -> logits [1, Vd] after each sequence's newest token"""
         for handle in handles:
-            self._prefill(handle)
+            self.read(handle, JOINT_ROWS)
         fresh = [piece for handle in handles for piece in handle.fresh]
         logits, states = self._score(handles, [Draft.empty()] * len(handles), torch.cat(fresh))
         for handle, own in zip(handles, states, strict=True):
             handle.fresh.clear()
             handle.cached, handle.states = len(handle.tokens), own[-1:]
+            if self.keeps and handle.root is not None:
+                self._runner.publish(handle.slot, self._names([handle.root, *handle.tokens]), handle.cached)
         return logits
 
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
@@ -155,6 +185,10 @@ class EagleNet:
         finally:
             self.close(handle)
 
+    def _names(self, tokens: Sequence[int]) -> list[int]:
+        """What is in each row, for who looks for it: its token, and in the first the token before it, too."""
+        return [tokens[0] * self.head.vocab + tokens[1], *tokens[2:]] if len(tokens) > 1 else []
+
     # passes
 
     def _score(
@@ -169,24 +203,14 @@ class EagleNet:
             return [logits], [states]
         return list(logits.split(plan.output_counts)), list(states.split([part.count for part in plan.parts]))
 
-    def _prefill(self, handle: HeadHandle) -> None:
-        """A long pending stretch in passes of bounded size."""
-        if len(handle.pending) <= PREFILL_ROWS:
-            return
-        fresh = torch.cat(handle.fresh)
-        while len(handle.pending) > PREFILL_ROWS:
-            part = Handle(handle.slot, handle.tokens[: handle.cached + PREFILL_ROWS], handle.cached)
-            self._run(Plan.of([part], [Draft.empty()], [0]), fresh[:PREFILL_ROWS], logits=False)
-            handle.cached += PREFILL_ROWS
-            fresh = fresh[PREFILL_ROWS:]
-        handle.fresh[:] = [fresh]
-
-    def _run(self, plan: Plan, features: Tensor, logits: bool = True) -> Pass:
+    def _run(self, plan: Plan, features: Tensor, answered: bool = True) -> Pass:
+        """answered: whether logits and states are wanted, and not keys and values alone."""
         if not self.joined:
             tokens = torch.tensor(plan.tokens, device=self._embedding.device)
             embedded = F.embedding(tokens, self._embedding).to(self.device)
             features = self._multiply(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
-        return self._runner.run(replace(plan, features=features), (self._state,), logits and self._unembed is None)
+        taps = (self._state,) if answered else ()
+        return self._runner.run(replace(plan, features=features), taps, answered and self._unembed is None)
 
     def _logits(self, result: Pass, plan: Plan) -> Tensor:
         if result.logits is not None:
