@@ -50,6 +50,7 @@ from prompts import some_prompts
 ROLES = ("eagle3", "medusa")
 WITHIN = 0.1
 STRETCH = 12  # rounds of one engine in a row: few beside how fast a machine drifts, many for what a cache forgets
+BESIDE = 4  # engines between two stretches of plain decoding
 PROMPTS = 6 << 30  # bytes for what was computed of prompts: reading them is not measured
 Key = tuple[str, int]  # a candidate's name and its depth
 Place = tuple[float, int]  # temperature and batch
@@ -152,19 +153,25 @@ class Beside:
             ground.fill(engine, self._temperature, repeats)
 
     def turn(self) -> None:
-        """A stretch of every engine that is busy; the last one ends plain decoding."""
+        """A stretch of every engine that is busy, of plain decoding in the midst of every few; the last ends it."""
+        busy = [(key, engine) for key, engine in self._engines.items() if engine.busy]
+        for at in range(0, len(busy), BESIDE):
+            near = busy[at : at + BESIDE]
+            middle = len(near) // 2
+            sums = {key: stretch(engine) for key, engine in near[:middle]}
+            base = self._plain_stretch()
+            sums |= {key: stretch(engine) for key, engine in near[middle:]}
+            for key, found in sums.items():
+                own, other = self.found[key]
+                self.found[key] = own + found, other + base
         if not self.busy:
-            return
+            self._plain.clear()
+
+    def _plain_stretch(self) -> Sum:
         if not self._plain.busy:
             self._plain.clear()
             self._ground.fill(self._plain, self._temperature, self._repeats)
-        base = stretch(self._plain)
-        for key, engine in self._engines.items():
-            if engine.busy:
-                own, other = self.found[key]
-                self.found[key] = own + stretch(engine), other + base
-        if not self.busy:
-            self._plain.clear()
+        return stretch(self._plain)
 
     @property
     def left(self) -> float:

@@ -18,7 +18,7 @@ from foretoken.plan.exports import exports
 from foretoken.plan.outcome import Plan, Row, choices, mark
 from foretoken.plan.planner import Planner, Settings, spread, timed_depths
 from foretoken.plan.replay import run
-from foretoken.plan.rounds import Lane, PassRatios, Timed, Times, Turn, timed
+from foretoken.plan.rounds import PLAIN, Lane, PassRatios, Timed, Times, Turn, _in_turns, timed
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import write
 from foretoken.propose.base import Proposer
@@ -233,3 +233,26 @@ def test_intervals_cover_another_sample():
         for one, other in zip(found[::2], found[1::2], strict=True)
     ]
     assert np.mean(covered) >= 0.75
+
+
+def test_plain_rounds_are_timed_in_the_midst_of_every_few_lanes() -> None:
+    log: list[str] = []
+
+    class Logged:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def turn(self) -> Turn:
+            log.append(self.name)
+            return Turn(len(log), 0.0, 0.0, 1)
+
+    ticks: list[int] = []
+    lanes = {name: Logged(name) for name in (PLAIN, *"abcdefghi")}
+    seen = _in_turns(lanes, 6, ticks.append)  # type: ignore[arg-type]
+    assert list(seen) == list("abcdefghi") and sum(ticks) == 6 * 9
+    for own, plain in seen.values():
+        assert len(own) == len(plain) == 6
+        assert max(abs(one.seconds - other.seconds) for one, other in zip(own, plain, strict=True)) <= 2 * 6
+    assert log.count(PLAIN) == 3 * (
+        6 + 4
+    )  # three times in either of two stretches, of which two rounds are not counted

@@ -28,6 +28,7 @@ _ANY = ""  # among lanes' names: all of them together
 Reals = NDArray[np.float64]
 _OPEN = 32  # sequences open at once: those of plain decoding, and of as many lanes as fit beside it
 _STRETCH = 4  # rounds of one lane that are timed one after another
+_BESIDE = 4  # lanes between two stretches of plain decoding: a machine's speed changes within seconds
 _COLD = 2  # rounds before them that are not
 _WARM = 2  # rounds after the prompt's that are not timed
 _FOREVER = 1 << 30
@@ -136,29 +137,45 @@ def timed(
             for lane in running.values():
                 lane.close()
         for name in group:
-            found[name] = Timed(
-                tuple(seen[name]), tuple(seen[PLAIN]), running[name].prefill, running[PLAIN].prefill
-            )  # fmt: skip
+            own, plain = seen[name]
+            found[name] = Timed(tuple(own), tuple(plain), running[name].prefill, running[PLAIN].prefill)
     return found
 
 
-def _in_turns(running: Mapping[str, Lane], turns: int, tick: Callable[[int], None]) -> dict[str, list[Turn]]:
-    """A stretch of rounds for one lane after another, each time beginning with another.
+def _in_turns(
+    running: Mapping[str, Lane], turns: int, tick: Callable[[int], None]
+) -> dict[str, tuple[list[Turn], list[Turn]]]:
+    """A stretch of rounds for one lane after another, each time beginning with another; plain decoding in the
+    midst of every few. -> each lane's rounds, and the plain ones beside them
 
-    The first rounds of a stretch are not counted: they find the caches full of another lane's weights, which is how
-    long a small model's rounds never take once it runs by itself.
+    One stretch of plain rounds for all lanes would make its luck theirs.
     """
-    keys = list(running)
-    seen: dict[str, list[Turn]] = {key: [] for key in keys}
+    keys = [key for key in running if key != PLAIN]
+    seen: dict[str, tuple[list[Turn], list[Turn]]] = {key: ([], []) for key in keys}
     for first in range(0, turns, _STRETCH):
         count = min(_STRETCH, turns - first)
-        for i in range(len(keys)):
-            key = keys[(i + first // _STRETCH) % len(keys)]
-            for _ in range(_COLD):
-                running[key].turn()
-            seen[key] += [running[key].turn() for _ in range(count)]
-        tick(count * (len(keys) - 1))
+        start = first // _STRETCH % len(keys)
+        order = keys[start:] + keys[:start]
+        for at in range(0, len(order), _BESIDE):
+            near = order[at : at + _BESIDE]
+            middle = len(near) // 2
+            found = {key: _stretch(running[key], count) for key in near[:middle]}
+            plain = _stretch(running[PLAIN], count)
+            found |= {key: _stretch(running[key], count) for key in near[middle:]}
+            for key in near:
+                seen[key][0].extend(found[key])
+                seen[key][1].extend(plain)
+        tick(count * len(keys))
     return seen
+
+
+def _stretch(lane: Lane, count: int) -> list[Turn]:
+    """The first rounds are not counted: they find the caches full of another lane's weights, which is how long a small
+    model's rounds never take once it runs by itself.
+    """
+    for _ in range(_COLD):
+        lane.turn()
+    return [lane.turn() for _ in range(count)]
 
 
 def midway(texts: Sequence[Text], batch: int) -> list[Given]:
