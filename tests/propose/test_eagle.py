@@ -145,6 +145,21 @@ def test_texts_follow_the_targets_law(tree: Shape, tmp_path: Path) -> None:
     assert result.p_value > 1e-3, result
 
 
+def test_texts_that_are_too_long_for_the_head_cost_it_nothing(tmp_path: Path) -> None:
+    proposer = eagle(tmp_path, EagleConfig())
+    c = context(0, [i % 101 for i in range(600)], temperature=0.0)
+    assert proposer.join(c) == 600  # whatever the target knows of it may be left out
+    proposer.read([c], [seen((5,), Draft.empty(), (), 0, 256).scores])
+    c.tokens += [5]
+    proposer.observe([c], [seen((5,), Draft.empty(), (), 256, 344)])
+    assert proposer.propose([c], [4]) == [Draft.empty()] and not proposer._handles and not proposer._unread
+    long = context(1, [i % 101 for i in range(510)], temperature=0.0)
+    assert proposer.join(long) == 0
+    long.tokens += [5]
+    proposer.observe([long], [seen((5,), Draft.empty(), (), 0, 510)])
+    assert proposer.propose([long], [4]) == [Draft.empty()] and len(proposer.propose([long], [1])[0]) == 1
+
+
 def test_wrong_keys_are_refused() -> None:
     for wrong in ({"num_steps": 0}, {"top_k": True}, {"tree": "drawn"}):
         with pytest.raises(InvalidRequest, match=next(iter(wrong))):

@@ -72,6 +72,8 @@ class Eagle(Proposer):
 
     def join(self, context: Context) -> int:
         self.forget(context)
+        if len(context.tokens) > self.net.max_length:
+            return len(context.tokens)  # nobody will draft for it
         handle = self._handles[context.id] = self.net.open(context.tokens)
         self._known[context.id] = handle.cached
         return handle.cached
@@ -83,9 +85,10 @@ class Eagle(Proposer):
         for context, score in zip(contexts, scores, strict=True):
             self._keep(context, score, range(len(score.taps[self.taps[0]])))
         if self._drafting:
-            self._read([context.id for context in contexts])
-            for context in contexts:
-                self.net.read(self._handles[context.id])
+            ids = [context.id for context in contexts if context.id in self._unread]
+            self._read(ids)
+            for identifier in ids:
+                self.net.read(self._handles[identifier])
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         """Keep every sequence's newly committed tokens and the target's states before them: a round that drafts reads
@@ -147,6 +150,8 @@ class Eagle(Proposer):
 
         They are not put together before they are read: in rounds without a draft this is all that the head costs.
         """
+        if len(context.tokens) > self.net.max_length:
+            return
         if context.id not in self._handles:
             self._handles[context.id] = self.net.open()  # of a round that was given up: what came before is missing
         known = self._known.get(context.id, scores.first)
@@ -163,9 +168,8 @@ class Eagle(Proposer):
         """A text that is over may be the beginning of a later one, which then finds its rows, up to the last. Where the
         head never drafted, nothing is computed for that.
         """
-        handle = self._handles[context.id]
-        drafted = handle.states is not None and len(context.tokens) <= self.net.max_length
-        if self.net.keeps and drafted and context.id in self._unread:
+        handle = self._handles.get(context.id)
+        if handle is not None and handle.states is not None and self.net.keeps and context.id in self._unread:
             self._read([context.id])
             self.net.catch_up([handle])
 
