@@ -41,6 +41,7 @@ from foretoken.models.heads.files import find_head
 from foretoken.plan.candidates import Candidate, candidates
 from foretoken.plan.outcome import Plan, Row
 from foretoken.plan.planner import Planner, Settings
+from foretoken.plan.rounds import beside
 from foretoken.plan.texts import Ending, contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
@@ -50,7 +51,6 @@ from prompts import some_prompts
 ROLES = ("eagle3", "medusa")
 WITHIN = 0.1
 STRETCH = 12  # rounds of one engine in a row: few beside how fast a machine drifts, many for what a cache forgets
-BESIDE = 4  # engines between two stretches of plain decoding
 PROMPTS = 6 << 30  # bytes for what was computed of prompts: reading them is not measured
 Key = tuple[str, int]  # a candidate's name and its depth
 Place = tuple[float, int]  # temperature and batch
@@ -154,20 +154,17 @@ class Beside:
 
     def turn(self) -> None:
         """A stretch of every engine that is busy, of plain decoding in the midst of every few; the last ends it."""
-        busy = [(key, engine) for key, engine in self._engines.items() if engine.busy]
-        for at in range(0, len(busy), BESIDE):
-            near = busy[at : at + BESIDE]
-            middle = len(near) // 2
-            sums = {key: stretch(engine) for key, engine in near[:middle]}
-            base = self._plain_stretch()
-            sums |= {key: stretch(engine) for key, engine in near[middle:]}
-            for key, found in sums.items():
+        for key, found, base in beside([k for k, engine in self._engines.items() if engine.busy], None, self._stretch):
+            if key is not None:
                 own, other = self.found[key]
                 self.found[key] = own + found, other + base
         if not self.busy:
             self._plain.clear()
 
-    def _plain_stretch(self) -> Sum:
+    def _stretch(self, key: Key | None) -> Sum:
+        """Of an engine, or of plain decoding, which begins anew where it is through."""
+        if key is not None:
+            return stretch(self._engines[key])
         if not self._plain.busy:
             self._plain.clear()
             self._ground.fill(self._plain, self._temperature, self._repeats)

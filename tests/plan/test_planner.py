@@ -253,6 +253,4 @@ def test_plain_rounds_are_timed_in_the_midst_of_every_few_lanes() -> None:
     for own, plain in seen.values():
         assert len(own) == len(plain) == 6
         assert max(abs(one.seconds - other.seconds) for one, other in zip(own, plain, strict=True)) <= 2 * 6
-    assert log.count(PLAIN) == 3 * (
-        6 + 4
-    )  # three times in either of two stretches, of which two rounds are not counted
+    assert log.count(PLAIN) == 3 * (6 + 4)  # thrice in each of two turns, whose first two rounds are not counted

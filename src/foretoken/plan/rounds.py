@@ -6,11 +6,13 @@ Drafting, the target's pass, the law, the verdict and the caches are all in it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from statistics import fmean, median, stdev
 from time import perf_counter
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,8 @@ from foretoken.propose.base import Proposer
 PLAIN = ""
 _ANY = ""  # among lanes' names: all of them together
 Reals = NDArray[np.float64]
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 _OPEN = 32  # sequences open at once: those of plain decoding, and of as many lanes as fit beside it
 _STRETCH = 4  # rounds of one lane that are timed one after another
 _BESIDE = 4  # lanes between two stretches of plain decoding: a machine's speed changes within seconds
@@ -155,24 +159,29 @@ def _in_turns(
     for first in range(0, turns, _STRETCH):
         count = min(_STRETCH, turns - first)
         start = first // _STRETCH % len(keys)
-        order = keys[start:] + keys[:start]
-        for at in range(0, len(order), _BESIDE):
-            near = order[at : at + _BESIDE]
-            middle = len(near) // 2
-            found = {key: _stretch(running[key], count) for key in near[:middle]}
-            plain = _stretch(running[PLAIN], count)
-            found |= {key: _stretch(running[key], count) for key in near[middle:]}
-            for key in near:
-                seen[key][0].extend(found[key])
-                seen[key][1].extend(plain)
+        for key, own, plain in beside(keys[start:] + keys[:start], PLAIN, partial(_stretch, running, count)):
+            seen[key][0].extend(own)
+            seen[key][1].extend(plain)
         tick(count * len(keys))
     return seen
 
 
-def _stretch(lane: Lane, count: int) -> list[Turn]:
+def beside(keys: Sequence[Key], plain: Key, run: Callable[[Key], Found]) -> Iterator[tuple[Key, Found, Found]]:
+    """Runs all in turn, ``plain`` in the midst of every few. -> each, what it gave, and what ``plain`` gave then"""
+    for at in range(0, len(keys), _BESIDE):
+        near = keys[at : at + _BESIDE]
+        middle = len(near) // 2
+        given = [run(key) for key in near[:middle]]
+        base = run(plain)
+        given += [run(key) for key in near[middle:]]
+        yield from ((key, own, base) for key, own in zip(near, given, strict=True))
+
+
+def _stretch(running: Mapping[str, Lane], count: int, name: str) -> list[Turn]:
     """The first rounds are not counted: they find the caches full of another lane's weights, which is how long a small
     model's rounds never take once it runs by itself.
     """
+    lane = running[name]
     for _ in range(_COLD):
         lane.turn()
     return [lane.turn() for _ in range(count)]
