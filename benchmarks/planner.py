@@ -80,39 +80,27 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Side:
-    """A target, and who builds proposers for it."""
+class Ground:
+    """What everything is measured on. The target keeps what was computed of prompts, so that each is read once."""
 
     target: Model
     builder: Builder
-
-    def engine(self, proposer: Proposer, depth: int, batch: int) -> Engine:
-        return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
-
-
-@dataclass(frozen=True)
-class Ground:
-    """What everything is measured on. kept: its target keeps what was computed of prompts, so that each is read once;
-    whole: it reads all of every prompt, for proposers that draft from its states.
-    """
-
-    kept: Side
-    whole: Side
     settings: Settings
     eos: Sequence[int]
     prompts: list[list[int]]
-    _made: dict[str, tuple[Side, Proposer]] = field(default_factory=dict)
+    _made: dict[str, Proposer] = field(default_factory=dict)
     _fills: Iterator[int] = field(default_factory=count)
 
     def engine(self, candidate: Candidate, depth: int, batch: int) -> Engine:
         """Those that learn nothing share a proposer."""
-        side, proposer = self._made.get(candidate.name) or self._make(SpeculativeConfig.of(candidate.config))
+        proposer = self._made.get(candidate.name) or self.builder.build(SpeculativeConfig.of(candidate.config))
+        proposer.keep(PROMPTS)
         if not proposer.learns:
-            self._made[candidate.name] = side, proposer
-        return side.engine(proposer, depth, batch)
+            self._made[candidate.name] = proposer
+        return self._engine(proposer, depth, batch)
 
     def plain(self, batch: int) -> Engine:
-        return self.kept.engine(Proposer(), 0, batch)
+        return self._engine(Proposer(), 0, batch)
 
     def fill(self, engine: Engine, temperature: float, repeats: int) -> None:
         """All prompts, to be completed as many at once as the engine takes."""
@@ -121,9 +109,8 @@ class Ground:
             for context in contexts(self.prompts, self.settings.law(temperature), seed, first):
                 engine.add(context, Ending(self.settings.max_tokens, self.eos))
 
-    def _make(self, config: SpeculativeConfig) -> tuple[Side, Proposer]:
-        proposer = self.kept.builder.build(config)
-        return (self.whole, self.whole.builder.build(config)) if proposer.needs.taps else (self.kept, proposer)
+    def _engine(self, proposer: Proposer, depth: int, batch: int) -> Engine:
+        return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
 
 
 def stretch(engine: Engine) -> Sum:
@@ -314,8 +301,8 @@ def main(
     def load(other: str | Path) -> Model:
         return load_model(Path(other), max_length=4096)
 
-    whole, kept = (Side(t, Builder(t, tokenizer, path, load)) for t in (load(path), load_model(path, max_length=4096)))
-    kept.target.keep(PROMPTS)
+    target, kept = load(path), load_model(path, max_length=4096)  # the plan times reading prompts, too
+    kept.keep(PROMPTS)
     eos = eos_ids(path, tokenizer)
     ids = [list(tokenizer(text)["input_ids"]) for text in some_prompts(prompts, count + unseen)]
     settings = Settings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
@@ -324,7 +311,7 @@ def main(
     places = [(t, b) for t in temperature for b in batch]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
-        ground = Ground(kept, whole, settings, eos, ids[count:])
+        ground = Ground(kept, Builder(kept, tokenizer, path, load), settings, eos, ids[count:])
         measurement = Measurement(ground, chosen, places, repeats)
 
         def between(what: str, share: float) -> None:
@@ -332,7 +319,8 @@ def main(
             measurement.until(share)
 
         started = perf_counter()
-        plan = Planner(whole.target, whole.builder.build, settings, eos, between).plan(ids[:count], chosen)
+        builder = Builder(target, tokenizer, path, load)
+        plan = Planner(target, builder.build, settings, eos, between).plan(ids[:count], chosen)
         seconds = perf_counter() - started - measurement.seconds
         progress.update(bar, description="measuring what is left", completed=1.0)
         measurement.until(math.inf)
