@@ -4,7 +4,7 @@
     python benchmarks/planner.py --small --prompts humaneval.jsonl --count 8 --depth 2 --depth 6 --batch 1
 
 The planner gets --count prompts, the measurement --unseen others. A measured gain is tokens over seconds of decoding,
-over plain decoding's meanwhile: all of them take turns, a few rounds each and one temperature and batch after another,
+over plain decoding's meanwhile: all of them take turns, a few tokens each and one temperature and batch after another,
 and between the steps of the plan, so that a machine whose speed drifts is as slow for one as for the other. Rounds that
 hold a prompt are left out, and finished requests make room for waiting ones, so that batches stay full. Errors are of
 the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count, cycle
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -41,7 +41,7 @@ from foretoken.models.heads.files import find_head
 from foretoken.plan.candidates import Candidate, candidates
 from foretoken.plan.outcome import Plan, Row
 from foretoken.plan.planner import Planner, Settings
-from foretoken.plan.rounds import beside
+from foretoken.plan.rounds import BESIDE, beside
 from foretoken.plan.texts import Ending, contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
@@ -50,7 +50,7 @@ from prompts import some_prompts
 
 ROLES = ("eagle3", "medusa")
 WITHIN = 0.1
-STRETCH = 12  # rounds of one engine in a row: few beside how fast a machine drifts, many for what a cache forgets
+STRETCH = 24  # tokens of a sequence in a row: few beside how fast a machine drifts, many for what a cache forgets
 PROMPTS = 6 << 30  # bytes for what was computed of prompts: reading them is not measured
 Key = tuple[str, int]  # a candidate's name and its depth
 Place = tuple[float, int]  # temperature and batch
@@ -114,33 +114,34 @@ class Ground:
 
 
 def stretch(engine: Engine) -> Sum:
-    """The next rounds of one engine."""
-    found = Sum()
-    for _ in range(STRETCH):
-        if not engine.busy:
-            break
+    """The next tokens of one engine. As many of each, so that all write the same texts in the same hour: a machine's
+    memory may be slow in one half of it, which is all the same to rounds that are arithmetic and not to plain ones.
+    """
+    found, written = Sum(), 0
+    while engine.busy and written < STRETCH * engine.max_sequences:
         started = perf_counter()
         steps = engine.step()
         seconds = perf_counter() - started
+        tokens = sum(len(step.tokens) for step in steps)
+        written += tokens
         if len(steps) == engine.max_sequences and all(step.position > 0 for step in steps):
-            found += Sum(sum(len(step.tokens) for step in steps), len(steps), seconds)
+            found += Sum(tokens, len(steps), seconds)
     return found
 
 
-class Beside:
-    """At one place, every engine on all prompts, and plain decoding as long as each takes."""
+class Few:
+    """At one place, a few engines on all prompts, and plain decoding in their midst."""
 
-    def __init__(self, ground: Ground, chosen: Sequence[Candidate], place: Place, repeats: int) -> None:
-        self._ground, self._repeats = ground, repeats
+    def __init__(self, ground: Ground, engines: Mapping[Key, Engine], place: Place, repeats: int) -> None:
+        self._ground, self._engines, self._repeats = ground, engines, repeats
         self._temperature, batch = place
         self._plain = ground.plain(batch)
-        self._engines = {(c.name, depth): ground.engine(c, depth, batch) for c in chosen for depth in c.depths}
-        self.found = {key: (Sum(), Sum()) for key in self._engines}
-        for engine in self._engines.values():
+        self.found = {key: (Sum(), Sum()) for key in engines}
+        for engine in engines.values():
             ground.fill(engine, self._temperature, repeats)
 
     def turn(self) -> None:
-        """A stretch of every engine that is busy, of plain decoding in the midst of every few; the last ends it."""
+        """A stretch of every engine that is busy; the last ends plain decoding."""
         for key, found, base in beside([k for k, engine in self._engines.items() if engine.busy], None, self._stretch):
             if key is not None:
                 own, other = self.found[key]
@@ -153,15 +154,13 @@ class Beside:
         if key is not None:
             return stretch(self._engines[key])
         if not self._plain.busy:
-            self._plain.clear()
             self._ground.fill(self._plain, self._temperature, self._repeats)
         return stretch(self._plain)
 
     @property
-    def left(self) -> float:
-        """The share of the prompts that nobody has begun."""
-        waiting = sum(len(engine.waiting) for engine in self._engines.values())
-        return waiting / (len(self._engines) * len(self._ground.prompts) * self._repeats)
+    def waiting(self) -> int:
+        """Prompts that nobody has begun, over all engines."""
+        return sum(len(engine.waiting) for engine in self._engines.values())
 
     @property
     def busy(self) -> bool:
@@ -169,27 +168,38 @@ class Beside:
 
 
 class Measurement:
-    """All places, a turn of each after the other. seconds: spent so far."""
+    """All places, a turn of a few engines after the other. seconds: spent so far."""
 
     def __init__(self, ground: Ground, chosen: Sequence[Candidate], places: Sequence[Place], repeats: int) -> None:
-        self._places = {place: Beside(ground, chosen, place, repeats) for place in places}
-        self._line = cycle(self._places.values())
+        keys = [(candidate, depth) for candidate in chosen for depth in candidate.depths]
+        self._few = {}
+        for place in places:
+            for at in range(0, len(keys), BESIDE):
+                engines = {(c.name, depth): ground.engine(c, depth, place[1]) for c, depth in keys[at : at + BESIDE]}
+                self._few |= dict.fromkeys(((place, key) for key in engines), Few(ground, engines, place, repeats))
+        self._all = list(dict.fromkeys(self._few.values()))
+        self._line = cycle(self._all)
+        self._prompts = self._waiting
         self.seconds = 0.0
 
     def until(self, share: float) -> None:
         """Goes on until so much of it has begun; to its end where that is more than 1."""
         started = perf_counter()
-        while any(place.busy for place in self._places.values()) and self.share < share:
+        while any(few.busy for few in self._all) and self.share < share:
             next(self._line).turn()
         self.seconds += perf_counter() - started
 
     @property
     def share(self) -> float:
-        return 1.0 - fmean(place.left for place in self._places.values())
+        return 1.0 - self._waiting / self._prompts
+
+    @property
+    def _waiting(self) -> int:
+        return sum(few.waiting for few in self._all)
 
     def found(self, place: Place, key: Key) -> tuple[Sum, Sum]:
         """Of a candidate and its depth, and of plain decoding meanwhile."""
-        return self._places[place].found[key]
+        return self._few[place, key].found[key]
 
 
 def compared(row: Row, own: Sum, plain: Sum) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from foretoken.plan.exports import exports
 from foretoken.plan.outcome import Plan, Row, choices, mark
 from foretoken.plan.planner import Planner, Settings, spread, timed_depths
 from foretoken.plan.replay import run
-from foretoken.plan.rounds import PLAIN, Lane, PassRatios, Timed, Times, Turn, _in_turns, timed
+from foretoken.plan.rounds import PLAIN, Lane, Timed, Turn, _in_turns, reading, timed
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import write
+from foretoken.plan.times import PassRatios, Times
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
@@ -109,10 +110,28 @@ def turns(*seconds: float, rows: tuple[int, ...] = (1,), score: float = 0.8) -> 
 
 def test_round_times_of_one_size_are_medians_in_plain_steps():
     plain = turns(1.0, 1.0, 1.1, 0.9)
-    times = Times([{"a": Timed(turns(2.0, 2.0, 2.2, 9.0, rows=(5,)), plain, 3.0, 2.0)}], batch=1)
+    times = Times([{"a": Timed(turns(2.0, 2.0, 2.2, 9.0, rows=(5,)), plain)}], batch=1)
     found = times.of("a", {4: 1.0})
     assert found.over_plain == pytest.approx(2.1) and found.seconds == pytest.approx(2.1)
-    assert found.prefill_over_plain == 1.5 and 0.01 <= found.error < 0.2
+    assert 0.01 <= found.error < 0.2
+
+
+def test_reading_prompts_is_timed_beside_plain_reading(monkeypatch):
+    """The first, which finds weights that nobody has touched, does not count."""
+    seconds, order = iter([9.0, 2.0, 3.0, 3.0, 2.0, 2.0, 4.0]), []
+
+    class Read:
+        def __init__(self, target, proposer, depth, prompts, law):
+            order.append(type(proposer))
+            self.prefill = next(seconds)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("foretoken.plan.rounds.Lane", Read)
+    found = reading(TARGET, {"a": Lookup()}, [(1, 2, 3)], WARM)
+    assert found.over_plain == {"a": 1.5} and found.seconds == 2.0
+    assert order == [Proposer] + [Proposer, Lookup] * 3
 
 
 def test_drafting_never_takes_more_than_its_round():
@@ -121,7 +140,7 @@ def test_drafting_never_takes_more_than_its_round():
     held_up = tuple(Turn(s, 0.9 * s, 0.1 * s, 5) for s in (1.0, 30.0, 30.0))
     quick = tuple(Turn(1.1, 0.9, 0.1, rows) for rows in (5, 3, 2))
     for lanes in ([held_up], [held_up, quick], [quick, quick, held_up]):
-        visits = [{"a": Timed(lane, plain, 1.0, 1.0)} for lane in lanes]
+        visits = [{"a": Timed(lane, plain)} for lane in lanes]
         found = Times(visits, 1).of("a", {4: 0.5, 2: 0.5})
         assert 0.0 < found.propose < found.seconds
         assert found.propose == pytest.approx(0.9 * found.seconds, rel=0.15)
@@ -131,15 +150,15 @@ def test_a_round_at_the_end_of_a_text_has_fewer_rows():
     """Five rows take 2, two rows 1.25; every fourth round has room for one node only."""
     plain = tuple(Turn(1.0, 0.0, 1.0, 1) for _ in range(4))
     full = tuple(Turn(2.1, 0.1, 2.0, 5) for _ in range(4))
-    times = Times([{"a": Timed(full, plain, 1.0, 1.0)}], batch=1)
+    times = Times([{"a": Timed(full, plain)}], batch=1)
     assert times.of("a", {4: 1.0}).over_plain == pytest.approx(2.1)
     assert times.of("a", {4: 0.75, 1: 0.25}).over_plain == pytest.approx(0.1 + 0.75 * 2.0 + 0.25 * 1.25)
 
 
 def test_passes_are_known_from_every_temperature_and_moment():
     """A machine half as fast at the second moment, where passes over five rows cost less beside plain ones."""
-    fast = {"a": Timed(turns(2.0, 2.0, 7.0, rows=(5,)), turns(1.0, 1.0, 1.0), 3.0, 2.0)}
-    slow = {"a": Timed(turns(3.0, 3.0, 3.0, rows=(5,)), turns(2.0, 2.0, 2.0), 3.0, 2.0)}
+    fast = {"a": Timed(turns(2.0, 2.0, 7.0, rows=(5,)), turns(1.0, 1.0, 1.0))}
+    slow = {"a": Timed(turns(3.0, 3.0, 3.0, rows=(5,)), turns(2.0, 2.0, 2.0))}
     assert Times([fast], 1).of("a", {4: 1.0}).over_plain == pytest.approx(2.0)
     both = Times([fast, slow], 1).of("a", {4: 1.0})
     assert both.over_plain == pytest.approx(5 / 3)  # seconds for seconds: the same rounds, once at either moment
@@ -153,11 +172,11 @@ def test_round_times_of_varying_sizes_follow_their_law():
     plain = tuple(Turn(1.0, 0.0, 1.0, 1) for _ in range(4))
     full = tuple(Turn(2.1, 0.1, 2.0, 5) for _ in range(4))
     mixed = (*full[:3], Turn(1.1, 0.1, 1.0, 1))
-    times = Times([{"a": Timed(mixed, plain, 1.0, 1.0)}], batch=1)
+    times = Times([{"a": Timed(mixed, plain)}], batch=1)
     assert times.of("a", {0: 0.75, 4: 0.25}).over_plain == pytest.approx(1.35)
     pairs = tuple(Turn(1.0, 0.0, 1.0, 2) for _ in range(4))
     both = (Turn(1.6, 0.1, 1.5, 6), Turn(2.1, 0.1, 2.0, 10), Turn(1.6, 0.1, 1.5, 6), Turn(1.1, 0.1, 1.0, 2))
-    times = Times([{"a": Timed(both, pairs, 1.0, 1.0)}], batch=2)
+    times = Times([{"a": Timed(both, pairs)}], batch=2)
     by_hand = 0.1 + 0.75**2 * 1.0 + 2 * 0.75 * 0.25 * 1.5 + 0.25**2 * 2.0
     assert times.of("a", {0: 0.75, 4: 0.25}).over_plain == pytest.approx(by_hand)
 

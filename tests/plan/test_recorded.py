@@ -10,6 +10,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
+from foretoken.models.checkpoint import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.recorded import Recorded, Recording, record
 from foretoken.plan.texts import Text, told, write
@@ -65,3 +66,19 @@ def test_teacher_forcing_says_what_decoding_said():
     assert all(torch.equal(logits[i], TARGET.logits(text.whole[: 3 + i])) for i in range(150))
     taps = torch.cat([piece.taps[1] for piece in pieces])
     assert all(torch.equal(taps[i], TARGET.hidden(text.whole[: i + 1], 1)) for i in range(152))
+
+
+def test_states_of_a_prompt_are_read_where_its_rows_are_known(tiny_pair):
+    """A target that keeps prompts would leave out the rows that it has."""
+    prompt = [7 + i % 50 for i in range(150)]
+    first, kept = load_model(tiny_pair.target), load_model(tiny_pair.target)
+    assert kept.keep(1 << 30)
+    (text,) = write(kept, [prompt], WARM, 20)
+    again = kept.open(text.prompt)
+    assert again.cached > 0
+    kept.close(again)
+    (own,), (other,) = record(first, [text], (0, 2)), record(kept, [text], (0, 2))
+    assert all(len(own.taps[layer]) == len(text.whole) - 1 for layer in (0, 2))
+    assert all(torch.equal(own.taps[layer], other.taps[layer]) for layer in (0, 2))
+    pairs = zip(told(first, text), told(kept, text), strict=True)
+    assert all(torch.equal(one.logits, two.logits) for one, two in pairs)

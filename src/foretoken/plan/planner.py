@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
+from foretoken.engine.room import share_memory
 from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan, Row, choices, mark
 from foretoken.plan.predictors import Predictor, fitted
-from foretoken.plan.rounds import PassRatios, RoundTime, Times, Visit, midway, timed
+from foretoken.plan.rounds import OPEN, Reading, Visit, midway, reading, timed
 from foretoken.plan.sample import Proposers, Sample, chain_of
 from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.tally import Estimate
 from foretoken.plan.texts import Start, Text, contexts, write
+from foretoken.plan.times import PassRatios, RoundTime, Times
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
@@ -84,6 +86,9 @@ class Planner:
         made = [proposers.get(candidate) for candidate in candidates]
         taps = sorted({tap for proposer in made for tap in proposer.needs.taps})
         progress = _Progress(self.say, self.settings, candidates)
+        readings = self._readings(prompts, dict(zip([c.name for c in candidates], made, strict=True)), progress)
+        for proposer in made:  # from now on every prompt is read once
+            share_memory(self.target, proposer, None, True, OPEN)
         found: list[_Found] = []
         predictors: Foretold = {}
         for temperature in self.settings.temperatures:
@@ -92,8 +97,19 @@ class Planner:
             sample = Sample(self.target, law, self._texts(prompts, completions, law), self.eos, proposers, taps)
             found.append(self._found(sample, candidates, progress))
             predictors |= _predictors(sample, candidates, temperature)
-        rows = list(self._rows(found, candidates))
+        rows = list(self._rows(found, candidates, readings))
         return Plan(tuple(mark(rows)), tuple(choices(rows)), predictors)
+
+    def _readings(
+        self, prompts: Sequence[Start], proposers: Mapping[str, Proposer], progress: _Progress
+    ) -> dict[int, Reading]:
+        """By batch."""
+        law, found = self.settings.law(self.settings.temperatures[0]), {}
+        for batch in self.settings.batches:
+            progress.next(f"reading prompts, batch {batch}")
+            together = [prompts[i % len(prompts)] for i in range(batch)]
+            found[batch] = reading(self.target, proposers, together, law)
+        return found
 
     def _found(self, sample: Sample, candidates: Sequence[Candidate], progress: _Progress) -> _Found:
         """Rounds are timed at several moments, since a machine is now faster and now slower."""
@@ -109,7 +125,9 @@ class Planner:
                 found.visits[batch].append(self._visit(sample, candidates, batch, turns, progress))
         return found
 
-    def _rows(self, found: Sequence[_Found], candidates: Sequence[Candidate]) -> Iterator[Row]:
+    def _rows(
+        self, found: Sequence[_Found], candidates: Sequence[Candidate], readings: Mapping[int, Reading]
+    ) -> Iterator[Row]:
         passes = {
             batch: PassRatios(visit for each in found for visit in each.visits[batch])
             for batch in self.settings.batches
@@ -119,7 +137,7 @@ class Planner:
             for batch in self.settings.batches:
                 times = Times(each.visits[batch], batch, passes[batch])
                 for candidate in candidates:
-                    yield from _rows(candidate, temperature, batch, tokens, each.estimates, times)
+                    yield from _rows(candidate, temperature, batch, tokens, each.estimates, times, readings[batch])
 
     def _texts(
         self, prompts: Sequence[Start], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
@@ -168,7 +186,8 @@ class _Progress:
 
     def __init__(self, say: Say, settings: Settings, candidates: Sequence[Candidate]) -> None:
         lanes = sum(len(timed_depths(candidate.depths)) for candidate in candidates)
-        self._total = len(settings.temperatures) * (1 + len(candidates) + lanes * len(settings.batches))
+        batches = len(settings.batches)
+        self._total = batches + len(settings.temperatures) * (1 + len(candidates) + lanes * batches)
         self._say, self._done = say, 0.0
 
     def next(self, what: str, weight: float = 1.0) -> None:
@@ -208,20 +227,21 @@ def _rows(
     tokens: float,
     estimates: dict[tuple[str, int], Estimate],
     times: Times,
+    prompts: Reading,
 ) -> Iterator[Row]:
     for depth in candidate.depths:
         estimate = estimates[candidate.name, depth]
         time = _time(candidate, depth, times, estimate)
         mean, width = estimate.tokens_per_pass, spread(estimate)
         gain, off = mean / time.over_plain, math.hypot(width, math.sqrt(2) * _NORMAL * time.error)
-        prefill = times.prefill
-        plain = prefill + (tokens - 1) * times.plain
+        plain = prompts.seconds + (tokens - 1) * times.plain
+        own = prompts.seconds * prompts.over_plain[candidate.name]
         rounds = sum(estimate.rounds) / max(1, len(estimate.tallies))
         yield Row(
             name=candidate.name, method=candidate.method, config=candidate.at(depth), temperature=temperature,
             batch=batch, tokens_per_pass=mean, tokens_per_pass_low=mean * _exp(-width),
             tokens_per_pass_high=mean * _exp(width), speedup=gain, low=gain * _exp(-off), high=gain * _exp(off),
-            end_to_end=plain / (prefill * time.prefill_over_plain + rounds * time.seconds), round_seconds=time.seconds,
+            end_to_end=plain / (own + rounds * time.seconds), round_seconds=time.seconds,
             draft_seconds=time.propose, plain_seconds=times.plain, acceptance=estimate.acceptance,
             estimator=estimate.estimator, requests=len(estimate.rounds),
         )  # fmt: skip

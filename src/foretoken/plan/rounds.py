@@ -6,16 +6,13 @@ Drafting, the target's pass, the law, the verdict and the caches are all in it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from statistics import fmean, median, stdev
+from statistics import median
 from time import perf_counter
 from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.sampling import Law
@@ -26,17 +23,15 @@ from foretoken.plan.texts import Ending, Start, Text, contexts
 from foretoken.propose.base import Proposer
 
 PLAIN = ""
-_ANY = ""  # among lanes' names: all of them together
-Reals = NDArray[np.float64]
 Key = TypeVar("Key")
 Found = TypeVar("Found")
-_OPEN = 32  # sequences open at once: those of plain decoding, and of as many lanes as fit beside it
+OPEN = 32  # sequences open at once: those of plain decoding, and of as many lanes as fit beside it
 _STRETCH = 4  # rounds of one lane that are timed one after another
-_BESIDE = 4  # lanes between two stretches of plain decoding: a machine's speed changes within seconds
+BESIDE = 4  # lanes between two stretches of plain decoding: a machine's speed changes within seconds
 _COLD = 2  # rounds before them that are not
 _WARM = 2  # rounds after the prompt's that are not timed
+_READINGS = 3  # of the same prompts
 _FOREVER = 1 << 30
-_DRIFT = 0.01  # relative error of any ratio of two times on one machine, however often it was taken
 _ids = count(1 << 40)  # of contexts; a proposer is shared by lanes and must tell them apart
 
 
@@ -93,27 +88,14 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The turns of one lane, and of plain decoding beside them. prefill: the round that holds the prompts, seconds."""
+    """The turns of one lane, and of plain decoding beside them."""
 
     turns: tuple[Turn, ...]
     plain: tuple[Turn, ...]
-    prefill: float
-    plain_prefill: float
 
 
 Visit = Mapping[str, Timed]
 """Lanes that were timed together."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTime:
-    """Seconds of a batch's round, and of drafting in it; over a plain step's, with the relative error of that ratio."""
-
-    seconds: float
-    propose: float
-    over_plain: float
-    error: float
-    prefill_over_plain: float
 
 
 def timed(
@@ -129,7 +111,7 @@ def timed(
     tick: called now and then with the number of rounds timed since, plain ones not counted.
     """
     names, found = list(lanes), {}
-    together = max(1, _OPEN // len(prompts) - 1)
+    together = max(1, OPEN // len(prompts) - 1)
     for start in range(0, len(names), together):
         group = names[start : start + together]
         running = {PLAIN: Lane(target, Proposer(), 0, prompts, law)}
@@ -142,8 +124,32 @@ def timed(
                 lane.close()
         for name in group:
             own, plain = seen[name]
-            found[name] = Timed(tuple(own), tuple(plain), running[name].prefill, running[PLAIN].prefill)
+            found[name] = Timed(tuple(own), tuple(plain))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The round that holds a batch's prompts: seconds without speculation, and beside that by proposer."""
+
+    seconds: float
+    over_plain: Mapping[str, float]
+
+
+def reading(target: Model, proposers: Mapping[str, Proposer], prompts: Sequence[Start], law: Law) -> Reading:
+    """Reads ``prompts`` at once with each proposer, before anybody keeps what was computed of them."""
+
+    def run(name: str) -> float:
+        lane = Lane(target, proposers.get(name) or Proposer(), 1, prompts, law)
+        lane.close()
+        return lane.prefill
+
+    run(PLAIN)  # the first finds the weights where nobody has touched them yet
+    seen = [each for _ in range(_READINGS) for each in beside(list(proposers), PLAIN, run)]
+    ratios = defaultdict(list)
+    for name, own, plain in seen:
+        ratios[name].append(own / plain)
+    return Reading(median(plain for *_, plain in seen), {name: median(found) for name, found in ratios.items()})
 
 
 def _in_turns(
@@ -168,8 +174,8 @@ def _in_turns(
 
 def beside(keys: Sequence[Key], plain: Key, run: Callable[[Key], Found]) -> Iterator[tuple[Key, Found, Found]]:
     """Runs all in turn, ``plain`` in the midst of every few. -> each, what it gave, and what ``plain`` gave then"""
-    for at in range(0, len(keys), _BESIDE):
-        near = keys[at : at + _BESIDE]
+    for at in range(0, len(keys), BESIDE):
+        near = keys[at : at + BESIDE]
         middle = len(near) // 2
         given = [run(key) for key in near[:middle]]
         base = run(plain)
@@ -191,130 +197,3 @@ def midway(texts: Sequence[Text], batch: int) -> list[Given]:
     """``batch`` prompts with half of what the target wrote after them."""
     whole = [text.after(len(text.tokens) // 2) for text in texts]
     return [whole[i % len(whole)] for i in range(batch)]
-
-
-class PassRatios:
-    """The target's passes of one batch beside plain ones: of a lane by its rows, and of all lanes by rows.
-
-    They do not depend on the temperature, so what was timed at any of them counts: medians of a visit, since a round
-    may be disturbed, and of all visits the sum, since the machine is now faster and now slower. Sums before ratios: who
-    decodes the same text twice compares times, and where plain passes wait for memory and long ones for arithmetic, the
-    mean of ratios counts the moments of fast memory for more than they last.
-    """
-
-    def __init__(self, visits: Iterable[Visit]) -> None:
-        sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for visit in visits:
-            for key, pairs in _passes(visit).items():
-                sums[key][0] += len(pairs) * median(seconds for seconds, _ in pairs)
-                sums[key][1] += sum(plain for _, plain in pairs)
-        self._of = {key: total / plain for key, (total, plain) in sums.items()}
-        self._curve = {rows: ratio for (name, rows), ratio in sorted(self._of.items()) if name == _ANY}
-
-    def of(self, lane: str, rows: int) -> float:
-        """In plain passes."""
-        return self._of[lane, rows]
-
-    def over(self, count: int) -> Reals:
-        """[count], of passes over 0, 1, ... rows, jagged curve and all."""
-        return np.interp(np.arange(count), list(self._curve), list(self._curve.values()))
-
-
-class Times:
-    """Round times at one temperature and batch, from the visits at which they were timed."""
-
-    def __init__(self, visits: Sequence[Visit], batch: int, passes: PassRatios | None = None) -> None:
-        """passes: of this batch at any temperature; None is of these visits."""
-        self._visits, self._batch, self._passes = visits, batch, passes or PassRatios(visits)
-        found = [each for visit in visits for each in visit.values()]
-        self.plain = median(turn.seconds for each in found for turn in each.plain)
-        self.prefill = median(each.plain_prefill for each in found)
-
-    def of(self, name: str, sizes: Mapping[int, float]) -> RoundTime:
-        """sizes: shares of the rounds by drafted nodes, of one sequence.
-
-        A lane whose drafts are of one size while it is timed took what it took, and less by as much as the curve of all
-        passes says where a text's end leaves room for fewer. Where sizes vary, a few rounds are no fair sample of them:
-        the pass is then that of the sizes' whole distribution, on that curve.
-        """
-        lanes = [visit[name] for visit in self._visits]
-        rows = {turn.rows for lane in lanes for turn in lane.turns}
-        steady = len(rows) == 1
-        found = self._mixed(sizes)
-        if steady:
-            full = rows.pop()
-            found *= self._passes.of(name, full) / float(self._passes.over(full + 1)[-1])
-        plain = sum(_plain(lane, lambda turn: turn.seconds) for lane in lanes)
-        rest, propose = (
-            sum(_part(lane, part, steady=steady) for lane in lanes) / plain
-            for part in (lambda turn: turn.seconds - turn.score, lambda turn: turn.propose)
-        )
-        over = rest + found * sum(_plain(lane, lambda turn: turn.score) for lane in lanes) / plain
-        error = _joined([_relative(lane, over, steady=steady) for lane in lanes])
-        return RoundTime(
-            seconds=over * self.plain,
-            propose=propose * self.plain,
-            over_plain=over,
-            error=float(np.hypot(error, _DRIFT)),
-            prefill_over_plain=median(lane.prefill / lane.plain_prefill for lane in lanes),
-        )
-
-    def _mixed(self, sizes: Mapping[int, float]) -> float:
-        """The mean pass of a batch whose drafts' sizes are independent."""
-        known, shares = np.array(list(sizes)), np.array(list(sizes.values()))
-        law = np.bincount(known + 1, weights=shares)  # of one sequence's rows
-        total = law
-        for _ in range(self._batch - 1):
-            total = np.convolve(total, law)
-        return float((total * self._passes.over(len(total))).sum() / total.sum())
-
-
-def _passes(visit: Visit) -> dict[tuple[str, int], list[tuple[float, float]]]:
-    """Passes and the plain one beside each, in seconds, by lane and rows, and under ``_ANY`` by rows."""
-    found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for name, lane in visit.items():
-        base = _plain(lane, lambda turn: turn.score)
-        for turn in lane.turns:
-            found[name, turn.rows].append((turn.score, base))
-        for turn in (*lane.turns, *lane.plain):
-            found[_ANY, turn.rows].append((turn.score, base))
-    return found
-
-
-def _plain(lane: Timed, part: Callable[[Turn], float]) -> float:
-    """Seconds of a part of a plain round."""
-    return median(part(turn) for turn in lane.plain)
-
-
-def _part(lane: Timed, part: Callable[[Turn], float], *, steady: bool) -> float:
-    """Seconds of a part of a round: the median, or where it varies the mean without the longest.
-
-    Of a part of a part it is never more than of the whole, for each of the sorted is at most its counterpart.
-    """
-    parts = sorted(part(turn) for turn in lane.turns)
-    return median(parts) if steady else fmean(parts[: max(1, len(parts) - 1)])
-
-
-def _relative(lane: Timed, over: float, *, steady: bool) -> tuple[float, float]:
-    """What one visit found a round to take, in plain ones, and the relative error of that."""
-    if steady:
-        ratios = [turn.seconds / other.seconds for turn, other in zip(lane.turns, lane.plain, strict=True)]
-        return median(ratios), _error(ratios)
-    rest = [turn.seconds - turn.score for turn in lane.turns]
-    plain = median(turn.seconds for turn in lane.plain)
-    return over, _error([1 + (each - median(rest)) / (over * plain) for each in rest])
-
-
-def _joined(visits: Sequence[tuple[float, float]]) -> float:
-    """The relative error of the visits' mean: what each knows of its own, or if that is more, how they differ."""
-    found, errors = zip(*visits, strict=True)
-    own = sum(error**2 for error in errors) ** 0.5 / len(errors)
-    differ = stdev(found) / fmean(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
-    return max(own, differ)
-
-
-def _error(ratios: Sequence[float]) -> float:
-    """Relative standard error of the median, from the median deviation; normal tails."""
-    middle = median(ratios)
-    deviation = 1.4826 * median(abs(ratio - middle) for ratio in ratios)
-    return 1.2533 * deviation / middle / len(ratios) ** 0.5

@@ -121,8 +121,10 @@ def told(model: Model, text: Text, taps: Sequence[int] = ()) -> Iterator[Piece]:
 
     taps of all pieces: [len(whole) - 1, H], at every token but the last, which nothing follows.
     """
-    handle = model.open(text.prompt, text.source)
+    known = 1 if taps else len(text.prompt)  # of rows that others computed there are no states
+    handle = model.open(text.prompt[:known], text.source)
     try:
+        model.commit([handle], [text.prompt[known:]])
         for start in range(0, len(text.tokens), _PIECE):
             tokens = text.tokens[start : start + _PIECE]
             (scores,) = model.score([handle], [Draft.chain(tokens[:-1])], taps)

@@ -1,0 +1,152 @@
+"""From rounds that were timed to what a round takes beside a plain one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.plan.rounds import Timed, Turn, Visit
+
+_ANY = ""  # among lanes' names: all of them together
+Reals = NDArray[np.float64]
+_DRIFT = 0.01  # relative error of any ratio of two times on one machine, however often it was taken
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTime:
+    """Seconds of a batch's round, and of drafting in it; over a plain step's, with the relative error of that ratio."""
+
+    seconds: float
+    propose: float
+    over_plain: float
+    error: float
+
+
+class PassRatios:
+    """The target's passes of one batch beside plain ones: of a lane by its rows, and of all lanes by rows.
+
+    They do not depend on the temperature, so what was timed at any of them counts: medians of a visit, since a round
+    may be disturbed, and of all visits the sum, since the machine is now faster and now slower. Sums before ratios: who
+    decodes the same text twice compares times, and where plain passes wait for memory and long ones for arithmetic, the
+    mean of ratios counts the moments of fast memory for more than they last.
+    """
+
+    def __init__(self, visits: Iterable[Visit]) -> None:
+        sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for visit in visits:
+            for key, pairs in _passes(visit).items():
+                sums[key][0] += len(pairs) * median(seconds for seconds, _ in pairs)
+                sums[key][1] += sum(plain for _, plain in pairs)
+        self._of = {key: total / plain for key, (total, plain) in sums.items()}
+        self._curve = {rows: ratio for (name, rows), ratio in sorted(self._of.items()) if name == _ANY}
+
+    def of(self, lane: str, rows: int) -> float:
+        """In plain passes."""
+        return self._of[lane, rows]
+
+    def over(self, count: int) -> Reals:
+        """[count], of passes over 0, 1, ... rows, jagged curve and all."""
+        return np.interp(np.arange(count), list(self._curve), list(self._curve.values()))
+
+
+class Times:
+    """Round times at one temperature and batch, from the visits at which they were timed."""
+
+    def __init__(self, visits: Sequence[Visit], batch: int, passes: PassRatios | None = None) -> None:
+        """passes: of this batch at any temperature; None is of these visits."""
+        self._visits, self._batch, self._passes = visits, batch, passes or PassRatios(visits)
+        found = [each for visit in visits for each in visit.values()]
+        self.plain = median(turn.seconds for each in found for turn in each.plain)
+
+    def of(self, name: str, sizes: Mapping[int, float]) -> RoundTime:
+        """sizes: shares of the rounds by drafted nodes, of one sequence.
+
+        A lane whose drafts are of one size while it is timed took what it took, and less by as much as the curve of all
+        passes says where a text's end leaves room for fewer. Where sizes vary, a few rounds are no fair sample of them:
+        the pass is then that of the sizes' whole distribution, on that curve.
+        """
+        lanes = [visit[name] for visit in self._visits]
+        rows = {turn.rows for lane in lanes for turn in lane.turns}
+        steady = len(rows) == 1
+        found = self._mixed(sizes)
+        if steady:
+            full = rows.pop()
+            found *= self._passes.of(name, full) / float(self._passes.over(full + 1)[-1])
+        plain = sum(_plain(lane, lambda turn: turn.seconds) for lane in lanes)
+        rest, propose = (
+            sum(_part(lane, part, steady=steady) for lane in lanes) / plain
+            for part in (lambda turn: turn.seconds - turn.score, lambda turn: turn.propose)
+        )
+        over = rest + found * sum(_plain(lane, lambda turn: turn.score) for lane in lanes) / plain
+        error = _joined([_relative(lane, over, steady=steady) for lane in lanes])
+        return RoundTime(
+            seconds=over * self.plain,
+            propose=propose * self.plain,
+            over_plain=over,
+            error=float(np.hypot(error, _DRIFT)),
+        )
+
+    def _mixed(self, sizes: Mapping[int, float]) -> float:
+        """The mean pass of a batch whose drafts' sizes are independent."""
+        known, shares = np.array(list(sizes)), np.array(list(sizes.values()))
+        law = np.bincount(known + 1, weights=shares)  # of one sequence's rows
+        total = law
+        for _ in range(self._batch - 1):
+            total = np.convolve(total, law)
+        return float((total * self._passes.over(len(total))).sum() / total.sum())
+
+
+def _passes(visit: Visit) -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """Passes and the plain one beside each, in seconds, by lane and rows, and under ``_ANY`` by rows."""
+    found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for name, lane in visit.items():
+        base = _plain(lane, lambda turn: turn.score)
+        for turn in lane.turns:
+            found[name, turn.rows].append((turn.score, base))
+        for turn in (*lane.turns, *lane.plain):
+            found[_ANY, turn.rows].append((turn.score, base))
+    return found
+
+
+def _plain(lane: Timed, part: Callable[[Turn], float]) -> float:
+    """Seconds of a part of a plain round."""
+    return median(part(turn) for turn in lane.plain)
+
+
+def _part(lane: Timed, part: Callable[[Turn], float], *, steady: bool) -> float:
+    """Seconds of a part of a round: the median, or where it varies the mean without the longest.
+
+    Of a part of a part it is never more than of the whole, for each of the sorted is at most its counterpart.
+    """
+    parts = sorted(part(turn) for turn in lane.turns)
+    return median(parts) if steady else fmean(parts[: max(1, len(parts) - 1)])
+
+
+def _relative(lane: Timed, over: float, *, steady: bool) -> tuple[float, float]:
+    """What one visit found a round to take, in plain ones, and the relative error of that."""
+    if steady:
+        ratios = [turn.seconds / other.seconds for turn, other in zip(lane.turns, lane.plain, strict=True)]
+        return median(ratios), _error(ratios)
+    rest = [turn.seconds - turn.score for turn in lane.turns]
+    plain = median(turn.seconds for turn in lane.plain)
+    return over, _error([1 + (each - median(rest)) / (over * plain) for each in rest])
+
+
+def _joined(visits: Sequence[tuple[float, float]]) -> float:
+    """The relative error of the visits' mean: what each knows of its own, or if that is more, how they differ."""
+    found, errors = zip(*visits, strict=True)
+    own = sum(error**2 for error in errors) ** 0.5 / len(errors)
+    differ = stdev(found) / fmean(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+    return max(own, differ)
+
+
+def _error(ratios: Sequence[float]) -> float:
+    """Relative standard error of the median, from the median deviation; normal tails."""
+    middle = median(ratios)
+    deviation = 1.4826 * median(abs(ratio - middle) for ratio in ratios)
+    return 1.2533 * deviation / middle / len(ratios) ** 0.5
