@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count, cycle
@@ -53,6 +53,7 @@ WITHIN = 0.1
 STRETCH = 24  # tokens of a sequence in a row: few beside how fast a machine drifts, many for what a cache forgets
 PROMPTS = 6 << 30  # bytes for what was computed of prompts: reading them is not measured
 Key = tuple[str, int]  # a candidate's name and its depth
+PLAIN: Key = ("", 0)
 Place = tuple[float, int]  # temperature and batch
 
 
@@ -93,10 +94,12 @@ class Ground:
 
     def engine(self, candidate: Candidate, depth: int, batch: int) -> Engine:
         """Those that learn nothing share a proposer."""
-        proposer = self._made.get(candidate.name) or self.builder.build(SpeculativeConfig.of(candidate.config))
-        proposer.keep(PROMPTS)
-        if not proposer.learns:
-            self._made[candidate.name] = proposer
+        proposer = self._made.get(candidate.name)
+        if proposer is None:
+            proposer = self.builder.build(SpeculativeConfig.of(candidate.config))
+            proposer.keep(PROMPTS)
+            if not proposer.learns:
+                self._made[candidate.name] = proposer
         return self._engine(proposer, depth, batch)
 
     def plain(self, batch: int) -> Engine:
@@ -132,30 +135,30 @@ def stretch(engine: Engine) -> Sum:
 class Few:
     """At one place, a few engines on all prompts, and plain decoding in their midst."""
 
-    def __init__(self, ground: Ground, engines: Mapping[Key, Engine], place: Place, repeats: int) -> None:
-        self._ground, self._engines, self._repeats = ground, engines, repeats
-        self._temperature, batch = place
-        self._plain = ground.plain(batch)
-        self.found = {key: (Sum(), Sum()) for key in engines}
-        for engine in engines.values():
-            ground.fill(engine, self._temperature, repeats)
+    def __init__(self, ground: Ground, few: Sequence[tuple[Candidate, int]], place: Place, repeats: int) -> None:
+        self.place, self._ground, self._repeats = place, ground, repeats
+        self._plain = ground.plain(place[1])
+        self._engines = {(c.name, depth): ground.engine(c, depth, place[1]) for c, depth in few}
+        self.found = {key: (Sum(), Sum()) for key in self._engines}
+        for engine in self._engines.values():
+            self._fill(engine)
 
     def turn(self) -> None:
         """A stretch of every engine that is busy; the last ends plain decoding."""
-        for key, found, base in beside([k for k, engine in self._engines.items() if engine.busy], None, self._stretch):
-            if key is not None:
-                own, other = self.found[key]
-                self.found[key] = own + found, other + base
+        for key, found, base in beside([k for k, engine in self._engines.items() if engine.busy], PLAIN, self._stretch):
+            own, other = self.found[key]
+            self.found[key] = own + found, other + base
         if not self.busy:
             self._plain.clear()
 
-    def _stretch(self, key: Key | None) -> Sum:
+    def _stretch(self, key: Key) -> Sum:
         """Of an engine, or of plain decoding, which begins anew where it is through."""
-        if key is not None:
-            return stretch(self._engines[key])
-        if not self._plain.busy:
-            self._ground.fill(self._plain, self._temperature, self._repeats)
-        return stretch(self._plain)
+        if key == PLAIN and not self._plain.busy:
+            self._fill(self._plain)
+        return stretch(self._plain if key == PLAIN else self._engines[key])
+
+    def _fill(self, engine: Engine) -> None:
+        self._ground.fill(engine, self.place[0], self._repeats)
 
     @property
     def waiting(self) -> int:
@@ -172,12 +175,8 @@ class Measurement:
 
     def __init__(self, ground: Ground, chosen: Sequence[Candidate], places: Sequence[Place], repeats: int) -> None:
         keys = [(candidate, depth) for candidate in chosen for depth in candidate.depths]
-        self._few = {}
-        for place in places:
-            for at in range(0, len(keys), BESIDE):
-                engines = {(c.name, depth): ground.engine(c, depth, place[1]) for c, depth in keys[at : at + BESIDE]}
-                self._few |= dict.fromkeys(((place, key) for key in engines), Few(ground, engines, place, repeats))
-        self._all = list(dict.fromkeys(self._few.values()))
+        some = [keys[at : at + BESIDE] for at in range(0, len(keys), BESIDE)]
+        self._all = [Few(ground, few, place, repeats) for place in places for few in some]
         self._line = cycle(self._all)
         self._prompts = self._waiting
         self.seconds = 0.0
@@ -199,7 +198,7 @@ class Measurement:
 
     def found(self, place: Place, key: Key) -> tuple[Sum, Sum]:
         """Of a candidate and its depth, and of plain decoding meanwhile."""
-        return self._few[place, key].found[key]
+        return next(few.found[key] for few in self._all if few.place == place and key in few.found)
 
 
 def compared(row: Row, own: Sum, plain: Sum) -> dict[str, Any]:

@@ -83,11 +83,11 @@ class Planner:
         if not prompts or not candidates:
             raise InvalidRequest("a plan needs a prompt and a way to speculate at least")
         proposers = Proposers(self.build)
-        made = [proposers.get(candidate) for candidate in candidates]
-        taps = sorted({tap for proposer in made for tap in proposer.needs.taps})
+        made = {candidate.name: proposers.get(candidate) for candidate in candidates}
+        taps = sorted({tap for proposer in made.values() for tap in proposer.needs.taps})
         progress = _Progress(self.say, self.settings, candidates)
-        readings = self._readings(prompts, dict(zip([c.name for c in candidates], made, strict=True)), progress)
-        for proposer in made:  # from now on every prompt is read once
+        readings = self._readings(prompts, made, progress)
+        for proposer in made.values():  # from now on every prompt is read once
             share_memory(self.target, proposer, None, True, OPEN)
         found: list[_Found] = []
         predictors: Foretold = {}
