@@ -21,7 +21,7 @@ from foretoken.plan.replay import run
 from foretoken.plan.rounds import PLAIN, Lane, Timed, Turn, _in_turns, reading, timed
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import write
-from foretoken.plan.times import PassRatios, Times
+from foretoken.plan.times import Passes, Times
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
@@ -163,7 +163,7 @@ def test_passes_are_known_from_every_temperature_and_moment():
     both = Times([fast, slow], 1).of("a", {4: 1.0})
     assert both.over_plain == pytest.approx(5 / 3)  # seconds for seconds: the same rounds, once at either moment
     assert both.error > 0.1  # the moments differ, and so may the next
-    elsewhere = Times([fast], 1, PassRatios([fast, slow])).of("a", {4: 1.0})
+    elsewhere = Times([fast], 1, Passes([fast, slow])).of("a", {4: 1.0})
     assert elsewhere.over_plain == pytest.approx(0.2 * 2.0 + 0.8 * 5 / 3)  # the rest is of this temperature
 
 

@@ -21,12 +21,12 @@ from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan, Row, choices, mark
 from foretoken.plan.predictors import Predictor, fitted
-from foretoken.plan.rounds import OPEN, Reading, Visit, midway, reading, timed
+from foretoken.plan.rounds import OPEN, Reading, Visit, midway, plain_pass, reading, timed
 from foretoken.plan.sample import Proposers, Sample, chain_of
 from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.tally import Estimate
 from foretoken.plan.texts import Start, Text, contexts, write
-from foretoken.plan.times import PassRatios, RoundTime, Times
+from foretoken.plan.times import Passes, RoundTime, Times
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
@@ -112,24 +112,32 @@ class Planner:
         return found
 
     def _found(self, sample: Sample, candidates: Sequence[Candidate], progress: _Progress) -> _Found:
-        """Rounds are timed at several moments, since a machine is now faster and now slower."""
+        """Rounds are timed at several moments, since a machine is now faster and now slower; plain passes at all."""
         found = _Found(sample.texts)
         moments = min(_MOMENTS, self.settings.turns, len(candidates))
         for i in range(moments):
             for candidate in candidates[i::moments]:
-                progress.next(f"{candidate.name} on its text")
                 for depth in candidate.depths:
+                    progress.next(f"{candidate.name} on its text", 1 / len(candidate.depths))
                     found.estimates[candidate.name, depth] = sample.estimate(candidate, depth)
+                    self._listen(sample, found)
             turns = (self.settings.turns + i) // moments
             for batch in self.settings.batches:
                 found.visits[batch].append(self._visit(sample, candidates, batch, turns, progress))
         return found
 
+    def _listen(self, sample: Sample, found: _Found) -> None:
+        for batch in self.settings.batches:
+            found.between[batch].append(plain_pass(self.target, midway(sample.texts, batch), sample.law))
+
     def _rows(
         self, found: Sequence[_Found], candidates: Sequence[Candidate], readings: Mapping[int, Reading]
     ) -> Iterator[Row]:
         passes = {
-            batch: PassRatios(visit for each in found for visit in each.visits[batch])
+            batch: Passes(
+                [visit for each in found for visit in each.visits[batch]],
+                [seconds for each in found for seconds in each.between[batch]],
+            )
             for batch in self.settings.batches
         }
         for temperature, each in zip(self.settings.temperatures, found, strict=True):
@@ -174,11 +182,14 @@ class Planner:
 
 @dataclass
 class _Found:
-    """At one temperature: what candidates do by name and depth, and by batch the visits that timed them."""
+    """At one temperature: what candidates do by name and depth; by batch the visits that timed them, and seconds of plain
+    passes between these.
+    """
 
     texts: Sequence[Text]
     estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
     visits: dict[int, list[Visit]] = field(default_factory=lambda: defaultdict(list))
+    between: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 class _Progress:

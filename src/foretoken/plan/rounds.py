@@ -128,6 +128,15 @@ def timed(
     return found
 
 
+def plain_pass(target: Model, prompts: Sequence[Start], law: Law) -> float:
+    """Seconds of the target's pass in plain decoding of ``prompts`` at once, just now."""
+    lane = Lane(target, Proposer(), 0, prompts, law)
+    try:
+        return median(lane.turn().score for _ in range(_STRETCH))
+    finally:
+        lane.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """The round that holds a batch's prompts: seconds without speculation, and beside that by proposer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
@@ -14,6 +14,7 @@ from foretoken.plan.rounds import Timed, Turn, Visit
 
 _ANY = ""  # among lanes' names: all of them together
 Reals = NDArray[np.float64]
+_ALIKE = 0.06  # relative differences between plain passes below which they tell little of what follows them
 _DRIFT = 0.01  # relative error of any ratio of two times on one machine, however often it was taken
 
 
@@ -27,26 +28,38 @@ class RoundTime:
     error: float
 
 
-class PassRatios:
-    """The target's passes of one batch beside plain ones: of a lane by its rows, and of all lanes by rows.
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Seconds of something at one visit, and of the plain pass beside it. weight: rounds that tell so."""
+
+    weight: int
+    seconds: float
+    plain: float
+
+
+class Passes:
+    """Seconds of the target's passes of one batch, where a plain one takes ``plain``: of a lane by its rows, and of all
+    lanes by rows.
 
     They do not depend on the temperature, so what was timed at any of them counts: medians of a visit, since a round
-    may be disturbed, and of all visits the sum, since the machine is now faster and now slower. Sums before ratios: who
-    decodes the same text twice compares times, and where plain passes wait for memory and long ones for arithmetic, the
-    mean of ratios counts the moments of fast memory for more than they last.
+    may be disturbed, and of all visits what they tell of the machine's mean speed, since it is now faster and now
+    slower. Plain passes wait for memory, long ones for arithmetic, so neither a pass's seconds nor their ratio to a
+    plain one's stay the same: see ``at_speed``.
     """
 
-    def __init__(self, visits: Iterable[Visit]) -> None:
-        sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    def __init__(self, visits: Sequence[Visit], between: Sequence[float] = ()) -> None:
+        """between: seconds of plain passes at other moments of the same hour."""
+        seen: dict[tuple[str, int], list[Seen]] = defaultdict(list)
         for visit in visits:
             for key, pairs in _passes(visit).items():
-                sums[key][0] += len(pairs) * median(seconds for seconds, _ in pairs)
-                sums[key][1] += sum(plain for _, plain in pairs)
-        self._of = {key: total / plain for key, (total, plain) in sums.items()}
-        self._curve = {rows: ratio for (name, rows), ratio in sorted(self._of.items()) if name == _ANY}
+                own, plain = zip(*pairs, strict=True)
+                seen[key].append(Seen(len(pairs), median(own), fmean(plain)))
+        beside = [fmean(_plain(lane, lambda turn: turn.score) for lane in visit.values()) for visit in visits]
+        self.plain = fmean([*beside, *between])
+        self._of = {key: at_speed(found, self.plain) for key, found in seen.items()}
+        self._curve = {rows: seconds for (name, rows), seconds in sorted(self._of.items()) if name == _ANY}
 
     def of(self, lane: str, rows: int) -> float:
-        """In plain passes."""
         return self._of[lane, rows]
 
     def over(self, count: int) -> Reals:
@@ -54,14 +67,32 @@ class PassRatios:
         return np.interp(np.arange(count), list(self._curve), list(self._curve.values()))
 
 
+def at_speed(seen: Sequence[Seen], plain: float) -> float:
+    """Seconds where a plain pass takes ``plain``: on the line through what was seen beside faster and slower ones.
+
+    The regression estimator of double sampling (Cochran, Sampling Techniques, 3rd edition, 12.6): what is dear is timed
+    at few moments, a plain pass at many. The line's slope lies between none (arithmetic) and the seconds' own ratio to
+    plain ones (memory), and is drawn to that ratio where moments were too much alike to tell.
+    """
+    total = sum(each.weight for each in seen)
+    seconds = sum(each.weight * each.seconds for each in seen) / total
+    middle = sum(each.weight * each.plain for each in seen) / total
+    known = (_ALIKE * middle) ** 2
+    ratio = seconds / middle
+    across = sum(each.weight / total * (each.plain - middle) * (each.seconds - seconds) for each in seen) * len(seen)
+    along = sum(each.weight / total * (each.plain - middle) ** 2 for each in seen) * len(seen)
+    slope = min(ratio, max(0.0, (across + known * ratio) / (along + known)))
+    return seconds + slope * (plain - middle)
+
+
 class Times:
     """Round times at one temperature and batch, from the visits at which they were timed."""
 
-    def __init__(self, visits: Sequence[Visit], batch: int, passes: PassRatios | None = None) -> None:
+    def __init__(self, visits: Sequence[Visit], batch: int, passes: Passes | None = None) -> None:
         """passes: of this batch at any temperature; None is of these visits."""
-        self._visits, self._batch, self._passes = visits, batch, passes or PassRatios(visits)
+        self._visits, self._batch, self._passes = visits, batch, passes or Passes(visits)
         found = [each for visit in visits for each in visit.values()]
-        self.plain = median(turn.seconds for each in found for turn in each.plain)
+        self.plain = self._passes.plain + self._rest([Timed(each.plain, each.plain) for each in found], steady=True)
 
     def of(self, name: str, sizes: Mapping[int, float]) -> RoundTime:
         """sizes: shares of the rounds by drafted nodes, of one sequence.
@@ -77,19 +108,26 @@ class Times:
         if steady:
             full = rows.pop()
             found *= self._passes.of(name, full) / float(self._passes.over(full + 1)[-1])
-        plain = sum(_plain(lane, lambda turn: turn.seconds) for lane in lanes)
-        rest, propose = (
-            sum(_part(lane, part, steady=steady) for lane in lanes) / plain
-            for part in (lambda turn: turn.seconds - turn.score, lambda turn: turn.propose)
+        rest = self._rest(lanes, steady=steady)
+        drafting, whole = (
+            sum(_part(lane, part, steady=steady) for lane in lanes) for part in (lambda turn: turn.propose, _rest)
         )
-        over = rest + found * sum(_plain(lane, lambda turn: turn.score) for lane in lanes) / plain
+        over = (rest + found) / self.plain
         error = _joined([_relative(lane, over, steady=steady) for lane in lanes])
         return RoundTime(
-            seconds=over * self.plain,
-            propose=propose * self.plain,
+            seconds=rest + found,
+            propose=rest * drafting / whole if whole else 0.0,
             over_plain=over,
             error=float(np.hypot(error, _DRIFT)),
         )
+
+    def _rest(self, lanes: Sequence[Timed], *, steady: bool) -> float:
+        """Seconds of a round that are no pass."""
+        seen = [
+            Seen(len(lane.turns), _part(lane, _rest, steady=steady), _plain(lane, lambda turn: turn.score))
+            for lane in lanes
+        ]
+        return at_speed(seen, self._passes.plain)
 
     def _mixed(self, sizes: Mapping[int, float]) -> float:
         """The mean pass of a batch whose drafts' sizes are independent."""
@@ -99,6 +137,10 @@ class Times:
         for _ in range(self._batch - 1):
             total = np.convolve(total, law)
         return float((total * self._passes.over(len(total))).sum() / total.sum())
+
+
+def _rest(turn: Turn) -> float:
+    return turn.seconds - turn.score
 
 
 def _passes(visit: Visit) -> dict[tuple[str, int], list[tuple[float, float]]]:
@@ -132,7 +174,7 @@ def _relative(lane: Timed, over: float, *, steady: bool) -> tuple[float, float]:
     if steady:
         ratios = [turn.seconds / other.seconds for turn, other in zip(lane.turns, lane.plain, strict=True)]
         return median(ratios), _error(ratios)
-    rest = [turn.seconds - turn.score for turn in lane.turns]
+    rest = [_rest(turn) for turn in lane.turns]
     plain = median(turn.seconds for turn in lane.plain)
     return over, _error([1 + (each - median(rest)) / (over * plain) for each in rest])
 
