@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,10 +19,10 @@ from foretoken.plan.exports import exports
 from foretoken.plan.outcome import Plan, Row, choices, mark
 from foretoken.plan.planner import Planner, Settings, spread, timed_depths
 from foretoken.plan.replay import run
-from foretoken.plan.rounds import PLAIN, Lane, Timed, Turn, _in_turns, reading, timed
+from foretoken.plan.rounds import PLAIN, Lane, Timed, Turn, _in_turns, plain_pass, reading, timed
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import write
-from foretoken.plan.times import Passes, Times
+from foretoken.plan.times import Passes, Seen, Times, at_speed
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
@@ -146,6 +147,61 @@ def test_drafting_never_takes_more_than_its_round():
         assert found.propose == pytest.approx(0.9 * found.seconds, rel=0.15)
 
 
+def test_seconds_at_another_speed_are_on_the_line_through_what_was_seen():
+    """Plain passes at half and at full speed; what is arithmetic does not notice, what waits for memory does."""
+    arithmetic = [Seen(4, 3.0, 1.0), Seen(4, 3.0, 2.0)]
+    assert at_speed(arithmetic, 1.5) == pytest.approx(3.0)
+    assert at_speed(arithmetic, 2.0) == pytest.approx(3.0, rel=0.02)
+    waiting = [Seen(4, 1.2, 1.0), Seen(4, 2.4, 2.0)]
+    assert at_speed(waiting, 3.0) == pytest.approx(3.6)
+    both = [Seen(4, 2.5, 1.0), Seen(4, 3.0, 2.0), Seen(4, 2.75, 1.5)]
+    assert at_speed(both, 2.0) == pytest.approx(3.0, rel=0.02)
+    faster = [Seen(4, 2.0, 1.0), Seen(4, 1.0, 2.0)]
+    assert at_speed(faster, 3.0) == pytest.approx(1.5), "nothing is quicker for waiting longer"
+    steeper = [Seen(4, 1.0, 1.0), Seen(4, 9.0, 2.0)]
+    assert at_speed(steeper, 3.0) == pytest.approx(10.0), "nothing waits longer than it waits in all"
+
+
+def test_one_moment_tells_a_ratio():
+    assert at_speed([Seen(4, 3.0, 1.0)], 1.5) == pytest.approx(4.5)
+    alike = [Seen(4, 3.0, 1.0), Seen(4, 3.02, 0.99)]
+    assert at_speed(alike, 1.1) == pytest.approx(3.01 * 1.1 / 0.995, rel=0.01)
+
+
+def test_plain_passes_between_visits_tell_how_fast_the_machine_is():
+    """Visits happened to meet a fast machine: two rows take what arithmetic takes, one row what memory takes."""
+    visits = [{"a": Timed(turns(4.0, 4.0, rows=(5,)), turns(base, base))} for base in (1.0, 1.2, 0.8)]
+    assert Passes(visits).plain == pytest.approx(0.8)
+    found = Passes(visits, [1.6] * 3)
+    assert found.plain == pytest.approx(1.2)
+    assert found.of("a", 5) == pytest.approx(3.2, rel=0.06)
+    assert found.over(2)[1] == pytest.approx(1.2)
+    times = Times(visits, 1, found)
+    assert times.plain == pytest.approx(1.5) and times.of("a", {4: 1.0}).over_plain == pytest.approx(4 / 1.5, rel=0.06)
+
+
+def test_a_plan_listens_to_the_machine_between_all_its_steps(tiny_pair, tokenizer, monkeypatch):
+    heard: list[int] = []
+
+    def plain_pass(target, prompts, law):
+        heard.append(len(prompts))
+        return 0.001
+
+    monkeypatch.setattr("foretoken.plan.planner.plain_pass", plain_pass)
+    target = load_model(tiny_pair.target)
+    builder = Builder(target, load_tokenizer(tiny_pair.target), tiny_pair.target, load_model)
+    settings = Settings(temperatures=(0.0, 1.0), batches=(1, 3), max_tokens=12, turns=3)
+    chosen = [Candidate("ngram", {"method": "ngram"}, (2, 4)), Candidate("suffix", {"method": "suffix"}, (3,))]
+    Planner(target, builder.build, settings).plan([tokenizer.encode("def greet(")], chosen)
+    assert heard == [1, 3] * 3 * 2
+
+
+def test_a_plain_pass_is_of_all_prompts_and_leaves_nothing_open():
+    model = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
+    assert plain_pass(model, [(1, 2, 3)] * 5, WARM) > 0
+    assert model._open == set()
+
+
 def test_a_round_at_the_end_of_a_text_has_fewer_rows():
     """Five rows take 2, two rows 1.25; every fourth round has room for one node only."""
     plain = tuple(Turn(1.0, 0.0, 1.0, 1) for _ in range(4))
@@ -214,6 +270,47 @@ def test_estimators_follow_what_a_proposer_draws(temperature):
     assert all(1.0 <= e.tokens_per_pass <= 4.0 for e in found.values())
     if not temperature:
         assert found["chain"].tokens_per_pass == pytest.approx(found["argmax"].tokens_per_pass)
+
+
+def drawn_tree_and_chain(texts, depth: int = 4):
+    config = DraftModelConfig(tree="sampled", num_steps=depth)
+    made = {"tree": DraftModel(TARGET.perturbed(0.4), config), "chain": DraftModel(TARGET.perturbed(0.4))}
+    sample = Sample(TARGET, WARM, texts, (), Proposers(lambda config: pytest.fail("all are there"), dict(made)))
+    return [sample.estimate(Candidate(name, {"method": "draft_model"}, (depth,)), depth) for name in made]
+
+
+def test_a_drawn_tree_is_compared_with_a_chain_on_the_same_texts():
+    """What it ran on was as easy as it was; beside the chain it is as good on any sample."""
+    prompts = [[i % 6, 1, 2] for i in range(6)]
+    samples = [drawn_tree_and_chain(write(TARGET, prompts, WARM, 16, seed=seed)) for seed in range(4)]
+    chains = [chain.tokens_per_pass for _, chain in samples]
+    assert max(chains) > 1.02 * min(chains), "samples differ"
+    beside = [tree.tokens_per_pass / chain.tokens_per_pass for tree, chain in samples]
+    assert beside == pytest.approx([beside[0]] * 4)
+    tree, chain = samples[0]
+    assert (len(tree.tallies), tree.requests, tree.draws) == (18, 6, 3) and chain.requests == 6
+    assert spread(tree) == pytest.approx(math.sqrt(2) * spread(replace(tree, draws=1)))
+
+
+def test_a_drawn_tree_gets_what_it_has_in_the_long_run():
+    prompts = [[i % 6, (5 * i) % 6, 1] for i in range(12)]
+    config = DraftModelConfig(tree="sampled", num_steps=4)
+    long = [run(TARGET, prompts, DraftModel(TARGET.perturbed(0.4), config), WARM, 4, 24, seed=s) for s in range(9, 29)]
+    truth = np.mean([each.tokens_per_pass for each in long])
+    found = [drawn_tree_and_chain(write(TARGET, prompts, WARM, 24, seed=seed))[0] for seed in range(8)]
+    assert np.mean([each.tokens_per_pass for each in found]) == pytest.approx(truth, rel=0.03)
+
+
+def test_one_request_tells_nothing_of_others_however_often_it_is_drawn():
+    tree, _ = drawn_tree_and_chain(write(TARGET, [[1, 2, 3]], WARM, 16))
+    assert tree.requests == 1 and spread(tree) == math.inf
+
+
+def test_fewer_rounds_for_more_tokens_a_pass():
+    (tree, _) = drawn_tree_and_chain(write(TARGET, [[1, 2, 3], [2, 2, 2]], WARM, 16))
+    assert tree.times(1.2).tokens_per_pass == pytest.approx(1.2 * tree.tokens_per_pass)
+    assert tree.times(0.01).tokens_per_pass == pytest.approx(1.0)
+    assert tree.times(1.2).acceptance == tree.acceptance and tree.times(1.2).sizes == tree.sizes
 
 
 def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):

@@ -182,8 +182,9 @@ class Planner:
 
 @dataclass
 class _Found:
-    """At one temperature: what candidates do by name and depth; by batch the visits that timed them, and seconds of plain
-    passes between these.
+    """At one temperature: what candidates do by name and depth, and by batch the visits that timed them.
+
+    between: by batch, seconds of plain passes between these.
     """
 
     texts: Sequence[Text]
@@ -254,16 +255,19 @@ def _rows(
             tokens_per_pass_high=mean * _exp(width), speedup=gain, low=gain * _exp(-off), high=gain * _exp(off),
             end_to_end=plain / (own + rounds * time.seconds), round_seconds=time.seconds,
             draft_seconds=time.propose, plain_seconds=times.plain, acceptance=estimate.acceptance,
-            estimator=estimate.estimator, requests=len(estimate.rounds),
+            estimator=estimate.estimator, requests=estimate.requests,
         )  # fmt: skip
 
 
 def spread(estimate: Estimate) -> float:
-    """Half the interval's width in the logarithm, for another sample of as many requests; infinite for one request."""
-    if not estimate.rounds:
+    """Half the interval's width in the logarithm, for another sample of as many requests; infinite for one request.
+
+    That sample has one text of each, whose spread is that of all draws together times the root of their number.
+    """
+    if estimate.requests < 2:
         return math.inf
     mean, low, high = ratio_interval(estimate.tokens, estimate.rounds, LEVEL)
-    return math.sqrt(2) * (high - low) / 2 / mean
+    return math.sqrt(1 + estimate.draws) * (high - low) / 2 / mean
 
 
 def _exp(value: float) -> float:

@@ -17,7 +17,7 @@ from foretoken.engine.loop import Engine
 from foretoken.models.base import Model
 from foretoken.plan.recorded import Recorded, Recording
 from foretoken.plan.tally import Estimate, Tally
-from foretoken.plan.texts import TOGETHER, Ending, Start, contexts, silent
+from foretoken.plan.texts import TOGETHER, Ending, Start, Text, contexts, silent
 from foretoken.propose.base import Proposer
 from foretoken.verify import Verifier, choose
 
@@ -64,7 +64,8 @@ def run(
         target, proposer, Fixed(depth), rule=partial(choose, rejection=rejection), max_sequences=together
     )  # fmt: skip
     made = contexts(prompts, law, seed)
-    return Estimate(_tallied(engine, made, [Ending(limit, eos) for _ in made], tick), "rounds")
+    tallies = _tallied(engine, made, [Ending(limit, eos) for _ in made], tick)
+    return Estimate(tallies, "rounds", tuple(Text.of(context, limit) for context in made))
 
 
 def _tallied(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import SpeculativeConfig
 
+_DRAWS = 3  # texts of each request by rounds that draw, which have more luck in them than what is read off a text
 _TOGETHER_LEARNING = 4  # requests that a proposer learns from at once: fewer is slower, more delays what it learns
 
 
@@ -67,12 +68,25 @@ class Sample:
                 return replayed(self.target, self._recordings, proposer, self.law, depth, together)
             except Drawn:
                 pass
-        return self._run(candidate, proposer, depth, _TOGETHER_LEARNING if proposer.learns else TOGETHER)
+        if proposer.learns or self.law.greedy:
+            return self._run(candidate, proposer, depth, _TOGETHER_LEARNING if proposer.learns else TOGETHER)
+        found = replace(self._run(candidate, proposer, depth, TOGETHER, _DRAWS), draws=_DRAWS)
+        return self._brought_here(found, candidate, proposer, depth) if isinstance(proposer, DraftModel) else found
 
-    def _run(self, candidate: Candidate, proposer: Proposer, depth: int, together: int) -> Estimate:
-        prompts, limit = [text.start for text in self.texts], self.texts[0].limit
+    def _run(self, candidate: Candidate, proposer: Proposer, depth: int, together: int, draws: int = 1) -> Estimate:
+        prompts, limit = [text.start for text in self.texts] * draws, self.texts[0].limit
         rejection = SpeculativeConfig.of(candidate.config).rejection
         return run(self.target, prompts, proposer, self.law, depth, limit, self.eos, rejection, together)
+
+    def _brought_here(self, found: Estimate, candidate: Candidate, draft: DraftModel, depth: int) -> Estimate:
+        """``found``, on texts of its own, as it would be on the sample's: by how much easier these are for a chain of
+        the same draft, whose law is known on both (a ratio estimator). Else a tree's luck with its texts would decide
+        between it and the chain.
+        """
+        steps, fixed = draft.config.steps(depth), _drafting(draft, self.law).greedy
+        there = [ratios(text, p, q, fixed) for text, p, q in _told(self.target, draft, found.texts, self.law)]
+        here = self.chains(candidate, draft).ratios
+        return found.times(expected(here, steps).tokens_per_pass / expected(there, steps).tokens_per_pass)
 
     def chains(self, candidate: Candidate, draft: DraftModel) -> Chains:
         """What target and draft say of every text, for chains of any depth."""
@@ -97,13 +111,29 @@ def chain_of(proposer: Proposer) -> DraftModel | None:
     return proposer if proposer.config.tree == "chain" else None
 
 
-def _chains(target: Model, draft: DraftModel, texts: Sequence[Text], law: SamplingLaw) -> Chains:
+def _drafting(draft: DraftModel, law: SamplingLaw) -> SamplingLaw:
+    """The law that the draft draws from."""
     own = draft.config.draft_temperature
-    draft_law = law if own is None or law.greedy else law.with_temperature(own)
+    return law if own is None or law.greedy else law.with_temperature(own)
+
+
+def _told(
+    target: Model, draft: DraftModel, texts: Sequence[Text], law: SamplingLaw
+) -> Iterator[tuple[Text, Tensor, Tensor]]:
+    """Every text with the target's and the draft's laws of its tokens."""
+    for text in texts:
+        p, q = (
+            _rows(model, text, target, judged)
+            for model, judged in ((target, law), (draft.model, _drafting(draft, law)))
+        )
+        yield text, p, q
+
+
+def _chains(target: Model, draft: DraftModel, texts: Sequence[Text], law: SamplingLaw) -> Chains:
+    draft_law = _drafting(draft, law)
     found: list[Ratios] = []
     facts: list[dict[str, float]] = []
-    for text in texts:
-        p, q = (_rows(model, text, target, judged) for model, judged in ((target, law), (draft.model, draft_law)))
+    for text, p, q in _told(target, draft, texts, law):
         found.append(ratios(text, p, q, draft_law.greedy))
         if law.greedy or draft_law.greedy:
             warm = law.with_temperature(1.0) if law.greedy else law

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foretoken.core.step import Step
+from foretoken.plan.texts import Text
 
 
 @dataclass(slots=True)
@@ -35,10 +36,15 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one proposer at one depth does on the sample. estimator: "text", "law" or "rounds", see the module."""
+    """What one proposer at one depth does on the sample. estimator: "text", "law" or "rounds", see the module.
+
+    texts: that the rounds wrote, where the sample's were not what they ran on. draws: such texts of each request.
+    """
 
     tallies: tuple[Tally, ...]
     estimator: str
+    texts: tuple[Text, ...] = ()
+    draws: int = 1
 
     @property
     def tokens(self) -> list[float]:
@@ -52,6 +58,16 @@ class Estimate:
     def tokens_per_pass(self) -> float:
         """Emitted tokens over passes, prompts' left out; 1 where there is nothing to count."""
         return sum(self.tokens) / sum(self.rounds) if self.rounds else 1.0
+
+    @property
+    def requests(self) -> int:
+        """That had a round."""
+        return len(self.rounds) // self.draws
+
+    def times(self, factor: float) -> Estimate:
+        """So many times as many tokens a pass, but one at least: as many fewer rounds."""
+        factor = max(factor, 1.0 / self.tokens_per_pass)
+        return replace(self, tallies=tuple(replace(each, rounds=each.rounds / factor) for each in self.tallies))
 
     @property
     def sizes(self) -> dict[int, float]:

@@ -40,6 +40,12 @@ class Text:
     limit: int
     source: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, context: Context, limit: int) -> Text:
+        """What has been written so far."""
+        at = context.prompt_length
+        return cls(tuple(context.tokens[:at]), tuple(context.tokens[at:]), limit, context.source)
+
     @property
     def whole(self) -> tuple[int, ...]:
         return self.prompt + self.tokens
@@ -103,7 +109,7 @@ def write(
         for step in engine.step():
             if step.finish_reason is not None:
                 tick()
-    return [Text(tuple(c.tokens[: c.prompt_length]), tuple(c.tokens[c.prompt_length :]), limit, c.source) for c in made]
+    return [Text.of(context, limit) for context in made]
 
 
 @dataclass(frozen=True, slots=True)
