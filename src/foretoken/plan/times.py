@@ -74,15 +74,13 @@ def at_speed(seen: Sequence[Seen], plain: float) -> float:
     at few moments, a plain pass at many. The line's slope lies between none (arithmetic) and the seconds' own ratio to
     plain ones (memory), and is drawn to that ratio where moments were too much alike to tell.
     """
-    total = sum(each.weight for each in seen)
-    seconds = sum(each.weight * each.seconds for each in seen) / total
-    middle = sum(each.weight * each.plain for each in seen) / total
-    known = (_ALIKE * middle) ** 2
-    ratio = seconds / middle
-    across = sum(each.weight / total * (each.plain - middle) * (each.seconds - seconds) for each in seen) * len(seen)
-    along = sum(each.weight / total * (each.plain - middle) ** 2 for each in seen) * len(seen)
-    slope = min(ratio, max(0.0, (across + known * ratio) / (along + known)))
-    return seconds + slope * (plain - middle)
+    weight, seconds, beside = np.array([(each.weight, each.seconds, each.plain) for each in seen]).T
+    weight = weight / weight.mean()
+    own, middle = (weight * seconds).mean(), (weight * beside).mean()
+    across, along = ((weight * (beside - middle) * each).sum() for each in (seconds - own, beside - middle))
+    ratio, doubt = own / middle, (_ALIKE * middle) ** 2
+    slope = np.clip((across + doubt * ratio) / (along + doubt), 0.0, ratio)
+    return float(own + slope * (plain - middle))
 
 
 class Times:
