@@ -30,7 +30,7 @@ _STRETCH = 4  # rounds of one lane that are timed one after another
 BESIDE = 4  # lanes between two stretches of plain decoding: a machine's speed changes within seconds
 _COLD = 2  # rounds before them that are not
 _WARM = 2  # rounds after the prompt's that are not timed
-_SETTLING = 0.02  # seconds until a small model's rounds are as quick as they get after other work
+_SETTLING = 6  # rounds until a small model that did other work is as quick as in the midst of lanes
 _READINGS = 3  # of the same prompts
 _FOREVER = 1 << 30
 _ids = count(1 << 40)  # of contexts; a proposer is shared by lanes and must tell them apart
@@ -133,8 +133,7 @@ def plain_pass(target: Model, prompts: Sequence[Start], law: Law) -> float:
     """Seconds of the target's pass in plain decoding of ``prompts`` at once, just now."""
     lane = Lane(target, Proposer(), 0, prompts, law)
     try:
-        started = perf_counter()
-        while perf_counter() - started < _SETTLING:
+        for _ in range(_SETTLING):
             lane.turn()
         return median(lane.turn().score for _ in range(_STRETCH))
     finally:
