@@ -196,7 +196,7 @@ def test_a_plan_listens_to_the_machine_between_all_its_steps(tiny_pair, tokenize
     assert heard == [1, 3] * 3 * 2
 
 
-def test_a_plain_pass_is_of_all_prompts_and_leaves_nothing_open():
+def test_a_plain_pass_leaves_nothing_open():
     model = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
     assert plain_pass(model, [(1, 2, 3)] * 5, WARM) > 0
     assert model._open == set()

@@ -70,13 +70,14 @@ class Sample:
                 pass
         if proposer.learns or self.law.greedy:
             return self._run(candidate, proposer, depth, _TOGETHER_LEARNING if proposer.learns else TOGETHER)
-        found = replace(self._run(candidate, proposer, depth, TOGETHER, _DRAWS), draws=_DRAWS)
+        found = self._run(candidate, proposer, depth, TOGETHER, _DRAWS)
         return self._brought_here(found, candidate, proposer, depth) if isinstance(proposer, DraftModel) else found
 
     def _run(self, candidate: Candidate, proposer: Proposer, depth: int, together: int, draws: int = 1) -> Estimate:
         prompts, limit = [text.start for text in self.texts] * draws, self.texts[0].limit
         rejection = SpeculativeConfig.of(candidate.config).rejection
-        return run(self.target, prompts, proposer, self.law, depth, limit, self.eos, rejection, together)
+        found = run(self.target, prompts, proposer, self.law, depth, limit, self.eos, rejection, together)
+        return replace(found, draws=draws)
 
     def _brought_here(self, found: Estimate, candidate: Candidate, draft: DraftModel, depth: int) -> Estimate:
         """``found``, on texts of its own, as it would be on the sample's: by how much easier these are for a chain of
@@ -121,11 +122,9 @@ def _told(
     target: Model, draft: DraftModel, texts: Sequence[Text], law: SamplingLaw
 ) -> Iterator[tuple[Text, Tensor, Tensor]]:
     """Every text with the target's and the draft's laws of its tokens."""
+    judges = ((target, law), (draft.model, _drafting(draft, law)))
     for text in texts:
-        p, q = (
-            _rows(model, text, target, judged)
-            for model, judged in ((target, law), (draft.model, _drafting(draft, law)))
-        )
+        p, q = (_rows(model, text, target, judged) for model, judged in judges)
         yield text, p, q
 
 
