@@ -16,13 +16,18 @@ constexpr int TILE_STEPS = 16;    // steps are padded to this
 // int8 101 and 620 with 14, 59 and 260 with 8.
 constexpr int MOST_ROWS = 8;
 
-// Up to twenty rows, where bf16 has an instruction of its own, twelve are no spill and save a walk through the weights: 22.8
-// instead of 25.5 ms at nine rows, 33.7 instead of 36.2 at twenty (a Zen 5; from 24 rows on nothing, int8 doubles at nine).
-#ifdef __AVX512BF16__
+// Up to twenty rows, where there is an instruction for a word's products, twelve are no spill and save a walk through the
+// weights: on a Zen 5, ms for a pass of that model at nine and twenty rows, bf16 25.5 and 36.2 with 8, 22.8 and 33.7 so;
+// int8 15.3 and 19.5 with 8, 12.6 and 19.1 so. From 24 rows on it gains nothing.
 constexpr int TALL_ROWS = 12, TALL_UNTIL = 20;
+
+constexpr int tallest(Kind kind) {
+#ifdef __AVX512BF16__
+    return kind == F32 ? MOST_ROWS : TALL_ROWS;
 #else
-constexpr int TALL_ROWS = MOST_ROWS, TALL_UNTIL = 0;
+    return kind == INT8 ? TALL_ROWS : MOST_ROWS;
 #endif
+}
 
 struct Matrix {
     const Word* data;        // [blocks][steps][16], 64-byte aligned
@@ -252,11 +257,10 @@ inline void product(const Matrix& w, const Word* x, int64_t stride, const float*
     if constexpr (TILES && kind != F32) {
         if (w.steps % TILE_STEPS == 0) return tile_product<kind>(w, x, stride, scales, rows, share, store);
     }
-    constexpr int tallest = kind == BF16 ? TALL_ROWS : MOST_ROWS;
-    const int most = rows <= TALL_UNTIL ? tallest : MOST_ROWS, tiles = (rows + most - 1) / most;
+    const int most = rows <= TALL_UNTIL ? tallest(kind) : MOST_ROWS, tiles = (rows + most - 1) / most;
     for (int64_t unit = share.first; unit < share.last; unit++)
         for (int t = 0; t < tiles; t++) {
             int first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
-            pick_tile<kind, tallest>(count, w, x + first * stride, stride, scales + first, first, unit, {t, tiles}, store);
+            pick_tile<kind, tallest(kind)>(count, w, x + first * stride, stride, scales + first, first, unit, {t, tiles}, store);
         }
 }

@@ -75,12 +75,15 @@ struct Unit<BF16> {  // even elements, then odd ones
 
 #ifdef __AVX512VNNI__
 // The instruction multiplies unsigned by signed bytes: activations carry an offset of 128, taken off at the end.
+// Written as such because GCC 12 copies every sum before its intrinsic and back after it: twice the registers, and a pass of
+// 16 rows of a 0.74 B model took 21.7 ms for 15.7, of 128 rows 166 for 117 (a Zen 5).
 template <>
 struct Unit<INT8> {
     using Sum = __m512i;
     static Sum zero() { return _mm512_setzero_si512(); }
     static Sum add(Sum sum, __m512i weights, Word x) {
-        return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32((int)x), weights);
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(_mm512_set1_epi32((int)x)), "v"(weights));
+        return sum;
     }
 };
 #endif
