@@ -12,6 +12,7 @@ import torch
 from foretoken.core.draft import Draft
 from foretoken.core.native import build
 from foretoken.core.native.build import Unavailable
+from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.native.build import Kind, _loaded, library
 from foretoken.models.native.memory import Arena, pack
@@ -74,6 +75,13 @@ def scores(model: Decoder) -> torch.Tensor:
     return model.score([handle], [draft])[0].logits.float()
 
 
+def score_again(model: Decoder, handle: Handle, drafted: list[int]) -> torch.Tensor:
+    """A pass over the newest token and a chain behind it, abandoned afterwards."""
+    logits = model.score([handle], [Draft.chain(drafted) if drafted else Draft.empty()])[0].logits.clone()
+    model.commit([handle], [()])
+    return logits
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-4), (torch.bfloat16, 0.4)])
 def test_every_instruction_set_agrees_with_the_torch_runner(
@@ -106,6 +114,22 @@ def test_every_instruction_set_has_independent_rows(
         got = model.score([other, handle], [Draft.chain([1, 2, 3]), Draft.chain(rest[:depth])])[1].logits
         for row in range(depth + 1):
             assert torch.equal(got[row], plain[row]), (depth, row)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "dtype, quantization", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+)
+def test_every_number_of_rows_gives_the_same_bits(
+    instructions: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    """Passes of 1 to 34 rows: one, two and more register tiles of every height, without a prompt's rows beside."""
+    model, rest = decoder(dtype, quantization), list(range(60, 93))
+    handle = model.open(list(range(3, 50)))
+    score_again(model, handle, [])
+    most = score_again(model, handle, rest)
+    for depth in range(len(rest)):
+        assert torch.equal(score_again(model, handle, rest[:depth]), most[: depth + 1]), depth
 
 
 @needs_kernels
