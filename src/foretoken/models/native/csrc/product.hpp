@@ -74,7 +74,8 @@ struct TileOf {
     int number, count;
 };
 
-// One unit times `R` rows in registers. store(row, unit, low, high) gets sixteen and sixteen outputs.
+// One unit times `R` rows in registers. store(row, unit, low, high) gets sixteen and sixteen outputs. One function: handed to
+// another, the step keeps its sums in memory (measured: a quarter slower at 32 rows).
 template <Kind kind, int R, class Store>
 inline void register_tile(const Matrix& w, const Word* x, int64_t stride, const float* scales, int row, int64_t unit,
                           TileOf tile, Store& store) {
