@@ -39,6 +39,11 @@ def available(kind: Kind = Kind.BFLOAT16) -> bool:
 needs_kernels = pytest.mark.skipif(not available(), reason="no compiler, or no AVX-512")
 
 
+kinds = pytest.mark.parametrize(
+    "dtype, quantization", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+)
+
+
 @pytest.fixture(params=WITHOUT)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     flags = build.cpu_flags() - set(WITHOUT[request.param])
@@ -96,9 +101,7 @@ def test_every_instruction_set_agrees_with_the_torch_runner(
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "dtype, quantization", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
-)
+@kinds
 def test_every_instruction_set_has_independent_rows(
     instructions: str, dtype: torch.dtype, quantization: str | None
 ) -> None:
@@ -117,9 +120,7 @@ def test_every_instruction_set_has_independent_rows(
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "dtype, quantization", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
-)
+@kinds
 def test_every_number_of_rows_gives_the_same_bits(
     instructions: str, dtype: torch.dtype, quantization: str | None
 ) -> None:

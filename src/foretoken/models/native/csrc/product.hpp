@@ -17,7 +17,7 @@ constexpr int TILE_STEPS = 16;    // steps are padded to this
 constexpr int MOST_ROWS = 8;
 
 // Up to twenty rows, where there is an instruction for a word's products, twelve are no spill and save a walk through the
-// weights: on a Zen 5, ms for a pass of that model at nine and twenty rows, bf16 25.5 and 36.2 with 8, 22.8 and 33.7 so;
+// weights: on a Zen 5, ms for a pass of that model at nine and twenty rows, bf16 25.5 and 36.2 with 8, 23.6 and 33.7 so;
 // int8 15.3 and 19.5 with 8, 12.6 and 19.1 so. From 24 rows on it gains nothing.
 constexpr int TALL_ROWS = 12, TALL_UNTIL = 20;
 
@@ -60,9 +60,9 @@ inline __m512 finish(const Matrix& w, int64_t block, __m512i v, float scale) {
 // Memory is asked for while products are computed. A tile that has its unit to itself asks for the same step of the next
 // unit; one of a few rows, which is done with a step as soon as it is there, for what comes soon. Of several tiles each
 // asks for its part of the next unit. Measured without tiles on a Zen 5, ms for a pass of a 0.74 B model in a fast minute
-// (71 GB/s) and a slow one (47), the next unit and 48 steps ahead: one row 20.4 and 20.0, 30.3 and 30.2; seven rows 23.3
-// and 22.5, 32.0 and 32.1; int8 in a slow minute: one row 15.8 and 15.6, four rows 17.3 and 18.9. Asking for both, which a
-// Zen 4 gained by, cost a tenth there at five to eight rows.
+// (71 GB/s) and a slow one (47), the next unit and 48 steps ahead: one row 20.4 and 19.9, 30.3 and 30.4; four rows 22.3 and
+// 21.2, 31.3 and 31.1; seven rows 23.3 and 22.5, 32.0 and 32.1; int8 in a slow minute, four rows 17.3 and 18.9, eight 18.1
+// and 18.8. A Zen 4, asked for both, took 34 instead of 43 at eight rows; on the Zen 5 asking for both cost a tenth.
 constexpr int FEW_AHEAD = 48;
 
 constexpr int few_rows(Kind kind) { return kind == INT8 ? 2 : 4; }
