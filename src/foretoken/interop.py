@@ -134,8 +134,9 @@ class ProcessorLaw(Law):
 
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
         """See ``Law``."""
-        found: list[int] = self.probs(logits, histories).argmax(-1).tolist()
-        return found
+        probs = self.probs(logits, histories)
+        best: list[int] = probs.argmax(-1).where(~probs[:, 0].isnan(), -1).tolist()
+        return best
 
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         logits = logits.to(self.device, torch.float32)
@@ -147,8 +148,9 @@ class ProcessorLaw(Law):
             for i, history in enumerate(histories):
                 key = (*history.tokens[history.prompt_length :], *history.path)
                 self.seen[key] = (logits[i], scores[i])
-        if self.greedy:
-            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        if self.greedy:  # as ``generate``: the argmax even where processors forbid every token
+            one_hot = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+            return one_hot.masked_fill_(scores.isnan().any(-1, keepdim=True), torch.nan)
         return (scores / self.temperature).softmax(-1)
 
     def with_temperature(self, temperature: float) -> ProcessorLaw:
@@ -204,7 +206,7 @@ def _drive(engine: Engine, rows: Sequence[Row], streamer: Any, pad: int) -> None
     """Run to the end; a streamer gets one token of every row at a time, as ``generate`` gives them."""
     streamed = 0
     while engine.busy:
-        for step in engine.step():
+        for step in engine.step_or_raise():
             _close(rows[step.sequence], step)
         if streamer is None:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -73,8 +73,21 @@ def test_min_tokens_give_way_where_only_the_end_is_left():
 
 def test_what_forbids_everything_is_named():
     law = SamplingLaw(bad_words=((1,), (4,)), grammar=Only({1, 4}))
+    assert law.probs(LOGITS, HERE).isnan().all()
+    assert replace(law, temperature=0.0).best(LOGITS, HERE) == [-1]
     with pytest.raises(InvalidRequest, match="structured_outputs, bad_words and min_tokens together forbid"):
-        law.probs(LOGITS, HERE)
+        raise law.refusal(LOGITS[0], HERE[0])
+
+
+def test_logits_that_are_not_finite_are_named():
+    for bad in (torch.nan, torch.inf):
+        logits = LOGITS.clone()
+        logits[0, 2] = bad
+        for law in (SamplingLaw(), SamplingLaw(top_k=2), SamplingLaw(top_p=0.5), SamplingLaw(temperature=0.0)):
+            assert law.probs(logits, HERE).isnan().all() and law.probs(logits.double(), HERE).isnan().all()
+            with pytest.raises(InvalidRequest, match="logits that are NaN or infinite"):
+                raise law.refusal(logits[0], HERE[0])
+        assert SamplingLaw(temperature=0.0).best(logits, HERE) == [-1]
 
 
 def test_a_row_that_knows_no_allowed_token_is_uniform():

@@ -103,7 +103,7 @@ class Foretoken:
             for context in contexts:
                 engine.add(context, Length(ask.max_tokens, ask.ends))
             while engine.busy:
-                for step in engine.step():
+                for step in engine.step_or_raise():
                     steps[step.sequence].append(step)
         kept = proposer.rows if isinstance(proposer, _Keeping) else {}
         return [self._text(context, steps[context.id], kept.get(context.id)) for context in contexts]

@@ -9,6 +9,14 @@ class InvalidRequest(ForetokenError, ValueError):
     """A parameter, prompt or configuration that cannot be honoured as given."""
 
 
+class NoTokenAllowed(InvalidRequest):
+    """Raised by a verifier whose verdict reaches a node where no token can come; ``row`` is the node's row."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__("cannot draw a token: all are forbidden here, or the model's logits are not finite")
+        self.row = row
+
+
 class ModelLoadError(ForetokenError, OSError):
     """A model, tokenizer or checkpoint that cannot be loaded."""
 

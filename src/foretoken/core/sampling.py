@@ -6,6 +6,7 @@ temperature, min-p, top-k, top-p. Temperature 0 is the one-hot law of the argmax
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,16 +54,28 @@ class Law(Protocol):
         ...
 
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
-        """Each row's likeliest token, the lowest id on ties: of a greedy law the only one."""
+        """Each row's likeliest token, the lowest id on ties: of a greedy law the only one.
+
+        -1 where no token can come.
+        """
         ...
 
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
-        """[rows, V] logits to [rows, V] probabilities, float32 (float64 stays float64)."""
+        """[rows, V] logits to [rows, V] probabilities, float32 (float64 stays float64).
+
+        A row is NaN where no token can come: all are forbidden there, or the logits are not finite. Such a node ends
+        the request with an error when it is reached, and not before: a draft has no children there, and a verifier
+        gives them probability 0.
+        """
         ...
 
     def chances(self, logits: Tensor, histories: Sequence[History], tokens: Sequence[int]) -> list[float]:
         """The probability of ``tokens[r]`` in row r, as ``probs`` has it."""
         return _at(self.probs(logits, histories), tokens)
+
+    def refusal(self, logits: Tensor, history: History) -> InvalidRequest:
+        """The error that ends a request at a node where no token can come. logits: [V]"""
+        return not_finite()
 
     def with_temperature(self, temperature: float) -> Law:
         """The same law at another temperature: a draft may run hotter or colder than its target."""
@@ -74,6 +87,9 @@ class Rows:
 
     Reads as the tensor [n+1, V] would: ``rows[i]`` is one law, [V], and ``shape``. A verifier that stops early
     never pays for the rows below. ``history(i)`` is the history of row i; it is asked for only where the law looks.
+
+    A row where no token can come is NaN, as in ``Law.probs``. So is one whose law raises: the node may be rejected, and
+    then it must not matter. ``refusal(i)`` is the error for a request that reaches row i.
     """
 
     def __init__(self, law: Law, logits: Tensor, history: Callable[[int], History]) -> None:
@@ -81,35 +97,61 @@ class Rows:
         self._law, self._logits, self._history = law, logits, history
         self._known: dict[int, Tensor] = {}
         self._best: list[int] | None = None
+        self._errors: dict[int, Exception] = {}
 
     def __getitem__(self, row: int) -> Tensor:
         known = self._known.get(row)
         if known is None:
-            known = self._known[row] = self._law.probs(self._logits[row : row + 1], self._histories(row))[0]
+            try:
+                known = self._law.probs(self._logits[row : row + 1], self._histories(row))[0]
+            except Exception as error:
+                self._errors[row] = error
+                known = torch.full(self.shape[1:], torch.nan)
+            self._known[row] = known
         return known
 
     def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> Iterator[float]:
         """The probability of ``tokens[i]`` in row ``rows[i]``, without all the others of the row.
 
+        NaN where no token can come.
+
         All are had at once where no row has a law of its own, else one by one as they are asked for.
         """
         if self._law.needs_history:
             for row, token in zip(rows, tokens, strict=True):
-                yield from self._law.chances(self._logits[row : row + 1], self._histories(row), [token])
+                yield self._chance(row, token)
         elif rows:
             whole = list(rows) == list(range(rows[0], rows[0] + len(rows)))
             logits = self._logits[rows[0] : rows[0] + len(rows)] if whole else self._logits[list(rows)]
             yield from self._law.chances(logits, (), tokens)
 
     def certain(self, row: int) -> int | None:
-        """The only token that row ``row`` can draw if the law is greedy; no one-hot row is made for it."""
+        """The only token that row ``row`` can draw if the law is greedy, -1 where none can come; None otherwise.
+
+        No one-hot row is made for it.
+        """
         if not self._law.greedy:
             return None
-        if self._logits.is_cpu:
-            return self._law.best(self._logits[row : row + 1], self._histories(row))[0]
-        if self._best is None:  # elsewhere every wait costs more than the rows: all of them in one
-            self._best = self._law.best(self._logits, self._histories(*range(self.shape[0])))
+        try:
+            if self._logits.is_cpu:
+                return self._law.best(self._logits[row : row + 1], self._histories(row))[0]
+            if self._best is None:  # elsewhere every wait costs more than the rows: all of them in one
+                self._best = self._law.best(self._logits, self._histories(*range(self.shape[0])))
+        except Exception as error:
+            self._errors[row] = error
+            return -1
         return self._best[row]
+
+    def refusal(self, row: int) -> Exception:
+        """Why no token can come at ``row``."""
+        return self._errors.get(row) or self._law.refusal(self._logits[row], self._history(row))
+
+    def _chance(self, row: int, token: int) -> float:
+        try:
+            return self._law.chances(self._logits[row : row + 1], self._histories(row), [token])[0]
+        except Exception as error:
+            self._errors[row] = error
+            return math.nan
 
     def _histories(self, *rows: int) -> Sequence[History]:
         return [self._history(row) for row in rows] if self._law.needs_history else ()
@@ -161,13 +203,15 @@ class SamplingLaw:
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """[rows, V] logits to probabilities; row r is judged with ``histories[r]``."""
         scores = self._scores(logits, histories)
-        if self.greedy:
-            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-        if kernels := native.for_rows(scores):
+        if not self.greedy and (kernels := native.for_rows(scores)):
             return kernels.rows(scores, self._kept)
-        if scores.is_cpu and 0 < self.top_k <= scores.shape[-1] // BLOCK:
-            return self._of_few(scores)
-        return self._filtered(scores)
+        if self.greedy:
+            probs = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        elif scores.is_cpu and 0 < self.top_k <= scores.shape[-1] // BLOCK:
+            probs = self._of_few(scores)
+        else:
+            probs = self._filtered(scores)
+        return probs.masked_fill_(~scores.amax(-1, keepdim=True).isfinite(), torch.nan)
 
     def chances(self, logits: Tensor, histories: Sequence[History], tokens: Sequence[int]) -> list[float]:
         """See ``Law``."""
@@ -184,8 +228,21 @@ class SamplingLaw:
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
         """See ``Law``. On the CPU numpy compares many numbers at once; it too takes the lowest id on ties."""
         scores = self._scores(logits, histories)
-        found: list[int] = (scores.numpy() if scores.is_cpu else scores).argmax(-1).tolist()
-        return found
+        if scores.is_cpu:
+            rows = scores.numpy()
+            return [i if math.isfinite(row[i]) else -1 for row, i in zip(rows, rows.argmax(-1).tolist(), strict=True)]
+        ids = scores.argmax(-1, keepdim=True)  # NaN counts as the largest entry
+        best: list[int] = ids.where(scores.gather(-1, ids).isfinite(), -1)[:, 0].tolist()
+        return best
+
+    def refusal(self, logits: Tensor, history: History) -> InvalidRequest:
+        """See ``Law``."""
+        if not logits.isnan().any():
+            try:
+                self._forbid(logits.clone(), history)
+            except InvalidRequest as error:
+                return error
+        return not_finite()
 
     def _filtered(self, scores: Tensor) -> Tensor:
         """Temperature and what follows it."""
@@ -225,7 +282,10 @@ class SamplingLaw:
         if self.needs_history and len(histories) != logits.shape[0]:
             raise ValueError(f"{len(histories)} histories for {logits.shape[0]} rows")
         for row in range(logits.shape[0]) if self._forbids else ():
-            self._forbid(logits[row], histories[row])
+            try:
+                self._forbid(logits[row], histories[row])
+            except InvalidRequest:  # the node may never be reached: see ``Law.probs``
+                logits[row] = torch.nan
         if self.logit_bias:
             ids, values = zip(*self.logit_bias, strict=True)
             logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
@@ -234,7 +294,7 @@ class SamplingLaw:
         return logits
 
     def _forbid(self, scores: Tensor, history: History) -> None:
-        """-inf, in place, for all that cannot come at one node. scores: [V]"""
+        """-inf, in place, for all that cannot come at one node. scores: [V]. Raises InvalidRequest if that is all."""
         allowed = None if self.grammar is None else self.grammar.allowed(history)
         banned = [w[-1] for w in self.bad_words if history.tail(len(w) - 1) == w[:-1]]
         if history.generated < self.min_tokens and _others(allowed, self.end_ids):
@@ -272,6 +332,14 @@ class SamplingLaw:
             if own:
                 ids, times = list(own), torch.tensor(list(own.values()), dtype=logits.dtype, device=logits.device)
                 logits[row, ids] -= self.frequency_penalty * times + self.presence_penalty
+
+
+def not_finite() -> InvalidRequest:
+    """The error for logits that make no distribution."""
+    return InvalidRequest(
+        "the model computed logits that are NaN or infinite, so no token can be drawn; check the checkpoint's weights, "
+        "or load the model in another dtype"
+    )
 
 
 def _at(probs: Tensor, tokens: Sequence[int]) -> list[float]:

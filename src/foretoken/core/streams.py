@@ -142,12 +142,11 @@ class SharedStream:
             return token if token >= 0 else _nothing_to_draw()
         if weights.is_cpu:
             return _winner(weights.numpy(), self._key(index))
-        return int(self.race(weights, index).argmax())
+        scores = self.race(weights, index)
+        return int(scores.argmax()) if bool((scores > 0).any()) else _nothing_to_draw()
 
     def race(self, weights: Tensor, index: int) -> Tensor:
         """weights / E for every token, float64 [V]; the largest wins, the next largest are the likeliest rivals."""
-        if not bool((weights > 0).any()):
-            _nothing_to_draw()
         return weights.double() / exponentials(self._key(index), weights.shape[-1], weights.device)
 
     def _key(self, index: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from foretoken.control.base import Controller
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import InvalidRequest, NoTokenAllowed
 from foretoken.core.sampling import Rows
 from foretoken.core.step import Step, Timings
 from foretoken.core.verdict import Verdict
@@ -31,7 +31,6 @@ class Engine:
     """Runs any number of sequences, up to ``max_sequences`` in one pass; a single one is a batch of one.
 
     rule: the verifier for drafts of a law in a request of a grade; an audit plants wrong ones.
-    contained: what a law or a verdict may raise to the end of its own sequence alone; others end the round.
     prompt_rows: rows of prompts that one round may read. capacity: tokens whose keys and values fit.
     """
 
@@ -47,7 +46,6 @@ class Engine:
         capacity: int | None = None,
     ) -> None:
         self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
-        self.contained: type[Exception] = InvalidRequest
         self.pace = Pace(prompt_rows)
         self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, self._join, self._set_aside)
         self.finished: dict[int, Sequence] = {}
@@ -106,8 +104,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """One round of every running sequence. -> what each emitted, in order of admission; nothing from those whose
-        prompts are still being read
+        """One decode step of every running sequence.
+
+        What fails in a sequence's own work (law, verdict, text, log-probabilities) ends that sequence alone, with the
+        finish reason "error".
+
+        Returns:
+            What each sequence emitted, in order of admission; nothing from those whose prefill goes on.
         """
         if not self._alone.acquire(blocking=False):
             raise InvalidRequest("another thread runs this engine, a server perhaps; give each user an LLM of its own")
@@ -115,6 +118,14 @@ class Engine:
             return self._round()
         finally:
             self._alone.release()
+
+    def step_or_raise(self) -> list[Step]:
+        """``step``, for callers that cannot go on without a sequence that failed. Raises the error that ended it."""
+        steps = self.step()
+        for step in steps:
+            if step.finish_reason == "error" and (error := self.take(step.sequence).error) is not None:
+                raise error
+        return steps
 
     def _round(self) -> list[Step]:
         plan = self.scheduler.round()
@@ -130,44 +141,48 @@ class Engine:
             clock.lap()
             own = slice(len(plan.ready))
             verdicts = [self._judge(*each) for each in zip(plan.ready, drafts[own], scores[own], strict=True)]
-        self._read(plan.reading, scores[len(plan.ready) :])
-        return self._settle(plan.ready, drafts[own], verdicts, scores[own], clock) if plan.ready else []
+        failed = self._read(plan.reading, scores[len(plan.ready) :])
+        steps = self._settle(plan.ready, drafts[own], verdicts, scores[own], clock) if plan.ready else []
+        return [*steps, *(self._end(sequence) for sequence in failed)]
 
     def take(self, identifier: int) -> Sequence:
         """Hand over a finished sequence."""
         return self.finished.pop(identifier)
 
     def _propose(self, contexts: list[Context], rooms: list[int]) -> list[Draft]:
-        """What is to be verified. Where a request's law contradicts itself nobody drafts; it ends when it is judged."""
-        if not contexts:
-            return []
-        try:
-            return self.proposer.propose(contexts, self.controller.budgets(contexts, rooms))
-        except InvalidRequest:
-            for context in contexts:
-                self.proposer.forget(context)
-            return [Draft.empty()] * len(contexts)
+        return self.proposer.propose(contexts, self.controller.budgets(contexts, rooms)) if contexts else []
 
     def _judge(self, sequence: Sequence, draft: Draft, scores: Scores) -> Verdict | None:
         """The law at every node, then the rule that the draft's own law and the request's grade call for.
 
-        None where that fails, which is then this sequence's affair alone.
+        Where the verdict reaches a node at which no token can come, the accepted tokens are emitted all the same, the
+        last of them as the target's own, and the next step ends the sequence. None where it ends in this one.
         """
         context = sequence.context
+        probs = Rows(context.law, scores.logits, partial(context.history_at, draft))
         try:
-            probs = Rows(context.law, scores.logits, partial(context.history_at, draft))
             stream = stream_for(context.exactness, context.streams, context.generated)
             return self.rule(draft.law, context.exactness)(draft, probs, stream)
-        except self.contained as error:
+        except NoTokenAllowed as end:
+            if path := draft.path(end.row - 1):
+                return Verdict(path[:-1], draft.ids[path[-1]])
+            sequence.fail(probs.refusal(end.row))
+        except Exception as error:
             sequence.fail(error)
-            return None
+        return None
 
-    def _read(self, reading: list[Sequence], scores: list[Scores]) -> None:
-        """Pieces of texts are in: the target's states there are for proposers, and what it thinks for who asked."""
+    def _read(self, reading: list[Sequence], scores: list[Scores]) -> list[Sequence]:
+        """Record prompt log-probabilities, and hand the proposer the target's states. Returns sequences that failed."""
         for sequence, score in zip(reading, scores, strict=True):
-            if piece := note_aloud(sequence, score):
+            try:
+                piece = note_aloud(sequence, score)
+            except Exception as error:
+                sequence.fail(error)
+                piece = ()
+            if piece:
                 self.target.commit([sequence.handle], [piece])
         self.proposer.read([sequence.context for sequence in reading], scores)
+        return [sequence for sequence in reading if sequence.error is not None]
 
     def _settle(
         self, ready: list[Sequence], drafts: list[Draft], verdicts: list[Verdict | None], scores: list[Scores],
@@ -175,7 +190,7 @@ class Engine:
     ) -> list[Step]:  # fmt: skip
         """Commit, observe, and tell what happened."""
         emitted = [
-            () if verdict is None else sequence.emit(draft, verdict, score.logits, self.target.max_length)
+            self._emit(sequence, draft, verdict, score)
             for sequence, draft, verdict, score in zip(ready, drafts, verdicts, scores, strict=True)
         ]
         clock.lap()
@@ -197,6 +212,23 @@ class Engine:
             if step.finish_reason is not None:
                 self._retire(sequence)
         return steps
+
+    def _emit(self, sequence: Sequence, draft: Draft, verdict: Verdict | None, scores: Scores) -> tuple[int, ...]:
+        """The tokens that the sequence adds; none where it fails."""
+        try:
+            return () if verdict is None else sequence.emit(draft, verdict, scores.logits, self.target.max_length)
+        except Exception as error:
+            sequence.fail(error)
+            return ()
+
+    def _end(self, sequence: Sequence) -> Step:
+        """The last step of a sequence that failed before it emitted anything."""
+        context, timings = sequence.context, Timings(0.0, 0.0, 0.0, 0.0, 1)
+        verdict = Verdict((), -1)
+        step = Step(context.id, context.generated, Draft.empty(), verdict, (), timings, sequence.finish_reason)
+        sequence.counts.add(step)
+        self._retire(sequence)
+        return step
 
     @contextmanager
     def _abandoning(self, batch: list[Sequence]) -> Iterator[None]:

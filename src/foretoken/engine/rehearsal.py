@@ -92,6 +92,6 @@ def rehearse(target: Model, proposer: Proposer, tempo: Tempo, most: int) -> None
     with draining(engine, [context.id]):
         engine.add(context, Length(2**31))
         while script.left:
-            engine.step()
+            engine.step_or_raise()
     drafts = {} if passes_alone else {depth: median(seconds) for depth, seconds in script.drafts.items()}
     tempo.rehearsed({rows: median(seconds) for rows, seconds in script.passes.items()}, drafts)

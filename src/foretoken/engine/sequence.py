@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,10 +157,15 @@ def explain(context: Context, draft: Draft, rows: list[int], tokens: list[int], 
     """What the laws say of a round's tokens. rows: where each of ``tokens`` was drawn, as in ``logits`` [n+1, V]."""
     laws = Rows(context.law, logits, partial(context.history_at, draft))
     return Explained(
-        p=tuple(float(laws[parent + 1][token]) for parent, token in zip(draft.parents, draft.ids, strict=True)),
+        p=tuple(_known(float(laws[parent + 1][token])) for parent, token in zip(draft.parents, draft.ids, strict=True)),
         q=tuple(draft.chance(node) for node in range(len(draft))),
         came=tuple(float(laws[row][token]) for row, token in zip(rows, tokens, strict=True)),
     )
+
+
+def _known(chance: float) -> float:
+    """``chance``, 0 below a node where no token can come."""
+    return 0.0 if math.isnan(chance) else chance
 
 
 def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:

@@ -76,7 +76,7 @@ def _tallied(
         for context, ending in zip(made, endings, strict=True):
             engine.add(context, ending)
         while engine.busy:
-            for step in engine.step():
+            for step in engine.step_or_raise():
                 tallies[step.sequence].add(step)
                 if step.finish_reason is not None:
                     tick()

@@ -66,7 +66,7 @@ class Lane:
         if len(self.engine.running) < len(self.prompts):
             self._begin()
         started = perf_counter()
-        steps = self.engine.step()
+        steps = self.engine.step_or_raise()
         seconds = perf_counter() - started
         laps, rows = steps[0].timings, sum(len(step.draft) + 1 for step in steps)
         return Turn(seconds, laps.propose, laps.score, rows)
@@ -80,11 +80,11 @@ class Lane:
             context.id = next(_ids)
             self.engine.add(context, Ending(_FOREVER))
         started = perf_counter()
-        self.engine.step()
+        self.engine.step_or_raise()
         self.prefill = perf_counter() - started
         for _ in range(_WARM):
             if len(self.engine.running) == len(self.prompts):
-                self.engine.step()
+                self.engine.step_or_raise()
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def write(
     for context in made:
         engine.add(context, Ending(limit, eos))
     while engine.busy:
-        for step in engine.step():
+        for step in engine.step_or_raise():
             if step.finish_reason is not None:
                 tick()
     return [Text.of(context, limit) for context in made]

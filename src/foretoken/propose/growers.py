@@ -5,6 +5,7 @@ All are driven alike: until ``done`` the model scores ``growing()`` and ``extend
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
@@ -21,7 +22,7 @@ from foretoken.core.law import PointMass, ProposalLaw, Sampled
 from foretoken.core.sampling import Law, Rows
 from foretoken.core.streams import Purpose, Stream
 from foretoken.propose.drawn_tree import DrawnTree
-from foretoken.propose.tree import Candidates, Growth, Tree, likeliest, racing
+from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
 
 Shape = Literal["chain", "top_k", "sampled", "greedy_multi"]
 TREE_STEPS = 8  # levels of a tree unless its configuration says otherwise
@@ -110,22 +111,26 @@ class Chain:
     def extend(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         logits = self.widen(logits)
         rows = self._rows(self.law, logits)
-        if self.gate is not None:
-            seen = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
-            self.stopped = self.gate.stops(seen[0], None if hidden is None else hidden[0])
-            if self.stopped:
-                return
         certain = rows.certain(0)
-        if certain is not None:
-            self.tokens.append(certain)
+        # Where no token can come the chain ends before anything is drawn: to drop a token that was drawn bends the law.
+        impossible = math.isnan(rows[0][0]) if certain is None else certain < 0
+        self.stopped = impossible or self._gated(rows, logits, hidden)
+        if self.stopped:
             return
-        self.tokens.append(self.stream.categorical(rows[0], len(self.tokens)))
+        self.tokens.append(self.stream.categorical(rows[0], len(self.tokens)) if certain is None else certain)
         if self.drawn:
             self.rows.append(rows[0])
 
     def draft(self) -> Draft:
         law: ProposalLaw = Sampled(torch.stack(self.rows)) if self.rows else PointMass()
         return Draft.chain(self.tokens, law)
+
+    def _gated(self, rows: Rows, logits: Tensor, hidden: Tensor | None) -> bool:
+        """Whether the gate ends the chain here."""
+        if self.gate is None:
+            return False
+        seen = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
+        return self.gate.stops(seen[0], None if hidden is None else hidden[0])
 
     def _rows(self, law: Law, logits: Tensor) -> Rows:
         return Rows(law, logits, lambda row: self.context.history(self.tokens))
@@ -200,9 +205,9 @@ def begin(
     ranking = law.with_temperature(1.0) if law.greedy else law
 
     def laws(logits: Tensor, tree: Growth) -> Tensor:
-        """[frontier, V], each node judged with its own history."""
+        """[frontier, V], each node judged with its own history; all zeros where no token can come."""
         histories = [context.history(tree.path(node)) for node in tree.frontier] if ranking.needs_history else ()
-        return ranking.probs(widen(logits), histories)
+        return drafting_probs(ranking, widen(logits), histories)
 
     if law.greedy:
         own = None if law.needs_history else sharpest

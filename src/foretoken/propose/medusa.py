@@ -19,7 +19,7 @@ from foretoken.models.heads.loading import check_vocabulary, check_width
 from foretoken.models.heads.medusa import read_medusa
 from foretoken.models.heads.parallel import MedusaNet, ParallelNet
 from foretoken.propose.base import Method, Needs, Observation, Proposer, Workshop
-from foretoken.propose.tree import best_first, likeliest, racing
+from foretoken.propose.tree import best_first, drafting_probs, likeliest, racing
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Parallel(Proposer):
         """logits: [depth, V]. Heads do not see each other's guesses, so every row is judged with the root's history."""
         law = context.law.with_temperature(1.0) if context.law.greedy else context.law
         histories = [context.history()] * len(logits) if law.needs_history else ()
-        probs = law.probs(logits, histories)
+        probs = drafting_probs(law, logits, histories)
         if context.exactness is Exactness.TRAJECTORY and not context.law.greedy:
             stream = context.streams.shared(context.generated)
             raced = [racing(probs[i : i + 1], self.config.top_k, stream, i) for i in range(len(probs))]

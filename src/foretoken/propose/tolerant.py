@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Scores
 from foretoken.propose.base import Observation, Proposer, Wrapper
 
@@ -48,8 +47,6 @@ class Tolerant(Wrapper):
             return False
         try:
             work()
-        except InvalidRequest:  # a request's own doing, which the engine tells it
-            raise
         except Exception:
             self.failures += 1
             _log.exception("%s failed (%d of %d before it is left out)", self.inner.name, self.failures, _MOST)

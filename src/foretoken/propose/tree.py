@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass, ProposalLaw
+from foretoken.core.sampling import History, Law
 from foretoken.core.streams import SharedStream, Stream
 
 
@@ -29,6 +30,19 @@ class Candidates(NamedTuple):
 
     scores: Tensor
     ids: Tensor
+
+
+def drafting_probs(law: Law, logits: Tensor, histories: Sequence[History]) -> Tensor:
+    """``law.probs`` for a draft: all zeros in rows where no token can come, so that nothing is drafted there.
+
+    A law that raises makes all rows such: it is the target's own pass that ends a request with an error.
+    """
+    try:
+        probs = law.probs(logits, histories)
+    except Exception:
+        return torch.zeros_like(logits, dtype=torch.float32)
+    impossible = probs[:, :1].isnan()
+    return probs.masked_fill_(impossible, 0.0) if bool(impossible.any()) else probs
 
 
 def likeliest(probs: Tensor, count: int) -> Candidates:
@@ -48,7 +62,8 @@ def racing(probs: Tensor, count: int, stream: Stream, depth: int) -> Candidates:
         raise TypeError("a race needs the shared noise of the trajectory grade: context.streams.shared(position)")
     race = stream.race(probs, depth)
     top = race.topk(min(count, race.shape[-1]))
-    return Candidates((top.values / race.sum(-1, keepdim=True)).log_(), top.indices)
+    least = torch.finfo(race.dtype).tiny  # a row of zeros has no candidates
+    return Candidates((top.values / race.sum(-1, keepdim=True).clamp_(min=least)).log_(), top.indices)
 
 
 @dataclass(slots=True)

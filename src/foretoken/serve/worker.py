@@ -57,9 +57,8 @@ class Worker:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
-        self._chooses, self._contained = self.engine.proposer, self.engine.contained
-        # One request's mishap is not the others', and nobody fails because nobody drafts.
-        self.engine.contained, self.engine.proposer = Exception, Tolerant(self.engine.proposer)
+        self._chooses = self.engine.proposer
+        self.engine.proposer = Tolerant(self._chooses)  # nobody fails because nobody drafts
         # The engine's thread alone looks at these.
         self._assembler = Assembler(self.engine, llm.tokenizer)
         self._tickets: dict[int, Ticket] = {}  # by sequence
@@ -117,7 +116,7 @@ class Worker:
         self._orders.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        self.engine.contained, self.engine.proposer = self._contained, self._chooses
+        self.engine.proposer = self._chooses
         self._intake.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self, sequences: int) -> None:

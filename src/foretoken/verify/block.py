@@ -12,7 +12,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, ratio
-from foretoken.verify.rows import Probs, chances, draw
+from foretoken.verify.rows import Probs, chances, draw, reached
 
 
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
@@ -33,10 +33,11 @@ def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
         u = stream.uniform(tau) if tau else None
         if u is not None and not u.below(w[tau]):
             continue
-        rest, mass = excess(probs[tau], q[tau], w[tau])
+        p = reached(probs, tau)  # where no token can come, w is 0 below and h is w itself
+        rest, mass = excess(p, q[tau], w[tau])
         exit_mass = mass + (1.0 - w[tau])
         if u is None or u.below(mass / exit_mass if exit_mass > 0.0 else 1.0):
-            return Verdict(tuple(range(tau)), stream.categorical(rest if mass > 0.0 else probs[tau], index=tau))
+            return Verdict(tuple(range(tau)), stream.categorical(rest if mass > 0.0 else p, index=tau))
     raise AssertionError("row 0 always yields a token")
 
 

@@ -6,7 +6,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, ratio
-from foretoken.verify.rows import Probs, draw
+from foretoken.verify.rows import Probs, draw, reached
 
 
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
@@ -16,8 +16,9 @@ def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """
     q = drawn_rows(draft, probs)
     for i, token in enumerate(draft.ids):
-        if not stream.bernoulli(min(1.0, ratio(float(probs[i][token]), float(q[i, token]))), index=i):
-            rest, mass = excess(probs[i], q[i])
-            return Verdict(tuple(range(i)), stream.categorical(rest if mass > 0.0 else probs[i], index=i))
+        p = reached(probs, i)
+        if not stream.bernoulli(min(1.0, ratio(float(p[token]), float(q[i, token]))), index=i):
+            rest, mass = excess(p, q[i])
+            return Verdict(tuple(range(i)), stream.categorical(rest if mass > 0.0 else p, index=i))
     n = len(draft)
     return Verdict(tuple(range(n)), draw(probs, n, stream, index=n))

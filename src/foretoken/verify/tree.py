@@ -15,7 +15,7 @@ from foretoken.core.law import Sampled, WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, normalised, ratio
-from foretoken.verify.rows import Probs, chances, draw
+from foretoken.verify.rows import Probs, chances, draw, possible, reached
 
 
 def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
@@ -45,7 +45,10 @@ def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
             verdict = settle(child, reached) if reached > 0.0 else None
             if verdict is not None:
                 return verdict
-            p = probs[node + 1] if p is None else p
+            if p is None:
+                if not possible(probs, node + 1):
+                    break  # all children are rejected, and the node keeps its weight
+                p = probs[node + 1]
             rest, mass = excess(p, q, weight)
             left = mass + (1.0 - weight)
             weight = mass / left if left > 0.0 else 1.0
@@ -72,7 +75,7 @@ def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     rows = drawn_rows(draft, probs)
     node = -1
     for depth in count():
-        p = probs[node + 1]
+        p = reached(probs, node + 1)
         children = draft.children[node + 1]
         q = normalised(rows[node + 1]) if children else p
         for child in children:
@@ -100,7 +103,7 @@ def greedy_multi(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     rows = drawn_rows(draft, probs)
     node = -1
     for depth in count():
-        p = probs[node + 1]
+        p = reached(probs, node + 1)
         children = draft.children[node + 1]
         if children:
             *fixed, drawn = children

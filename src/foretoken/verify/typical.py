@@ -10,7 +10,7 @@ import torch
 from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
-from foretoken.verify.rows import Probs, dense
+from foretoken.verify.rows import Probs, dense, reached
 
 EPSILON = 0.09
 DELTA = 0.3
@@ -32,4 +32,4 @@ def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
         alive.append(likely[node] and (parent < 0 or alive[parent]))
         if alive[node] and draft.depths[node] > depth:
             best, depth = node, draft.depths[node]
-    return Verdict(draft.path(best), stream.categorical(rows[best + 1], index=depth))
+    return Verdict(draft.path(best), stream.categorical(reached(probs, best + 1), index=depth))
