@@ -112,8 +112,7 @@ def test_step_or_raise_raises_what_ended_a_sequence():
     engine = Engine(TARGET, DraftModel(TARGET.perturbed(0.3)), Fixed(3))
     engine.add(Context(0, [1, 2], 2, FailingLaw(), Streams(0)), Length(10))
     with pytest.raises(Failure, match="law"):
-        while engine.busy:
-            engine.step_or_raise()
+        list(iter(engine.step_or_raise, []))
 
 
 def test_a_contradiction_at_a_rejected_node_is_explained_and_hurts_nobody(tiny_pair):
@@ -161,8 +160,12 @@ def test_what_came_before_the_error_is_streamed(tiny_pair, tokens):
     assembler.add(request)
     submit(llm.engine, request, contexts)
     came: list[int] = []
-    with pytest.raises(InvalidRequest, match="together forbid every token"):
+
+    def run() -> None:
         while llm.engine.busy:
             for step in llm.engine.step():
-                came += assembler.piece(step).token_ids
+                came.extend(assembler.piece(step).token_ids)
+
+    with pytest.raises(InvalidRequest, match="together forbid every token"):
+        run()
     assert came == ids[:5]

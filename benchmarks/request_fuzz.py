@@ -1,0 +1,355 @@
+"""Random requests, drafted and plain: is every output the same?
+
+Each request gets random sampling parameters. Plain decoding, one request at a time, is the reference. The same requests
+then go through an engine that speculates, in crowded batches with a bounded KV cache (so that requests are preempted),
+prefix caching, chunked prefill, random arrivals, priorities and aborts. Requests are greedy or seeded, so tokens, text,
+finish reason, log-probabilities and errors must be equal byte for byte; an aborted request must be a prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.core.errors import InvalidRequest
+from foretoken.engine.assemble import Assembler, submit
+from foretoken.engine.requests import Request
+from foretoken.train.data import Corpus, train_tokenizer
+from foretoken.train.target import Shape, new_model, save
+
+Config = dict[str, Any]  # a speculative_config; "model": "draft" is the pair's draft
+
+CONTEXT = 256  # max_model_len of every engine
+BATCH = 24  # requests that are compared together
+TINY: list[Config] = [
+    {"method": "draft_model", "model": "draft"},
+    {"method": "draft_model", "model": "draft", "draft_stop": "entropy"},
+    *({"method": "draft_model", "model": "draft", "tree": tree} for tree in ("top_k", "sampled", "greedy_multi")),
+    {"method": "draft_model", "model": "draft", "control": "goodput"},
+    {"method": "early_exit", "exit_layer": 1},
+    {"method": "vocabulary", "model": "draft"},
+    {"method": "ngram"},
+    {"method": "suffix"},
+    {"method": "recycling"},
+    {"method": "prediction"},
+    {"method": "mixture", "members": [{"method": "draft_model", "model": "draft"}, {"method": "suffix"},
+                                      {"method": "recycling"}, {"method": "prediction"}]},
+]  # fmt: skip
+BUNDLED: list[Config] = [
+    {"method": "eagle3"},
+    {"method": "eagle3", "tree": "top_k"},
+    {"method": "medusa"},
+    {"method": "blockwise"},
+]
+TEXT = (
+    *FUNCTIONS,
+    "class Ünïcode:\n    '''日本語 emoji 🙂🙃 größe 5 €'''\n\tx = 1\n",
+    '{"name": "a", "size": [1, 2]}\n',
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request. abort_after: decode steps of the engine after which it is aborted, None for never."""
+
+    prompt: str | list[int]
+    params: dict[str, Any]
+    priority: int = 0
+    arrives: int = 0
+    abort_after: int | None = None
+
+
+@dataclass
+class Outcome:
+    """What one completion gave: ``error`` where it or its request failed, ``aborted`` where it was cut short."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    final: tuple[Any, ...] | None = None
+    logprobs: list[Any] = field(default_factory=list)
+    error: str | None = None
+    aborted: bool = False
+    drafted: int = field(default=0, compare=False)
+    accepted: int = field(default=0, compare=False)
+
+    def agrees(self, plain: Outcome) -> bool:
+        """Whether it is what plain decoding gave, or the beginning of it for an aborted request."""
+        if self.aborted:
+            return plain.tokens[: len(self.tokens)] == self.tokens and plain.text.startswith(self.text)
+        return self == plain
+
+
+class Pair:
+    """A folder with a tiny random target and its draft: the target with noise, so that they often agree."""
+
+    def __init__(self, folder: Path) -> None:
+        tokenizer = train_tokenizer(Corpus("fuzz", TEXT * 3, TEXT), vocab_size=400)
+        shape = Shape(64, 96, 3, 4, 2, 16, 512)
+        self.target, self.draft = folder / "target", folder / "draft"
+        for path, noise in ((self.target, 0.0), (self.draft, 0.4)):
+            model = new_model(shape, tokenizer, seed=1)
+            generator = torch.Generator().manual_seed(2)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    spread = parameter.std() if parameter.ndim > 1 else torch.tensor(0.0)
+                    parameter.mul_(3).add_(noise * spread * torch.randn(parameter.shape, generator=generator))
+            save(model, tokenizer, path)
+
+
+def configured(config: Config, draft: Path) -> Config:
+    """``config`` with the draft's folder for "draft", in members as well."""
+    own = {key: str(draft) if (key, value) == ("model", "draft") else value for key, value in config.items()}
+    if "members" in own:
+        own["members"] = [configured(member, draft) for member in own["members"]]
+    return own
+
+
+def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, Any]:
+    """Sampling parameters of one request; each is left out about as often as not."""
+
+    def some(options: Sequence[Any], chance: float = 0.3) -> Any:
+        return rng.choice(options) if rng.random() < chance else None
+
+    def piece() -> str:
+        start = rng.randrange(len(text))
+        return text[start : start + rng.randint(1, 6)].strip() or "x"
+
+    def token() -> int:
+        return rng.randrange(vocabulary)
+
+    most = rng.choice([1, 2, 5, 9, 14, 20, 45])
+    structured = [
+        {"regex": r"[a-z ]{1,12}(\d+|x)"},
+        {"choice": ["zq7", "no", "yes, please", "größe"]},
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+        {"grammar": 'root ::= ("ab" | "c")+ "."'},
+    ]
+    wanted = some(structured, 0.15)
+    words = [piece() for _ in range(rng.randint(1, 8))]
+    if wanted is not None and rng.random() < 0.5:  # what the grammar leads to may be forbidden later on
+        words = ["7", "q7", "zq7", "ß", "es", "a", "b", "c", *"123x"]
+    chosen = {
+        "temperature": rng.choice([0.0, 0.0, 0.3, 0.8, 1.0, 1.7]),
+        "seed": rng.randrange(2**40),
+        "max_tokens": most,
+        "min_tokens": some([0, 1, 3, 6], 0.3),
+        "n": some([2, 3], 0.15),
+        "top_p": some([0.1, 0.5, 0.9, 0.99]),
+        "top_k": some([1, 2, 7, 50, 10_000]),
+        "min_p": some([0.01, 0.1, 0.5]),
+        "presence_penalty": some([-1.0, 0.5, 2.0]),
+        "frequency_penalty": some([-0.5, 0.7, 2.0]),
+        "repetition_penalty": some([0.8, 1.1, 1.5]),
+        "logit_bias": {token(): rng.uniform(-8, 8) for _ in range(rng.randint(1, 5))} if rng.random() < 0.2 else None,
+        "bad_words": words if rng.random() < 0.25 else None,
+        "stop": [piece() for _ in range(rng.randint(1, 3))] if rng.random() < 0.35 else None,
+        "stop_token_ids": [token() for _ in range(rng.randint(1, 20))] if rng.random() < 0.2 else None,
+        "include_stop_str_in_output": some([True]),
+        "ignore_eos": some([True]) if wanted is None else None,
+        "skip_special_tokens": some([False]),
+        "logprobs": some([0, 1, 5]),
+        "prompt_logprobs": some([0, 2], 0.1),
+        "structured_outputs": wanted,
+        "speculative_tokens": some([1, 2, 3, 5, 8], 0.6),
+        "explain": some([True]),
+        "prediction": some([text[:80], piece() * 4], 0.3),
+    }
+    chosen["min_tokens"] = None if chosen["min_tokens"] is None else min(chosen["min_tokens"], most)
+    if chosen["seed"] % 5 == 0 and chosen["temperature"] == 0.0:
+        chosen["seed"] = None  # greedy requests without a seed are of the distribution grade
+    return {key: value for key, value in chosen.items() if value is not None}
+
+
+def random_case(rng: random.Random, vocabulary: int) -> Case:
+    """One request; prompts often share their beginning with others."""
+    text = rng.choice(TEXT)
+    prompt: str | list[int] = text[: rng.randint(1, min(len(text), 260))]
+    if rng.random() < 0.2:
+        shared = random.Random(rng.randrange(3))
+        prompt = [shared.randrange(vocabulary) for _ in range(rng.choice([64, 96, 130]))]
+        prompt += [rng.randrange(vocabulary) for _ in range(rng.randint(0, 9))]
+    return Case(
+        prompt=prompt,
+        params=random_params(rng, text, vocabulary),
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        arrives=rng.choice([0, 0, 1, 3, 8]),
+        abort_after=rng.randint(0, 12) if rng.random() < 0.08 else None,
+    )
+
+
+def run(llm: LLM, cases: Sequence[Case]) -> list[list[Outcome]]:
+    """Every completion of every case, all cases in one engine."""
+    assembler, engine = Assembler(llm.engine, llm.tokenizer), llm.engine
+    outcomes: dict[int, list[Outcome]] = {}
+    waiting: dict[int, tuple[Case, Request | None]] = {}
+    queue = sorted(enumerate(cases), key=lambda each: each[1].arrives)
+    owners: dict[int, Outcome] = {}
+    steps = 0
+    while queue or engine.busy:
+        while queue and (queue[0][1].arrives <= steps or not engine.busy):
+            number, case = queue.pop(0)
+            outcomes[number] = [Outcome() for _ in range(case.params.get("n", 1))]
+            try:
+                request, contexts = llm.requests.build(case.prompt, SamplingParams(**case.params))
+                for context in contexts:
+                    engine.check(context)
+            except InvalidRequest as error:
+                for outcome in outcomes[number]:
+                    outcome.error = str(error)
+                continue
+            owners.update(zip(request.members, outcomes[number], strict=True))
+            waiting[number] = case, request
+            assembler.add(request)
+            submit(engine, request, contexts, case.priority)
+        for number, (case, request) in list(waiting.items()):
+            if request is not None and case.abort_after is not None and steps >= case.arrives + case.abort_after:
+                abort(llm, assembler, request, owners)
+                del waiting[number]
+        for step in engine.step():
+            note(assembler, step, owners)
+        steps += 1
+    engine.check_integrity()
+    return [outcomes[number] for number in range(len(cases))]
+
+
+def abort(llm: LLM, assembler: Assembler, request: Request, owners: dict[int, Outcome]) -> None:
+    """Drop the completions of ``request`` that are not finished."""
+    for member in request.members:
+        if owners[member].final is None and owners[member].error is None:
+            owners[member].aborted = True
+        llm.engine.abort(member)
+        llm.engine.finished.pop(member, None)
+    assembler.forget(request)
+
+
+def note(assembler: Assembler, step: Any, owners: dict[int, Outcome]) -> None:
+    """Add what a step emitted to the outcome of its sequence."""
+    outcome = owners[step.sequence]
+    if assembler.owner(step.sequence) is None:
+        return
+    try:
+        piece = assembler.piece(step)
+    except InvalidRequest as error:
+        outcome.error = str(error)
+        return
+    outcome.drafted += len(step.draft)
+    outcome.accepted += step.accepted
+    outcome.tokens += piece.token_ids
+    outcome.text += piece.text
+    outcome.logprobs += piece.logprobs or ()
+    if piece.output is not None:
+        output = piece.output
+        outcome.final = (output.text, output.token_ids, output.finish_reason, output.stop_reason, piece.prompt_logprobs)
+        assert outcome.text == output.text, f"streamed {outcome.text!r}, final {output.text!r}"
+
+
+@dataclass
+class Arena:
+    """One target: its plain engine and those that speculate."""
+
+    name: str
+    plain: LLM
+    drafted: dict[str, LLM]
+
+    @staticmethod
+    def open(name: str, target: Path, draft: Path, configs: Sequence[Config], kind: str) -> Arena:
+        """kind: "float32", "bfloat16", or "int8" for bfloat16 with int8 weights."""
+        options: dict[str, Any] = {"dtype": "bfloat16" if kind == "int8" else kind, "max_model_len": CONTEXT}
+        options["quantization"] = "int8" if kind == "int8" else None
+        plain = LLM(target, speculative_config={"method": "none"}, max_num_seqs=1, **options)
+        tokens = CONTEXT + 64
+        drafted: dict[str, LLM] = {}
+        for number, config in enumerate(configs):
+            crowded = LLM(
+                target, speculative_config=configured(config, draft), max_num_seqs=(6, 3, 9)[number % 3],
+                kv_memory=None, **options,
+            )  # fmt: skip
+            per_token = crowded.target.row_bytes + crowded.engine.proposer.row_bytes
+            crowded.close()
+            drafted[label(config)] = LLM(
+                target, speculative_config=configured(config, draft), max_num_seqs=(6, 3, 9)[number % 3],
+                kv_memory=tokens * per_token, enable_prefix_caching=True,
+                max_num_batched_tokens=(16, None, 40)[number % 3], **options,
+            )  # fmt: skip
+        return Arena(name, plain, drafted)
+
+    def compare(self, seed: int, engines: int, counts: dict[str, int]) -> Iterator[dict[str, Any] | None]:
+        """One batch of cases on ``engines`` of the drafted engines. Yields None where a pair agrees, else a record."""
+        rng = random.Random(seed)
+        vocabulary = self.plain.target.vocab_size
+        cases = [random_case(rng, vocabulary) for _ in range(BATCH)]
+        alone = [run(self.plain, [replace(case, arrives=0, abort_after=None)])[0] for case in cases]
+        for name in rng.sample(sorted(self.drafted), min(engines, len(self.drafted))):
+            together = run(self.drafted[name], cases)
+            for case, plain, other in zip(cases, alone, together, strict=True):
+                counts["aborted"] += any(o.aborted for o in other)
+                counts["failed"] += any(o.error is not None for o in other)
+                counts["drafted"] += sum(o.drafted for o in other)
+                counts["accepted"] += sum(o.accepted for o in other)
+                same = len(plain) == len(other) and all(o.agrees(p) for p, o in zip(plain, other, strict=True))
+                yield None if same else {
+                    "seed": seed, "pair": self.name, "proposer": name, "prompt": case.prompt, "params": case.params,
+                    "plain": [vars(o) for o in plain], "drafted": [vars(o) for o in other],
+                }  # fmt: skip
+
+
+def label(config: Config) -> str:
+    """The method and what sets this configuration apart."""
+    return " ".join([str(config["method"]), *(f"{k}={v}" for k, v in config.items() if k not in ("method", "model"))])
+
+
+def main(
+    pairs: Annotated[int, typer.Option(min=1, help="Comparisons of a drafted request with its plain one.")] = 2000,
+    dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "int8"],
+    seed: Annotated[int, typer.Option(help="The first batch's seed.")] = 0,
+    heads: Annotated[bool, typer.Option(help="Also the bundled target's heads, one in eight.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures and differences.")] = None,
+) -> None:
+    """Compare random requests over all proposers with plain decoding; exit 1 if any output differs."""
+    torch.set_num_threads(1)
+    console = wide_console()
+    differences: list[dict[str, Any]] = []
+    counts = dict.fromkeys(("pairs", "aborted", "failed", "drafted", "accepted", "preemptions", "prefix_hits"), 0)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair(Path(folder))
+        for kind in dtype:
+            arenas = [Arena.open("tiny", pair.target, pair.draft, TINY, kind)]
+            if heads:
+                arenas.append(Arena.open("bundled", zoo.path("target"), zoo.path("draft"), BUNDLED, kind))
+            share, done = pairs // len(dtype), 0
+            batches = range(-(-share // (BATCH * 4)))
+            for batch in track(batches, kind, console=console, transient=True):
+                arena = arenas[1] if heads and batch % 8 == 7 else arenas[0]
+                for difference in arena.compare(seed + batch, engines=4, counts=counts):
+                    done += 1
+                    if difference is not None:
+                        differences.append(difference | {"dtype": kind})
+                        console.print(f"DIFFERENT: {json.dumps(differences[-1], default=str)[:2000]}", markup=False)
+            counts["pairs"] += done
+            for llm in (llm for arena in arenas for llm in arena.drafted.values()):
+                counts["preemptions"] += llm.engine.usage.preemptions
+                counts["prefix_hits"] += llm.engine.usage.prefix_hits
+    facts = setting() | counts | {"differences": len(differences), "seconds": round(time.monotonic() - began)}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), markup=False)
+    if json_file is not None:
+        record = {"setting": facts, "differences": differences}
+        json_file.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    raise typer.Exit(1 if differences else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

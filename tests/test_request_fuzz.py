@@ -1,0 +1,43 @@
+"""A short form of ``benchmarks/request_fuzz.py``: random requests, drafted in a crowd and plain alone, are the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parent.parent / "benchmarks" / "request_fuzz.py"
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("request_fuzz", FILE)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["request_fuzz"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_random_requests_are_the_same_drafted_and_plain(fuzz: Any, kind: str, tmp_path: Path):
+    pair, counts = fuzz.Pair(tmp_path), Counter()
+    configs = [fuzz.TINY[0], fuzz.TINY[3], fuzz.TINY[-1]]
+    arena = fuzz.Arena.open("tiny", pair.target, pair.draft, configs, kind)
+    differences = [d for seed in (1, 2) for d in arena.compare(seed, engines=3, counts=counts) if d is not None]
+    assert not differences, differences[0]
+    assert counts["accepted"] and counts["aborted"] and counts["failed"], "the requests are too tame"
+    usage = [llm.engine.usage for llm in arena.drafted.values()]
+    assert any(u.preemptions for u in usage) and any(u.prefix_hits for u in usage)
+
+
+def test_a_difference_is_reported(fuzz: Any, tmp_path: Path):
+    pair, counts = fuzz.Pair(tmp_path), Counter()
+    arena = fuzz.Arena.open("tiny", pair.target, pair.draft, [fuzz.TINY[0]], "float32")
+    arena.plain = fuzz.Arena.open("tiny", pair.draft, pair.draft, [], "float32").plain  # another model
+    found = [d for d in arena.compare(1, engines=1, counts=counts) if d is not None]
+    assert found and {"seed", "proposer", "prompt", "params", "plain", "drafted"} <= set(found[0])
