@@ -215,3 +215,41 @@ def test_soft_caps_and_windows(kind: str) -> None:
     handle = model.open(prompt)
     got = model.score([handle], [Draft.chain(rest[:8])])[0].logits
     assert all(torch.equal(got[row], expected[row]) for row in range(9))
+
+
+def overflowing(kind: str) -> tuple[Decoder, int]:
+    """A model whose values are not finite at one token, and that token."""
+    odd, made = 7, Decoder.__init__
+
+    def changed(self, config, weights, *args, **options):  # type: ignore[no-untyped-def]
+        weights["model.embed_tokens.weight"][:, 0] = 0.0
+        weights["model.embed_tokens.weight"][odd, 0] = 1.0
+        weights["model.layers.0.input_layernorm.weight"][0] = 1e30
+        for name, value in (("q_proj", 0.0), ("k_proj", 0.0), ("v_proj", 1e10)):
+            weights[f"model.layers.0.self_attn.{name}.weight"][:, 0] = value
+        made(self, config, weights, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "__init__", changed)
+        return decoder(kind), odd
+
+
+def test_values_that_are_not_finite_change_no_other_row(kind: str) -> None:
+    """A weight of 0 times infinity is NaN, so such values must not meet the weights of rows that do not see them."""
+    model, odd = overflowing(kind)
+    prompt, rest = [t for t in tokens(70) if t != odd], [1, 2, 3]
+    expected = one_by_one(model, prompt, rest)
+    assert all(row.isfinite().all() for row in expected)
+    drafts = [
+        Draft.chain([1, 2, odd, 4]),
+        Draft(torch.tensor([odd, 1, 2, odd]), (-1, -1, 1, 0)),
+        Draft(torch.tensor([1, odd, 2, odd]), (-1, 0, 0, 1)),
+    ]
+    rows = [(0, 1, 2), (0, 2, 3), (0, 1, 3)]
+    for draft, seen in zip(drafts, rows, strict=True):
+        handle, other = model.open(prompt), model.open([*prompt[:5], odd, *prompt[5:]])
+        got = model.score([other, handle], [draft, draft])[1].logits
+        for row, place in enumerate(seen):
+            assert torch.equal(got[place], expected[row]), (draft.parents, place)
+        model.close(handle)
+        model.close(other)  # its places, values and all, are given to the next ones

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foretoken.models.kv import KVCache, padded
+from foretoken.models.kv import KVCache, finite, padded
 from foretoken.models.plan import Part, Plan
 
 KEY_MULTIPLE, KEY_BLOCK = 64, 256
@@ -118,6 +118,7 @@ def attend(
     """Write the new keys and values, then attend under ``mask``, as ``Geometry.masks``. -> [R, heads * head_dim]"""
     heads, kv_heads = a.heads, a.kv_heads
     queries, keys = queries_keys.split((heads, kv_heads), dim=1)
+    keys, values = finite(keys), finite(values)
     key_cache, value_cache = cache.keys[layer], cache.values[layer]
     if g.single is not None:
         slot, first, count = g.single

@@ -16,10 +16,19 @@ def padded(rows: int, bucket: int = BUCKET) -> int:
     return -(-rows // bucket) * bucket
 
 
+def finite(states: Tensor) -> Tensor:
+    """Keys or values for a cache, with 0 in place of NaN and infinity.
+
+    A masked key has weight 0, and 0 times infinity is NaN: a value that overflows in one row must not reach rows that
+    do not attend to it.
+    """
+    return states.nan_to_num(0.0, 0.0, 0.0)
+
+
 class KVCache:
     """Per layer two tensors [slots, kv_heads, rows, head_dim]; a sequence's rows lie in its slot from 0 on.
 
-    Buffers start as zeros: a masked row has weight 0, and 0 times leftover memory must be 0.
+    Buffers start as zeros and hold finite numbers: a masked row has weight 0, and 0 times leftover memory must be 0.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

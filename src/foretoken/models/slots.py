@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
+from foretoken.models.kv import finite
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Slots:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's rows [slots, kv_heads, rows, head_dim], zeros at first: a masked weight times a row must be 0."""
+    """One layer's rows [slots, kv_heads, rows, head_dim], zeros at first and finite: 0 times a masked row must be 0."""
 
     is_sliding = False
     keys: Tensor | None
@@ -170,8 +171,8 @@ class SlotLayer(CacheLayerMixin):
         if place is None or index is None:
             raise RuntimeError("this cache belongs to a foretoken model and is used outside of its pass")
         slots, rows = (part.to(key_states.device) for part in index)
-        self.keys[slots, :, rows] = key_states.transpose(1, 2)
-        self.values[slots, :, rows] = value_states.transpose(1, 2)
+        self.keys[slots, :, rows] = finite(key_states).transpose(1, 2)
+        self.values[slots, :, rows] = finite(value_states).transpose(1, 2)
         return self._read(self.keys, place), self._read(self.values, place)
 
     def _read(self, buffer: Tensor, place: Placement) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.attention import KEY_MULTIPLE, Geometry, attend, look_up
-from foretoken.models.kv import KVCache, padded
+from foretoken.models.kv import KVCache, finite, padded
 from foretoken.models.linear import can_pack, product
 from foretoken.models.plan import Plan
 from foretoken.models.runner import Pass
@@ -200,5 +200,5 @@ class Seq2SeqRunner:
             assert block.across is not None and block.across.keys_values is not None
             made = block.across.keys_values(rows, True)[:count].view(count, 2, self._stack.heads, -1)
             for kept, part in zip((self._sources.keys, self._sources.values), made.unbind(1), strict=True):
-                kept[number][slot, :, :count] = part.transpose(0, 1)
+                kept[number][slot, :, :count] = finite(part.transpose(0, 1))
         del self._unread[slot]

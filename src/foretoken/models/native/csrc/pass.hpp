@@ -243,6 +243,8 @@ struct Pass {
             Word* const* pages = b.pages[sequence_of(row)];
             const int place = b.places[row];
             if (kv_head >= m.kv_heads) {
+                // A key that a row does not see has weight 0, and 0 times infinity is NaN.
+                for (int i = 0; i < m.head_dim; i += LANES) _mm512_storeu_ps(x + i, finite(_mm512_loadu_ps(x + i)));
                 encode<kv>(x, m.head_dim, layout.value(pages, number, kv_head - m.kv_heads, place));
                 continue;
             }

@@ -114,6 +114,12 @@ inline __m512 gelu(__m512 x) {
     return _mm512_fmadd_ps(half, hyperbolic_tangent(inner), half);
 }
 
+// 0 in place of NaN, of infinity, and of what bf16 would round to infinity.
+inline __m512 finite(__m512 x) {
+    const __m512 most = _mm512_castsi512_ps(_mm512_set1_epi32(0x7f7f0000));
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(x), most, _CMP_LE_OQ), x);
+}
+
 // Sixteen floats to words of a kind; `at` counts elements. INT8 needs a row's scale: see `encode`.
 template <Kind kind>
 inline void put(Word* words, int64_t at, __m512 v) {
