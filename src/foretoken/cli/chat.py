@@ -68,7 +68,7 @@ def chat(
     llm = load(
         model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
         max_model_len=max_model_len, methods=[_way(each) for each in method or ()], enable_prefix_caching=True,
-        seed=secrets.randbits(32),  # the library's own would make every conversation the same
+        seed=secrets.randbits(63),  # the library's own would make every conversation the same
     )  # fmt: skip
     try:
         conversation = Conversation(llm.tokenizer, llm.target.max_length, llm.model, template)

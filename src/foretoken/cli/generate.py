@@ -90,7 +90,7 @@ def generate(
     llm = load(
         model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
         max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
-        seed=secrets.randbits(32),  # the library's own seed would repeat itself
+        seed=secrets.randbits(63),  # the library's own seed would repeat itself
     )  # fmt: skip
     page = _Page(llm, text, params, html_file) if html_file is not None else None
     try:

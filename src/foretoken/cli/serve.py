@@ -104,7 +104,7 @@ def serve(
         "speculative_config": config, "methods": _others(methods, config), "dtype": dtype, "device": device,
         "quantization": quantization, "backend": backend, "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len, "kv_memory": _bytes("--kv-memory", kv_memory),
-        "tensor_parallel_size": tensor_parallel_size, "seed": secrets.randbits(32) if seed is None else seed,
+        "tensor_parallel_size": tensor_parallel_size, "seed": secrets.randbits(63) if seed is None else seed,
     }  # fmt: skip
     settings = _settings(
         model_names=tuple(served_model_name or [model or "foretoken"]), api_keys=tuple(api_key or ()),
