@@ -57,6 +57,20 @@ def test_n_completions_differ_and_repeat(llm: LLM) -> None:
     assert [o.text for o in first.outputs] == [o.text for o in second.outputs]
 
 
+def test_completions_of_a_seed_are_not_the_texts_of_requests_without_one(tiny_pair: Any) -> None:
+    llm = LLM(tiny_pair.target, dtype="float32", seed=0)
+    plain = {"max_tokens": 12, "ignore_eos": True, "exactness": "trajectory"}
+    unseeded = [o.outputs[0].text for o in llm.generate(["abc"] * 4, SamplingParams(**plain))]
+    several = [o.text for o in llm.generate("abc", SamplingParams(n=4, seed=0, **plain))[0].outputs]
+    assert len({*unseeded, *several}) == 8
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", True, None, 2**128, -(2**63) - 1])
+def test_a_wrong_seed_of_the_engine_is_refused(tiny_pair: Any, seed: Any) -> None:
+    with pytest.raises(ForetokenError, match="seed must be an integer"):
+        LLM(tiny_pair.target, seed=seed)
+
+
 def test_streamed_pieces_join_to_the_output(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, seed=2, stop="zzzz")
     pieces = list(llm.stream(PROMPTS, params))

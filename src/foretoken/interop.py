@@ -22,7 +22,7 @@ from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import History, Law
 from foretoken.core.step import Step
-from foretoken.core.streams import Streams, random_seed_from
+from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.loop import Engine
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import METHOD, DraftModel
@@ -93,7 +93,8 @@ def custom_generate(
             record=record,
         )
         row = Row(law, stopping_criteria, list(law.prompt))
-        context = Context(number, prompt, len(prompt), law, Streams(random_seed_from(base, number)))
+        streams = Streams(derived_seed(SeedDomain.GENERATE, base, number))
+        context = Context(number, prompt, len(prompt), law, streams)
         if row.room + len(prompt) > target.max_length:
             warnings.warn(
                 f"generation stops at the model's {target.max_length} positions, before max_length", stacklevel=2

@@ -11,8 +11,10 @@ from typing import Any
 from foretoken import zoo
 from foretoken.control.controls import GoodputConfig
 from foretoken.control.tempo import Tempo
+from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.files import atomic_directory
+from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
 from foretoken.engine.assemble import Assembler, submit
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.pace import PromptRows
@@ -74,6 +76,7 @@ class LLM:
         max_num_batched_tokens: PromptRows = None,
         tensor_parallel_size: int = 1,
     ) -> None:
+        integer("seed", seed, MIN_SEED, MAX_DERIVED_SEED)
         config = SpeculativeConfig.of(speculative_config)
         if model is None:
             model = zoo.path("target")

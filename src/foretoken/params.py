@@ -11,6 +11,7 @@ from foretoken.core.checks import integer
 from foretoken.core.context import Exactness
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
+from foretoken.core.streams import MAX_SEED, MIN_SEED
 
 _SMALLEST, _BIAS = 1e-6, 1e6
 
@@ -20,6 +21,8 @@ class SamplingParams:
     """Sampling parameters by vLLM's names and meanings.
 
     speculative_tokens: drafted tokens per round; None takes the engine's, 0 is plain decoding.
+    seed: an integer of 64 bits with its sign, each another text; -1 is one of them. None: the engine's seed and the
+    request's number decide. The first of ``n`` completions has the text of ``n=1``.
     exactness: ``"distribution"``, ``"trajectory"`` or ``"lossy-typical"``; None means trajectory when ``seed``
     is set, else distribution.
     speculative_method: which of the loaded methods drafts; None takes the engine's choice.
@@ -82,8 +85,7 @@ class SamplingParams:
             )
         for token, bias in (self.logit_bias or {}).items():
             _number(f"logit_bias of token {token}", bias, -_BIAS, _BIAS, f"a number from -{_BIAS:g} to {_BIAS:g}")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise InvalidRequest(f"seed must be an integer or None, got {self.seed!r}")
+        integer("seed", self.seed, MIN_SEED, MAX_SEED, optional=True)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
         if self.exactness is not None and self.exactness not in list(Exactness):

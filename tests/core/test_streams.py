@@ -13,7 +13,18 @@ import torch
 from scipy import stats
 
 from foretoken.core import streams as module
-from foretoken.core.streams import Purpose, SharedStream, Streams, exponentials, random_seed_from
+from foretoken.core.streams import (
+    MAX_DERIVED_SEED,
+    MAX_SEED,
+    MIN_SEED,
+    Purpose,
+    SeedDomain,
+    SharedStream,
+    Streams,
+    derived_seed,
+    exponentials,
+    random_seed_from,
+)
 
 # Seeds are fixed, so a test that passes once passes always; the bound only says how unlucky a seed may be.
 LEAST = 1e-3
@@ -148,11 +159,20 @@ def test_scalar_and_vector_hash_agree():
             assert float(vector[i]) == pytest.approx(-math.log((bits + 0.5) * 2.0**-52), rel=1e-14)
 
 
-def test_any_integer_is_a_seed():
-    assert private(-1) == private(2**64 - 1)
-    assert private(2**64 + 5) == private(5)
-    draws = {tuple(private(seed, index=i) for i in range(20)) for seed in range(-5, 5)}
-    assert len(draws) == 10
+def test_all_seeds_differ():
+    edges = [
+        *range(-5, 6),
+        MIN_SEED,
+        MAX_SEED,
+        2**127,
+        2**127 + 5,
+        2**127 + 2**64,
+        2**127 + 2**64 + 5,
+        MAX_DERIVED_SEED,
+    ]
+    private_draws = {tuple(private(seed, index=i) for i in range(20)) for seed in edges}
+    shared_draws = {tuple(shared(seed, index=i) for i in range(20)) for seed in edges}
+    assert len(private_draws) == len(shared_draws) == len(edges)
 
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1])
@@ -178,11 +198,27 @@ def test_shared_noise_answers_no_coin():
         Streams(0).shared(0).bernoulli(0.5, 0)
 
 
-def test_seeds_of_requests_differ():
+def test_hashes_differ():
     seeds = {random_seed_from(seed, request) for seed in range(30) for request in range(30)}
     assert len(seeds) == 900
     assert random_seed_from(1, 23) != random_seed_from(12, 3)
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_derived_seeds_differ_and_are_never_a_users():
+    parts = [(a, b) for a in range(-3, 4) for b in range(4)] + [
+        (3,),
+        (),
+        (12, 3),
+        (1, 23),
+        ("12", 3),
+        ("1, 2",),
+        (1, 2, 3),
+    ]
+    seeds = [derived_seed(domain, *part) for domain in SeedDomain for part in parts]
+    assert len(set(seeds)) == len(seeds)
+    assert all(MAX_SEED < 2**127 <= seed <= MAX_DERIVED_SEED for seed in seeds)
+    assert derived_seed(SeedDomain.REPLICA, 3, "größe \ud800") == derived_seed(SeedDomain.REPLICA, 3, "größe \ud800")
 
 
 # The race over large vocabularies, where only tokens that can win are given noise

@@ -1,10 +1,15 @@
-"""The client's prediction, from the parameter to the context."""
+"""From sampling parameters to contexts: predictions and random numbers."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.streams import MAX_SEED, MIN_SEED, Purpose, SeedDomain, Streams, derived_seed
 from foretoken.engine.requests import RequestBuilder
 from foretoken.params import SamplingParams
 
@@ -31,3 +36,69 @@ def test_no_prediction(builder, nothing):
 def test_a_prediction_of_wrong_ids_is_refused(builder, wrong):
     with pytest.raises(InvalidRequest, match="a prediction of token ids holds"):
         builder.build("a", SamplingParams(prediction=wrong))
+
+
+# Seeds
+
+Number = tuple[float, float]
+relaxed = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def numbers(context: Context) -> list[Number]:
+    """Two uniform numbers of each purpose at each of four positions, and two of the noise that they share."""
+    streams = context.streams
+    found = []
+    for position in range(4):
+        for purpose in (Purpose.DRAFT, Purpose.VERIFY):
+            stream = streams.private(purpose, position)
+            found.append((stream.uniform(0).value, stream.uniform(1).value))  # type: ignore[attr-defined]
+        first, second = streams.shared(position).race(torch.ones(2), 0).tolist()  # type: ignore[attr-defined]
+        found.append((first, second))
+    return found
+
+
+def seeded(tokenizer, llm_seed: int, *requests: SamplingParams) -> list[Context]:
+    """The contexts of these requests to one engine, in order."""
+    builder = RequestBuilder(tokenizer, len(tokenizer), [], seed=llm_seed)
+    return [context for params in requests for context in builder.build("a", params)[1]]
+
+
+def test_completions_of_a_seed_and_requests_without_one_share_no_random_numbers(tokenizer):
+    unseeded = seeded(tokenizer, 0, *[SamplingParams()] * 4)
+    several = seeded(tokenizer, 0, SamplingParams(n=4, seed=0))
+    drawn = [number for context in (*unseeded, *several) for number in numbers(context)]
+    assert len(drawn) == len(set(drawn)) == 8 * 12
+
+
+def test_no_two_sequences_share_an_address(tokenizer):
+    """User seeds, completions of one request, requests, engines, replicas, purposes and positions: all of them."""
+    engines = [*range(-2, 4)] + [
+        derived_seed(SeedDomain.REPLICA, seed, name) for seed in range(3) for name in ("0", "1")
+    ]
+    contexts = [
+        context for seed in engines for context in seeded(tokenizer, seed, *[SamplingParams()] * 4, SamplingParams(n=4))
+    ]
+    contexts += seeded(tokenizer, 0, *(SamplingParams(n=4, seed=seed) for seed in range(-4, 5)))
+    drawn = [number for context in contexts for number in numbers(context)]
+    assert len(drawn) == len(set(drawn)) == (12 * 8 + 9 * 4) * 12
+
+
+@relaxed
+@given(
+    user_seeds=st.sets(st.integers(MIN_SEED, MAX_SEED) | st.integers(-3, 3), min_size=1, max_size=4),
+    engine_seeds=st.sets(st.integers(MIN_SEED, MAX_SEED) | st.integers(-3, 3), min_size=1, max_size=4),
+    n=st.integers(1, 4),
+    requests=st.integers(1, 4),
+)
+def test_sequences_of_any_seeds_have_streams_of_their_own(tokenizer, user_seeds, engine_seeds, n, requests):
+    contexts = seeded(tokenizer, 0, *(SamplingParams(n=n, seed=seed) for seed in user_seeds))
+    for seed in engine_seeds:
+        contexts += seeded(tokenizer, seed, *[SamplingParams(n=n)] * requests)
+    assert len({context.streams for context in contexts}) == len(contexts)
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, MIN_SEED, MAX_SEED])
+def test_the_first_completion_of_a_seed_depends_on_the_seed_alone(tokenizer, seed):
+    alone = seeded(tokenizer, 1, SamplingParams(seed=seed))[0]
+    first, *_ = seeded(tokenizer, 2, SamplingParams(), SamplingParams(n=3, seed=seed))[1:]
+    assert alone.streams == first.streams == Streams(seed)

@@ -173,7 +173,7 @@ def test_models_of_its_own_and_live_targets_are_refused(tiny_pair: Any) -> None:
 
 def test_messages_survive_the_way() -> None:
     law = SamplingLaw(temperature=0.1 + 0.2, top_k=3, logit_bias=((4, -0.3),), bad_words=((1, 2), (3,)), end_ids=(5,))
-    context = Context(9, [1, 2, 3], 2, law, Streams(2**63 + 5), Exactness.TRAJECTORY, prediction=(7, 8), source=(6,))
+    context = Context(9, [1, 2, 3], 2, law, Streams(2**127 + 5), Exactness.TRAJECTORY, prediction=(7, 8), source=(6,))
     opening = Opening.of(4, context)
     assert opening is not None
     frame = Frame((1, 2), (opening,), (Commit(4, (5, 6), 3, (0,), "stop"), Commit(4, (7,), 0)), (Ask(4, 2),))

@@ -44,8 +44,8 @@ class Work:
         return tuple(self.prompts[(portion * size + i) % len(self.prompts)] for i in range(size))
 
     def seeds(self, purpose: int, portion: int, size: int) -> tuple[int, ...]:
-        """One for each prompt of a portion; no two checks share any."""
-        return tuple(random_seed_from(self.seed, purpose, portion, i) for i in range(size))
+        """One for each prompt of a portion, from 0 to ``MAX_SEED``; no two checks share any."""
+        return tuple(random_seed_from(self.seed, purpose, portion, i) >> 1 for i in range(size))
 
 
 def noise(subject: Audited, prompts: Sequence[Ids], tokens: int = 32) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol
 
@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.native import laws as native
+
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # of users' seeds
+MAX_DERIVED_SEED = 2**128 - 1
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -37,6 +40,16 @@ class Purpose(IntEnum):
     DRAFT = 1
     VERIFY = 2
     SHARED = 3
+
+
+class SeedDomain(StrEnum):
+    """What a derived seed is for. Seeds of different domains are never equal."""
+
+    COMPLETION = "completion"  # the second and later completions of a request with a seed
+    REQUEST = "request"  # all completions of a request without a seed
+    REPLICA = "replica"  # the engine of one replica of a server
+    GENERATE = "generate"  # a row of a call of transformers' ``generate``
+    PLAN = "plan"  # a text that the planner generates
 
 
 class Uniform(Protocol):
@@ -68,7 +81,10 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """All random numbers of one request."""
+    """All random numbers of one sequence.
+
+    seed: a user's seed, from ``MIN_SEED`` to ``MAX_SEED``, or one that ``derived_seed`` made.
+    """
 
     seed: int
 
@@ -241,14 +257,27 @@ def _finished(z: NDArray[np.uint64]) -> Reals:
     return np.negative(noise, out=noise)
 
 
+def derived_seed(domain: SeedDomain, *parts: int | str) -> int:
+    """Returns a seed from 2**127 to ``MAX_DERIVED_SEED``, where no user's seed is.
+
+    Args:
+        domain: What the seed is for.
+        parts: What distinguishes it from the other seeds of its domain, for example the number of a request.
+    """
+    data = repr((str(domain), *parts)).encode()
+    return 2**127 | int.from_bytes(hashlib.blake2b(data, digest_size=16).digest(), "big")
+
+
 def random_seed_from(*parts: int) -> int:
-    """A request's seed from the engine's seed and the request's number."""
+    """Returns a hash of 64 bits of ``parts``, whose order and number count."""
     data = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def _key(seed: int, purpose: int, position: int) -> int:
     key = _splitmix(seed & _MASK)
+    if seed > _MASK:  # a derived seed has 128 bits
+        key = _splitmix((key + _GOLDEN) ^ (seed >> 64))
     key = _splitmix(key ^ (purpose * _GOLDEN & _MASK))
     return _splitmix(key ^ (position * _MIX[1][1] & _MASK))
 

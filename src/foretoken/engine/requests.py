@@ -9,7 +9,7 @@ from typing import Any
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.streams import Streams, random_seed_from
+from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.detokenize import Detokenizer
 from foretoken.engine.prompts import Given, Prompt, PromptReader
 from foretoken.engine.sequence import Sequence as Running
@@ -92,17 +92,15 @@ class RequestBuilder:
         law = params.law(self._vocab_size, self._bad_words(params.bad_words or ()), ends)
         laws = [self._restricted(law, params.structured_outputs, ends) for _ in range(params.n)]
         prediction = self._prediction(params.prediction)
-        base = params.seed if params.seed is not None else random_seed_from(self._seed, self._requests)
         contexts, stoppings = [], []
         for index in range(params.n):
-            seed = base if index == 0 else random_seed_from(base, index)
             contexts.append(
                 Context(
                     id=self._sequences,
                     tokens=list(given.tokens),
                     prompt_length=len(given.tokens),
                     law=laws[index],
-                    streams=Streams(seed),
+                    streams=Streams(self._seed_of(params.seed, index)),
                     exactness=params.grade,
                     depth=params.speculative_tokens,
                     prediction=prediction,
@@ -121,6 +119,12 @@ class RequestBuilder:
     def read(self, prompt: Prompt) -> Given:
         """Text (where there is one) and tokens of a prompt."""
         return self._reader.read(prompt)
+
+    def _seed_of(self, seed: int | None, index: int) -> int:
+        """The seed of completion ``index`` of the next request, which has the user's ``seed`` or none."""
+        if seed is None:
+            return derived_seed(SeedDomain.REQUEST, self._seed, self._requests, index)
+        return seed if index == 0 else derived_seed(SeedDomain.COMPLETION, seed, index)
 
     def _stopping(
         self, ids: Sequence[int], params: SamplingParams, eos: Sequence[int], stop_ids: Sequence[int]

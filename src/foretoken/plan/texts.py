@@ -12,7 +12,7 @@ from foretoken.control.base import Controller
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import Law
-from foretoken.core.streams import Streams, random_seed_from
+from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.loop import Engine
 from foretoken.engine.prompts import Given
 from foretoken.models.base import Model
@@ -84,7 +84,7 @@ def contexts(prompts: Sequence[Start], law: Law, seed: int, first: int = 0) -> l
     starts = [prompt if isinstance(prompt, Given) else Given(None, list(prompt)) for prompt in prompts]
     return [
         Context(
-            first + i, list(start.tokens), len(start.tokens), law, Streams(random_seed_from(seed, i)),
+            first + i, list(start.tokens), len(start.tokens), law, Streams(derived_seed(SeedDomain.PLAN, seed, i)),
             source=start.source,
         )
         for i, start in enumerate(starts)

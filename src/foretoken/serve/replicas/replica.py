@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any
 from prometheus_client.core import Metric
 from starlette.types import Message
 
+from foretoken.core.streams import SeedDomain, derived_seed
 from foretoken.llm import LLM
 from foretoken.serve.app import create_app
 from foretoken.serve.limits import Settings
@@ -113,4 +113,4 @@ def _own_name() -> str:
 
 def _seed(seed: int, name: str) -> int:
     """Another for each replica: requests without a seed of their own must not draw the same numbers side by side."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4])
+    return derived_seed(SeedDomain.REPLICA, seed, name)
