@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -52,6 +53,84 @@ def test_nothing_given_out_is_ever_taken_back(tokenizer: Any, text: str, stop: s
     else:
         assert stop not in text
         assert text.startswith("".join(given_out))
+
+
+def first_stop(text: str, known: int, stops: list[str]) -> tuple[int, str] | None:
+    """The stop string that begins first, the shortest of several, among those that end after ``known`` characters."""
+    for at in range(len(text)):
+        for stop in sorted(stops, key=len):
+            if text.startswith(stop, at) and at + len(stop) > known:
+                return at, stop
+    return None
+
+
+def one_token_at_a_time(
+    tokenizer: Any, ids: list[int], stops: list[str], min_tokens: int, max_tokens: int, include_stop: bool
+) -> tuple[str, str | None, str | None]:
+    """Text, finish reason and stop reason by definition: after each token the whole text is searched."""
+    detokenizer, text = Detokenizer(tokenizer, []), ""
+    for count, token in enumerate(ids, start=1):
+        known = len(text)
+        text += detokenizer.push(token)
+        if count == max_tokens:
+            text += detokenizer.flush()
+        if count >= min_tokens and (hit := first_stop(text, known, stops)):
+            at, stop = hit
+            return text[: at + len(stop) * include_stop], "stop", stop
+        if count == max_tokens:
+            return text, "length", None
+    return text, None, None
+
+
+@settings(relaxed, max_examples=300)
+@given(data=st.data())
+def test_streamed_and_final_text_are_equal_however_tokens_come(tokenizer: Any, data: st.DataObject) -> None:
+    """Stops of several lengths, ``min_tokens``, kept stops, ends inside a character, and blocks of any size."""
+    words = st.sampled_from(["a", "b", "ab", "aba", " a", "é", "€", "🙂"])
+    text = "".join(data.draw(st.lists(words, min_size=1, max_size=24)))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    stops = data.draw(st.lists(st.text("ab €\N{REPLACEMENT CHARACTER}", min_size=1, max_size=5), max_size=4))
+    max_tokens = data.draw(st.integers(1, len(ids)))
+    min_tokens = data.draw(st.integers(0, max_tokens))
+    include_stop = data.draw(st.booleans())
+    blocks = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+    expected = one_token_at_a_time(tokenizer, ids, stops, min_tokens, max_tokens, include_stop)
+
+    options = {"max_tokens": max_tokens, "min_tokens": min_tokens, "include_stop": include_stop}
+    stopping = make(tokenizer, stops=stops, **options)
+    given_out, at, blocks_left = "", 0, itertools.cycle(blocks)
+    while stopping.finish_reason is None:
+        for token in ids[at : at + next(blocks_left)]:
+            at += 1
+            if stopping.push(token) is not None:
+                break
+        given_out += stopping.take()
+        assert stopping.text.startswith(given_out)
+    assert given_out == stopping.text
+    assert (stopping.text, stopping.finish_reason, stopping.stop_reason) == expected
+
+
+def test_a_stop_before_min_tokens_does_not_cut_what_was_streamed(tokenizer: Any) -> None:
+    ids = tokenizer.encode(" x.f(x)", add_special_tokens=False) + tokenizer.encode(
+        "\n\nclass", add_special_tokens=False
+    )
+    stopping = make(tokenizer, stops=("(", "\n\nclass Name:"), min_tokens=len(ids), max_tokens=len(ids))
+    _, given_out = run(stopping, ids)
+    assert "".join(given_out) == stopping.text == " x.f(x)\n\nclass"
+
+
+def test_a_stop_before_an_unfinished_character_is_found_at_the_end(tokenizer: Any) -> None:
+    """The token of "b " and of half a character keeps its text back until the character is finished."""
+
+    class Decoder:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+            return b"".join([b"a", b"b \xe2"][token] for token in token_ids).decode(errors="replace")
+
+    for end in ({"max_tokens": 2}, {"stop_ids": (9,)}):
+        stopping = TextStopping(Detokenizer(Decoder(), []), **{"max_tokens": 5, "stops": ("b",), **end})  # type: ignore
+        _, given_out = run(stopping, [0, 1, 9])
+        assert "".join(given_out) == stopping.text == "a"
+        assert (stopping.finish_reason, stopping.stop_reason) == ("stop", "b")
 
 
 def test_eos_ends_without_showing(tokenizer: Any) -> None:

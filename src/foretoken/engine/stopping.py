@@ -66,14 +66,18 @@ class TextStopping:
 
     def push(self, token: int) -> str | None:
         self._count += 1
-        reason = self._judge(token)
-        if reason is None and self._count >= self._max:
-            reason = "length"
-        if reason is not None:
-            self.finish_reason = reason
-            if self.stop_reason is None or isinstance(self.stop_reason, int):
-                self.text += self._detokenizer.flush()
-        return reason
+        known, ends = len(self.text), token in self._eos or token in self._stop_ids
+        if not ends:
+            self.text += self._detokenizer.push(token)
+        if ends or self._count >= self._max:
+            self.text += self._detokenizer.flush()
+        if self._count >= self._min and self._cut(known):
+            self.finish_reason = "stop"
+        elif ends:
+            self.finish_reason, self.stop_reason = "stop", None if token in self._eos else token
+        elif self._count >= self._max:
+            self.finish_reason = "length"
+        return self.finish_reason
 
     def take(self) -> str:
         """Text not given out yet, without what may still turn out to be a stop string."""
@@ -81,21 +85,18 @@ class TextStopping:
         piece, self._given = self.text[self._given : end], max(self._given, end)
         return piece
 
-    def _judge(self, token: int) -> str | None:
-        if token in self._eos or token in self._stop_ids:
-            self.stop_reason = None if token in self._eos else token
-            return "stop"
-        known = len(self.text)
-        self.text += self._detokenizer.push(token)
-        if self._count < self._min:
-            return None
-        searched = max(0, known - self._longest + 1)
-        hits = [(at, s) for s in self._stops if (at := self.text.find(s, searched)) >= 0]
+    def _cut(self, known: int) -> bool:
+        """Cuts the text at a stop string that ends after its first ``known`` characters. Returns whether there is one.
+
+        Of several it is the one that begins first, of these the shortest. Each is searched no further back than it can
+        begin, so a stop string that was complete before ``min_tokens`` does not count.
+        """
+        hits = [(at, s) for s in self._stops if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
         if not hits:
-            return None
-        at, self.stop_reason = min(hits, key=lambda hit: (hit[0], len(hit[1])))
-        self.text = self.text[: at + (len(self.stop_reason) if self._include else 0)]
-        return "stop"
+            return False
+        at, stop = min(hits, key=lambda hit: (hit[0], len(hit[1])))
+        self.text, self.stop_reason = self.text[: at + (len(stop) if self._include else 0)], stop
+        return True
 
     def _held_back(self) -> int:
         """Length of the longest ending of the text that begins a stop string."""
