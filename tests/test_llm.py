@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from foretoken import LLM, ForetokenError, SamplingParams
 from foretoken.core.draft import Draft
 from foretoken.speculation import SpeculativeConfig
 
+relaxed = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PROMPTS = ["def greet(name):\n", "x", "class Ü:  # 🙂\n" * 9]
 
 
@@ -80,6 +84,39 @@ def test_streamed_pieces_join_to_the_output(llm: LLM) -> None:
         assert "".join(p.text for p in mine) == expected.outputs[0].text
         assert tuple(t for p in mine for t in p.token_ids) == expected.outputs[0].token_ids
         assert mine[-1].output is not None
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_streamed_pieces_join_to_the_output_at_the_models_length(tiny_pair: Any, depth: int) -> None:
+    """The end of the text is the beginning of a stop string, so it is kept back until the text ends."""
+    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_model_len=24)
+    params = SamplingParams(max_tokens=100, seed=2, ignore_eos=True, speculative_tokens=depth)
+    text = llm.generate("abc", params)[0].outputs[0].text
+    pieces = list(llm.stream("abc", replace(params, stop=text[-3:] + "zzzz")))
+    output = pieces[-1].output
+    assert output is not None and output.finish_reason == "length"
+    assert "".join(piece.text for piece in pieces) == output.text == text
+
+
+@relaxed
+@given(data=st.data())
+def test_streamed_and_final_text_are_equal_whatever_stops_and_is_drafted(llm: LLM, data: st.DataObject) -> None:
+    seed, n = data.draw(st.integers(0, 3)), 20
+    plain = {"max_tokens": n, "seed": seed, "ignore_eos": True}
+    text = llm.generate("abc", SamplingParams(speculative_tokens=0, **plain))[0].outputs[0].text
+    starts = st.integers(0, len(text) - 1)
+    stops = [text[at : at + data.draw(st.integers(1, 9))] for at in data.draw(st.lists(starts, min_size=1, max_size=4))]
+    stops = [stop + data.draw(st.sampled_from(["", "", "#"])) for stop in stops]
+    plain |= {"stop": stops, "min_tokens": data.draw(st.integers(0, n))}
+    plain["include_stop_str_in_output"] = data.draw(st.booleans())
+    expected = llm.generate("abc", SamplingParams(speculative_tokens=0, **plain))[0].outputs[0]
+    for depth in (0, 1, 4, 7):
+        pieces = list(llm.stream("abc", SamplingParams(speculative_tokens=depth, **plain)))
+        output = pieces[-1].output
+        assert output is not None
+        assert "".join(piece.text for piece in pieces) == output.text == expected.text
+        assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert output.stop_reason == expected.stop_reason
 
 
 def test_a_consumer_who_walks_away_leaves_nothing_behind(llm: LLM) -> None:

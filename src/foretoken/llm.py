@@ -110,7 +110,9 @@ class LLM:
         )
         ends = eos_ids(path, self.tokenizer)
         start = start_ids(path) if self.target.takes_source else ()
-        self.requests = RequestBuilder(self.tokenizer, self.target.vocab_size, ends, seed, self.methods, start)
+        self.requests = RequestBuilder(
+            self.tokenizer, self.target.vocab_size, ends, seed, self.methods, start, self.target.max_length
+        )
 
     def _rehearsed(self, config: SpeculativeConfig, tempo: Tempo) -> Tempo:
         """What rounds take, as far as it can be known before the first request."""

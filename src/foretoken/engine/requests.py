@@ -60,12 +60,15 @@ class RequestBuilder:
 
     def __init__(
         self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], seed: int, methods: Sequence[str] = (),
-        start: Sequence[int] = (),
+        start: Sequence[int] = (), max_length: int | None = None,
     ) -> None:  # fmt: skip
-        """methods: what a request may name as its ``speculative_method``. start: see ``PromptReader``."""
+        """methods: what a request may name as its ``speculative_method``. start: see ``PromptReader``.
+
+        max_length: the model's, in tokens; longer texts end there with the reason "length". None: there is no limit.
+        """
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
         self._reader = PromptReader(tokenizer, vocab_size, tuple(start))
-        self._methods = tuple(methods)
+        self._methods, self._max_length = tuple(methods), max_length
         self._eos = tuple(eos_ids)
         self._grammars = Grammars(tokenizer, vocab_size)
         self._requests, self._sequences = 0, 0
@@ -129,9 +132,10 @@ class RequestBuilder:
     def _stopping(
         self, ids: Sequence[int], params: SamplingParams, eos: Sequence[int], stop_ids: Sequence[int]
     ) -> TextStopping:
+        left = params.max_tokens if self._max_length is None else self._max_length - len(ids)
         return TextStopping(
             Detokenizer(self.tokenizer, ids, params.skip_special_tokens),
-            params.max_tokens,
+            min(params.max_tokens, left),
             params.min_tokens,
             eos,
             stop_ids,
