@@ -46,6 +46,17 @@ def test_rows_are_those_of_torch(vocabulary: int) -> None:
             assert all(abs(float(ordered[count - 1]) - top_p) < 1e-5 for count in range(min(counts), max(counts)))
 
 
+@pytest.mark.parametrize("vocabulary", [3, 5000])
+@pytest.mark.parametrize("top_k", [2**31, 2**32 + 1, 2**64 + 1, -(2**32) + 1, -1])
+def test_no_top_k_wraps(vocabulary: int, top_k: int) -> None:
+    """Beyond the vocabulary it leaves all tokens, and below 1 it is no filter."""
+    logits = made(3, vocabulary)
+    for top_p in (1.0, 0.9):
+        law = SamplingLaw(top_k=top_k, top_p=top_p)
+        assert torch.equal(law.probs(logits, ()), replace(law, top_k=0).probs(logits, ()))
+        assert law.chances(logits, (), [0, 1, 2]) == replace(law, top_k=0).chances(logits, (), [0, 1, 2])
+
+
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_a_chance_is_the_rows_own(vocabulary: int) -> None:
     logits = made(4, vocabulary)

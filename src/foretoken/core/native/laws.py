@@ -67,7 +67,8 @@ class Kernels:
         rows, vocabulary = logits.shape
         laws = (_Law * rows)()
         floor = math.log(kept.min_p) if kept.min_p > 0.0 else -math.inf
-        asked = _Filter(min(1.0 / kept.temperature, _MOST), floor, kept.top_k, kept.top_p)
+        top_k = min(max(kept.top_k, 0), vocabulary)  # in 32 bits a larger one would wrap
+        asked = _Filter(min(1.0 / kept.temperature, _MOST), floor, top_k, kept.top_p)
         self._library.foretoken_laws(
             logits.data_ptr(), logits.stride(0), rows, vocabulary, asked, laws, torch.get_num_threads()
         )
