@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foretoken.core.checks import integer
+from foretoken.core.checks import integer, is_integer, is_number, shown
 from foretoken.core.context import Exactness
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import MAX_SEED, MIN_SEED
 
-_SMALLEST, _BIAS = 1e-6, 1e6
+MAX_COUNT = 2**31 - 1  # the compiled kernels count with 32 bits
+MAX_N = 16384  # as in vLLM
+MAX_SPECULATIVE_TOKENS = 4096
+SMALLEST, LARGEST = 1e-6, 1e6  # beyond them float32 has nothing left to compute with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,32 +66,23 @@ class SamplingParams:
     explain: bool = False
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, math.inf, "a number of at least 0 (0 is greedy)")
-        _number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1", above=True)
-        _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1")
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2")
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a number above 0", above=True)
-        integer("n", self.n, 1)
-        integer("max_tokens", self.max_tokens, 1)
-        integer("min_tokens", self.min_tokens, 0)
-        integer("top_k", self.top_k, -1)
-        for name in ("logprobs", "prompt_logprobs", "speculative_tokens"):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name), 0)
-        # Smaller ones leave float32 nothing to compute with.
-        if 0.0 < self.temperature < _SMALLEST or self.top_p < _SMALLEST or self.repetition_penalty < _SMALLEST:
-            raise InvalidRequest(
-                f"temperature must be 0 or at least {_SMALLEST:g}, top_p and repetition_penalty at least "
-                f"{_SMALLEST:g}; got {self.temperature!r}, {self.top_p!r} and {self.repetition_penalty!r}"
-            )
+        self._check_kinds()
+        for name, (low, high, expected) in _NUMBERS.items():
+            _number(name, getattr(self, name), low, high, expected)
+        for name, (least, most) in _INTEGERS.items():
+            integer(name, getattr(self, name), least, most)
+        for name, (least, most) in _OPTIONAL_INTEGERS.items():
+            integer(name, getattr(self, name), least, most, optional=True)
+        if 0.0 < self.temperature < SMALLEST:
+            raise InvalidRequest(f"temperature must be 0 (greedy) or at least {SMALLEST:g}, got {self.temperature!r}")
         for token, bias in (self.logit_bias or {}).items():
-            _number(f"logit_bias of token {token}", bias, -_BIAS, _BIAS, f"a number from -{_BIAS:g} to {_BIAS:g}")
-        integer("seed", self.seed, MIN_SEED, MAX_SEED, optional=True)
+            _number(
+                f"logit_bias of token {token}", bias, -LARGEST, LARGEST, f"a number from -{LARGEST:g} to {LARGEST:g}"
+            )
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
         if self.exactness is not None and self.exactness not in list(Exactness):
-            raise InvalidRequest(f"exactness must be one of {', '.join(Exactness)}, got {self.exactness!r}")
+            raise InvalidRequest(f"exactness must be one of {', '.join(Exactness)}, got {shown(self.exactness)}")
         if any(not s for s in self.stops):
             raise InvalidRequest("stop strings must not be empty")
         if self.structured_outputs is not None:
@@ -99,6 +92,16 @@ class SamplingParams:
                     "structured_outputs end with the end-of-text token, so ignore_eos has no meaning beside them; "
                     "leave one of them out"
                 )
+
+    def _check_kinds(self) -> None:
+        """Raises InvalidRequest for a value of another type than its field has."""
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "explain"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be True or False, got {shown(getattr(self, name))}")
+        for name, (fits, expected) in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and not fits(value):
+                raise InvalidRequest(f"{name} must be {expected}, got {shown(value)}")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -114,7 +117,7 @@ class SamplingParams:
     def law(self, vocab_size: int, bad_words: Sequence[tuple[int, ...]], end_ids: Sequence[int]) -> SamplingLaw:
         """The sampling law of this request. ``end_ids`` are what ``min_tokens`` holds back."""
         for token in (*(self.logit_bias or {}), *(self.stop_token_ids or ())):
-            if not 0 <= int(token) < vocab_size:
+            if token >= vocab_size:
                 raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab_size}")
         return SamplingLaw(
             temperature=float(self.temperature),
@@ -124,13 +127,47 @@ class SamplingParams:
             presence_penalty=float(self.presence_penalty),
             frequency_penalty=float(self.frequency_penalty),
             repetition_penalty=float(self.repetition_penalty),
-            logit_bias=tuple((int(k), float(v)) for k, v in (self.logit_bias or {}).items()),
+            logit_bias=tuple((token, float(bias)) for token, bias in (self.logit_bias or {}).items()),
             bad_words=tuple(bad_words),
             min_tokens=self.min_tokens,
             end_ids=tuple(end_ids),
         )
 
 
+_NUMBERS = {
+    "temperature": (0.0, LARGEST, f"a number from 0 (greedy) to {LARGEST:g}"),
+    "top_p": (SMALLEST, 1.0, f"a number from {SMALLEST:g} to 1"),
+    "min_p": (0.0, 1.0, "a number from 0 to 1"),
+    "presence_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+    "repetition_penalty": (SMALLEST, LARGEST, f"a number from {SMALLEST:g} to {LARGEST:g}"),
+}
+_INTEGERS = {"n": (1, MAX_N), "max_tokens": (1, MAX_COUNT), "min_tokens": (0, MAX_COUNT), "top_k": (-1, MAX_COUNT)}
+_OPTIONAL_INTEGERS = {
+    "seed": (MIN_SEED, MAX_SEED),
+    "logprobs": (0, MAX_COUNT),
+    "prompt_logprobs": (0, MAX_COUNT),
+    "speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
+}
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(text, str) for text in value)
+
+
+def _ids(value: Any) -> bool:
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return listed and all(is_integer(token) and 0 <= token <= MAX_COUNT for token in value)
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "stop": (lambda v: isinstance(v, str) or _texts(v), "a text or a list of texts"),
+    "bad_words": (_texts, "a list of texts"),
+    "stop_token_ids": (_ids, "a list of token ids, which are integers of at least 0"),
+    "logit_bias": (lambda v: isinstance(v, Mapping) and _ids(list(v)), "a mapping of token ids (integers) to numbers"),
+    "prediction": (lambda v: isinstance(v, Sequence) and not isinstance(v, bytes), "a text or a list of token ids"),
+    "speculative_method": (lambda v: isinstance(v, str), "the name of a method that was loaded"),
+}
 _STRUCTURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "json": ("a JSON schema: a dict, True, or its JSON", lambda v: isinstance(v, Mapping | str | bool)),
     "json_object": ("True", lambda v: v is True),
@@ -140,27 +177,22 @@ _STRUCTURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(text, str) for text in value)
-
-
 def _structured(value: Any) -> None:
     """Exactly one of the known keys, with a value of its kind; keys that hold None are not there."""
     known = f"one of {', '.join(_STRUCTURED)}, and for JSON also 'whitespace'"
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"structured_outputs must be a mapping with {known}, got {value!r}")
+        raise InvalidRequest(f"structured_outputs must be a mapping with {known}, got {shown(value)}")
     given = {key: item for key, item in value.items() if item is not None}
     kinds = [key for key in given if key != "whitespace"]
     if len(kinds) != 1 or kinds[0] not in _STRUCTURED:
-        raise InvalidRequest(f"structured_outputs must have {known}, got {sorted(map(str, given)) or 'nothing'}")
+        raise InvalidRequest(f"structured_outputs must have {known}, got {shown(list(given)) if given else 'nothing'}")
     expected, fits = _STRUCTURED[kinds[0]]
     if not fits(given[kinds[0]]):
-        raise InvalidRequest(f"structured_outputs[{kinds[0]!r}] must be {expected}, got {given[kinds[0]]!r}")
+        raise InvalidRequest(f"structured_outputs[{kinds[0]!r}] must be {expected}, got {shown(given[kinds[0]])}")
     if "whitespace" in given and (not kinds[0].startswith("json") or not isinstance(given["whitespace"], bool)):
         raise InvalidRequest("structured_outputs['whitespace'] goes with 'json' or 'json_object', and is True or False")
 
 
-def _number(name: str, value: Any, low: float, high: float, expected: str, above: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high or (above and value == low):
-        raise InvalidRequest(f"{name} must be {expected}, got {value!r}")
+def _number(name: str, value: Any, low: float, high: float, expected: str) -> None:
+    if not is_number(value) or not low <= value <= high:
+        raise InvalidRequest(f"{name} must be {expected}, got {shown(value)}")

@@ -50,6 +50,27 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     ({**OK, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "two things"),
     ({**OK, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
     ({**OK, "guided_regex": "("}, "structured_outputs", "cannot be followed"),
+    ({**OK, "top_k": 2**32 + 1}, "top_k", "less than or equal to 2147483647"),
+    ({**OK, "top_k": -2}, "top_k", "greater than or equal to -1"),
+    ({**OK, "top_k": 10**400}, "top_k", "less than or equal to 2147483647"),
+    ({**OK, "seed": 2**63}, "seed", "less than or equal to 9223372036854775807"),
+    ({**OK, "seed": -(2**63) - 1}, "seed", "greater than or equal to -9223372036854775808"),
+    ({**OK, "seed": 1.5}, "seed", "valid integer"),
+    ({**OK, "n": 2**32 + 1}, "n", "less than or equal to"),
+    ({**OK, "best_of": 2**64 + 1}, "best_of", "less than or equal to"),
+    ({**OK, "min_tokens": 2**32 + 1}, "min_tokens", "less than or equal to 2147483647"),
+    ({**OK, "max_tokens": 2**32 + 1}, "max_tokens", "less than or equal to 2147483647"),
+    ({**OK, "logprobs": 2**32 + 1}, "logprobs", "less than or equal to 2147483647"),
+    ({**OK, "priority": 2**63}, "priority", "less than or equal to 9223372036854775807"),
+    ({**OK, "speculative_tokens": 4097}, "speculative_tokens", "less than or equal to 4096"),
+    ({**OK, "stop_token_ids": [2**32 + 1]}, "stop_token_ids", "less than or equal to 2147483647"),
+    ({**OK, "stop_token_ids": [10**6]}, None, "vocabulary"),
+    ({**OK, "logit_bias": {str(2**32 + 1): 1}}, "logit_bias", "pattern"),
+    ({**OK, "logit_bias": {"5": float("nan")}}, "logit_bias", "finite number"),
+    ({**OK, "logit_bias": {"5": 10**400}}, "logit_bias", "number"),
+    ({**OK, "temperature": float("inf")}, "temperature", "finite number"),
+    ({**OK, "temperature": 10**400}, "temperature", "number"),
+    ({**OK, "prompt": [2**32 + 1]}, "prompt", "less than or equal to 2147483647"),
     ({**OK, "prompt": "x " * 9000}, "prompt", "context length is 8192"),
     ({**OK, "max_tokens": 9000}, "prompt", "9000 more"),
 ])  # fmt: skip
@@ -60,6 +81,7 @@ def test_completions_refused(server: Running, body: Any, param: str | None, word
     assert (error["code"] == "context_length_exceeded") == ("context" in words or "more" in words)
 
 
+HUGE = b'{"prompt": "x", "seed": 1%s}' % (b"0" * 5000)
 JSON = {"Content-Type": "application/json"}
 
 
@@ -90,7 +112,7 @@ def test_null_is_left_out(server: Running) -> None:
     assert server.post(CHAT | nulls, "chat/completions").status_code == 200
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b"", b'{"prompt": NaN}', b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b"", b'{"prompt": NaN}', b"[" * 100_000, HUGE])
 def test_bodies_that_are_none(server: Running, content: bytes) -> None:
     assert error_of(httpx.post(f"{server.url}/v1/completions", content=content, headers=JSON), 400)
 

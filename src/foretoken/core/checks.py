@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
+
+_SHOWN = 200  # characters of a wrong value that an error shows
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False) -> None:
     """An int, not a bool, from ``low`` to ``high``; None passes where ``optional``."""
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    if not is_integer(value) or value < low or (high is not None and value > high):
         expected = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequest(f"{name} must be an integer {expected}{_or_none(optional)}, got {value!r}")
+        raise InvalidRequest(f"{name} must be an integer {expected}{_or_none(optional)}, got {shown(value)}")
 
 
 def number(name: str, value: Any, low: float, high: float = math.inf, *, optional: bool = False) -> None:
     """A finite int or float, not a bool, from ``low`` to ``high``; None passes where ``optional``."""
     if value is None and optional:
         return
-    if not _finite(value) or not low <= value <= high:
+    if not is_number(value) or not low <= value <= high:
         expected = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name} must be a number {expected}{_or_none(optional)}, got {value!r}")
+        raise InvalidRequest(f"{name} must be a number {expected}{_or_none(optional)}, got {shown(value)}")
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_integer(value: Any) -> bool:
+    """Returns whether it is an int, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether it is an int or a float, not a bool, that is finite as a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def shown(value: Any) -> str:
+    """Returns ``repr(value)`` for an error message, shortened where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return f"a value of type {type(value).__name__} that is too long to show"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _or_none(optional: bool) -> str:

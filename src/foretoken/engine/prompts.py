@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import InvalidRequest
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -61,7 +62,7 @@ class PromptReader:
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise InvalidRequest(
-                    f"{what} of token ids holds {token!r}; integers from 0 to {self.vocab_size - 1} are expected"
+                    f"{what} of token ids holds {shown(token)}; integers from 0 to {self.vocab_size - 1} are expected"
                 )
         return ids
 

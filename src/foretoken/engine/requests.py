@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from foretoken.core.checks import shown
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
@@ -87,7 +88,8 @@ class RequestBuilder:
             )
         if params.speculative_method is not None and params.speculative_method not in self._methods:
             raise InvalidRequest(
-                f"speculative_method {params.speculative_method!r} is not loaded; loaded: {', '.join(self._methods)}"
+                f"speculative_method {shown(params.speculative_method)} is not loaded; "
+                f"loaded: {', '.join(self._methods)}"
             )
         eos = () if params.ignore_eos else self._eos
         stop_ids = tuple(params.stop_token_ids or ())
@@ -157,7 +159,7 @@ class RequestBuilder:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             if not word.strip():
-                raise InvalidRequest(f"bad_words must not be empty or blank, got {word!r}")
+                raise InvalidRequest(f"bad_words must not be empty or blank, got {shown(word)}")
             for variant in (word.lstrip(), " " + word.lstrip()):
                 found[tuple(self.tokenizer.encode(variant, add_special_tokens=False))] = None
         return list(found)

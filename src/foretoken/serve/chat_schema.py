@@ -128,7 +128,7 @@ class ChatRequest(Generate):
     response_format: ResponseFormat | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     tools: list[Tool] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_logprobs: Count | None = None
     # accepted where they ask for nothing else than what is done
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None

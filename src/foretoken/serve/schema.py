@@ -8,19 +8,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-Integer64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Count = Annotated[int, Field(ge=0, lt=2**31)]
+from foretoken.core.streams import MAX_SEED, MIN_SEED
+from foretoken.params import LARGEST, MAX_COUNT, MAX_N, MAX_SPECULATIVE_TOKENS, SMALLEST
+
+Integer64 = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Choices = Annotated[int, Field(ge=1, le=MAX_N)]
 Object = dict[str, JsonValue]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
-LEAST = 1e-6  # smaller ones would vanish in float32
-
 
 def _no_underflow(temperature: float) -> float:
-    if 0 < temperature < LEAST:
+    if 0 < temperature < SMALLEST:
         raise PydanticCustomError(
-            "temperature", f"a temperature of less than {LEAST} is not told from 0; use 0 (greedy)"
+            "temperature", f"a temperature of less than {SMALLEST} is not told from 0; use 0 (greedy)"
         )
     return temperature
 
@@ -116,15 +118,15 @@ class Generate(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias] | None = None
     max_tokens: Count | None = None
-    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    n: Choices | None = None
     prediction: Prediction | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Integer64 | None = None
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6), AfterValidator(_no_underflow)] | None = None
-    top_p: Annotated[float, Field(ge=LEAST, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=LARGEST), AfterValidator(_no_underflow)] | None = None
+    top_p: Annotated[float, Field(ge=SMALLEST, le=1)] | None = None
     user: str | None = None
     # vLLM's
     bad_words: list[str] | None = None
@@ -136,7 +138,7 @@ class Generate(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: list[TokenId] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Object | str | bool | None = None
     guided_regex: str | None = None
@@ -146,7 +148,7 @@ class Generate(Body):
     exactness: Literal["distribution", "trajectory", "lossy-typical"] | None = None
     return_steps: bool = False
     speculative_method: str | None = None
-    speculative_tokens: Annotated[int, Field(ge=0, le=4096)] | None = None
+    speculative_tokens: Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)] | None = None
 
     @property
     def streams(self) -> bool:
@@ -182,6 +184,6 @@ class CompletionRequest(Generate):
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
-    best_of: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    best_of: Choices | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: Count | None = None
