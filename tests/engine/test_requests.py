@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import History
 from foretoken.core.streams import MAX_SEED, MIN_SEED, Purpose, SeedDomain, Streams, derived_seed
 from foretoken.engine.requests import RequestBuilder
 from foretoken.params import SamplingParams
@@ -36,6 +37,37 @@ def test_no_prediction(builder, nothing):
 def test_a_prediction_of_wrong_ids_is_refused(builder, wrong):
     with pytest.raises(InvalidRequest, match="a prediction of token ids holds"):
         builder.build("a", SamplingParams(prediction=wrong))
+
+
+# A tokenizer with more tokens than the model
+
+
+@pytest.fixture
+def smaller(tokenizer) -> RequestBuilder:
+    """Of a model that lacks the tokenizer's last tokens, the one that spells " return" among them."""
+    size = tokenizer.encode(" return", add_special_tokens=False)[-1]
+    assert size > 256
+    return RequestBuilder(tokenizer, size, [tokenizer.eos_token_id, size + 1], seed=0)
+
+
+@pytest.mark.parametrize("prompt", ["x return", {"prompt": " return"}])
+def test_a_prompt_with_tokens_that_the_model_lacks_is_refused(smaller, prompt):
+    with pytest.raises(InvalidRequest, match=r"the prompt has token \d+ of the tokenizer, and the model's vocabulary"):
+        smaller.build(prompt, SamplingParams())
+
+
+def test_a_prediction_with_tokens_that_the_model_lacks_is_refused(smaller):
+    with pytest.raises(InvalidRequest, match=r"the prediction has token \d+ of the tokenizer"):
+        smaller.build("x", SamplingParams(prediction="x return"))
+
+
+def test_tokens_that_the_model_lacks_need_not_be_forbidden(smaller, tokenizer):
+    law = smaller.build("x", SamplingParams(bad_words=["return", "x"], min_tokens=2))[1][0].law
+    words = [tokenizer.encode(word, add_special_tokens=False) for word in ("return", " return", "x", " x")]
+    size = max(words[1])
+    assert law.bad_words == tuple(tuple(word) for word in words if max(word) < size)
+    assert law.end_ids == (tokenizer.eos_token_id,)
+    assert float(law.probs(torch.zeros(1, size), [History([65], 1)]).sum()) == pytest.approx(1.0)
 
 
 # Seeds

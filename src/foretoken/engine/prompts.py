@@ -66,13 +66,25 @@ class PromptReader:
                 )
         return ids
 
+    def known(self, ids: list[int], what: str) -> list[int]:
+        """Returns the ids of a tokenized text. Raises InvalidRequest where the model does not have them all."""
+        if max(ids, default=0) >= self.vocab_size:
+            raise InvalidRequest(
+                f"{what} has token {max(ids)} of the tokenizer, and the model's vocabulary ends at "
+                f"{self.vocab_size - 1}; leave that token out, or use the tokenizer of this model"
+            )
+        return ids
+
     def _one(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if len(prompt) != 1 or not _PLAIN.issuperset(prompt):
                 raise InvalidRequest(f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
             prompt = next(iter(prompt.values()))
         text = prompt if isinstance(prompt, str) else None
-        ids = list(self.tokenizer(prompt)["input_ids"]) if text is not None else self.checked(list(prompt), "a prompt")
+        if text is None:
+            ids = self.checked(list(prompt), "a prompt")
+        else:
+            ids = self.known(list(self.tokenizer(text)["input_ids"]), "the prompt")
         if text == "" or not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         return text, ids
@@ -82,6 +94,6 @@ class PromptReader:
         if prompt is None:
             return list(self.start)
         if isinstance(prompt, str):
-            return [*self.start, *self.tokenizer.encode(prompt, add_special_tokens=False)]
+            return [*self.start, *self.known(self.tokenizer.encode(prompt, add_special_tokens=False), "the prompt")]
         _, ids = self._one(prompt)
         return ids if ids[0] == self.start[0] else [*self.start, *ids]

@@ -70,7 +70,7 @@ class RequestBuilder:
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
         self._reader = PromptReader(tokenizer, vocab_size, tuple(start))
         self._methods, self._max_length = tuple(methods), max_length
-        self._eos = tuple(eos_ids)
+        self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)
         self._grammars = Grammars(tokenizer, vocab_size)
         self._requests, self._sequences = 0, 0
 
@@ -151,7 +151,8 @@ class RequestBuilder:
 
     def _prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         if isinstance(prediction, str):
-            return tuple(self.tokenizer.encode(prediction, add_special_tokens=False))
+            ids = self.tokenizer.encode(prediction, add_special_tokens=False)
+            return tuple(self._reader.known(ids, "the prediction"))
         return tuple(self._reader.checked(list(prediction or ()), "a prediction"))
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
@@ -162,7 +163,7 @@ class RequestBuilder:
                 raise InvalidRequest(f"bad_words must not be empty or blank, got {shown(word)}")
             for variant in (word.lstrip(), " " + word.lstrip()):
                 found[tuple(self.tokenizer.encode(variant, add_special_tokens=False))] = None
-        return list(found)
+        return [word for word in found if word and max(word) < self._vocab_size]  # others cannot be generated
 
 
 def prompt_logprobs(sequence: Running, tokenizer: Any) -> PromptLogprobs | None:
