@@ -16,6 +16,7 @@ MAX_COUNT = 2**31 - 1  # the compiled kernels count with 32 bits
 MAX_N = 16384  # as in vLLM
 MAX_SPECULATIVE_TOKENS = 4096
 SMALLEST, LARGEST = 1e-6, 1e6  # beyond them float32 has nothing left to compute with
+MAX_SALT = 1024  # characters of a cache_salt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class SamplingParams:
     explain: every piece says what the target and the draft thought of each drafted token; see ``StreamPiece``.
     prediction: a text (or its token ids) that the output is expected to follow in the main, as OpenAI's predicted
     outputs. Methods that read it ("prediction", mixtures with it) draft from it; it never changes what comes out.
+    cache_salt: requests share the prefix cache and what proposers keep of earlier requests only with requests of the
+    same salt, as in vLLM; requests without a salt share among themselves.
     """
 
     n: int = 1
@@ -63,6 +66,7 @@ class SamplingParams:
     speculative_method: str | None = None
     exactness: str | None = None
     prediction: str | Sequence[int] | None = None
+    cache_salt: str | None = None
     explain: bool = False
 
     def __post_init__(self) -> None:
@@ -83,6 +87,10 @@ class SamplingParams:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})")
         if self.exactness is not None and self.exactness not in list(Exactness):
             raise InvalidRequest(f"exactness must be one of {', '.join(Exactness)}, got {shown(self.exactness)}")
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
+            got = f"one of {len(salt)}" if isinstance(salt, str) else shown(salt)
+            raise InvalidRequest(f"cache_salt must be a string of 1 to {MAX_SALT} characters or None, got {got}")
         if any(not s for s in self.stops):
             raise InvalidRequest("stop strings must not be empty")
         if self.structured_outputs is not None:

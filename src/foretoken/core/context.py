@@ -27,6 +27,8 @@ class Context:
     method: who is to draft, of several that are loaded; None leaves it to the engine.
     prediction: the tokens of a text that the client expects to come out, or something like it.
     source: what an encoder-decoder's encoder reads; ``tokens`` are then the decoder's alone.
+    cache_salt: the scope of everything that is kept across requests. Requests share KV blocks and proposers' stores
+    only with requests of the same salt; None is a scope like any other.
     """
 
     id: int
@@ -39,6 +41,7 @@ class Context:
     prediction: tuple[int, ...] = ()
     method: str | None = None
     source: tuple[int, ...] = ()
+    cache_salt: str | None = None
 
     @property
     def generated(self) -> int:

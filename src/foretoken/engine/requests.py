@@ -111,6 +111,7 @@ class RequestBuilder:
                     prediction=prediction,
                     method=params.speculative_method,
                     source=given.source,
+                    cache_salt=params.cache_salt,
                 )
             )
             stoppings.append(self._stopping(given.tokens, params, eos, stop_ids))
