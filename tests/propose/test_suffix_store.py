@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foretoken.propose.occurrences import BREAK
-from foretoken.propose.suffix_store import SuffixStore
+from foretoken.propose.suffix_store import STORE_TOKENS, SuffixStore, SuffixStores
 
 
 def output(number: int, length: int = 40) -> list[int]:
@@ -89,3 +89,39 @@ def test_short_contexts_are_left_out_beside_long_ones():
     store.add([5, 2])
     assert store.occurrences(np.array([5], np.int32), 1).following[:, 0].tolist() == [2, 1]
     assert store.occurrences(np.array([9, 9, 9, 5], np.int32), 1).lengths.tolist() == [4, 1]
+
+
+def test_all_salts_together_keep_within_the_bounds_of_one():
+    stores = SuffixStores(24, max_tokens=20 * STORE_TOKENS, max_requests=30)
+    for number in range(200):
+        stores.add([number, number + 1, number + 2], str(number % 90))
+        assert len(stores) + STORE_TOKENS * stores.scopes <= stores.max_tokens
+        assert stores.requests <= stores.max_requests
+        assert len(stores) == 4 * stores.requests
+    assert stores.scopes > 10
+    found = stores.occurrences(np.array([199], np.int32), 1, cache_salt=str(199 % 90))
+    assert found.following.tolist() == [[200]]
+    assert not len(stores.occurrences(np.array([199], np.int32), 1, cache_salt="another").lengths)
+
+
+def test_the_least_recently_used_salt_loses_its_oldest_outputs_first():
+    stores = SuffixStores(24, max_tokens=1_000_000, max_requests=8)
+    for salt in ("old", "read", "new"):
+        for number in range(3 if salt == "new" else 2):
+            stores.add([1, number + 10], salt)
+    tail = np.array([1], np.int32)
+    stores.occurrences(tail, 1, cache_salt="old")  # used again, so "read" goes first
+    stores.add([1, 20], "new")
+    stores.add([1, 21], "new")
+    left = {salt: stores.occurrences(tail, 1, cache_salt=salt).following.flatten().tolist()
+            for salt in ("old", "read", "new")}  # fmt: skip
+    assert sorted(left["old"]) == [10, 11]
+    assert len(left["read"]) < 2 and sorted(left["new"]) == [10, 11, 12, 20, 21]
+
+
+@pytest.mark.parametrize("tokens, requests", [(0, 10), (10, 0)])
+def test_without_room_no_salt_leaves_anything(tokens, requests):
+    stores = SuffixStores(24, tokens, requests)
+    for number in range(10):
+        stores.add([1, 2, 3], str(number))
+    assert (len(stores), stores.requests, stores.scopes) == (0, 0, 0)

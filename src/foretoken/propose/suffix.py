@@ -12,7 +12,7 @@ from foretoken.core.draft import Draft
 from foretoken.propose.base import Method, Observation, Proposer, Workshop
 from foretoken.propose.continuations import Guess, likeliest
 from foretoken.propose.occurrences import PAD, ContextTexts, Occurrences
-from foretoken.propose.suffix_store import SuffixStore
+from foretoken.propose.suffix_store import SuffixStores
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class SuffixConfig:
     """vLLM's keys with its meanings, and two more.
 
     suffix_decoding_max_tree_depth: longest context that is matched, and longest continuation.
-    suffix_decoding_max_cached_requests: finished outputs that are kept for later requests; 0 keeps none.
+    suffix_decoding_max_cached_requests: finished outputs that are kept for later requests, those of all values of
+    ``cache_salt`` together; 0 keeps none.
     suffix_decoding_max_spec_factor: a match of m tokens is followed for at most this times m (vLLM's default is 1).
     suffix_decoding_min_token_prob: drafted tokens have at least this estimated probability.
     suffix_decoding_max_cached_tokens: the bound on memory, 6 to 8 bytes a token (4 million: 32 MB).
@@ -59,7 +60,8 @@ class Suffix(Proposer):
     """Fixed candidates from the sequence's own text and from a store of finished outputs.
 
     Every output that ends by itself or by its length is stored; aborted ones are not, and the end of the prompt is
-    stored before it, so that the same question finds its old answer from the first token on.
+    stored before it, so that the same question finds its old answer from the first token on. A request finds outputs of
+    its own ``cache_salt`` alone.
     """
 
     name = "suffix"
@@ -68,7 +70,7 @@ class Suffix(Proposer):
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self.config = config = config or SuffixConfig()
-        self.store = SuffixStore(
+        self.store = SuffixStores(
             config.suffix_decoding_max_tree_depth,
             config.suffix_decoding_max_cached_tokens,
             config.suffix_decoding_max_cached_requests,
@@ -82,7 +84,7 @@ class Suffix(Proposer):
         for context, observation in zip(contexts, observations, strict=True):
             if observation.step.finish_reason in ("stop", "length"):
                 start = max(0, context.prompt_length - self.config.suffix_decoding_max_tree_depth)
-                self.store.add(context.tokens[start:])
+                self.store.add(context.tokens[start:], context.cache_salt)
 
     def forget(self, context: Context) -> None:
         self._texts.forget(context)
@@ -94,7 +96,8 @@ class Suffix(Proposer):
         own = text.occurrences(tail, steps)
         least = max(1, int(own.lengths[0]) // 2) if len(own.lengths) else 1
         match = best_match(own, budget, self.config)
-        match = best_match(self.store.occurrences(tail, steps, least=least), budget, self.config, match)
+        earlier = self.store.occurrences(tail, steps, least=least, cache_salt=context.cache_salt)
+        match = best_match(earlier, budget, self.config, match)
         return match.guess.draft()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from foretoken.propose.occurrences import BREAK, LIMIT, GrowingText, Ids, Occurr
 FRESH_TOKENS = 16384  # are searched unsorted, in some 20 us
 SHARE = 4  # a part holds at most this fraction of the bound, so that eviction takes no more at once
 STEP = 4  # a part is merged with the one before it unless that is so many times larger
+STORE_TOKENS = 256  # memory of a store beside its outputs, in tokens of 8 bytes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,13 +43,16 @@ class SuffixStore:
     Readers see one tuple of parts, which is replaced whole.
     """
 
-    def __init__(self, depth: int, max_tokens: int, max_requests: int) -> None:
+    def __init__(
+        self, depth: int, max_tokens: int, max_requests: int, sorter: ThreadPoolExecutor | None = None
+    ) -> None:
+        """sorter: the thread that sorts, where several stores share one."""
         self.depth, self.max_tokens, self.max_requests = depth, max_tokens, max_requests
         self._part_tokens, self._part_requests = max(1, max_tokens // SHARE), max(1, max_requests // SHARE)
         self._fresh_tokens = min(FRESH_TOKENS, self._part_tokens)
         self._parts: tuple[_Part, ...] = ()  # the oldest first
         self._lock = threading.Lock()
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = sorter
         self._sorting: Future[None] | None = None
 
     def __len__(self) -> int:
@@ -91,6 +97,11 @@ class SuffixStore:
         least = max(least, longest // 2)
         return Occurrences.best([text.occurrences(tail, steps, limit, least) for text in texts], limit)
 
+    def drop_oldest(self) -> None:
+        """Drop the oldest part, a quarter of the bound at most."""
+        with self._lock:
+            self._parts = self._parts[1:]
+
     def settle(self) -> None:
         """Wait until everything is sorted."""
         if self._sorting is not None:
@@ -130,3 +141,85 @@ class SuffixStore:
                     break
                 start -= 1
             return tuple(full[start : unsorted + 1])
+
+
+class SuffixStores:
+    """One ``SuffixStore`` for each ``Context.cache_salt``, all of them together within the bounds of one.
+
+    Where they outgrow the bounds, the least recently used store loses its oldest outputs. One thread sorts for all.
+    """
+
+    def __init__(self, depth: int, max_tokens: int, max_requests: int) -> None:
+        sorter = ThreadPoolExecutor(1, "foretoken-suffix-store")
+        self._new = partial(SuffixStore, depth, max_tokens, max_requests, sorter)
+        self.max_tokens, self.max_requests = max_tokens, max_requests
+        self._stores: OrderedDict[str | None, SuffixStore] = OrderedDict()  # the least recently used first
+        self._tokens = self._requests = 0
+
+    def __len__(self) -> int:
+        """Tokens held, with one break for each request."""
+        return self._tokens
+
+    @property
+    def requests(self) -> int:
+        return self._requests
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self._stores.values())
+
+    @property
+    def parts(self) -> int:
+        """Texts of all stores."""
+        return sum(store.parts for store in self._stores.values())
+
+    @property
+    def scopes(self) -> int:
+        """Stores that hold outputs."""
+        return len(self._stores)
+
+    def add(self, tokens: Sequence[int], cache_salt: str | None = None) -> None:
+        """See ``SuffixStore.add``."""
+        store = self._stores.pop(cache_salt, None)
+        if store is None:
+            store = self._new()
+        before = len(store), store.requests
+        store.add(tokens)
+        self._count(store, *before)
+        if store.requests:
+            self._stores[cache_salt] = store
+        while len(self._stores) > 1 and self._outgrown:
+            self._shrink()
+
+    def occurrences(
+        self, tail: Ids, steps: int, limit: int = LIMIT, least: int = 1, cache_salt: str | None = None
+    ) -> Occurrences:
+        """See ``SuffixStore.occurrences``; in the outputs of that salt alone."""
+        store = self._stores.get(cache_salt)
+        if store is None:
+            return Occurrences.none()
+        self._stores.move_to_end(cache_salt)
+        return store.occurrences(tail, steps, limit, least)
+
+    def settle(self) -> None:
+        """Wait until everything is sorted."""
+        for store in self._stores.values():
+            store.settle()
+
+    @property
+    def _outgrown(self) -> bool:
+        tokens = self._tokens + STORE_TOKENS * len(self._stores)
+        return tokens > self.max_tokens or self._requests > self.max_requests
+
+    def _shrink(self) -> None:
+        cache_salt, store = next(iter(self._stores.items()))
+        before = len(store), store.requests
+        store.drop_oldest()
+        self._count(store, *before)
+        if not store.requests:
+            del self._stores[cache_salt]
+
+    def _count(self, store: SuffixStore, tokens: int, requests: int) -> None:
+        """Note the size of ``store``, which was ``tokens`` and ``requests``."""
+        self._tokens += len(store) - tokens
+        self._requests += store.requests - requests

@@ -40,6 +40,7 @@ class Opening:
     exactness: str
     prediction: tuple[int, ...] = ()
     source: tuple[int, ...] = ()
+    cache_salt: str | None = None
 
     @staticmethod
     def of(serial: int, context: Context) -> Opening | None:
@@ -50,7 +51,7 @@ class Opening:
         del law["grammar"]
         return Opening(
             serial, tuple(context.tokens), context.prompt_length, law, context.streams.seed, str(context.exactness),
-            context.prediction, context.source,
+            context.prediction, context.source, context.cache_salt,
         )  # fmt: skip
 
     def context(self) -> Context:
@@ -59,6 +60,7 @@ class Opening:
         return Context(
             self.serial, list(self.tokens), self.prompt_length, SamplingLaw(**law), Streams(self.seed),
             Exactness(self.exactness), prediction=tuple(self.prediction), source=tuple(self.source),
+            cache_salt=self.cache_salt,
         )  # fmt: skip
 
 
