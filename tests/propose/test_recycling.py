@@ -59,7 +59,7 @@ def test_the_draft_is_the_best_tree_of_the_table() -> None:
     for token, row in {1: (2, 3), 2: (4, 5), 3: (6, 7), 4: (8, 9)}.items():
         proposer.table[token] = row
     for _ in range(4000):
-        proposer.ranks[False].add(0)
+        proposer.successors(None).ranks[False].add(0)
     draft = proposer.propose([context([1])], [4])[0]
     assert isinstance(draft.law, PointMass)
     assert draft.ids[:2] == (2, 4)
@@ -137,3 +137,15 @@ def test_it_pays_on_the_bundled_target() -> None:
     tree, chain = length(), length(top_k=1)
     assert tree > 1.4
     assert tree > chain
+
+
+def test_tables_of_many_salts_keep_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.propose.recycling._TABLES_BYTES", 3 * 4 * VOCAB * 8)
+    proposer = Recycling(VOCAB, table=np.full((VOCAB, 1), 5, np.int32))
+    for number in range(20):
+        salt = str(number % 5)
+        c = Context(number, [1, 2], 2, SamplingLaw(), Streams(0), cache_salt=salt)
+        assert proposer.propose([c], [2])[0].ids[0] == 5  # every salt starts from the saved table
+        proposer.successors(salt).table[1, 0] = 7
+        assert proposer.successors.cache_info().currsize <= 3
+    assert proposer.table[1, 0] == 5

@@ -1,7 +1,7 @@
 """Token recycling (2408.08696): what the target thought likely after a token is guessed again after the same token.
 
-Every row that the target scores names the likeliest successors of its token. They stay in one table [V, top_k] for all
-requests, and a draft is a tree read out of it: 2 MB for 65,536 tokens, and no model.
+Every row that the target scores names the likeliest successors of its token. They stay in a table [V, top_k] for all
+requests of one ``cache_salt``, and a draft is a tree read out of it: 2 MB for 65,536 tokens, and no model.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count, pairwise
 from pathlib import Path
@@ -31,6 +32,7 @@ _NONE = -1  # no successor known
 _TENSOR = "successors"  # its name in a saved table
 _FOLD = 32  # rows of a large vocabulary are folded into so many before their tops are sought
 _LARGE = 1 << 14
+_TABLES_BYTES = 1 << 28  # of all tables together
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,99 +80,32 @@ class Ranks:
         return self._order
 
 
-class Recycling(Proposer):
-    """Fixed candidates, verified by the walk: the nodes whose ranks most often came true, parents before children.
+@dataclass(eq=False, slots=True)
+class Successors:
+    """What the requests of one ``cache_salt`` taught.
 
-    A node's weight is the product of its ranks' rates down from the root; the ``budget`` heaviest are drafted, which
-    is the best tree for these rates (E[accepted] is the sum of its weights). Rates are learned from all requests,
-    apart for greedy and for drawn ones.
+    table: int32 [V, top_k], successors of each token, the likeliest first. ranks: of greedy and of drawn requests.
     """
 
-    name = "recycling"
-    costless = True
-    learns = True
-    needs = Needs(rounds=True)
+    table: NDArray[np.int32]
+    ranks: dict[bool, Ranks]
 
-    def __init__(
-        self, vocab_size: int, config: RecyclingConfig | None = None, table: NDArray[np.int32] | None = None
-    ) -> None:
-        self.config = config or RecyclingConfig()
-        self.table = np.full((vocab_size, self.config.top_k), _NONE, dtype=np.int32)  # [V, top_k], likeliest first
-        if table is not None:
-            width = min(self.config.top_k, table.shape[1])
-            self.table[:, :width] = table[:, :width]
-        self.ranks = {greedy: Ranks(self.config.top_k) for greedy in (True, False)}
-        self._seen: set[int] = set()
+    @staticmethod
+    def new(vocab_size: int, top_k: int, start: NDArray[np.int32] | None) -> Successors:
+        """Returns the successors that ``start`` [V, k] names, or none."""
+        table = np.full((vocab_size, top_k), _NONE, dtype=np.int32)
+        if start is not None:
+            width = min(top_k, start.shape[1])
+            table[:, :width] = start[:, :width]
+        return Successors(table, {greedy: Ranks(top_k) for greedy in (True, False)})
 
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
-
-    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        found = torch.cat([top(o.scores.logits, self.config.top_k) for o in observations]).tolist()  # [rows, k]
-        for context, observation in zip(contexts, observations, strict=True):
-            rows = len(observation.step.draft) + 1
-            self._learn(context, observation.step, found[:rows])
-            del found[:rows]
-
-    def forget(self, context: Context) -> None:
-        self._seen.discard(context.id)
-
-    def save(self, path: Path) -> None:
-        """Write the table as safetensors; "model" in the configuration starts from it. Raises WriteError."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            save_file({_TENSOR: self.table}, partial)
-            os.replace(partial, path)
-        except (OSError, SafetensorError) as error:
-            raise WriteError(f"cannot write {path}: {error}; free some space or choose another folder") from error
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def _draft(self, context: Context, budget: int) -> Draft:
-        if context.id not in self._seen:
-            self._seen.add(context.id)
-            self._read([*context.source, *context.tokens])
-        tokens, parents, weights = self._tree(context.tokens[-1], budget, self.ranks[context.law.greedy].order)
-        if not tokens:
-            return Draft.empty()
-        return Draft(torch.tensor(tokens), tuple(parents), scores=torch.tensor(weights).log())
-
-    def _tree(
-        self, root: int, budget: int, rates: Sequence[tuple[int, float]]
-    ) -> tuple[list[int], list[int], list[float]]:
-        """Best first: each node that is taken brings its next sibling and its first child into question."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        weights: list[float] = []
-        serial = count()  # equal weights: the older question first
-        heap: list[tuple[float, int, int, int, list[int], int, float]] = []
-
-        def ask(parent: int, depth: int, row: list[int], place: int, base: float) -> None:
-            for at in range(place, len(rates)):
-                rank, rate = rates[at]
-                if row[rank] != _NONE:
-                    heappush(heap, (-base * rate, next(serial), parent, depth, row, at, base))
-                    return
-
-        ask(-1, 1, self.table[root].tolist(), 0, 1.0)
-        while heap and len(tokens) < budget:
-            negative, _, parent, depth, row, place, base = heappop(heap)
-            token = row[rates[place][0]]
-            tokens.append(token)
-            parents.append(parent)
-            weights.append(-negative)
-            ask(parent, depth, row, place + 1, base)
-            if depth < self.config.num_steps:
-                ask(len(tokens) - 1, depth + 1, self.table[token].tolist(), 0, -negative)
-        return tokens, parents, weights
-
-    def _read(self, prompt: Sequence[int]) -> None:
+    def read(self, prompt: Sequence[int]) -> None:
         """A prompt's own successions, for tokens of which nothing is known yet: its rows have no logits."""
         text = np.asarray(prompt)
         unknown = self.table[text[:-1], 0] == _NONE
         self.table[text[:-1][unknown], 0] = text[1:][unknown]
 
-    def _learn(self, context: Context, step: Step, rows: Sequence[list[int]]) -> None:
+    def learn(self, context: Context, step: Step, rows: Sequence[list[int]]) -> None:
         """The rates, then the rows. rows: the likeliest tokens at the root and at every node of the draft.
 
         A row of the emitted text replaces what was known, with the token that was emitted in front. One of a rejected
@@ -189,8 +124,102 @@ class Recycling(Proposer):
                 self._write(token, row)
 
     def _write(self, token: int, row: Sequence[int]) -> None:
-        width = min(len(row), self.config.top_k)
+        width = min(len(row), self.table.shape[1])
         self.table[token, :width] = row[:width]
+
+
+class Recycling(Proposer):
+    """Fixed candidates, verified by the walk: the nodes whose ranks most often came true, parents before children.
+
+    A node's weight is the product of its ranks' rates down from the root; the ``budget`` heaviest are drafted, which
+    is the best tree for these rates (E[accepted] is the sum of its weights). Successors and rates are learned from the
+    requests of the same ``cache_salt``, rates apart for greedy and for drawn ones. Each salt has a table; the least
+    recently used tables are dropped where all of them would take more than 256 MiB.
+    """
+
+    name = "recycling"
+    costless = True
+    learns = True
+    needs = Needs(rounds=True)
+
+    def __init__(
+        self, vocab_size: int, config: RecyclingConfig | None = None, table: NDArray[np.int32] | None = None
+    ) -> None:
+        """table: what every ``cache_salt`` starts from."""
+        self.config = config or RecyclingConfig()
+        top_k = self.config.top_k
+        max_tables = max(1, _TABLES_BYTES // (4 * vocab_size * top_k))
+        self.successors = lru_cache(max_tables)(lambda cache_salt: Successors.new(vocab_size, top_k, table))
+        self._seen: set[int] = set()
+
+    @property
+    def table(self) -> NDArray[np.int32]:
+        """The table of requests without a ``cache_salt``."""
+        return self.successors(None).table
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
+
+    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
+        found = torch.cat([top(o.scores.logits, self.config.top_k) for o in observations]).tolist()  # [rows, k]
+        for context, observation in zip(contexts, observations, strict=True):
+            rows = len(observation.step.draft) + 1
+            self.successors(context.cache_salt).learn(context, observation.step, found[:rows])
+            del found[:rows]
+
+    def forget(self, context: Context) -> None:
+        self._seen.discard(context.id)
+
+    def save(self, path: Path) -> None:
+        """Write ``table`` as safetensors; "model" in the configuration starts from it. Raises WriteError."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            save_file({_TENSOR: self.table}, partial)
+            os.replace(partial, path)
+        except (OSError, SafetensorError) as error:
+            raise WriteError(f"cannot write {path}: {error}; free some space or choose another folder") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _draft(self, context: Context, budget: int) -> Draft:
+        successors = self.successors(context.cache_salt)
+        if context.id not in self._seen:
+            self._seen.add(context.id)
+            successors.read([*context.source, *context.tokens])
+        rates = successors.ranks[context.law.greedy].order
+        tokens, parents, weights = self._tree(successors.table, context.tokens[-1], budget, rates)
+        if not tokens:
+            return Draft.empty()
+        return Draft(torch.tensor(tokens), tuple(parents), scores=torch.tensor(weights).log())
+
+    def _tree(
+        self, table: NDArray[np.int32], root: int, budget: int, rates: Sequence[tuple[int, float]]
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Best first: each node that is taken brings its next sibling and its first child into question."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        weights: list[float] = []
+        serial = count()  # equal weights: the older question first
+        heap: list[tuple[float, int, int, int, list[int], int, float]] = []
+
+        def ask(parent: int, depth: int, row: list[int], place: int, base: float) -> None:
+            for at in range(place, len(rates)):
+                rank, rate = rates[at]
+                if row[rank] != _NONE:
+                    heappush(heap, (-base * rate, next(serial), parent, depth, row, at, base))
+                    return
+
+        ask(-1, 1, table[root].tolist(), 0, 1.0)
+        while heap and len(tokens) < budget:
+            negative, _, parent, depth, row, place, base = heappop(heap)
+            token = row[rates[place][0]]
+            tokens.append(token)
+            parents.append(parent)
+            weights.append(-negative)
+            ask(parent, depth, row, place + 1, base)
+            if depth < self.config.num_steps:
+                ask(len(tokens) - 1, depth + 1, table[token].tolist(), 0, -negative)
+        return tokens, parents, weights
 
 
 def top(logits: Tensor, k: int) -> Tensor:

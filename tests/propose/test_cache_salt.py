@@ -1,0 +1,113 @@
+"""What one request taught a proposer shows in the drafts of requests with the same ``cache_salt``, and in no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import Step, Timings
+from foretoken.core.streams import Streams
+from foretoken.core.verdict import Verdict
+from foretoken.models.base import Scores
+from foretoken.propose.ahead import Drafter
+from foretoken.propose.base import Observation, Proposer
+from foretoken.propose.links import Line, Threaded
+from foretoken.propose.lookup import Lookup
+from foretoken.propose.mixture import Member, Mixture
+from foretoken.propose.prediction import Prediction
+from foretoken.propose.recycling import Recycling, RecyclingConfig
+from foretoken.propose.remote import Remote
+from foretoken.propose.selection import Selection
+from foretoken.propose.suffix import Suffix
+from foretoken.propose.tolerant import Tolerant
+
+VOCAB, BUDGET = 100, 12
+PROMPT = [1, 2, 3, 4, 5, 6]
+SECRET = list(range(40, 60))
+PLAIN = [7, 8, 9, 10, 11, 12, 7, 8, 9]
+
+
+def mixture() -> Mixture:
+    members = [Suffix(), Recycling(VOCAB), Prediction(), Lookup()]
+    return Mixture([Member(member.name, member, free=True) for member in members])
+
+
+def remote() -> Remote:
+    def work(line: Line) -> None:
+        Drafter(Suffix(), line).run()
+
+    return Remote(Threaded(work))
+
+
+LEARNING: dict[str, Callable[[], Proposer]] = {
+    "suffix": Suffix,
+    "recycling": lambda: Recycling(VOCAB, RecyclingConfig(top_k=3)),
+    "mixture": mixture,
+    "several methods, and a failing one": lambda: Tolerant(Selection({"suffix": Suffix(), "none": Proposer()})),
+    "remote": remote,
+}
+
+
+def request(identifier: int, cache_salt: str | None, prompt: Sequence[int] = PROMPT) -> Context:
+    law = SamplingLaw(temperature=0.0)
+    return Context(identifier, list(prompt), len(prompt), law, Streams(0), cache_salt=cache_salt)
+
+
+def emit(proposer: Proposer, context: Context, text: Sequence[int]) -> list[Draft]:
+    """Let a target write ``text``, one token a round, whose rows rank the next ids likeliest. -> what was drafted"""
+    drafts = []
+    for place, token in enumerate(text):
+        (draft,) = proposer.propose([context], [BUDGET])
+        drafts.append(draft)
+        logits = torch.zeros(len(draft) + 1, VOCAB)
+        logits[:, 90:] = 0.5  # ids of no text here
+        logits[:, [token, *text[place + 1 : place + 3]]] = 1.0
+        position = context.generated
+        context.tokens.append(token)
+        reason = "length" if place == len(text) - 1 else None
+        step = Step(context.id, position, draft, Verdict((), token), (token,), Timings(0, 0.01, 0, 0, 1), reason)
+        proposer.observe([context], [Observation(step, Scores(logits))])
+    proposer.forget(context)
+    return drafts
+
+
+def drafted(drafts: Sequence[Draft]) -> set[int]:
+    return {token for draft in drafts for token in draft.ids}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("theirs, ours", [("a", "b"), ("a", None), (None, "b")])
+def test_a_secret_text_is_never_drafted_in_another_scope(name: str, theirs: str | None, ours: str | None) -> None:
+    proposer = LEARNING[name]()
+    emit(proposer, request(1, theirs), SECRET)
+    same = drafted(emit(proposer, request(2, theirs), [*SECRET[:4], *PLAIN]))
+    assert same & set(SECRET[4:]), "the control: requests of one scope do learn from each other"
+    other = drafted(emit(proposer, request(3, ours), PLAIN))
+    begun = drafted(emit(proposer, request(4, ours, [*PROMPT, *SECRET[:4]]), PLAIN))
+    assert not other & set(SECRET)
+    assert not begun & set(SECRET[4:]), "a client that guesses the beginning of a secret text learns nothing of its end"
+
+
+@pytest.mark.parametrize("name", ["suffix", "recycling"])
+def test_drafts_are_those_of_a_proposer_that_never_saw_the_other_scope(name: str) -> None:
+    alone, shared = LEARNING[name](), LEARNING[name]()
+    victim = request(1, "a")
+    for number in range(2, 6):
+        emit(shared, request(10 + number, "a"), SECRET)
+        before = emit(shared, victim, SECRET[number : number + 2])  # another scope's request is still running
+        assert len(before) == 2
+        one, other = (emit(each, request(number, "b"), [*PLAIN, *PROMPT]) for each in (alone, shared))
+        assert [(d.ids, d.parents) for d in one] == [(d.ids, d.parents) for d in other]
+
+
+def test_one_batch_may_mix_scopes() -> None:
+    proposer = Suffix()
+    emit(proposer, request(1, "a"), SECRET)
+    contexts = [request(2, "a"), request(3, "b"), request(4, None)]
+    drafts = proposer.propose(contexts, [4, 4, 4])
+    assert [d.ids for d in drafts] == [tuple(SECRET[:4]), (), ()]
