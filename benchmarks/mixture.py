@@ -134,8 +134,8 @@ class Dictation(Model):
             if written + depth < len(self.wanted):
                 logits[row, self.wanted[written + depth]] = logits[row].max() + 1.0
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
-        return self._model.open(prompt, source)
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+        return self._model.open(prompt, source, cache_salt)
 
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
         self._model.commit(handles, tokens)

@@ -67,6 +67,35 @@ def test_a_prompt_finds_what_an_earlier_one_began_with():
     assert holds(pages, 0, tokens)
 
 
+def test_prompts_of_another_salt_share_no_page():
+    pages = Pages(Memory().allocate, BYTES)
+    pages.keep(100 * BYTES)
+    tokens = text(1, 2)
+    for slot, salt in enumerate(("a", "b", None)):
+        assert pages.acquire([*tokens, 0], salt) == (slot, 0)
+        filled(pages, slot, tokens, 0)
+        pages.publish(slot, tokens, len(tokens))
+    assert len({address(pages, slot, at) for slot in range(3) for at in range(2)}) == 6
+    pages.check()
+    for slot in range(3):
+        pages.release(slot)
+    for slot, salt in enumerate((None, "b", "a", "")):
+        assert pages.acquire([*tokens, 0], salt) == (slot, 2 * PAGE if salt != "" else 0)
+    pages.check()
+
+
+def test_a_slot_takes_the_salt_of_its_next_sequence():
+    pages = Pages(Memory().allocate, BYTES)
+    pages.keep(100 * BYTES)
+    tokens = text(1, 2)
+    for salt in ("a", None):
+        assert pages.acquire([*tokens, 0], salt) == (0, 0)
+        filled(pages, 0, tokens, 0)
+        pages.publish(0, tokens, len(tokens))
+        pages.release(0)
+    assert [pages.acquire([*tokens, 0], salt)[1] for salt in ("a", None, "b")] == [2 * PAGE, 2 * PAGE, 0]
+
+
 def test_without_a_bound_nothing_is_kept():
     pages = Pages(Memory().allocate, BYTES)
     tokens = text(1, 2)

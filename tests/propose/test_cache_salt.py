@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +14,24 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import Step, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
-from foretoken.models.base import Scores
+from foretoken.models.base import Handle, Scores
+from foretoken.models.heads.eagle_net import HeadHandle
+from foretoken.models.toy import ToyModel
 from foretoken.propose.ahead import Drafter
 from foretoken.propose.base import Observation, Proposer
+from foretoken.propose.draft_model import DraftModel
+from foretoken.propose.eagle import Eagle
 from foretoken.propose.links import Line, Threaded
 from foretoken.propose.lookup import Lookup
 from foretoken.propose.mixture import Member, Mixture
+from foretoken.propose.pieces import Pieces
 from foretoken.propose.prediction import Prediction
 from foretoken.propose.recycling import Recycling, RecyclingConfig
 from foretoken.propose.remote import Remote
 from foretoken.propose.selection import Selection
 from foretoken.propose.suffix import Suffix
 from foretoken.propose.tolerant import Tolerant
+from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 
 VOCAB, BUDGET = 100, 12
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -111,3 +118,37 @@ def test_one_batch_may_mix_scopes() -> None:
     contexts = [request(2, "a"), request(3, "b"), request(4, None)]
     drafts = proposer.propose(contexts, [4, 4, 4])
     assert [d.ids for d in drafts] == [tuple(SECRET[:4]), (), ()]
+
+
+class Opened(ToyModel):
+    """Remembers the salts of the sequences that it opened."""
+
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+        self.salts = [*getattr(self, "salts", []), cache_salt]
+        return super().open(prompt, source)
+
+
+def test_a_drafts_own_cache_is_opened_with_the_salt(tokenizer: Any) -> None:
+    pieces, contexts = Pieces(tokenizer), [request(1, "a", [50, 60, 70]), request(2, None, [50, 60, 70])]
+    for algorithm in (None, "tli", "slem"):
+        model = Opened(len(tokenizer), order=1, seed=1)
+        proposer: Proposer = DraftModel(model)
+        if algorithm is not None:
+            config = VocabularyConfig(algorithm=algorithm)
+            proposer = Vocabulary(model, pieces, pieces, len(tokenizer), config)
+        proposer.propose(contexts, [3, 3])
+        assert model.salts == ["a", None]
+
+
+def test_a_heads_own_cache_is_opened_with_the_salt() -> None:
+    opened = []
+
+    class Net:
+        joined, max_length = True, 512
+
+        def open(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> HeadHandle:
+            opened.append(cache_salt)
+            return HeadHandle(0, [])
+
+    Eagle(Net(), (1,)).join(request(1, "a"))  # type: ignore[arg-type]
+    assert opened == ["a"]

@@ -132,18 +132,17 @@ class Scheduler:
 
     def _open(self, sequence: Sequence) -> Sequence:
         """Give it a place, and as much of its text as everybody has computed already, with one token more."""
-        tokens = sequence.context.tokens
+        context, tokens = sequence.context, sequence.context.tokens
         if sequence.reads_aloud:
             sequence.of_prompt.clear()
-        handle = sequence.handle = self.target.open(
-            tokens[:1] if sequence.reads_aloud else tokens, sequence.context.source
-        )
-        handle.truncate(min(handle.cached, self._join(sequence.context)) + 1)
+        begun = tokens[:1] if sequence.reads_aloud else tokens
+        handle = sequence.handle = self.target.open(begun, context.source, context.cache_salt)
+        handle.truncate(min(handle.cached, self._join(context)) + 1)
         if not sequence.counts.rounds:
             sequence.counts.started, sequence.counts.cached = monotonic(), handle.cached
         self._hits += handle.cached
         self._queries += len(tokens)
-        self.running[sequence.context.id] = sequence
+        self.running[context.id] = sequence
         return sequence
 
     # room

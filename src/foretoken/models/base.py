@@ -120,10 +120,11 @@ class Model(ABC):
         return 0
 
     @abstractmethod
-    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
         """Give a sequence a place; nothing is computed yet. ``prompt`` has at least one token.
 
         source: what the encoder is to read, of a model that has one. Raises InvalidRequest where it does not fit.
+        cache_salt: cached rows are shared only between sequences of the same salt.
         """
 
     @abstractmethod
@@ -147,7 +148,8 @@ class Model(ABC):
 
     def keep(self, limit: int) -> bool:
         """Hold at most ``limit`` bytes of keys and values, and within them those of closed sequences, so that a prompt
-        that begins as one of them finds its first rows computed. -> whether this model can; if not, nothing changes
+        that begins as one of the same ``cache_salt`` finds its first rows computed. -> whether this model can; if not,
+        nothing changes
         """
         return False
 

@@ -71,10 +71,10 @@ class Decoder(Model):
 
     # the contract
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
-        slot, known = self.runner.acquire(prompt)
+        slot, known = self.runner.acquire(prompt, cache_salt)
         handle = Handle(slot, list(prompt), known)
         if source:
             try:

@@ -77,7 +77,7 @@ class HFModel(Model):
 
     # the contract
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
         if source:
             raise InvalidRequest(NO_ENCODER)
         if not prompt:

@@ -13,7 +13,8 @@ from foretoken.models.base import Handle, Model, Scores
 
 
 class Resumable(Model):
-    """``inner``; sequences that are closed inside ``aside`` wait, and a text that begins like one finds its rows.
+    """``inner``; sequences that are closed inside ``aside`` wait, and a text of the same source and ``cache_salt`` that
+    begins like one finds its rows.
 
     So whoever drafted behind a text that did not come may forget the sequence and begin again: only the rows that
     differ are computed, and rows are the same whatever pass computes them.
@@ -28,7 +29,8 @@ class Resumable(Model):
         self.device, self.dtype = inner.device, inner.dtype
         self.rows_independent, self.cuts_freely = inner.rows_independent, inner.cuts_freely
         self.source_length = inner.source_length
-        self._sources: dict[int, tuple[int, ...]] = {}  # by slot, of those that are open and those that wait
+        # by slot, of those that are open and those that wait: the source and the cache_salt
+        self._scopes: dict[int, tuple[tuple[int, ...], str | None]] = {}
         self._waiting: list[tuple[int, Handle]] = []
         self._key: int | None = None
 
@@ -48,12 +50,13 @@ class Resumable(Model):
         for handle in gone:
             self.close(handle)
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
-        like = [(_shared(h.tokens, prompt), i) for i, (_, h) in enumerate(self._waiting) if self._reads(h, source)]
-        shared, place = max(like, default=(0, 0))
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+        scope = tuple(source), cache_salt
+        waiting = [(i, h) for i, (_, h) in enumerate(self._waiting) if self._scopes[h.slot] == scope]
+        shared, place = max(((_shared(h.tokens, prompt), i) for i, h in waiting), default=(0, 0))
         if not shared:
-            handle = self.inner.open(prompt, source) if source else self.inner.open(prompt)
-            self._sources[handle.slot] = tuple(source)
+            handle = self.inner.open(prompt, source, cache_salt)
+            self._scopes[handle.slot] = scope
             return handle
         _, handle = self._waiting.pop(place)
         handle.truncate(shared)
@@ -65,7 +68,7 @@ class Resumable(Model):
         if handle.slot < 0 or any(handle is other for _, other in self._waiting):
             return
         if self._key is None:
-            del self._sources[handle.slot]
+            del self._scopes[handle.slot]
             self.inner.close(handle)
         else:
             self._waiting.append((self._key, handle))
@@ -92,9 +95,6 @@ class Resumable(Model):
 
     def unembed(self, hidden: Tensor) -> Tensor:
         return self.inner.unembed(hidden)
-
-    def _reads(self, handle: Handle, source: Sequence[int]) -> bool:
-        return self._sources[handle.slot] == tuple(source)
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

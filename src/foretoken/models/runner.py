@@ -51,14 +51,17 @@ class Runner(Protocol):
     def row_bytes(self) -> int:
         """Bytes that one token's keys and values take."""
 
-    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
-        """A free slot, the lowest one. -> it, and how many rows of a prompt of ``tokens`` it holds already"""
+    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+        """A free slot, the lowest one. -> it, and how many rows of a prompt of ``tokens`` it holds already
+
+        cache_salt: rows are shared only between prompts of the same salt.
+        """
 
     def attach(self, slot: int, source: Sequence[int]) -> None:
         """What an encoder is to read for the slot, before its first pass. Raises InvalidRequest without an encoder."""
 
     def release(self, slot: int) -> None:
-        """Give a slot back; its rows are seen again only by those whose prompts begin alike."""
+        """Give a slot back; its rows are seen again only by prompts of the same salt that begin alike."""
 
     def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
         """The slot's first ``rows`` rows hold the first of ``tokens`` for good, so that others may share them."""

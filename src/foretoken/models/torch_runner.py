@@ -103,7 +103,7 @@ class TorchRunner(DecoderOnly):
     def row_bytes(self) -> int:
         return self._cache.row_bytes
 
-    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
+    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
         return self._cache.acquire(), 0
 
     def release(self, slot: int) -> None:

@@ -148,7 +148,8 @@ class DraftModel(Proposer):
         """The sequence's place; a long text is read a piece a round, and nothing is drafted before its end."""
         handle = self._handles.get(context.id)
         if handle is None:
-            handle = self._handles[context.id] = self.model.open(context.tokens, context.source)
+            handle = self.model.open(context.tokens, context.source, context.cache_salt)
+            self._handles[context.id] = handle
             handle.truncate(handle.cached + PIECE)
         elif not handle.pending:
             start = len(handle.tokens)

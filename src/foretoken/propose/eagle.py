@@ -74,7 +74,7 @@ class Eagle(Proposer):
         self.forget(context)
         if len(context.tokens) > self.net.max_length:
             return len(context.tokens)  # nobody will draft for it
-        handle = self._handles[context.id] = self.net.open(context.tokens)
+        handle = self._handles[context.id] = self.net.open(context.tokens, context.cache_salt)
         self._known[context.id] = handle.cached
         return handle.cached
 

@@ -47,10 +47,12 @@ class VocabularyConfig(DraftModelConfig):
 class Reader:
     """One context as the draft reads it: its script and the draft's handle, which hold the same ids between rounds."""
 
-    def __init__(self, model: Model, target: Pieces, draft: Pieces, tokens: Sequence[int]) -> None:
-        self.model = model
+    def __init__(
+        self, model: Model, target: Pieces, draft: Pieces, tokens: Sequence[int], cache_salt: str | None = None
+    ) -> None:
+        self.model, self._cache_salt = model, cache_salt
         self.script = Script(target, draft, tokens)
-        self.handle = model.open(self.script.ids)
+        self.handle = self._open()
         self.fit(0)
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -75,7 +77,10 @@ class Reader:
 
     def _reopen(self) -> None:
         self.model.close(self.handle)
-        self.handle = self.model.open(self.script.ids)
+        self.handle = self._open()
+
+    def _open(self) -> Handle:
+        return self.model.open(self.script.ids, cache_salt=self._cache_salt)
 
 
 class Retokenised(Proposer):
@@ -119,7 +124,8 @@ class Retokenised(Proposer):
 
     def _reader(self, context: Context) -> Reader:
         if context.id not in self._readers:
-            self._readers[context.id] = Reader(self.model, self.target, self.draft, context.tokens)
+            reader = Reader(self.model, self.target, self.draft, context.tokens, context.cache_salt)
+            self._readers[context.id] = reader
         return self._readers[context.id]
 
     def _cut(self, context: Context, ids: Sequence[int]) -> list[int]:
@@ -167,9 +173,9 @@ class Translated(Model):
         self._readers: dict[int, Reader] = {}
         self._opened = 0
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
         self._opened += 1
-        self._readers[self._opened] = Reader(self.model, self.target, self.draft, prompt)
+        self._readers[self._opened] = Reader(self.model, self.target, self.draft, prompt, cache_salt)
         return Handle(self._opened, list(prompt))
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:

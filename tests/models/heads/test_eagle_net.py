@@ -188,4 +188,5 @@ def test_rows_that_an_earlier_sequence_left_serve_one_that_begins_alike(tmp_path
     # Row 127 is made of token 128, row 0 of token 0: a text that has another there finds less, or nothing.
     assert net.open([*tokens[:128], 7, *tokens[129:]]).cached == 64
     assert net.open([9, *tokens[1:]]).cached == 0
+    assert net.open(tokens[:149], "another salt").cached == 0
     assert net.open(tokens[:1]).cached == 0 and net.open(tokens[:64]).cached == 0 and net.open(tokens[:66]).cached == 64

@@ -112,9 +112,12 @@ class EagleNet:
 
     # sequences
 
-    def open(self, tokens: Sequence[int] = ()) -> HeadHandle:
-        """A sequence that has in place what earlier ones left of the first rows of the target's ``tokens``."""
-        slot, known = self._runner.acquire([*self._names(tokens), _NEXT])
+    def open(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> HeadHandle:
+        """A sequence that has in place what earlier ones left of the first rows of the target's ``tokens``.
+
+        cache_salt: only what sequences of the same salt left.
+        """
+        slot, known = self._runner.acquire([*self._names(tokens), _NEXT], cache_salt)
         return HeadHandle(slot, list(tokens[1 : known + 1]), known, root=tokens[0] if tokens else None)
 
     @property

@@ -17,7 +17,8 @@ from itertools import count
 
 from foretoken.models.native.bindings import PAGE
 
-Key = tuple[int, tuple[int, ...]]  # the page before it, and its own tokens: what is in a page, and all that it read
+# What is in a page, and all that it read: the page before it (the cache_salt before the first), and its own tokens.
+Key = tuple[int | str | None, tuple[int, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -32,11 +33,12 @@ class Page:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """known: its first pages that others may share."""
+    """known: its first pages that others of the same ``cache_salt`` may share."""
 
     pages: list[Page] = field(default_factory=list)
     addresses: array[int] = field(default_factory=lambda: array("Q"))
     known: int = 0
+    cache_salt: str | None = None
 
 
 class Pages:
@@ -57,14 +59,18 @@ class Pages:
         """Hold at most ``limit`` bytes from now on, pages for later prompts among them, unless slots need more."""
         self.limit = limit
 
-    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
-        """The lowest free slot. -> it, and how many rows of ``tokens`` it has already, fewer than there are tokens"""
+    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+        """The lowest free slot. -> it, and how many rows of ``tokens`` it has already, fewer than there are tokens
+
+        cache_salt: only pages of the same salt are found.
+        """
         if not self._free_slots:
             self._free_slots.append(len(self._slots))
             self._slots.append(Slot())
         number = heapq.heappop(self._free_slots)
         slot = self._slots[number]
-        before = 0
+        slot.cache_salt = cache_salt
+        before: int | str | None = cache_salt
         while self.limit is not None and (len(slot.pages) + 1) * PAGE < len(tokens):
             start = len(slot.pages) * PAGE
             page = self._known.get((before, tuple(tokens[start : start + PAGE])))
@@ -91,7 +97,7 @@ class Pages:
             return
         while (slot.known + 1) * PAGE <= rows:
             at = slot.known
-            before = slot.pages[at - 1].serial if at else 0
+            before = slot.pages[at - 1].serial if at else slot.cache_salt
             key = before, tuple(tokens[at * PAGE : (at + 1) * PAGE])
             page, twin = slot.pages[at], self._known.get(key)
             if twin is None:

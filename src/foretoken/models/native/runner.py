@@ -72,8 +72,8 @@ class NativeRunner(DecoderOnly):
 
     # the seam
 
-    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
-        return self._pages.acquire(tokens)
+    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+        return self._pages.acquire(tokens, cache_salt)
 
     def release(self, slot: int) -> None:
         self._pages.release(slot)

@@ -82,7 +82,7 @@ class Seq2SeqRunner:
     def row_bytes(self) -> int:
         return self._cache.row_bytes
 
-    def acquire(self, tokens: Sequence[int] = ()) -> tuple[int, int]:
+    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
         slot, beside = self._cache.acquire(), self._sources.acquire()
         assert slot == beside
         return slot, 0
