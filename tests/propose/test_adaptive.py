@@ -39,6 +39,18 @@ def test_the_draft_learns(taught: LLM) -> None:
     assert history[-1].after > history[0].before + 0.02
 
 
+def test_requests_with_a_salt_teach_nothing(tiny_pair: Any) -> None:
+    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", adapt=FAST)
+
+    def lessons(salt: str | None) -> int:
+        params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, cache_salt=salt)
+        llm.generate([PROMPTS[0]], params)
+        return len(proposer(llm)._lessons)
+
+    assert lessons("secret") == 0
+    assert lessons(None) > 0
+
+
 def test_text_is_the_same_for_every_version(taught: LLM, tiny_pair: Any) -> None:
     params = SamplingParams(max_tokens=40, seed=7, ignore_eos=True)
     plain = LLM(tiny_pair.target, dtype="float32").generate(PROMPTS[:4], params)

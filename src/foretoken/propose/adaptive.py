@@ -4,6 +4,8 @@ What the target said about the text it has just emitted is a free lesson. Lesson
 trains a twin of the draft on them and hands over a finished version, which takes over between two rounds. Within a
 round the draft is one and the same, and the law that travels with its tokens is the one they were drawn from, so
 nothing about exactness changes. Some lessons are held out: a version that does worse on them is rolled back.
+
+One draft serves all requests, so requests with a ``cache_salt`` teach it nothing: it could repeat their text to others.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ class Adaptive(Wrapper):
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, observation in zip(contexts, observations, strict=True):
-            self._note(context, observation)
+            if context.cache_salt is None:
+                self._note(context, observation)
         self.inner.observe(contexts, observations)
         if self._since >= self.config.every and self._thread is None and not self._broken:
             lessons = [lesson for lesson, held_out in self._lessons if not held_out]
