@@ -43,6 +43,21 @@ def test_which_streams_can_be_told_again(body: dict[str, Any], same: bool) -> No
     assert repeatable(body) == same
 
 
+def test_prompts_of_another_scope_have_no_beginning_in_common() -> None:
+    body, keys = {"prompt": SYSTEM}, ("k", "l")
+
+    def sent(key: str, shared: bool = False, **extra: Any) -> tuple[int, ...]:
+        replicas = Scripted(WHOLE)
+        settings = Settings(api_keys=keys, share_cache_across_keys=shared)
+        asked(replicas, {**body, **extra}, settings, {"Authorization": f"Bearer {key}"})
+        return replicas.asked[0].beginnings
+
+    assert sent("k") == sent("k") != () and not set(sent("k")) & set(sent("l"))
+    assert sent("k", True) == sent("l", True) == beginnings(body)
+    assert not set(sent("k")) & set(sent("k", cache_salt="s")) and sent("k", cache_salt=["s"]) == sent("k")
+    assert not set(beginnings(body, "s")) & set(beginnings(body, "t"))
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"\xff", b"[" * 100_000])
 def test_bodies_that_say_nothing(content: bytes) -> None:
     assert parse(content) == {} and beginnings({}) == ()
@@ -131,14 +146,16 @@ LOST = ReplicaLost("it died")
 END = part(b"data: [DONE]\n\n", False)
 
 
-def asked(replicas: Scripted, body: dict[str, Any], settings: Settings | None = None) -> tuple[httpx.Response, Front]:
+def asked(
+    replicas: Scripted, body: dict[str, Any], settings: Settings | None = None, headers: dict[str, str] | None = None
+) -> tuple[httpx.Response, Front]:
     settings = settings or Settings()
     front = Front(replicas, settings)
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(create_front(front, settings), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
-            return await client.post("/v1/completions", json=body)
+            return await client.post("/v1/completions", json=body, headers=headers)
 
     answer = asyncio.run(ask())
     assert not front.busy and replicas.closed == len(replicas.asked)

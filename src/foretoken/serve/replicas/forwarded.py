@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import Scope
 
 from foretoken.core.errors import ForetokenError
+from foretoken.serve.limits import effective_salt
 
 BLOCK = 256  # characters; about the 64 tokens of a page of the prefix cache
 BLOCKS = 128  # of a prompt at most are compared
@@ -46,7 +47,8 @@ class Forwarded:
     @classmethod
     def of(cls, scope: Scope, body: bytes, parsed: Mapping[str, Any]) -> Forwarded:
         kept = {"type": "http", "asgi": {"version": "3.0"}, **{key: scope[key] for key in _KEPT if key in scope}}
-        return cls(kept, body, beginnings(parsed))
+        salt = parsed.get("cache_salt")
+        return cls(kept, body, beginnings(parsed, effective_salt(scope, salt if isinstance(salt, str) else None)))
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -58,12 +60,12 @@ def parse(body: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def beginnings(body: Mapping[str, Any]) -> tuple[int, ...]:
-    """One hash for each leading block of the prompt, of all that comes before the block's end.
+def beginnings(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[int, ...]:
+    """One hash for each leading block of the prompt, of the salt and all that comes before the block's end.
 
     Two prompts have as many of them in common as they have leading blocks in common. Valid within this process.
     """
-    text, found, last = _prompt(body), [], 0
+    text, found, last = _prompt(body), [], hash(cache_salt)
     for end in range(BLOCK, min(len(text), BLOCK * BLOCKS) + 1, BLOCK):
         last = hash((last, text[end - BLOCK : end]))
         found.append(last)
