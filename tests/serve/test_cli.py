@@ -33,6 +33,18 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(capsys, "--port", port)
 
 
+@pytest.mark.parametrize("flags, shares", [([], False), (["--share-cache-across-keys"], True)])
+def test_keys_share_a_cache_where_the_operator_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], shares: bool
+) -> None:
+    def settings(**given: object) -> None:
+        assert given["share_cache_across_keys"] is shares and given["api_keys"] == ("a", "b")
+        raise InvalidRequest("seen")
+
+    monkeypatch.setattr(command, "_settings", settings)
+    assert "seen" in refused(capsys, "--api-key", "a", "--api-key", "b", *flags)
+
+
 @pytest.mark.parametrize("arguments, words", [
     (["--host", "no.such.host.invalid"], "cannot listen"),
     (["--port", "0", "--kv-memory", "lots"], "--kv-memory must be a size such as 2GiB"),

@@ -51,6 +51,9 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="FORETOKEN_API_KEY", help="A key that clients need; may be repeated.")
     ] = None,
+    share_cache_across_keys: Annotated[
+        bool, typer.Option(help="Let different keys share cached prompts and drafts from each other's outputs.")
+    ] = False,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; may be repeated. [--model]")
     ] = None,
@@ -110,6 +113,7 @@ def serve(
         model_names=tuple(served_model_name or [model or "foretoken"]), api_keys=tuple(api_key or ()),
         chat_template=_text(chat_template) if chat_template is not None else None, origins=tuple(allow_origin or ()),
         max_body=_bytes("--max-body", max_body), timeout=request_timeout,
+        share_cache_across_keys=share_cache_across_keys,
     )  # fmt: skip
     wanted = scale(replicas, max_replicas, ray_address, replica_cpus, replica_gpus)
     from foretoken.serve.run import bind

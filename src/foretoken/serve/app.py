@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Security
 from fastapi.security import HTTPBearer
@@ -19,8 +19,8 @@ from foretoken.serve.chat import answer
 from foretoken.serve.chat_schema import ChatRequest
 from foretoken.serve.completions import complete
 from foretoken.serve.errors import Unavailable, add_handlers
-from foretoken.serve.limits import Guard, Settings
-from foretoken.serve.schema import CompletionRequest
+from foretoken.serve.limits import Guard, Settings, effective_salt
+from foretoken.serve.schema import CompletionRequest, Generate
 from foretoken.serve.service import Service
 from foretoken.serve.worker import Worker
 
@@ -32,6 +32,8 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _STREAM: dict[str, Any] = {"text/event-stream": {}}
+
+B = TypeVar("B", bound=Generate)
 
 
 def playground() -> dict[str, Path]:
@@ -92,16 +94,21 @@ def _generating(service: Service) -> APIRouter:
     @router.post("/completions", responses={200: {"model": Completion, "content": _STREAM}}, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a prompt, or several."""
-        return await complete(service, body, request.receive)
+        return await complete(service, _salted(body, request), request.receive)
 
     @router.post(
         "/chat/completions", responses={200: {"model": ChatCompletion, "content": _STREAM}}, response_model=None
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """The next message of a conversation."""
-        return await answer(service, body, request.receive)
+        return await answer(service, _salted(body, request), request.receive)
 
     return router
+
+
+def _salted(body: B, request: Request) -> B:
+    """``body`` with the salt that holds for its client."""
+    return body.model_copy(update={"cache_salt": effective_salt(request.scope, body.cache_salt)})
 
 
 def _listing(service: Service) -> APIRouter:

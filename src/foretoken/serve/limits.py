@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from foretoken.serve.errors import RETRY_SECONDS, ApiError
 
 _log = logging.getLogger(__name__)
 
+_CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, where keys are scopes of their own
 _DISCARDED = 8  # times the limit are read and forgotten, so that a client that sends first gets to read the answer
 
 
@@ -26,6 +28,8 @@ class Settings:
 
     model_names: what clients may call the model; the first is what answers say.
     api_keys: any of them opens everything; without keys everything is open.
+    share_cache_across_keys: requests of different keys share the prefix cache and what proposers keep of earlier
+    requests. Otherwise each key is a scope of its own where there are several.
     chat_template: a template in place of the tokenizer's own.
     origins: pages of other origins that browsers may let use the API.
     max_body: bytes. max_n: completions of a prompt, candidates of best_of too. max_prompts: in one request.
@@ -34,6 +38,7 @@ class Settings:
 
     model_names: Sequence[str] = ("foretoken",)
     api_keys: Sequence[str] = ()
+    share_cache_across_keys: bool = False
     chat_template: str | None = None
     origins: Sequence[str] = ()
     max_body: int = 4 * 2**20
@@ -50,6 +55,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings, open_paths: frozenset[str]) -> None:
         self._app, self._settings, self._open_paths = app, settings, open_paths
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        self._scoped = len(set(self._keys)) > 1 and not settings.share_cache_across_keys
         self._active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,20 +73,23 @@ class Guard:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _Body(receive, self._settings.max_body)
-        refusal = self._refusal(scope)
+        key = self._key(Headers(scope=scope))
+        refusal = self._refusal(scope, key)
         if refusal is None and body.hopeless(Headers(scope=scope).get("content-length")):
             refusal = ApiError(413, body.message, code="body_too_large")
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
+        if self._scoped and key is not None:
+            scope.setdefault("state", {})[_CLIENT] = key.hex()
         self._active += 1
         try:
             await self._app(scope, body.receive, send)
         finally:
             self._active -= 1
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        if self._keys and scope["method"] != "OPTIONS" and not self._has_key(Headers(scope=scope)):
+    def _refusal(self, scope: Scope, key: bytes | None) -> ApiError | None:
+        if self._keys and scope["method"] != "OPTIONS" and key is None:
             return ApiError(
                 401,
                 "this server asks for an API key; send it as Authorization: Bearer KEY",
@@ -94,11 +103,21 @@ class Guard:
             return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=retry)
         return None
 
-    def _has_key(self, headers: Headers) -> bool:
-        """Compared with every key in full, so that the time it takes tells nothing."""
+    def _key(self, headers: Headers) -> bytes | None:
+        """The digest of the key that was sent, if it is one of ours.
+
+        Compared with every key in full, so that the time it takes tells nothing.
+        """
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(_digest(given.strip().encode("latin-1")), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        digest = _digest(given.strip().encode("latin-1"))
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        return digest if scheme.lower() == "bearer" and any(matches) else None
+
+
+def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
+    """Returns the salt of a request that asks for ``cache_salt``: where API keys are scopes, one within its key's."""
+    client = scope.get("state", {}).get(_CLIENT)
+    return cache_salt if client is None else _digest(json.dumps([client, cache_salt]).encode()).hex()
 
 
 def _digest(key: bytes) -> bytes:

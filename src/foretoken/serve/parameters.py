@@ -13,7 +13,7 @@ from foretoken.serve.schema import Generate
 _SAME = (
     "frequency_penalty", "presence_penalty", "seed", "stop", "temperature", "top_p", "bad_words", "ignore_eos",
     "include_stop_str_in_output", "min_p", "min_tokens", "repetition_penalty", "skip_special_tokens", "stop_token_ids",
-    "top_k", "exactness", "speculative_method", "speculative_tokens",
+    "top_k", "cache_salt", "exactness", "speculative_method", "speculative_tokens",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, mo
 from pydantic_core import PydanticCustomError
 
 from foretoken.core.streams import MAX_SEED, MIN_SEED
-from foretoken.params import LARGEST, MAX_COUNT, MAX_N, MAX_SPECULATIVE_TOKENS, SMALLEST
+from foretoken.params import LARGEST, MAX_COUNT, MAX_N, MAX_SALT, MAX_SPECULATIVE_TOKENS, SMALLEST
 
 Integer64 = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -130,6 +130,7 @@ class Generate(Body):
     user: str | None = None
     # vLLM's
     bad_words: list[str] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
