@@ -175,10 +175,11 @@ class Pages:
         return address
 
     def _take_back(self, slot: Slot, at: int) -> None:
-        """Page ``at`` will be written: it is no longer what it was, or a copy of it takes its place."""
+        """Prepare page ``at`` for writing: a page of the slot's own loses its identity, a shared one is copied."""
         page = slot.pages[at]
         if page.users == 1:
             self._forget(page)
+            page.serial = next(self._serials)  # the keys of idle pages that followed its old content name the old one
             return
         own = Page(self._address(), next(self._serials))
         ctypes.memmove(own.address, page.address, self.page_bytes)
