@@ -33,9 +33,9 @@ def passes(model: Model) -> list[Tensor]:
     """A long prompt in pieces, a tree of which the second path is kept, two sequences at once, taps, the head."""
     prompt = [5 + i % 80 for i in range(LONG)]
     handle, other = model.open(prompt), model.open(prompt[:4])
-    tree = Draft(torch.tensor([5, 6, 7, 8]), (-1, -1, 0, 1))
+    tree = Draft(torch.tensor([5, 6, 6, 6]), (-1, 0, -1, 2))
     seen = [model.score([handle], [tree])[0].logits]
-    model.commit([handle], [[6, 8, 9]])
+    model.commit([handle], [[6, 6, 9]])
     for scores in model.score([handle, other], [Draft.chain([5, 6]), Draft.empty()], (1, 3)):
         seen += [scores.logits, *scores.taps.values()]
     seen.append(model.unembed(torch.linspace(-1, 1, 2 * model.hidden_size).reshape(2, -1)))

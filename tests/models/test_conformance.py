@@ -17,6 +17,7 @@ from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.checkpoint import load_model
 
 from .tiny import ARCHITECTURES, VOCAB, only_runner
+from .trees import repeating
 
 TOLERANCE = 1e-4
 NATIVE = [(name, runner) for name, tiny in ARCHITECTURES.items() if tiny.native for runner in ("compiled", "torch")]
@@ -77,7 +78,7 @@ def text(length: int, seed: int) -> list[int]:
 def tree(seed: int, size: int = 6) -> Draft:
     generator = random.Random(seed)
     parents = [-1, -1, *(generator.randrange(-1, i) for i in range(2, size))]
-    return Draft(torch.tensor(text(size, seed)), tuple(parents))
+    return repeating(parents, 3 + seed % 50)
 
 
 def rows(draft: Draft) -> list[int]:
@@ -139,7 +140,7 @@ def test_chain_commit_keeps_what_was_accepted(pair: Pair, accepted: int) -> None
 
 
 def test_tree_commit_compacts_any_path(pair: Pair) -> None:
-    draft = Draft(torch.tensor([10, 11, 12, 13, 14, 15]), (-1, -1, 0, 1, 1, 4))
+    draft = repeating((-1, 0, -1, 2, 2, 4))
     for node in range(-1, len(draft)):
         handle = pair.model.open(text(5, 60))
         pair.model.score([handle], [draft])
@@ -178,13 +179,13 @@ def test_growing_chain(pair: Pair) -> None:
 
 
 def test_growing_tree(pair: Pair) -> None:
-    whole = Draft(torch.tensor([10, 11, 12, 13, 14, 15, 16]), (-1, -1, 0, 0, 1, 3, 4))
+    whole = repeating((-1, -1, 0, 0, 1, 3, 4), 10)
     handle = pair.model.open(text(7, 110))
     for start, end in ((0, 2), (2, 5), (5, 7)):
         part = Draft(whole.tokens[:end], whole.parents[:end])
         (scores,) = pair.model.score([handle], [part])
         pair.check(handle, part, scores, ([-1] if start == 0 else []) + list(range(start, end)))
-    pair.model.commit([handle], [[11, 14, 16, 50]])
+    pair.model.commit([handle], [[11, 11, 12, 50]])
     assert handle.cached == 10
     (scores,) = pair.model.score([handle], [Draft.empty()])
     pair.check(handle, Draft.empty(), scores, [-1])
@@ -198,6 +199,8 @@ def test_another_draft_replaces_the_first_and_starts_over(pair: Pair) -> None:
         Draft.chain(text(4, 122)),
         tree(123),
         tree(123),
+        Draft.chain([5, 6]),
+        Draft(torch.tensor([5, 6, 7]), (-1, -1, 1)),  # the same tokens below other parents
         Draft.empty(),
         Draft.empty(),
     ):

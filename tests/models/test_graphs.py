@@ -27,6 +27,7 @@ from foretoken.models.weights import Layers, Source, read_ends
 
 from .test_conformance import text, tree
 from .tiny import ARCHITECTURES, only_runner
+from .trees import repeating
 
 CPU = torch.device("cpu")
 NATIVE = [name for name, tiny in ARCHITECTURES.items() if tiny.native]
@@ -151,7 +152,7 @@ def two(path: Path) -> Two:
 def deep_tree(size: int, seed: int) -> Draft:
     """A long path with a leaf beside every node: deeper than the windows of the tiny models."""
     parents = [-1, -1, *(i - 2 if i % 2 == 0 else i - 3 for i in range(2, size))]
-    return Draft(torch.tensor(text(size, seed)), tuple(parents))
+    return repeating(parents, 3 + seed % 30)
 
 
 def rounds(two: Two) -> None:

@@ -19,6 +19,8 @@ from foretoken.models.native.memory import Arena, pack
 from foretoken.models.native.runner import NativeRunner
 from foretoken.models.torch_runner import TorchRunner
 
+from .trees import repeating
+
 VOCAB = 131  # no multiple of anything
 WITHOUT = {"everything": [], "no tiles": ["amx_tile"], "no bf16": ["amx_tile", "avx512_bf16"]}
 CONFIG = {
@@ -76,7 +78,7 @@ def decoder(dtype: torch.dtype, quantization: str | None = None) -> Decoder:
 def scores(model: Decoder) -> torch.Tensor:
     """A prompt, then a tree."""
     handle = model.open(list(range(3, 90)))
-    draft = Draft(torch.tensor([5, 6, 7, 8, 9]), (-1, -1, 0, 1, 2))
+    draft = repeating((-1, 0, -1, 2, 1))
     return model.score([handle], [draft])[0].logits.float()
 
 
@@ -139,13 +141,13 @@ def test_rows_that_nobody_asks_leave_before_the_last_layers_attention(
     instructions: str, quantization: str | None
 ) -> None:
     """Beside a pass whose last states are wanted, of which no row leaves: the same bits, in this pass and the next."""
-    model, draft = decoder(torch.bfloat16, quantization), Draft(torch.tensor([5, 6, 7, 8]), (-1, -1, 0, 2))
+    model, draft = decoder(torch.bfloat16, quantization), repeating((-1, 0, -1, 1))
     drafts = [draft, Draft.empty(), Draft.chain([9, 9])]
 
     def run(taps: tuple[int, ...]) -> list[torch.Tensor]:
         handles = [model.open(list(range(3, 3 + length))) for length in (40, 1, 99)]
         first = [score.logits for score in model.score(handles, drafts, taps)]
-        model.commit(handles, [[5, 7], [4], [9]])
+        model.commit(handles, [[6, 7], [4], [9]])
         return first + [score.logits for score in model.score(handles, [Draft.empty()] * 3, taps)]
 
     for leaving, staying in zip(run(()), run((2,)), strict=True):

@@ -11,6 +11,7 @@ from foretoken.models.decoder import Decoder
 from foretoken.models.linear import AMX_ROWS, can_pack
 
 from .tiny import only_runner
+from .trees import repeating
 
 CPU = torch.device("cpu")
 NUMBERS: dict[str, tuple[torch.dtype, str | None]] = {
@@ -88,7 +89,7 @@ def one_by_one(model: Decoder, prompt: list[int], rest: list[int]) -> list[torch
 
 
 def neighbours(model: Decoder, length: int) -> tuple[list[Handle], list[Draft]]:
-    drafts = [Draft.empty(), Draft.chain(tokens(5, 1)), Draft(torch.tensor(tokens(4, 2)), (-1, -1, 0, 1))]
+    drafts = [Draft.empty(), Draft.chain(tokens(5, 1)), repeating((-1, 0, -1, 1))]
     return [model.open(tokens(length, 3 + i)) for i in range(3)], drafts
 
 
@@ -144,7 +145,7 @@ def test_the_order_of_slots_does_not_matter(kind: str) -> None:
 def test_every_path_of_a_tree_equals_plain_decoding(kind: str) -> None:
     model = decoder(kind)
     prompt = tokens(150)
-    draft = Draft(torch.tensor(tokens(9, seed=4)), (-1, -1, 0, 0, 1, 2, 4, 4, 7))
+    draft = repeating((-1, 0, -1, 0, 1, 2, 4, 4, 7))
     handle = model.open(prompt)
     got = model.score([handle], [draft])[0].logits
     for node in range(len(draft)):
@@ -156,13 +157,13 @@ def test_every_path_of_a_tree_equals_plain_decoding(kind: str) -> None:
 def test_an_accepted_tree_path_leaves_the_cache_as_plain_decoding_would(kind: str) -> None:
     model = decoder(kind)
     prompt = tokens(80)
-    draft = Draft(torch.tensor([7, 8, 9, 10, 11]), (-1, -1, 1, 2, 0))
+    draft = repeating((-1, 0, -1, 2, 3))
     handle = model.open(prompt)
     model.score([handle], [draft])
-    model.commit([handle], [[8, 9, 10, 99]])
+    model.commit([handle], [[6, 6, 7, 99]])
     assert handle.cached == len(prompt) + 3
     after = model.score([handle], [Draft.chain([1, 2])])[0].logits
-    expected = one_by_one(model, prompt, [8, 9, 10, 99, 1, 2, 0])[4:]
+    expected = one_by_one(model, prompt, [6, 6, 7, 99, 1, 2, 0])[4:]
     for row in range(3):
         assert torch.equal(after[row], expected[row]), row
 
@@ -170,7 +171,7 @@ def test_an_accepted_tree_path_leaves_the_cache_as_plain_decoding_would(kind: st
 def test_growing_level_by_level_equals_one_pass(kind: str) -> None:
     model = decoder(kind)
     prompt = tokens(70)
-    tree = Draft(torch.tensor(tokens(6, seed=5)), (-1, -1, 0, 1, 1, 3))
+    tree = repeating((-1, -1, 0, 1, 1, 3))
     whole = model.open(prompt)
     expected = model.score([whole], [tree])[0].logits
     grown, rows = model.open(prompt), []

@@ -23,6 +23,7 @@ from foretoken.models.sharded import _read, _read_part, _written
 from foretoken.models.slots import Placement
 
 from .tiny import ARCHITECTURES
+from .trees import repeating
 
 RUN = Path(__file__).with_name("tensor_parallel_run.py")
 PATIENCE = 300.0
@@ -52,7 +53,7 @@ def test_two_ranks(tiny_pair: Pair, tmp_path: Path) -> None:
 
 
 def test_placements_travel() -> None:
-    tree = Draft(torch.tensor([5, 6, 7]), (-1, -1, 0))
+    tree = repeating((-1, 0, -1))
     handles = [Handle(1, [3, 4, 5], 1), Handle(0, [9], 0)]
     place = Placement.of(handles, [tree, Draft.empty()], [0, 0])
     again = _read(json.loads(json.dumps(_written(place))))

@@ -9,7 +9,9 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.toy import ToyModel
 
-TREE = Draft(torch.tensor([1, 2, 3, 4, 0]), (-1, -1, 0, 1, 1))
+from .trees import repeating
+
+TREE = repeating((-1, 0, -1, 2, 2), 1)  # 1, 2 below it, 2, and 2 and 3 below that
 
 
 def test_law_depends_on_the_last_tokens_alone() -> None:
@@ -49,11 +51,11 @@ def test_scores_are_the_law_at_every_node() -> None:
     scores = toy.score(handles, [TREE, Draft.chain([0, 4])], taps=(0, 2))
     assert [s.logits.shape for s in scores] == [(6, 5), (3, 5)]
     assert torch.equal(scores[0].logits[0].softmax(-1), toy.probs([1, 2]))
-    assert torch.equal(scores[0].logits[4].softmax(-1), toy.probs([1, 2, 2, 4]))
+    assert torch.equal(scores[0].logits[4].softmax(-1), toy.probs([1, 2, 2, 2]))
     assert torch.equal(scores[1].logits[2].softmax(-1), toy.probs([3, 0, 4]))
     assert scores[0].first == 0 and scores[0].taps[2].shape == (7, toy.hidden_size)
     assert torch.equal(scores[0].taps[2][0], toy.hidden([1], 2))
-    assert torch.equal(scores[0].taps[2][5], toy.hidden([1, 2, 2, 4], 2))
+    assert torch.equal(scores[0].taps[2][5], toy.hidden([1, 2, 2, 2], 2))
     assert not torch.equal(scores[0].taps[0], scores[0].taps[2])
 
 
@@ -67,7 +69,7 @@ def test_bookkeeping_is_a_real_models() -> None:
     toy.commit([handle], [[4, 2]])
     assert (handle.cached, handle.pending, handle.nodes) == (4, [2], [])
     toy.score([handle], [TREE])
-    toy.commit([handle], [[2, 4, 1]])
+    toy.commit([handle], [[2, 3, 1]])
     assert handle.cached == 7
     toy.commit([handle], [[0, 1]])
     assert handle.pending == [1, 0, 1]

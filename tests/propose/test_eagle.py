@@ -10,6 +10,7 @@ import torch
 from tests.exactness.gtest import draws_needed, g_test
 from tests.exactness.test_engine import LAWS, PROMPT, reference
 from tests.models.heads import tiny
+from tests.models.trees import repeating
 
 from foretoken import LLM, SamplingParams
 from foretoken.control.fixed import Fixed
@@ -67,10 +68,10 @@ def test_rows_are_made_of_a_token_and_the_states_before_it(tmp_path: Path) -> No
     proposer.observe([c], [seen((5,), Draft.empty(), (), 0, 4)])
     first = proposer.propose([c], [6])[0]
     assert 0 < len(first) <= 6
-    # A tree of four nodes, of which nodes 1 and 3 stand: rows 0 (the root), 2 and 4 of this pass are the truth's.
-    tree = Draft(torch.tensor([7, 8, 9, 10]), (-1, -1, 0, 1))
-    c.tokens += [8, 10, 11]
-    proposer.observe([c], [seen((8, 10, 11), tree, (1, 3), 4, 5)])
+    # A tree of four nodes, of which nodes 2 and 3 stand: rows 0 (the root), 3 and 4 of this pass are the truth's.
+    tree = repeating((-1, 0, -1, 2), 7)
+    c.tokens += [8, 8, 11]
+    proposer.observe([c], [seen((8, 8, 11), tree, (2, 3), 4, 5)])
     # A round without a draft, cut short by nobody.
     c.tokens += [12]
     proposer.observe([c], [seen((12,), Draft.empty(), (), 7, 1)])
@@ -79,7 +80,7 @@ def test_rows_are_made_of_a_token_and_the_states_before_it(tmp_path: Path) -> No
     fresh = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2))
     handle = fresh._handles[0] = fresh.net.open()
     fresh._known[0] = len(c.tokens) - 1
-    fresh.net.extend(handle, c.tokens[1:], features(fresh, [0, 1, 2, 3, 4, 6, 8, 7]))
+    fresh.net.extend(handle, c.tokens[1:], features(fresh, [0, 1, 2, 3, 4, 7, 8, 7]))
     expected = fresh.propose([c], [6])[0]
     assert draft.ids == expected.ids and draft.parents == expected.parents
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.models.test_graphs import Recorder
+from tests.models.trees import repeating
 
 from foretoken import LLM
 from foretoken.core.draft import Draft
@@ -64,7 +65,7 @@ def rows(model: Decoder, tokens: list[int], draft: Draft, taps: tuple[int, ...] 
 
 def test_the_first_layers_are_the_targets(target: Decoder, tmp_path: Path) -> None:
     """Norm and head over the input of the layer that is left out; the same with a trained norm and adapter."""
-    draft = Draft(torch.tensor([8, 11, 4]), (-1, -1, 0))
+    draft = repeating((-1, 0, -1), 8)
     states = rows(target, PROMPT, draft, (2, 3)).taps
     loaded = Exit.load(trained(tmp_path / "exit"))
     assert loaded.norm is not None and loaded.adapter is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.models.heads import tiny
+from tests.models.trees import repeating
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams
@@ -99,11 +100,11 @@ def test_heads_read_the_row_that_gave_the_newest_token() -> None:
     assert proposer.propose([c], [3]) == [Draft.empty()]
     observed(proposer, c, Draft.empty(), (), (3,))
     assert proposer.propose([c], [3])[0].ids == (1, 2, 3)  # the root's row, 1
-    tree = Draft(torch.tensor([7, 8, 9]), (-1, -1, 1))
-    observed(proposer, c, tree, (1, 2), (8, 9, 4))
-    assert proposer.propose([c], [2])[0].ids == (4, 5)  # node 2's row, 4
-    observed(proposer, c, tree, (1, 2), (8, 9))  # the text was cut before the target's own token
-    assert proposer.propose([c], [2])[0].ids == (3, 4)  # node 1's
+    tree = repeating((-1, 0, -1, 2), 7)
+    observed(proposer, c, tree, (2, 3), (8, 8, 4))
+    assert proposer.propose([c], [2])[0].ids == (5, 0)  # node 3's row, 5
+    observed(proposer, c, tree, (2, 3), (8, 8))  # the text was cut before the target's own token
+    assert proposer.propose([c], [2])[0].ids == (4, 5)  # node 2's
     proposer.forget(c)
     proposer.forget(c)
     assert proposer.propose([c], [3]) == [Draft.empty()]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from tests.models.trees import repeating
 
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workloads import FUNCTIONS
@@ -52,6 +53,15 @@ def test_rows_are_recycled_with_the_emitted_token_in_front() -> None:
     assert proposer.table[5].tolist() == [1, 2, 3]  # rejected, but better than nothing
     observe(proposer, [1, 3], Draft(torch.tensor([4]), (-1,)), (), [8], [8, 2, 1], [13, 14, 15])
     assert proposer.table[4].tolist() == [9, 5, 3]  # a rejected node replaces nothing
+
+
+def test_accepted_nodes_teach_their_own_rows_wherever_they_stand() -> None:
+    proposer = Recycling(VOCAB, RecyclingConfig(top_k=3))
+    draft = repeating((-1, 0, -1, 2), 4)  # 4, 5 below it, and beside them 5 with 5 below it
+    observe(proposer, [1, 2], draft, (2, 3), [5, 5, 9], [4, 5, 6], [11, 12, 13], [14, 15, 16], [5, 7, 8], [1, 3, 9])
+    assert proposer.table[2].tolist() == [5, 4, 6]
+    assert proposer.table[5].tolist() == [9, 1, 3]
+    assert proposer.table[4].tolist() == [11, 12, 13]
 
 
 def test_the_draft_is_the_best_tree_of_the_table() -> None:

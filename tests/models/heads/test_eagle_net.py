@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from tests.models.heads import tiny
 from tests.models.tiny import only_runner
+from tests.models.trees import repeating
 from torch import Tensor
 
 from foretoken.core.draft import Draft
@@ -121,11 +122,11 @@ def test_net_computes_what_the_papers_say(name: str, runner: str, tmp_path: Path
     rows = net.catch_up([first, second])
     torch.testing.assert_close(rows[0], whole[-1:], **close)
     torch.testing.assert_close(rows[1], whole[1:2], **close)
-    tree = Draft(torch.tensor([5, 6, 7]), (-1, -1, 0))
+    tree = repeating((-1, -1, 0))
     grown = [net.grow([first], [Draft(tree.tokens[:2], tree.parents[:2])])[0], net.grow([first], [tree])[0]]
     below, more = reference.run([*tokens, 5], torch.cat([features, states[-1:]]))
     other, _ = reference.run([*tokens, 6], torch.cat([features, states[-1:]]))
-    third, _ = reference.run([*tokens, 5, 7], torch.cat([features, states[-1:], more[-1:]]))
+    third, _ = reference.run([*tokens, 5, 6], torch.cat([features, states[-1:], more[-1:]]))
     expected = torch.stack([below[-1], other[-1], third[-1]])
     torch.testing.assert_close(torch.cat(grown), expected, **close)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.models.trees import repeating
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
@@ -56,7 +57,7 @@ def test_chains_equal_plain_decoding(model: Model, length: int) -> None:
 
 def test_every_path_of_a_tree_equals_plain_decoding(model: Model) -> None:
     prompt = tokens(70)
-    draft = Draft(torch.tensor(tokens(9, seed=4)), (-1, -1, 0, 0, 1, 2, 4, 4, 7))
+    draft = repeating((-1, 0, -1, 0, 2, 4, 4, 6, 7))
     handle = model.open(prompt, SOURCE)
     got = model.score([handle], [draft])[0].logits
     for node in range(len(draft)):
@@ -73,7 +74,7 @@ def test_every_path_of_a_tree_equals_plain_decoding(model: Model) -> None:
 def test_neighbours_and_their_sources_change_no_bit(model: Model, other: int) -> None:
     prompt, rest = tokens(20), tokens(5, seed=9)
     expected = one_by_one(model, prompt, rest)
-    drafts = [Draft.empty(), Draft.chain(tokens(5, 1)), Draft(torch.tensor(tokens(4, 2)), (-1, -1, 0, 1))]
+    drafts = [Draft.empty(), Draft.chain(tokens(5, 1)), repeating((-1, 0, -1, 1))]
     handles = [model.open(tokens(3 + i, 3), tokens(other * (i + 1), i)) for i in range(3)]
     mine = model.open(prompt, SOURCE)
     got = model.score([*handles, mine], [*drafts, Draft.chain(rest[:4])])[-1].logits

@@ -1,0 +1,189 @@
+"""Do the tests notice realistic mistakes? Each mutant of mutants.toml is planted in a copy of src and tested.
+
+A mutant names a file under src/foretoken, the text that is replaced, and the tests that must fail. The text must occur
+exactly once, so that the table cannot go stale in silence. Exit code 1 when any mutant survives.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+from typing import Annotated, Iterator
+
+import typer
+from rich import box
+from rich.table import Table
+
+from foretoken.bench.setting import wide_console
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path("src", "foretoken")
+TABLE = Path(__file__).with_suffix(".toml")
+PATIENCE = 600.0  # seconds for the tests of one mutant; a mutant that hangs is noticed too
+PASSED, FAILED = 0, 1  # exit codes of pytest
+
+
+class StaleMutant(Exception):
+    """A mutant that does not fit the source, or whose tests do not pass without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A mistake. file: below src/foretoken. old, new: exact text. tests: what pytest is given, below the repository."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def room(self) -> str:
+        """The subpackage that it is planted in."""
+        return self.file.partition("/")[0]
+
+    def planted(self) -> str:
+        """Returns the mutated source of ``file``.
+
+        Raises:
+            StaleMutant: ``old`` does not occur exactly once.
+        """
+        source = (ROOT / PACKAGE / self.file).read_text(encoding="utf-8")
+        count = source.count(self.old)
+        if count != 1:
+            raise StaleMutant(
+                f"mutant {self.name}: its text occurs {count} times in {self.file}, expected once; update {TABLE.name}"
+            )
+        return source.replace(self.old, self.new)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """killed_by: the first test that failed, None where the mutant survived."""
+
+    mutant: Mutant
+    killed_by: str | None
+    seconds: float
+
+
+def load(path: Path = TABLE) -> list[Mutant]:
+    """Returns all mutants of the table."""
+    rows = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
+    return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+
+
+def run(mutant: Mutant) -> Outcome:
+    """Runs the mutant's tests against a copy of src that holds it.
+
+    Raises:
+        StaleMutant: its text does not occur exactly once, or its tests cannot be collected.
+    """
+    source, started = mutant.planted(), time.perf_counter()
+    with copied_source() as copy:
+        (copy / PACKAGE.name / mutant.file).write_text(source, encoding="utf-8")
+        killed_by = first_failure(mutant.tests, copy)
+    return Outcome(mutant, killed_by, time.perf_counter() - started)
+
+
+@contextmanager
+def copied_source() -> Iterator[Path]:
+    """A copy of src in a temporary folder; files that are no source are links."""
+
+    def copy(source: str, target: str) -> None:
+        if source.endswith(".py"):
+            Path(target).write_bytes(Path(source).read_bytes())
+        else:
+            os.symlink(source, target)
+
+    with tempfile.TemporaryDirectory(prefix="foretoken-mutant-") as folder:
+        target = Path(folder, "src")
+        copytree(ROOT / PACKAGE.parent, target, copy_function=copy, ignore=ignore_patterns("__pycache__"))
+        yield target
+
+
+def first_failure(tests: Sequence[str], source: Path) -> str | None:
+    """Returns the first of ``tests`` that fails with the package in ``source``, None where all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {PATIENCE:.0f} s"
+    if done.returncode == PASSED:
+        return None
+    if done.returncode != FAILED:
+        raise StaleMutant(f"pytest could not run {' '.join(tests)}:\n{done.stdout}{done.stderr}")
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0].split(" - ")[0].split(" ", 1)[1] if failed else "a test"
+
+
+def check_unmutated(mutants: Sequence[Mutant]) -> None:
+    """Raises StaleMutant where a test fails without any mutant: its failure would say nothing."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    failure = first_failure(tests, ROOT / PACKAGE.parent)
+    if failure is not None:
+        raise StaleMutant(f"{failure} fails without a mutant; mend it first")
+
+
+def listed(mutants: Sequence[Mutant]) -> Table:
+    table = Table(box=box.SIMPLE)
+    for column in ("room", "mutant", "file", "tests"):
+        table.add_column(column)
+    for mutant in mutants:
+        table.add_row(mutant.room, mutant.name, mutant.file, "\n".join(mutant.tests))
+    return table
+
+
+def reported(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(box=box.SIMPLE)
+    for column in ("room", "mutant", "result", "killed by", "s"):
+        table.add_column(column, justify="right" if column == "s" else "left")
+    for outcome in outcomes:
+        mutant, survived = outcome.mutant, outcome.killed_by is None
+        result = "[red]survived[/]" if survived else "[green]killed[/]"
+        table.add_row(mutant.room, mutant.name, result, outcome.killed_by or "", f"{outcome.seconds:.0f}")
+    return table
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="A mutant's name; may be given several times.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the mutants and stop.")] = False,
+) -> None:
+    """Plant each mutant and run its tests. Exit code 1 when any survives."""
+    console = wide_console()
+    mutants = load()
+    if unknown := set(only or ()) - {mutant.name for mutant in mutants}:
+        raise typer.BadParameter(f"no mutant is called {', '.join(sorted(unknown))}; --list shows all")
+    mutants = [mutant for mutant in mutants if not only or mutant.name in only]
+    if show:
+        console.print(listed(mutants))
+        return
+    try:
+        check_unmutated(mutants)
+        outcomes = []
+        for mutant in mutants:
+            outcomes.append(run(mutant))
+            console.print(f"{mutant.name}: {'survived' if outcomes[-1].killed_by is None else 'killed'}", style="dim")
+    except StaleMutant as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(1) from error
+    console.print(reported(outcomes))
+    survivors = sum(outcome.killed_by is None for outcome in outcomes)
+    console.print(f"{len(outcomes) - survivors} of {len(outcomes)} mutants killed")
+    if survivors:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
