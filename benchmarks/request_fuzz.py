@@ -165,6 +165,7 @@ def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, A
         "structured_outputs": wanted,
         "speculative_tokens": some([1, 2, 3, 5, 8], 0.6),
         "explain": some([True]),
+        "cache_salt": some(["a", "b"], 0.2),
         "prediction": some([text[:80], piece() * 4], 0.3),
     }
     chosen["min_tokens"] = None if chosen["min_tokens"] is None else min(chosen["min_tokens"], most)
