@@ -138,9 +138,9 @@ def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, A
         {"grammar": 'root ::= ("ab" | "c")+ "."'},
     ]
     wanted = some(structured, 0.15)
-    words = [piece() for _ in range(rng.randint(1, 8))]
-    if wanted is not None and rng.random() < 0.5:  # what the grammar leads to may be forbidden later on
-        words = ["7", "q7", "zq7", "ß", "es", "a", "b", "c", *"123x"]
+    words = [piece() for _ in range(rng.randint(1, 8))] if rng.random() < 0.25 else None
+    if rng.random() < 0.08:  # all that the grammar leads to is forbidden later on
+        wanted, words = {"choice": ["zq7", "größe", "no 7"]}, ["7", "q7", "zq7", "ß", "öß", "ße"]
     chosen = {
         "temperature": rng.choice([0.0, 0.0, 0.3, 0.8, 1.0, 1.7]),
         "seed": rng.randrange(2**40),
@@ -154,7 +154,7 @@ def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, A
         "frequency_penalty": some([-0.5, 0.7, 2.0]),
         "repetition_penalty": some([0.8, 1.1, 1.5]),
         "logit_bias": {token(): rng.uniform(-8, 8) for _ in range(rng.randint(1, 5))} if rng.random() < 0.2 else None,
-        "bad_words": words if rng.random() < 0.25 else None,
+        "bad_words": words,
         "stop": [piece() for _ in range(rng.randint(1, 3))] if rng.random() < 0.35 else None,
         "stop_token_ids": [token() for _ in range(rng.randint(1, 20))] if rng.random() < 0.2 else None,
         "include_stop_str_in_output": some([True]),

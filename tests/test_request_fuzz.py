@@ -28,7 +28,7 @@ def test_random_requests_are_the_same_drafted_and_plain(fuzz: Any, kind: str, tm
     pair, counts = fuzz.Pair(tmp_path), Counter()
     configs = [fuzz.TINY[0], fuzz.TINY[3], fuzz.TINY[-1]]
     arena = fuzz.Arena.open("tiny", pair.target, pair.draft, configs, kind)
-    differences = [d for seed in (1, 2) for d in arena.compare(seed, engines=3, counts=counts) if d is not None]
+    differences = [d for seed in (0, 5) for d in arena.compare(seed, engines=3, counts=counts) if d is not None]
     assert not differences, differences[0]
     assert counts["accepted"] and counts["aborted"] and counts["failed"], "the requests are too tame"
     usage = [llm.engine.usage for llm in arena.drafted.values()]
