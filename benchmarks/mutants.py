@@ -12,12 +12,12 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree, ignore_patterns
-from typing import Annotated, Iterator
+from typing import Annotated
 
 import typer
 from rich import box

@@ -108,6 +108,22 @@ def test_a_failure_ends_its_own_request_alone(fault, monkeypatch):
     assert engine.proposer.failures == 0, "a request's own failure was held against the proposer"  # type: ignore[attr-defined]
 
 
+def test_nothing_is_observed_of_a_step_in_which_every_sequence_failed():
+    seen: list[int] = []
+
+    class Observing(DraftModel):
+        def observe(self, contexts, observations):  # type: ignore[no-untyped-def]
+            seen.append(len(contexts))
+            super().observe(contexts, observations)
+
+    engine = Engine(TARGET, Observing(TARGET.perturbed(0.3)), Fixed(3))
+    engine.add(Context(0, [1, 2], 2, FailingLaw(), Streams(0)), Length(10))
+    while engine.busy:
+        engine.step()
+    assert engine.take(0).error is not None
+    assert seen and all(seen)
+
+
 def test_step_or_raise_raises_what_ended_a_sequence():
     engine = Engine(TARGET, DraftModel(TARGET.perturbed(0.3)), Fixed(3))
     engine.add(Context(0, [1, 2], 2, FailingLaw(), Streams(0)), Length(10))

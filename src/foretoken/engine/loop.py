@@ -205,8 +205,9 @@ class Engine:
             for s, position, draft, verdict, tokens in zip(ready, positions, drafts, verdicts, emitted, strict=True)
         ]
         whole = [(s, t, score) for s, t, score in zip(ready, steps, scores, strict=True) if s.error is None]
-        self.proposer.observe([s.context for s, _, _ in whole], [Observation(t, score) for _, t, score in whole])
-        self.controller.observe([step for _, step, _ in whole])
+        if whole:
+            self.proposer.observe([s.context for s, _, _ in whole], [Observation(t, score) for _, t, score in whole])
+            self.controller.observe([step for _, step, _ in whole])
         for sequence, step in zip(ready, steps, strict=True):
             sequence.counts.add(step)
             if step.finish_reason is not None:
