@@ -25,7 +25,7 @@ from foretoken.engine.room import share_memory
 from foretoken.models.base import Model
 from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
-from foretoken.params import SamplingParams
+from foretoken.params import MAX_COUNT, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
 from foretoken.propose.selection import Selection
 from foretoken.speculation import Builder, SpeculativeConfig, selection, with_draft
@@ -77,6 +77,9 @@ class LLM:
         tensor_parallel_size: int = 1,
     ) -> None:
         integer("seed", seed, MIN_SEED, MAX_DERIVED_SEED)
+        integer("max_num_seqs", max_num_seqs, 1, MAX_COUNT)
+        integer("max_model_len", max_model_len, 2, MAX_COUNT, optional=True)
+        integer("kv_memory", kv_memory, 1, optional=True)
         config = SpeculativeConfig.of(speculative_config)
         if model is None:
             model = zoo.path("target")

@@ -17,6 +17,7 @@ from foretoken.control.tempo import Tempo
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
+from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.base import Method, Proposer, Workshop
 from foretoken.propose.selection import Selection
 
@@ -68,7 +69,7 @@ class SpeculativeConfig:
             raise InvalidRequest(
                 f"speculative method {self.method!r} is not known; known: {', '.join((*METHODS, NONE))}"
             )
-        integer("num_speculative_tokens", self.num_speculative_tokens, 0, optional=True)
+        integer("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS, optional=True)
         if self.rejection not in _REJECTIONS:
             raise InvalidRequest(f"rejection must be 'block' or 'token', got {self.rejection!r}")
         self.own()

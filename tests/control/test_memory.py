@@ -170,7 +170,7 @@ def test_most_nodes():
         (3, "one of fixed, goodput"),
         ({"name": "fixed", "depth": 3}, "unknown key.s. in control: depth; known: name, allowance, guard, memory"),
         ({"name": "goodput", "guard": 1}, "guard of control must be true or false"),
-        ({"name": "goodput", "max_tokens": 0}, "max_tokens of control must be an integer of at least 1"),
+        ({"name": "goodput", "max_tokens": 0}, "max_tokens of control must be an integer from 1 to 4096"),
         ({"name": "goodput", "allowance": "much"}, "allowance must be a number"),
     ],
 )

@@ -17,6 +17,7 @@ from foretoken.control.memory import Free, MemoryWatch
 from foretoken.control.tempo import Tempo
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
+from foretoken.params import MAX_SPECULATIVE_TOKENS
 
 Control = str | Mapping[str, Any]
 
@@ -39,7 +40,7 @@ class GoodputConfig(GuardConfig):
 
     def __post_init__(self) -> None:
         GuardConfig.__post_init__(self)
-        integer("max_tokens of control", self.max_tokens, 1, optional=True)
+        integer("max_tokens of control", self.max_tokens, 1, MAX_SPECULATIVE_TOKENS, optional=True)
 
 
 ControlConfig = FixedConfig | GoodputConfig

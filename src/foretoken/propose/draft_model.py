@@ -19,6 +19,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.checkpoint import load_tokenizer, resolve
+from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import Method, Observation, Proposer, Workshop
 from foretoken.propose.growers import Grower, GrowthConfig, begin
 
@@ -39,7 +40,11 @@ class DraftModelConfig(GrowthConfig):
 
     def __post_init__(self) -> None:
         GrowthConfig.__post_init__(self)
-        number("draft_temperature", self.draft_temperature, 0.0, optional=True)
+        number("draft_temperature", self.draft_temperature, 0.0, LARGEST, optional=True)
+        if 0.0 < (self.draft_temperature or 0.0) < SMALLEST:
+            raise InvalidRequest(
+                f"draft_temperature must be 0 (greedy) or at least {SMALLEST:g}, got {self.draft_temperature}"
+            )
         stops.check(self.draft_stop)
         if self.draft_stop is not None and self.tree != "chain":
             raise InvalidRequest(f"draft_stop ends chains, and tree is {self.tree!r}; leave one of them out")

@@ -26,6 +26,7 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError, WriteError
 from foretoken.core.step import Step
+from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.base import Method, Needs, Observation, Proposer, Workshop
 
 _NONE = -1  # no successor known
@@ -43,7 +44,7 @@ class RecyclingConfig:
     num_steps: int = 8
 
     def __post_init__(self) -> None:
-        integer("top_k", self.top_k, 1)
+        integer("top_k", self.top_k, 1, MAX_SPECULATIVE_TOKENS)
         integer("num_steps", self.num_steps, 1)
 
 
