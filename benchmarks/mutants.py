@@ -113,10 +113,18 @@ def copied_source() -> Iterator[Path]:
 def first_failure(tests: Sequence[str], source: Path) -> str | None:
     """Returns the first of ``tests`` that fails with the package in ``source``, None where all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-q", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    own = {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    # Loading every installed plugin takes longer than most of the tests; the options of pyproject.toml need xdist.
+    plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
+            command,
+            cwd=ROOT,
+            env={**os.environ, **own, **plugins},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
         )
     except subprocess.TimeoutExpired:
         return f"no answer in {PATIENCE:.0f} s"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -192,6 +192,34 @@ def test_steps_count_what_was_emitted() -> None:
     assert stats.drafted == sum(stats.drafted_per_position)
     assert stats.rounds == len(steps)
     assert stats.mean_acceptance_length == pytest.approx(1 + stats.accepted / stats.drafts)
+
+
+def test_tokens_that_an_end_cuts_off_an_accepted_block_are_not_counted() -> None:
+    target = ToyModel(50, order=2, seed=3)
+    c = Context(0, [1, 2, 3], 3, SamplingLaw(), Streams(4), Exactness.TRAJECTORY)
+    text = run(Engine(target, Proposer(), Fixed(0)), [replace(c, tokens=[1, 2, 3])], tokens=20)[0]
+    end = next(i for i in range(5, 20) if i % 5 in (1, 2) and text[i] not in text[:i])
+    engine = Engine(target, DraftModel(ToyModel(50, order=2, seed=3)), Fixed(4))
+    engine.add(replace(c, tokens=[1, 2, 3]), Length(40, text[end]))
+    while engine.busy:
+        engine.step()
+    stats = engine.take(0).counts.freeze()
+    assert stats.tokens == end + 1
+    assert stats.accepted == end + 1 - end // 5  # every fifth token is the target's own
+
+
+def test_a_draft_leaves_room_for_the_targets_own_token() -> None:
+    target = ToyModel(6, 2, 3, max_length=20)
+    engine = Engine(target, DraftModel(ToyModel(6, 2, 3)), Fixed(6))
+    for identifier, tokens in enumerate((8, 1000)):  # ended by max_tokens, and by the model's length
+        c = context(identifier, 1, Exactness.DISTRIBUTION)
+        engine.add(c, Length(tokens))
+    left = {0: 8, 1: 20 - 4}
+    while engine.busy:
+        for step in engine.step():
+            assert len(step.draft) == min(6, left[step.sequence] - 1)
+            left[step.sequence] -= len(step.tokens)
+    assert left == {0: 0, 1: 0}
 
 
 def test_nothing_global_is_seeded() -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
+from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import Timings
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.pace import Pace
+from foretoken.engine.scheduler import BLOCK
 from foretoken.engine.stopping import Length
+from foretoken.models.base import Handle, Scores
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
@@ -97,6 +102,51 @@ def test_when_room_is_short_the_last_are_set_aside_and_nothing_is_lost():
         other.add(context(i, 30, seed=i), Length(60))
         alone |= finished(other)
     assert {i: s.context.tokens for i, s in one.finished.items()} == alone
+
+
+class Bounded(ToyModel):
+    """Counts the rows that its open sequences hold in blocks, those of drafts among them."""
+
+    def __init__(self, capacity: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.capacity, self.handles, self.drafted = capacity, [], 0
+
+    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
+        self.handles.append(super().open(prompt, source))
+        return self.handles[-1]
+
+    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        nodes = {id(handle): len(draft) for handle, draft in zip(handles, drafts, strict=True)}
+        rows = [len(handle.tokens) + nodes.get(id(handle), 0) for handle in self.handles if handle.slot >= 0]
+        assert sum(-(-count // BLOCK) * BLOCK for count in rows) <= self.capacity
+        self.drafted += sum(nodes.values())
+        return super().score(handles, drafts, taps)
+
+
+@pytest.mark.parametrize("prompt_rows", [None, 24])
+@pytest.mark.parametrize("capacity", [128, 192, 320])
+def test_rows_of_texts_and_drafts_never_exceed_the_capacity(capacity: int, prompt_rows: int | None) -> None:
+    target = Bounded(capacity, vocab_size=6, order=2, seed=3, max_length=120)
+    draft = ToyModel(vocab_size=6, order=2, seed=3, max_length=400)
+    one = Engine(target, DraftModel(draft), Fixed(90), capacity=capacity, prompt_rows=prompt_rows)
+    for i, length in enumerate((62, 30, 63, 64, 5, 40)):
+        one.add(context(i, length, seed=i), Length(60))
+    while one.busy:
+        one.step()
+        one.check_integrity()
+    assert target.drafted > 0
+
+
+def test_the_first_in_order_is_never_preempted_and_those_that_are_leave_the_draft_too():
+    draft = ToyModel(vocab_size=6, order=2, seed=3)
+    one = Engine(TARGET, DraftModel(draft), Fixed(3), capacity=192)
+    for i in range(4):
+        one.add(context(i, 30, seed=i), Length(60))
+    while one.busy:
+        one.step()
+        assert 0 in one.running or 0 in one.finished
+        assert len(draft._open) <= len(one.running)
+    assert one.usage.preemptions > 0
 
 
 def test_who_matters_more_goes_first_and_takes_the_place_of_others():

@@ -11,11 +11,14 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import Step, Timings
 from foretoken.core.streams import Streams
+from foretoken.core.verdict import Verdict
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
+from foretoken.models.base import Scores
 from foretoken.models.toy import ToyModel
-from foretoken.propose.base import Proposer
+from foretoken.propose.base import Observation, Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.growers import Shape
 
@@ -76,6 +79,25 @@ def test_forgetting_is_safe_and_frees_the_place() -> None:
     proposer.forget(c)
     proposer.forget(c)
     assert not model._open
+
+
+@pytest.mark.parametrize("shape", get_args(Shape))
+def test_after_any_verdict_it_drafts_as_if_it_had_read_the_text_at_once(shape: str) -> None:
+    config, c = DraftModelConfig(tree=shape), context()  # type: ignore[arg-type]
+    proposer, draft = DraftModel(DRAFT, config), DraftModel(DRAFT, config).propose([context()], [6])[0]
+    proposer.propose([c], [6])
+    for accepted in (0, 2, 1, 1, 3, 0):
+        path = draft.path(max(range(len(draft)), key=lambda node: draft.depths[node]))[:accepted]
+        tokens = (*(draft.ids[node] for node in path), (c.tokens[-1] + 1) % 7)
+        c.tokens += tokens
+        step = Step(c.id, c.generated, draft, Verdict(path, tokens[-1]), tokens, Timings(0, 0, 0, 0, 1))
+        proposer.observe([c], [Observation(step, Scores(torch.zeros(1, 7)))])
+        draft = proposer.propose([c], [6])[0]
+        fresh = DraftModel(DRAFT, config).propose([c], [6])[0]
+        assert (draft.ids, draft.parents) == (fresh.ids, fresh.parents)
+        assert type(draft.law) is type(fresh.law)
+        if not isinstance(draft.law, PointMass):
+            assert torch.equal(draft.law.probs, fresh.law.probs)
 
 
 TREES = get_args(Shape)[1:]

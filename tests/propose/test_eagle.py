@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,15 +49,18 @@ def context(identifier: int, tokens: list[int], grade: Exactness = Exactness.DIS
 
 def seen(tokens: tuple[int, ...], draft: Draft, path: tuple[int, ...], first: int, computed: int) -> Observation:
     """A round whose hidden states say where they were computed."""
-    rows = torch.arange(first, first + computed).float()[:, None] / 50
-    taps = {1: rows.expand(-1, 64), 2: rows.sin().expand(-1, 64)}
+    taps = {layer: states(range(first, first + computed), layer) for layer in (1, 2)}
     step = Step(0, 0, draft, Verdict(path, tokens[-1]), tokens, CLOCK)
     return Observation(step, Scores(torch.zeros(1, 101), taps, first))
 
 
+def states(rows: Sequence[int], layer: int) -> torch.Tensor:
+    """Hidden states [rows, 64] that differ from row to row."""
+    return torch.stack([torch.randn(64, generator=torch.Generator().manual_seed(100 * layer + row)) for row in rows])
+
+
 def features(proposer: Eagle, rows: list[int]) -> torch.Tensor:
-    at = torch.tensor(rows).float()[:, None] / 50
-    return proposer.net.features(torch.cat([at.expand(-1, 64), at.sin().expand(-1, 64), at.sin().expand(-1, 64)], -1))
+    return proposer.net.features(torch.cat([states(rows, layer) for layer in (1, 2, 2)], -1))
 
 
 def test_rows_are_made_of_a_token_and_the_states_before_it(tmp_path: Path) -> None:
@@ -83,6 +87,8 @@ def test_rows_are_made_of_a_token_and_the_states_before_it(tmp_path: Path) -> No
     fresh.net.extend(handle, c.tokens[1:], features(fresh, [0, 1, 2, 3, 4, 7, 8, 7]))
     expected = fresh.propose([c], [6])[0]
     assert draft.ids == expected.ids and draft.parents == expected.parents
+    assert draft.scores is not None and expected.scores is not None
+    torch.testing.assert_close(draft.scores, expected.scores, rtol=1e-4, atol=1e-4)
 
 
 def test_budgets_and_steps_bound_the_tree(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from tests.models.trees import repeating
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
@@ -231,6 +232,15 @@ def test_union() -> None:
     assert weights == pytest.approx([0.9, 0.81, 0.405, 0.1])  # of two siblings only one can stand
     draft = union.draft([0, 1, 3], weights)
     assert draft.ids == (1, 2, 4) and draft.parents == (-1, 0, -1)
+
+
+def test_a_union_keeps_one_token_below_different_parents_apart() -> None:
+    union, tree = Union(), repeating((-1, 0, -1, 2))
+    assert union.add(tree, [0.5, 0.9, 0.4, 0.8], "a") == [0, 1, 2, 3]
+    assert union.add(Draft.chain([6, 6]), [0.6, 0.7], "b") == [2, 3]
+    draft = union.draft(range(4), union.weights())
+    assert (draft.ids, draft.parents) == (tree.ids, tree.parents)
+    assert union.owners == ["a", "a", "b", "a"]
 
 
 class Counting(Oracle):

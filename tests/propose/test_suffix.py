@@ -37,9 +37,9 @@ def guess(tokens, budget, **options) -> Draft:
     return Suffix(config(**options)).propose([context(tokens)], [budget])[0]
 
 
-def finish(proposer: Suffix, c: Context, reason: str | None) -> None:
+def finish(proposer: Suffix, c: Context, reason: str | None, draft: Draft | None = None) -> None:
     timings = Timings(0.0, 0.0, 0.0, 0.0, 1)
-    step = Step(c.id, c.generated, Draft.empty(), Verdict((), c.tokens[-1]), (c.tokens[-1],), timings, reason)
+    step = Step(c.id, c.generated, draft or Draft.empty(), Verdict((), c.tokens[-1]), (c.tokens[-1],), timings, reason)
     proposer.observe([c], [Observation(step, Scores(torch.zeros(1, 4)))])
     proposer.forget(c)
     proposer.store.settle()
@@ -103,6 +103,14 @@ def test_unfinished_ones_are_not_kept(reason):
     finish(proposer, context([1, 2, 3, 50, 51], identifier=1, prompt=3), reason)
     assert len(proposer.store) == 0
     assert proposer.propose([context([1, 2, 3], identifier=2)], [4])[0].ids == ()
+
+
+def test_rejected_tokens_are_not_stored():
+    proposer = Suffix()
+    c = context([1, 2, 3, 50, 51], identifier=1, prompt=3)
+    finish(proposer, c, "stop", draft=Draft.chain([77, 78]))
+    assert len(proposer.store) == 5 + 1  # and a break
+    assert proposer.propose([context([9, 50, 51], identifier=2)], [4])[0].ids == ()
 
 
 def test_of_a_long_prompt_only_the_end_is_stored():

@@ -148,6 +148,14 @@ def test_prediction(client: openai.OpenAI) -> None:
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 
+def test_a_prediction_counts_for_every_choice(client: openai.OpenAI, llm: LLM) -> None:
+    said = "zq7 zq7 zq7"  # never accepted whole
+    got = client.chat.completions.create(**GREEDY, n=3, prediction={"type": "content", "content": said})
+    details = got.usage.completion_tokens_details
+    predicted = len(llm.tokenizer.encode(said, add_special_tokens=False))
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == 3 * predicted
+
+
 def test_prediction_of_another_method_is_not_counted(client: openai.OpenAI) -> None:
     asked = {"prediction": {"type": "content", "content": [{"type": "text", "text": "def f"}]}}
     got = client.chat.completions.create(

@@ -62,6 +62,34 @@ def test_several_streamed(client: openai.OpenAI) -> None:
     assert texts == [c.text for c in whole.choices]
 
 
+def test_usage_counts_the_tokens_that_were_emitted_where_a_stop_cuts_an_accepted_block(client: openai.OpenAI) -> None:
+    text = client.completions.create(**GREEDY).choices[0].text
+    stop = next(text[at : at + 3] for at in range(12, len(text)) if text.find(text[at : at + 3]) == at)
+    predicted = {"prediction": {"type": "content", "content": text}, "speculative_tokens": 16}
+    got = client.completions.create(**GREEDY, stop=[stop], logprobs=0, extra_body=predicted)
+    record = got.model_extra["metrics"]["speculative_decoding"]
+    assert got.choices[0].text == text[: text.index(stop)] and record["num_accepted_draft_tokens"] > 0
+    tokens = len(got.choices[0].logprobs.tokens)
+    assert got.usage is not None and got.usage.completion_tokens == tokens
+    assert got.usage.total_tokens == got.usage.prompt_tokens + tokens
+
+
+def test_text_offsets_count_characters(server: Running) -> None:
+    odd = "größe 日本語🙂 €"
+    asked = {"prompt": "x = ", "max_tokens": 60, "logprobs": 0, "structured_outputs": {"choice": [odd]}}
+    choice = server.post({**asked, "temperature": 0}).json()["choices"][0]
+    assert choice["text"] == odd
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert offsets == sorted(offsets) and offsets[-1] <= len(odd) < len(odd.encode())
+    assert all(odd[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True) if token in odd)
+
+
+def test_echo_shows_each_choice_its_own_prompt(client: openai.OpenAI) -> None:
+    prompts = ["import os\n", "x = ", "class A:\n"]
+    got = client.completions.create(model="stdlib", prompt=prompts, n=2, echo=True, max_tokens=2, seed=1)
+    assert [c.text.startswith(prompts[c.index // 2]) for c in got.choices] == [True] * 6
+
+
 def test_default_is_sixteen_tokens(client: openai.OpenAI) -> None:
     got = client.completions.create(model="stdlib", prompt=PROMPT, extra_body={"ignore_eos": True})
     assert got.usage is not None and got.usage.completion_tokens == 16
@@ -171,7 +199,10 @@ def test_lines_end_where_every_reader_ends_them(server: Running) -> None:
 def test_cached_tokens_are_told() -> None:
     prompt = "def again(x):\n    return x\n" * 30
     with running(LLM(dtype="float32", enable_prefix_caching=True)) as server:
-        first, second = (server.post({"prompt": prompt, "max_tokens": 2}).json()["usage"] for _ in range(2))
+        first, second, twice = (
+            server.post({"prompt": prompt, "max_tokens": 2, "n": n}).json()["usage"] for n in (1, 1, 2)
+        )
     assert first["prompt_tokens_details"] == {"cached_tokens": 0}
     assert second["prompt_tokens_details"]["cached_tokens"] >= 64
     assert second["prompt_tokens"] == first["prompt_tokens"]
+    assert twice["prompt_tokens_details"] == second["prompt_tokens_details"]  # the prompt is counted once
