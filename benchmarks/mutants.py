@@ -28,7 +28,7 @@ from foretoken.bench.setting import wide_console
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src", "foretoken")
 TABLE = Path(__file__).with_suffix(".toml")
-PATIENCE = 600.0  # seconds for the tests of one mutant; a mutant that hangs is noticed too
+PATIENCE = 300.0  # seconds for the tests of one mutant; a mutant that hangs is noticed too
 PASSED, FAILED = 0, 1  # exit codes of pytest
 
 

@@ -66,6 +66,15 @@ def test_a_tree_keeps_the_best_nodes_of_all_levels() -> None:
     assert {path: exp(score) for path, score in paths.items()} == pytest.approx(expected, abs=1e-6)
 
 
+def test_kept_nodes_hang_below_their_own_parents_where_others_are_left_out() -> None:
+    halves = row(0.5, 0.5, 0.0)
+    rows = {(): row(0.8, 0.15, 0.05), (0,): halves, (0, 0): row(0.9, 0.1, 0.0), (0, 1): row(0.9, 0.1, 0.0)}
+    tree, _ = grown(rows, width=2, budget=5, steps=3)
+    draft = tree.pruned(5)
+    paths = [tuple(draft.ids[i] for i in draft.path(node)) for node in range(5)]
+    assert sorted(paths) == [(0,), (0, 0), (0, 0, 0), (0, 1), (0, 1, 0)]
+
+
 def test_nodes_that_cannot_be_kept_are_not_expanded() -> None:
     certain = {tuple([0] * depth): row(1.0, 0.0, 0.0) for depth in range(4)}
     tree, passes = grown(certain, width=3, budget=2, steps=10)

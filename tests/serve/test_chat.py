@@ -83,6 +83,16 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert [e.bytes for part in streamed if part for e in part.content] == [e.bytes for e in content]
 
 
+def test_streamed_log_probabilities_come_with_their_own_text(client: openai.OpenAI) -> None:
+    chunks = client.chat.completions.create(**GREEDY, logprobs=True, stream=True, extra_body=DRAFTING)
+    choices = [chunk.choices[0] for chunk in chunks]
+    written = [choice for choice in choices if choice.delta.content]
+    assert len(written) > 1
+    for choice in written:
+        assert "".join(entry.token for entry in choice.logprobs.content) == choice.delta.content
+    assert all(choice.logprobs is None for choice in choices if not choice.delta.content)
+
+
 def test_max_tokens_default_is_what_is_left(client: openai.OpenAI) -> None:
     """And the end of a text ends it: the server's bound is the model's length."""
     asked = {k: v for k, v in GREEDY.items() if k != "max_completion_tokens"}
