@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,13 @@ from foretoken.models.checkpoint import (
     resolve_dtype,
 )
 from foretoken.models.decoder import Decoder
+from foretoken.models.heads.blockwise import read_blockwise
+from foretoken.models.heads.eagle import read_eagle
+from foretoken.models.heads.medusa import read_medusa
 from foretoken.models.hf import HFModel
 
+from .heads import tiny as heads
+from .seq2seq import tiny as seq2seq
 from .tiny import ARCHITECTURES, Tiny
 
 BACKENDS = ["native", "hf"]
@@ -42,6 +48,14 @@ def one_line(error: pytest.ExceptionInfo[ForetokenError]) -> str:
 
 def load(path: Path, backend: str = "native") -> None:
     load_model(path, "float32", "cpu", backend)
+
+
+def plant(path: Path, name: str, value: float) -> None:
+    """Put one such number into a tensor on disk."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_auto_takes_the_native_decoder_where_it_fits(llama: Path, tmp_path: Path) -> None:
@@ -151,6 +165,49 @@ def test_missing_tensor(llama: Path, backend: str) -> None:
     with pytest.raises(ModelLoadError, match="lacks") as error:
         load(llama, backend)
     assert "up_proj" in one_line(error)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_weight_that_is_not_finite_is_named(llama: Path, backend: str, value: float, name: str) -> None:
+    plant(llama, name, value)
+    with pytest.raises(ModelLoadError, match="NaN or infinite") as error:
+        load(llama, backend)
+    assert name in one_line(error)
+
+
+def test_a_weight_that_is_not_finite_is_named_in_every_kind_of_checkpoint(tmp_path: Path) -> None:
+    def refused(read: Callable[[Path], object], path: Path, name: str) -> None:
+        plant(path, name, float("nan"))
+        with pytest.raises(ModelLoadError, match="NaN or infinite") as error:
+            read(path)
+        assert name in one_line(error)
+
+    seq2seq.save("t5", tmp_path / "t5")
+    refused(load, tmp_path / "t5", "decoder.block.1.layer.2.DenseReluDense.wo.weight")
+    refused(read_eagle, heads.save(tmp_path / "eagle3", *heads.eagle3()), "lm_head.weight")
+    refused(read_medusa, heads.save(tmp_path / "medusa", *heads.medusa()), "blocks.2.layers.0.bias")
+    refused(read_blockwise, heads.save(tmp_path / "blockwise", *heads.blockwise()), "heads.1.up.weight")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_beyond_float16_are_named(llama: Path, backend: str) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    plant(llama, name, 1e5)
+    load(llama, backend)
+    with pytest.raises(ModelLoadError, match="float16") as error:
+        load_model(llama, "float16", "cpu", backend)
+    assert name in one_line(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8])
+def test_finite_weights_of_any_type_and_size_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    largest = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
+    tensors = {"large": torch.full((40, 40), largest, dtype=dtype), "empty": torch.empty(0, 3, dtype=dtype)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = open_weights(tmp_path)
+    assert weights["large"].dtype == dtype and weights["empty"].shape == (0, 3)
 
 
 def test_broken_shards(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
+from foretoken.models.finite import check_finite
 from foretoken.models.memory import check_fits, weight_bytes
 from foretoken.models.prequantized import check_prequantized
 from foretoken.models.quantize import check_quantization
@@ -85,7 +86,7 @@ def open_weights(path: Path) -> Weights:
 
 
 class Weights(Mapping[str, Tensor]):
-    """Lazily read tensors, memory-mapped; every file's header is checked at once.
+    """Lazily read tensors, memory-mapped; every file's header is checked at once, every tensor when it is first read.
 
     Each tensor has a mapping of its own, which goes when the tensor goes, so that what was read and packed does
     not stay resident a second time.
@@ -94,6 +95,7 @@ class Weights(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._where: dict[str, str] = {}
+        self._checked: set[str] = set()
         self.shapes: dict[str, tuple[int, ...]] = {}
         index = _index(path)
         for file in _weight_files(path, index):
@@ -109,7 +111,11 @@ class Weights(Mapping[str, Tensor]):
             raise ModelLoadError(f"{path / INDEX} lists the tensor {lost[0]!r}, which is in none of its files")
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
+        file = self._where[name]
+        tensor: Tensor = self._open(file).get_tensor(name)
+        if name not in self._checked:
+            check_finite(name, tensor, str(self._path / file))
+            self._checked.add(name)
         return tensor
 
     def _open(self, file: str) -> Any:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import NO_ENCODER, Handle, Model, Scores, growing
+from foretoken.models.module_checks import check_parameters
 from foretoken.models.slots import Placement, Slots
 
 PREFILL_ROWS = 256  # rows of one prefill pass
@@ -254,6 +255,7 @@ def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
         raise ModelLoadError(
             f"the checkpoint in {path} lacks {len(missing)} tensor(s), first {missing[0]!r}; is it complete?"
         )
+    check_parameters(module, path)
     return module
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.architecture import Architecture
+from foretoken.models.finite import converted
 from foretoken.models.memory import give_back
 from foretoken.models.prequantized import read_int8
 from foretoken.models.quantize import Int8, Matrix, quantise
@@ -100,11 +101,11 @@ def read_layer(source: Source, index: int) -> LayerWeights:
     return LayerWeights(
         norm=reader.norm(f"{at}.input_layernorm", a.hidden),
         qkv=reader.parts(qkv, wide + 2 * narrow, a.hidden),
-        qkv_bias=reader.bias(qkv),
+        qkv_bias=reader.bias(qkv, wide + 2 * narrow),
         q_norm=reader.norm(f"{attention}.q_norm", a.head_dim) if heads else None,
         k_norm=reader.norm(f"{attention}.k_norm", a.head_dim) if heads else None,
         out=reader.matrix(f"{attention}.o_proj", a.hidden, wide),
-        out_bias=reader.bias((f"{attention}.o_proj",)),
+        out_bias=reader.bias((f"{attention}.o_proj",), a.hidden),
         post_attention_norm=reader.norm(f"{at}.post_attention_layernorm", a.hidden) if sandwich else None,
         mlp_norm=reader.norm(f"{at}.{'pre_feedforward' if sandwich else 'post_attention'}_layernorm", a.hidden),
         gate_up=reader.parts(gate_up, 2 * a.intermediate, a.hidden),
@@ -118,7 +119,7 @@ def read_ends(source: Source) -> Ends:
     a, reader = source.architecture, source.reader
     stored = reader.get("model.embed_tokens.weight")
     reader.check((stored,), ("model.embed_tokens",), a.vocab, a.hidden)
-    embedding = stored.to(source.dtype, copy=True)
+    embedding = converted("model.embed_tokens.weight", stored, source.dtype, copy=True)
     head: Matrix = embedding
     if not a.tied and ("lm_head.weight" in source.weights or "lm_head._weight_qdata" in source.weights):
         head = reader.matrix("lm_head", a.vocab, a.hidden)
@@ -150,39 +151,51 @@ class Reader:
 
     def check(self, parts: Sequence[Matrix], names: tuple[str, ...], rows: int, columns: int) -> None:
         shapes = [tuple(part.shape) for part in parts]
-        if sum(shape[0] for shape in shapes) != rows or any(shape[1:] != (columns,) for shape in shapes):
-            found = " and ".join(map(str, shapes))
-            raise ModelLoadError(
-                f"{' and '.join(names)} have the shape {found}, but config.json says {(rows, columns)}"
-                f"{' together' * (len(parts) > 1)}"
-            )
+        if any(len(s) != 2 or s[1] != columns for s in shapes) or sum(s[0] for s in shapes) != rows:
+            raise self._misshapen(names, parts, (rows, columns))
 
-    def bias(self, names: tuple[str, ...]) -> Tensor | None:
-        """The biases of these products in one vector, None where they have none."""
+    def bias(self, names: tuple[str, ...], rows: int) -> Tensor | None:
+        """The biases of these products in one vector [rows], None where they have none."""
         if not any(f"{name}.bias" in self.weights for name in names):
             return None
-        return torch.cat([self.get(f"{name}.bias") for name in names]).to(self.dtype)
+        biases = [self.get(f"{name}.bias") for name in names]
+        if any(bias.ndim != 1 for bias in biases) or sum(map(len, biases)) != rows:
+            raise self._misshapen([f"{name}.bias" for name in names], biases, (rows,))
+        return torch.cat([converted(f"{name}.bias", b, self.dtype) for name, b in zip(names, biases, strict=True)])
 
     def norm(self, name: str, size: int) -> Tensor:
         """float32 [size]; Gemma stores weights minus 1."""
-        weight = self.get(f"{name}.weight").to(torch.float32, copy=True)
-        if weight.shape != (size,):
-            raise ModelLoadError(f"{name}.weight has the shape {tuple(weight.shape)}, but config.json says {(size,)}")
-        return weight.add_(self.norm_offset)
+        return self.floats(f"{name}.weight", (size,)).add_(self.norm_offset)
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A copy of the tensor in float32. Raises ModelLoadError where it has another shape."""
+        stored = self.get(name)
+        if stored.shape != shape:
+            raise self._misshapen([name], [stored], shape)
+        return stored.to(torch.float32, copy=True)
 
     def get(self, name: str) -> Tensor:
+        """The tensor as it is stored. Raises ModelLoadError where it is missing or holds no floats."""
         try:
-            return self.weights[name]
+            tensor = self.weights[name]
         except KeyError:
             raise ModelLoadError(f"the checkpoint lacks the tensor {name!r}; is it complete?") from None
+        if not tensor.is_floating_point():
+            raise ModelLoadError(f"the tensor {name!r} holds {tensor.dtype} instead of floats; is it damaged?")
+        return tensor
+
+    def _misshapen(self, names: Sequence[str], parts: Sequence[Matrix], shape: tuple[int, ...]) -> ModelLoadError:
+        found = " and ".join(str(tuple(part.shape)) for part in parts)
+        return ModelLoadError(
+            f"{' and '.join(names)} have the shape {found}, but config.json says {shape}"
+            f"{' together' * (len(parts) > 1)}"
+        )
 
     def _part(self, name: str) -> Matrix:
         stored = read_int8(self.weights, name)
         if stored is not None:
             return stored
         weight = self.get(f"{name}.weight")
-        if weight.ndim != 2 or not weight.is_floating_point():
-            raise ModelLoadError(
-                f"the tensor {name + '.weight'!r} is not a matrix of floats; is the checkpoint damaged?"
-            )
-        return quantise(weight) if self.quantise else weight.to(self.dtype)
+        if weight.ndim != 2:
+            raise ModelLoadError(f"the tensor {name + '.weight'!r} is not a matrix; is the checkpoint damaged?")
+        return quantise(weight) if self.quantise else converted(f"{name}.weight", weight, self.dtype)

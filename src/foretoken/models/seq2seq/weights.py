@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from foretoken.models.finite import converted
 from foretoken.models.memory import give_back
 from foretoken.models.quantize import Matrix, quantise
 from foretoken.models.seq2seq.architecture import LEARNED_OFFSET, T5, Seq2SeqArchitecture, Stack
@@ -90,23 +90,25 @@ class Seq2SeqWeights:
         if self._t5:
             return StackEnds(None, None, self._norm(f"{side}.final_layer_norm"))
         at = f"model.{side}"
-        positions = self._reader.get(f"{at}.embed_positions.weight")[LEARNED_OFFSET:]
+        table = self._reader.get(f"{at}.embed_positions.weight")
+        self._reader.check((table,), (f"{at}.embed_positions",), a.source_length + LEARNED_OFFSET, a.hidden)
         last = self._norm(f"{at}.layer_norm") if a.last_norm else None
-        return StackEnds(positions.to(self._reader.dtype, copy=True), self._norm(f"{at}.layernorm_embedding"), last)
+        positions = converted(f"{at}.embed_positions.weight", table[LEARNED_OFFSET:], self._reader.dtype, copy=True)
+        return StackEnds(positions, self._norm(f"{at}.layernorm_embedding"), last)
 
     def embedding(self) -> Tensor:
         """[V, H]"""
         a, name = self.architecture, "shared" if self._t5 else "model.shared"
         stored = self._reader.get(f"{name}.weight")
         self._reader.check((stored,), (name,), a.vocab, a.hidden)
-        return stored.to(self._reader.dtype, copy=True)
+        return converted(f"{name}.weight", stored, self._reader.dtype, copy=True)
 
     def head(self, embedding: Tensor) -> tuple[Matrix, Tensor | None]:
         """The vocabulary head [V, H], which is the embedding where the checkpoint has no other, and its bias [V]."""
         a, bias = self.architecture, None
         if "final_logits_bias" in self._reader.weights:
-            stored = self._reader.get("final_logits_bias").float().flatten()
-            bias = stored.clone() if bool(stored.any()) else None
+            stored = self._reader.floats("final_logits_bias", (1, a.vocab)).flatten()
+            bias = stored if bool(stored.any()) else None
         if "lm_head.weight" in self._reader.weights:
             return self._reader.matrix("lm_head", a.vocab, a.hidden), bias
         return (quantise(embedding) if self._reader.quantise else embedding), bias
@@ -130,7 +132,8 @@ class Seq2SeqWeights:
         def attention(number: int, name: str) -> AttentionWeights:
             projections = {part: f"{at}.{number}.{name}.{part}" for part in "qkvo"}
             bias = f"{at}.{number}.{name}.relative_attention_bias.weight"
-            found = self._reader.get(bias).float() if bias in self._reader.weights else None
+            shape = (self.architecture.buckets, stack.heads)
+            found = self._reader.floats(bias, shape) if bias in self._reader.weights else None
             return self._attention(projections, f"{at}.{number}.layer_norm", stack, found)
 
         last = 2 if side == "decoder" else 1
@@ -162,9 +165,9 @@ class Seq2SeqWeights:
         queries, keys, values = (reader.matrix(names[part], stack.width, hidden) for part in "qkv")
         return AttentionWeights(
             self._norm(norm),
-            queries, reader.bias((names["q"],)),
-            (keys, values), reader.bias((names["k"], names["v"])),
-            reader.matrix(names["o"], hidden, stack.width), reader.bias((names["o"],)),
+            queries, reader.bias((names["q"],), stack.width),
+            (keys, values), reader.bias((names["k"], names["v"]), 2 * stack.width),
+            reader.matrix(names["o"], hidden, stack.width), reader.bias((names["o"],), hidden),
             bias,
         )  # fmt: skip
 
@@ -172,14 +175,14 @@ class Seq2SeqWeights:
         hidden, reader = self.architecture.hidden, self._reader
         return MLPWeights(
             self._norm(norm),
-            reader.parts(up, len(up) * stack.inner, hidden), reader.bias(up),
-            reader.matrix(down, hidden, stack.inner), reader.bias((down,)),
+            reader.parts(up, len(up) * stack.inner, hidden), reader.bias(up, len(up) * stack.inner),
+            reader.matrix(down, hidden, stack.inner), reader.bias((down,), hidden),
         )  # fmt: skip
 
     def _norm(self, name: str) -> Norm:
         a = self.architecture
         weight = self._reader.norm(name, a.hidden)
-        return Norm(weight, self._reader.get(f"{name}.bias").to(torch.float32, copy=True) if a.layer_norm else None)
+        return Norm(weight, self._reader.floats(f"{name}.bias", (a.hidden,)) if a.layer_norm else None)
 
     def _stack(self, side: str) -> Stack:
         return self.architecture.encoder if side == "encoder" else self.architecture.decoder
