@@ -159,7 +159,7 @@ class GraphRunner(TorchRunner):
 
     @torch.inference_mode()
     def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
-        self._cache.reserve(plan.reach + 1)  # the cache's last row is never in use: padding is written there
+        self._reserve(plan.reach + 1)  # the cache's last row is never in use: padding is written there
         bucket = Bucket.of(plan, taps, self._widths, self._cache.rows) if logits or taps else None
         if bucket is None:
             return super().run(plan, taps, logits)

@@ -84,7 +84,7 @@ class TorchRunner(DecoderOnly):
         self._layers = list(map(partial(Layer.of, device), layers))  # no name holds a layer while the next is read
         self._norm = None if ends.norm is None else ends.norm.to(device)
         self._head = product(ends.head.to(device))
-        self._tables = [self._table(frequencies) for frequencies in a.frequencies]
+        self._tables: list[tuple[Tensor, Tensor]] = []
         self._cache = self._new_cache(a)
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
@@ -127,7 +127,7 @@ class TorchRunner(DecoderOnly):
 
     @torch.inference_mode()
     def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
-        self._cache.reserve(plan.reach + 1)
+        self._reserve(plan.reach + 1)
         geometry = self._laid_out(plan)
         outputs = torch.tensor(plan.outputs, device=self._device)
         alone = not logits and len(plan.parts) == 1  # a piece of one prompt, cut where it always is
@@ -135,6 +135,12 @@ class TorchRunner(DecoderOnly):
         return Pass(
             self._logits(states, outputs) if logits else None, self._tapped(states, taps, slice(len(plan.tokens)))
         )
+
+    def _reserve(self, rows: int) -> None:
+        """Room for ``rows`` rows in every slot, and rotary tables for as many positions."""
+        self._cache.reserve(rows)
+        if not self._tables or self._tables[0][0].shape[0] < self._cache.rows:
+            self._tables = [self._table(frequencies) for frequencies in self._architecture.frequencies]
 
     def _laid_out(self, plan: Plan) -> Geometry:
         return Geometry.of(plan, self._architecture.windows, self._device)
@@ -220,8 +226,8 @@ class TorchRunner(DecoderOnly):
         return logits.div(cap).tanh_().mul_(cap) if cap else logits
 
     def _table(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for every position, [max_length + 1, 1, head_dim]; sin with rotate_half's sign."""
-        angles = torch.outer(torch.arange(self._architecture.max_length + 1).float(), frequencies)
+        """cos and sin for every row of the cache, [rows, 1, head_dim]; sin with rotate_half's sign."""
+        angles = torch.outer(torch.arange(self._cache.rows).float(), frequencies)
         cos, sin = angles.cos(), angles.sin()
         tables = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return tables[0].to(self._device, self._dtype)[:, None], tables[1].to(self._device, self._dtype)[:, None]
