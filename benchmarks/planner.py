@@ -312,7 +312,7 @@ def main(
 
     target, kept = load(path), load_model(path, max_length=4096)  # the plan times reading prompts, too
     kept.keep(PROMPTS)
-    eos = eos_ids(path, tokenizer)
+    eos = eos_ids(path, tokenizer, target.vocab_size)
     ids = [list(tokenizer(text)["input_ids"]) for text in some_prompts(prompts, count + unseen)]
     settings = Settings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
     chosen = grid(path, draft or zoo.path("draft"), config, depth, nodes)

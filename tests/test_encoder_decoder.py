@@ -200,7 +200,7 @@ def test_a_plan_says_what_a_run_shows(folders: Folders) -> None:
     from foretoken.speculation import Builder
 
     target, words = load_model(folders.target, dtype="float32"), load_tokenizer(folders.target)
-    reader = PromptReader(words, target.vocab_size, start_ids(folders.target))
+    reader = PromptReader(words, target.vocab_size, start_ids(folders.target, target.vocab_size))
     build = Builder(target, words, folders.target, lambda other: load_model(other, dtype="float32")).build
     drafts = {"method": "draft_model", "model": str(folders.draft)}
     ways = [Candidate("draft", drafts, (3,)), Candidate("copied", {"method": "ngram"}, (3,))]

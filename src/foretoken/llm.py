@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from foretoken.engine.rehearsal import rehearse
 from foretoken.engine.requests import PromptLogprobs, Request, RequestBuilder
 from foretoken.engine.room import share_memory
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
+from foretoken.models.checkpoint import load_generation_settings, load_model, load_tokenizer, resolve
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
@@ -111,8 +110,8 @@ class LLM:
             prompt_rows=max_num_batched_tokens,
             capacity=capacity,
         )
-        ends = eos_ids(path, self.tokenizer)
-        start = start_ids(path) if self.target.takes_source else ()
+        ends = eos_ids(path, self.tokenizer, self.target.vocab_size)
+        start = start_ids(path, self.target.vocab_size) if self.target.takes_source else ()
         self.requests = RequestBuilder(
             self.tokenizer, self.target.vocab_size, ends, seed, self.methods, start, self.target.max_length
         )
@@ -209,26 +208,23 @@ class LLM:
                         yield assembler.piece(step)
 
 
-def eos_ids(path: Path, tokenizer: Any) -> list[int]:
-    """Every end-of-sequence id the checkpoint names."""
-    found: list[int] = []
-    for settings in _settings(path):
-        value = settings.get("eos_token_id")
-        found += value if isinstance(value, list) else [] if value is None else [value]
+def eos_ids(path: Path, tokenizer: Any, vocab_size: int) -> list[int]:
+    """Every end-of-sequence id that the checkpoint names and the vocabulary has. Raises ModelLoadError for no id."""
+    found = [token for settings in load_generation_settings(path) for token in settings.eos_token_id]
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
-    return sorted(set(found))
+    return sorted(token for token in set(found) if token < vocab_size)
 
 
-def start_ids(path: Path) -> tuple[int, ...]:
+def start_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
     """What the decoder of an encoder-decoder begins with: its start, and the token it is made to say first, if any.
 
-    Raises ModelLoadError where the checkpoint does not say.
+    Raises ModelLoadError where the checkpoint does not say, or names an id beyond its vocabulary.
     """
-    settings = _settings(path)
+    settings = load_generation_settings(path)
 
     def named(name: str) -> int | None:
-        return next((s[name] for s in settings if isinstance(s.get(name), int)), None)
+        return next((value for s in settings if (value := getattr(s, name)) is not None), None)
 
     start = named("decoder_start_token_id")
     if start is None:
@@ -236,13 +232,13 @@ def start_ids(path: Path) -> tuple[int, ...]:
     if start is None:
         raise ModelLoadError(f"{path} names no decoder_start_token_id in generation_config.json or config.json")
     forced = named("forced_bos_token_id")
-    return (start,) if forced is None else (start, forced)
-
-
-def _settings(path: Path) -> list[dict[str, Any]]:
-    """What the checkpoint says of generation, the first one counts."""
-    files = (path / name for name in ("generation_config.json", "config.json"))
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    start_tokens = (start,) if forced is None else (start, forced)
+    if max(start_tokens) >= vocab_size:
+        raise ModelLoadError(
+            f"{path} begins texts with the token {max(start_tokens)} (decoder_start_token_id, forced_bos_token_id), "
+            f"but the model's vocabulary has {vocab_size} tokens"
+        )
+    return start_tokens
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -136,3 +137,27 @@ def test_a_draft_with_another_vocabulary_is_refused(run, pair, tmp_path):
     result = run("generate", "a", "--model", str(pair.target), "--draft-model", str(tmp_path / "other"))
     assert result.code == 1
     assert "vocabulary" in result.err
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"model_type": ["llama"]}'),
+        ("config.json", '{"model_type": "llama", "num_hidden_layers": -1}'),
+        ("config.json", '{"model_type": "gpt2", "n_head": "x"}'),
+        ("generation_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": {}}'),
+        ("model.safetensors", "junk"),
+    ],
+)
+def test_a_malformed_checkpoint_is_one_line_and_no_traceback(run, pair, tmp_path, file, text):
+    model = shutil.copytree(pair.target, tmp_path / "model")
+    (model / file).write_text(text)
+    for names in (("--model", str(model)), ("--model", str(pair.target), "--draft-model", str(model))):
+        if "--draft-model" in names and file in ("generation_config.json", "tokenizer_config.json"):
+            continue  # a draft's are not read
+        result = run("generate", "def f(x):", *names, *LENGTH)
+        assert result.code == 1 and result.out == ""
+        assert result.err.startswith("foretoken: error: ") and len(result.err.splitlines()) == 1
+        assert "unexpected" not in result.err and str(model) in result.err

@@ -80,7 +80,7 @@ class Foretoken:
             "rejection": config.rejection,
             "dtype": str(target.dtype).removeprefix("torch."),
         }
-        ends = eos_ids(resolve(llm.model), llm.tokenizer)
+        ends = eos_ids(resolve(llm.model), llm.tokenizer, llm.target.vocab_size)
         other = None if target.dtype == torch.float32 else again
         depth = config.tokens if config.method_in_force != NONE else None
         return cls(llm.engine, partial(_encoded, llm.tokenizer), depth, ends, facts, other, llm.requests.start)

@@ -142,7 +142,8 @@ def _plan(
     tokenizer = load_tokenizer(path)
     texts = load_prompts(prompts, count) if prompts is not None else list(FUNCTIONS)[:count]
     target = load_model(path, dtype=dtype, quantization=quantization)
-    reader = PromptReader(tokenizer, target.vocab_size, start_ids(path) if target.takes_source else ())
+    start = start_ids(path, target.vocab_size) if target.takes_source else ()
+    reader = PromptReader(tokenizer, target.vocab_size, start)
     read = [reader.read(text) for text in texts]
     written = _completions(prompts, len(read), tokenizer)
 
@@ -151,7 +152,7 @@ def _plan(
         return load_model(resolve(other), dtype=dtype)
 
     build = Builder(target, tokenizer, path, load).build
-    planner = Planner(target, build, settings, eos_ids(path, tokenizer), say)
+    planner = Planner(target, build, settings, eos_ids(path, tokenizer, target.vocab_size), say)
     found = planner.plan(read, chosen, written)
     say("passes by rows", 1.0)
     where = prompts.name if prompts is not None else "our own functions"

@@ -8,10 +8,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
-from foretoken.core.errors import ForetokenError, WriteError
+from foretoken.core.errors import ForetokenError, ModelLoadError, WriteError
+
+AGAIN = "download or save it again"
 
 
 def cache_folder() -> Path:
@@ -60,6 +63,26 @@ def _exchange(partial: Path, out: Path, old: Path) -> None:
             os.replace(old, out)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def read_json(file: Path, hint: str = AGAIN) -> Any:
+    """Returns what a JSON file holds.
+
+    Args:
+        file: where it lies.
+        hint: what to do about a file that cannot be read.
+
+    Raises:
+        ModelLoadError: it does not exist, is not JSON in UTF-8, or is nested too deeply.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{file} does not exist; {hint}") from None
+    except RecursionError:
+        raise ModelLoadError(f"{file} cannot be read as JSON (it is nested too deeply); {hint}") from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} cannot be read as JSON ({error}); {hint}") from error
 
 
 def write_json(path: Path, value: object) -> None:

@@ -8,39 +8,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import parse
 from foretoken.models.rope import computes_rope, inverse_frequencies, rope_settings
+from foretoken.models.schema import DEFAULTS, CausalConfig
 
 Activation = Literal["silu", "gelu_tanh"]
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
-# What transformers takes where config.json is silent. The keys are all that is computed here.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 4096, "use_sliding_window": True},
-    "phi3": {"use_sliding_window": True},
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
-    "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
-    "gemma": _GEMMA,
-    "gemma2": _GEMMA
-    | {
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "use_sliding_window": True,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": _GEMMA
-    | {
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "use_sliding_window": True,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-    },
-}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -79,45 +53,45 @@ class Architecture:
 
     @staticmethod
     def of(config: Mapping[str, Any], max_length: int | None = None) -> Architecture:
-        """Of a config.json that ``supports`` accepts. Raises ModelLoadError where a size is missing from it.
+        """Of a config.json that ``supports`` accepts. Raises ModelLoadError for a field that is missing or wrong.
 
         max_length: tokens of a sequence at most; the checkpoint's own limit is never exceeded.
         """
         c = _filled(config)
-        try:
-            heads, positions = int(c["num_attention_heads"]), int(c["max_position_embeddings"])
-            head_dim = c.get("head_dim") or c["hidden_size"] // heads
-            gemma = c["model_type"].startswith("gemma")
-            rope, tables = _rope(c, head_dim)
-            return Architecture(
-                family=c["model_type"],
-                hidden=c["hidden_size"],
-                heads=heads,
-                kv_heads=c.get("num_key_value_heads") or heads,
-                head_dim=head_dim,
-                intermediate=c["intermediate_size"],
-                layers=c["num_hidden_layers"],
-                vocab=c["vocab_size"],
-                eps=c["rms_norm_eps"],
-                activation=_ACTIVATIONS[_activation(c)],
-                scale=(c.get("query_pre_attn_scalar") or head_dim) ** -0.5,
-                attention_softcap=c.get("attn_logit_softcapping") or 0.0,
-                final_softcap=c.get("final_logit_softcapping") or 0.0,
-                embedding_scale=c["hidden_size"] ** 0.5 if gemma else 1.0,
-                norm_offset=1.0 if gemma else 0.0,
-                windows=_windows(c),
-                rope=rope,
-                frequencies=tables,
-                max_length=min(max_length or positions, positions),
-                tied=bool(c.get("tie_word_embeddings")),
-            )
-        except KeyError as error:
-            raise ModelLoadError(f"config.json lacks {error.args[0]!r}, so the model cannot be built") from None
+        heads, positions = c["num_attention_heads"], c["max_position_embeddings"]
+        head_dim = c.get("head_dim") or c["hidden_size"] // heads
+        gemma = c["model_type"].startswith("gemma")
+        rope, tables = _rope(c, head_dim)
+        return Architecture(
+            family=c["model_type"],
+            hidden=c["hidden_size"],
+            heads=heads,
+            kv_heads=c.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            intermediate=c["intermediate_size"],
+            layers=c["num_hidden_layers"],
+            vocab=c["vocab_size"],
+            eps=c["rms_norm_eps"],
+            activation=_ACTIVATIONS[_activation(c)],
+            scale=(c.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+            attention_softcap=c.get("attn_logit_softcapping") or 0.0,
+            final_softcap=c.get("final_logit_softcapping") or 0.0,
+            embedding_scale=c["hidden_size"] ** 0.5 if gemma else 1.0,
+            norm_offset=1.0 if gemma else 0.0,
+            windows=_windows(c),
+            rope=rope,
+            frequencies=tables,
+            max_length=min(max_length or positions, positions),
+            tied=bool(c.get("tie_word_embeddings")),
+        )
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Whether the native decoder computes that architecture exactly; how weights are stored is not asked."""
-    if config.get("model_type") not in _DEFAULTS:
+    """Whether the native decoder computes that architecture exactly; how weights are stored is not asked.
+
+    Raises ModelLoadError for a field of a known architecture that is missing or wrong.
+    """
+    if config.get("model_type") not in DEFAULTS:
         return False
     c = _filled(config)
     return (
@@ -130,7 +104,10 @@ def supports(config: Mapping[str, Any]) -> bool:
 
 
 def _filled(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_DEFAULTS[config["model_type"]], **config}
+    """``config`` with what it leaves out, checked. Raises ModelLoadError."""
+    filled = {**DEFAULTS[config["model_type"]], **config}
+    parse(CausalConfig, filled, "config.json")
+    return filled
 
 
 def _activation(c: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,13 @@ from torch import Tensor
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.schema import parse, read_object
 from foretoken.models.base import Model
 from foretoken.models.finite import check_finite
 from foretoken.models.memory import check_fits, weight_bytes
 from foretoken.models.prequantized import check_prequantized
 from foretoken.models.quantize import check_quantization
+from foretoken.models.schema import CommonConfig, GenerationSettings, ShardIndex, TokenizerSettings
 from foretoken.models.tokenizer import PlainTokenizer, is_plain
 
 if TYPE_CHECKING:
@@ -73,11 +74,17 @@ def resolve(name_or_path: str | Path) -> Path:
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """The checkpoint's config.json."""
-    config = _read_json(Path(path) / "config.json", "the folder of a checkpoint has one")
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{Path(path) / 'config.json'} holds a {type(config).__name__}; expected an object")
-    return config
+    """The checkpoint's config.json, with the fields checked that all architectures share. Raises ModelLoadError."""
+    return read_object(Path(path) / "config.json", CommonConfig, "the folder of a checkpoint has one")
+
+
+def load_generation_settings(path: Path) -> list[GenerationSettings]:
+    """What generation_config.json and config.json say of the ids that begin and end a text; the first one counts.
+
+    Raises ModelLoadError for a field that is wrong.
+    """
+    files = (file for name in ("generation_config.json", "config.json") if (file := path / name).is_file())
+    return [parse(GenerationSettings, read_object(file), str(file)) for file in files]
 
 
 def open_weights(path: Path) -> Weights:
@@ -154,20 +161,10 @@ def _index(path: Path) -> dict[str, str] | None:
     """Tensor name to file of a sharded checkpoint, None where there is no index."""
     if (path / SINGLE).is_file() or not (path / INDEX).is_file():
         return None
-    parsed = _read_json(path / INDEX, "a sharded checkpoint needs it")
-    where = parsed.get("weight_map") if isinstance(parsed, dict) else None
-    if not isinstance(where, dict) or not all(isinstance(f, str) and "/" not in f for f in where.values()):
-        raise ModelLoadError(f"{path / INDEX} has no weight_map from tensor names to files in its own folder")
+    where = parse(ShardIndex, read_object(path / INDEX), str(path / INDEX)).weight_map
+    if outside := [file for file in where.values() if Path(file).name != file]:
+        raise ModelLoadError(f"{path / INDEX} names {outside[0]!r}; expected the names of files in its own folder")
     return where
-
-
-def _read_json(file: Path, why: str) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelLoadError(f"{file} does not exist; {why}") from None
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{file} cannot be read as JSON ({error}); download or save it again") from error
 
 
 # choosing
@@ -224,11 +221,12 @@ def load_model(
     path = resolve(name)
     config = load_config(path)
     weights = open_weights(path)
+    _check_counts(config, weights, path)
     if check_ranks(tensor_parallel_size, backend, quantization):
         from foretoken.models.sharded import ShardedModel
 
         return ShardedModel.join(path, kind, where, tensor_parallel_size, weights.shapes, max_length)
-    runtime = _runtime(config) if backend != "hf" else None
+    runtime = _runtime(config, path) if backend != "hf" else None
     native = runtime is not None
     int8 = quantise or (native and check_prequantized(config))
     check_fits(weight_bytes(weights.shapes, kind, int8), where, str(path))
@@ -258,12 +256,30 @@ def check_ranks(size: int, backend: str, quantization: str | None) -> bool:
     return size > 1
 
 
-def _runtime(config: Mapping[str, Any]) -> type[Decoder] | None:
-    """The class of ours that computes that architecture."""
+def _runtime(config: Mapping[str, Any], path: Path) -> type[Decoder] | None:
+    """The class of ours that computes that architecture. Raises ModelLoadError for a config.json that is wrong."""
     from foretoken.models.decoder import Decoder
     from foretoken.models.seq2seq.model import EncoderDecoder
 
-    return next((kind for kind in (Decoder, EncoderDecoder) if kind.supports(config)), None)
+    try:
+        return next((kind for kind in (Decoder, EncoderDecoder) if kind.supports(config)), None)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{path}: {error}") from None
+
+
+def _check_counts(config: Mapping[str, Any], weights: Weights, path: Path) -> None:
+    """Raises ModelLoadError where config.json asks for more layers or experts than the tensors can hold.
+
+    Modules are built, and lists filled, layer by layer before the first tensor is compared.
+    """
+    largest = max((len(weights), *(size for shape in weights.shapes.values() for size in shape)))
+    for settings in (config, config.get("text_config") or {}):
+        for name, value in settings.items():
+            if isinstance(value, int) and value > largest and any(part in name for part in ("layer", "expert")):
+                raise ModelLoadError(
+                    f"{path / 'config.json'} has {name} = {value}, but the checkpoint holds {len(weights)} tensors of "
+                    f"at most {largest} numbers in one dimension; do they belong together?"
+                )
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer:
@@ -292,5 +308,4 @@ def _tokenizer_settings(path: Path) -> dict[str, Any]:
     file = path / "tokenizer_config.json"
     if not file.is_file() or not (path / "tokenizer.json").is_file():
         return {}
-    settings = _read_json(file, "it was there a moment ago")
-    return settings if isinstance(settings, dict) else {}
+    return read_object(file, TokenizerSettings)

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import NO_ENCODER, Handle, Model, Scores, growing
-from foretoken.models.module_checks import check_parameters
+from foretoken.models.module_checks import check_parameters, check_size, reason
 from foretoken.models.slots import Placement, Slots
 
 PREFILL_ROWS = 256  # rows of one prefill pass
@@ -239,6 +239,7 @@ def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        check_size(config, path)
         softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         module, info = AutoModelForCausalLM.from_pretrained(
             path,
@@ -249,8 +250,10 @@ def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
             output_loading_info=True,
             **options,
         )
-    except (ValueError, KeyError, RuntimeError, OSError, ImportError) as error:
-        raise ModelLoadError(f"transformers cannot load the model in {path}: {first_line(error)}") from error
+    except ModelLoadError:
+        raise
+    except Exception as error:  # a malformed configuration fails anywhere in transformers
+        raise ModelLoadError(f"transformers cannot load the model in {path}: {reason(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelLoadError(
             f"the checkpoint in {path} lacks {len(missing)} tensor(s), first {missing[0]!r}; is it complete?"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import Schema, parse
 from foretoken.models.quantize import Int8
 
 READ = (
@@ -22,13 +23,29 @@ READ = (
 )
 
 
+class QuantizationGroup(Schema):
+    """One of compressed-tensors' groups of modules."""
+
+    format: str | None = None
+    weights: dict[str, Any] | None = None
+    input_activations: dict[str, Any] | None = None
+
+
+class Quantization(Schema):
+    """config.json's ``quantization_config``, by any writer."""
+
+    quant_method: str | None = None
+    format: str | None = None
+    config_groups: dict[str, QuantizationGroup] | None = None
+
+
 def check_prequantized(config: Mapping[str, Any]) -> bool:
     """Whether config.json says that the weights are quantised already. Raises ModelLoadError where not as above."""
     settings = config.get("quantization_config")
     if not settings:
         return False
-    method = settings.get("quant_method")
-    found = {"compressed-tensors": _compressed_tensors, "torchao": _torchao}.get(method, lambda _: f"{method}")(
+    method = parse(Quantization, settings, "config.json's quantization_config").quant_method
+    found = {"compressed-tensors": _compressed_tensors, "torchao": _torchao}.get(method or "", lambda _: f"{method}")(
         settings
     )
     if found is not None:
@@ -76,13 +93,18 @@ def _torchao(settings: Mapping[str, Any]) -> str | None:
     told = kinds.get("default") if isinstance(kinds, Mapping) and len(kinds) == 1 else None
     if not isinstance(told, Mapping) or told.get("_type") != "Int8DynamicActivationInt8WeightConfig":
         return f"torchao {told.get('_type') if isinstance(told, Mapping) else kinds}"
-    data = told.get("_data") or {}
+    data = _object(told.get("_data"))
     granularity = data.get("granularity")
     each = granularity if isinstance(granularity, list) else [granularity]
     per_row = all(isinstance(g, Mapping) and g.get("_type") == "PerRow" for g in each)
-    symmetric = (data.get("act_mapping_type") or {}).get("_data") == "SYMMETRIC"
+    symmetric = _object(data.get("act_mapping_type")).get("_data") == "SYMMETRIC"
     if told.get("_version") != 2 or not per_row or not symmetric or data.get("weight_only_decode"):
         return "torchao's int8 with other settings"
     if settings.get("include_input_output_embeddings"):
         return "a quantised embedding"
     return None
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """``value`` where it is a JSON object, else an empty one."""
+    return value if isinstance(value, Mapping) else {}

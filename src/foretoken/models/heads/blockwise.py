@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.heads.dialects import Written
-from foretoken.models.heads.files import check_shapes, number, open_head
+from foretoken.models.heads.files import MAX_HEADS, check_shapes, number, open_head
 
 MODEL_TYPE = "foretoken_blockwise"
 
@@ -45,7 +45,7 @@ def read_blockwise(path: Path) -> BlockwiseHeads:
     if config.get("model_type") != MODEL_TYPE:
         raise ModelLoadError(f"{path} has model_type {config.get('model_type')!r}; blockwise heads have {MODEL_TYPE!r}")
     hidden, inner = number(config, path, "hidden_size"), number(config, path, "intermediate_size")
-    count = number(config, path, "num_heads")
+    count = number(config, path, "num_heads", high=MAX_HEADS)
     parts = {"up.weight": (inner, hidden), "up.bias": (inner,), "down.weight": (hidden, inner), "down.bias": (hidden,)}
     check_shapes(path, weights, {f"heads.{i}.{part}": shape for i in range(count) for part, shape in parts.items()})
     return BlockwiseHeads(

@@ -10,20 +10,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import Schema, Size, parse
 from foretoken.models.architecture import supports
-from foretoken.models.heads.files import OURS, check_shapes, number, open_head
+from foretoken.models.heads.files import MAX_HEADS, OURS, check_shapes, number, open_head
 
 LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
     "hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
 )  # fmt: skip
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_Taps = Annotated[list[Annotated[int, Field(ge=0, le=10_000)]], Field(max_length=64)]
+
+
+class EagleSections(Schema):
+    """The parts that some dialects nest."""
+
+    speculators_model_type: str | None = None
+    transformer_layer_config: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
+    eagle_config: dict[str, Any] | None = None
+
+
+class EagleConfig(Schema):
+    """What is particular to heads, all parts on one level; their layer has to satisfy ``CausalConfig`` too."""
+
+    foretoken_taps: _Taps | None = None
+    eagle_aux_hidden_state_layer_ids: _Taps | None = None
+    target_hidden_size: Size | None = None
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +110,7 @@ def read_eagle(path: Path) -> EagleHead:
 
 def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """All settings on one level: speculators keeps the layer's apart, vLLM's own wrapper under "model"."""
+    parse(EagleSections, config, str(path / "config.json"))
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise ModelLoadError(f"{path} holds a speculator of the kind {kind!r}; EAGLE-3 heads are read here")
@@ -94,6 +119,7 @@ def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     flat = {**(config.get("eagle_config") or {}), **flat}
     if kind is not None:
         flat.setdefault("norm_before_residual", True)  # as vLLM reads it
+    parse(EagleConfig, flat, str(path / "config.json"))
     return flat
 
 
@@ -103,18 +129,19 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path:
         layer[key] = number(flat, path, key)
     layer.setdefault("rms_norm_eps", 1e-6)
     layer["num_key_value_heads"] = number(flat, path, "num_key_value_heads", default=layer["num_attention_heads"])
-    if not supports({**layer, "model_type": "llama"}):
+    layers = number(flat, path, "num_hidden_layers", default=1, high=MAX_HEADS)
+    vocab = number(flat, path, "vocab_size")
+    if not supports({**layer, "model_type": "llama", "vocab_size": vocab, "num_hidden_layers": layers}):
         raise ModelLoadError(f"the layer in {path} has an activation or rotary scaling that is not computed here")
     named = flat.get(OURS) or flat.get(_IDS)
-    taps = tuple(int(i) for i in named) if named and version == 3 else None
+    taps = tuple(named) if named and version == 3 else None
     inputs = int(tensors["fc.weight"].shape[-1])
-    vocab = number(flat, path, "vocab_size")
     if "t2d" in tensors:
         vocab = int(tensors["t2d"].shape[0])  # SpecForge and EAGLE agree here where config.json may not
     return EagleHead(
         version=version,
         layer=layer,
-        layers=number(flat, path, "num_hidden_layers", default=1),
+        layers=layers,
         target_hidden=_target_hidden(flat, inputs // (len(taps) if taps else 3), version),
         vocab=vocab,
         draft_vocab=number(flat, path, "draft_vocab_size", default=vocab) if version == 3 else vocab,

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.schema import MAX_INT, shortened
 from foretoken.models.checkpoint import INDEX, PICKLES, SINGLE, Weights, load_config, open_weights, resolve
 
 FOLDER = "heads"  # a target's folder may hold heads for it, each in heads/<role>
+MAX_HEADS = 256  # of one checkpoint, and layers of one head: what is expected of each is listed before it is read
 OURS = "foretoken_taps"  # our key in config.json: layers tapped, as indices of their inputs
 
 
@@ -61,9 +63,12 @@ def check_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[st
             )
 
 
-def number(config: Mapping[str, Any], path: Path, *names: str, default: int | None = None) -> int:
-    """The first of ``names`` that config.json has, as a positive integer. Raises ModelLoadError."""
+def number(config: Mapping[str, Any], path: Path, *names: str, default: int | None = None, high: int = MAX_INT) -> int:
+    """The first of ``names`` that config.json has, as an integer from 1 to ``high``. Raises ModelLoadError."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelLoadError(f"{path / 'config.json'} should say {names[0]!r} as a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+        raise ModelLoadError(
+            f"{path / 'config.json'} should say {names[0]!r} as a positive integer of at most {high}, got "
+            f"{shortened(value)}"
+        )
     return value

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.heads.dialects import Written
-from foretoken.models.heads.files import check_shapes, number, open_head
+from foretoken.models.heads.files import MAX_HEADS, check_shapes, number, open_head
 
 MEDUSA_DIALECTS = ("medusa", "vllm")
 _ORIGINAL = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
@@ -57,8 +57,8 @@ def read_medusa(path: Path) -> MedusaHeads:
     """The checkpoint in ``path``. Raises ModelLoadError for what is incomplete or inconsistent."""
     config, weights = open_head(path)
     tensors = {_canonical(name, weights): weights[name] for name in weights}
-    heads = number(config, path, "num_heads", "medusa_num_heads")
-    layers = number(config, path, "num_hidden_layers", "medusa_num_layers", default=1)
+    heads = number(config, path, "num_heads", "medusa_num_heads", high=MAX_HEADS)
+    layers = number(config, path, "num_hidden_layers", "medusa_num_layers", default=1, high=MAX_HEADS)
     if "blocks.0.layers.0.weight" not in tensors:
         raise ModelLoadError(f"{path} holds no Medusa heads: neither 0.0.linear.weight nor blocks.0.layers.0.weight")
     hidden = number(config, path, "hidden_size", default=int(tensors["blocks.0.layers.0.weight"].shape[-1]))

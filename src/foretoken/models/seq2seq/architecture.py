@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import parse
+from foretoken.models.seq2seq.schema import BartConfig, T5Config
 
 T5, BART = ("t5", "mt5", "umt5"), ("bart", "mbart")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish")
@@ -78,19 +79,27 @@ class Seq2SeqArchitecture:
 
     @staticmethod
     def of(config: Mapping[str, Any], max_length: int | None = None) -> Seq2SeqArchitecture:
-        """Of a config.json that ``supports`` accepts. Raises ModelLoadError where a size is missing from it."""
-        try:
-            return (_of_t5 if config["model_type"] in T5 else _of_bart)(config, max_length)
-        except KeyError as error:
-            raise ModelLoadError(f"config.json lacks {error.args[0]!r}, so the model cannot be built") from None
+        """Of a config.json that ``supports`` accepts. Raises ModelLoadError for a field that is missing or wrong."""
+        _check(config)
+        return (_of_t5 if config["model_type"] in T5 else _of_bart)(config, max_length)
 
 
 def supports(config: Mapping[str, Any]) -> bool:
-    """Whether this runtime computes that encoder-decoder exactly."""
+    """Whether this runtime computes that encoder-decoder exactly.
+
+    Raises ModelLoadError for a field of a known architecture that is missing or wrong.
+    """
     family = config.get("model_type")
+    if family not in (*T5, *BART):
+        return False
+    _check(config)
     if family in T5:
         return _activation(config)[0] in ACTIVATIONS
-    return family in BART and config.get("activation_function", "gelu") in ACTIVATIONS
+    return config.get("activation_function", "gelu") in ACTIVATIONS
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    parse(T5Config if config["model_type"] in T5 else BartConfig, config, "config.json")
 
 
 def _of_t5(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
