@@ -22,6 +22,7 @@ from foretoken.bench.clock import Spread
 from foretoken.bench.costs import Loaded, PassCost, pass_costs
 from foretoken.bench.setting import memory, processor
 from foretoken.core.errors import WriteError
+from foretoken.core.schema import read_object
 from foretoken.zoo import cache_folder
 
 ROWS, CONTEXT, TURNS = (1, 2, 4, 6, 8, 12, 16), 256, 5
@@ -91,7 +92,7 @@ def known(loaded: Loaded) -> Costs:
     identity = identify(loaded)
     empty = Costs(loaded.path.name, identity)
     try:
-        record = json.loads(_file(identity).read_text(encoding="utf-8"))
+        record = read_object(_file(identity))
         return empty.merged([_read(entry) for entry in record["passes"]])
     except (OSError, ValueError, KeyError, TypeError):
         return empty

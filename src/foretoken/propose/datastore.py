@@ -11,11 +11,13 @@ import json
 import mmap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.schema import Schema, Size, parse, read_object
 from foretoken.propose.occurrences import BREAK, LIMIT, PAD, GrowingText, Ids, Occurrences, SortedText
 
 MANIFEST = "datastore.json"
@@ -31,6 +33,22 @@ def fingerprint(tokenizer: Any) -> str:
     for token, identifier in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{identifier} {token!r}\n".encode())
     return digest.hexdigest()
+
+
+class Shard(Schema):
+    """One shard of a datastore: its tokens, and the bytes of each."""
+
+    tokens: Size
+    width: Annotated[int, Field(ge=1, le=8)]
+
+
+class Manifest(Schema):
+    """What ``datastore.json`` says."""
+
+    format: str
+    tokenizer: Annotated[str, Field(min_length=1)]
+    tokens: Annotated[int, Field(ge=1)]
+    shards: Annotated[list[Shard], Field(min_length=1)]
 
 
 class DatastoreWriter:
@@ -92,16 +110,13 @@ class Datastore:
         """
         folder = Path(folder).expanduser()
         manifest = _manifest(folder)
-        if manifest["tokenizer"] != fingerprint(tokenizer):
+        if manifest.tokenizer != fingerprint(tokenizer):
             raise InvalidRequest(
                 f"the datastore {folder} was built with another tokenizer than this target's: its token ids mean "
                 "other text; build one with foretoken build-datastore --model and this target"
             )
-        shards = [
-            _shard(folder, number, int(shard["tokens"]), int(shard["width"]))
-            for number, shard in enumerate(manifest["shards"])
-        ]
-        return cls(shards, int(manifest["tokens"]))
+        shards = [_shard(folder, number, shard.tokens, shard.width) for number, shard in enumerate(manifest.shards)]
+        return cls(shards, manifest.tokens)
 
     def occurrences(self, tail: Ids, steps: int, limit: int = LIMIT) -> Iterable[Occurrences]:
         """Of each shard, see ``Text``."""
@@ -112,17 +127,16 @@ def _names(number: int) -> tuple[str, str]:
     return f"text-{number:05}.bin", f"order-{number:05}.bin"
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     if not file.is_file():
         raise ModelLoadError(f"{folder} is no datastore: it has no {MANIFEST}; {_HINT}")
     try:
-        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        known = manifest["format"] == FORMAT and manifest["shards"] and manifest["tokenizer"] and manifest["tokens"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"cannot read {file}: {error}; {_HINT}") from error
-    if not known:
-        raise ModelLoadError(f"{file} does not describe a datastore of format {FORMAT} with text in it; {_HINT}")
+        manifest = parse(Manifest, read_object(file), str(file))
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{error}; {_HINT}") from None
+    if manifest.format != FORMAT:
+        raise ModelLoadError(f"{file} describes a datastore of format {manifest.format}, not {FORMAT}; {_HINT}")
     return manifest
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.schema import read_object
 from foretoken.models.base import Model
 from foretoken.models.checkpoint import load_model
 from foretoken.train.data import Corpus, encode, held_out_batches
@@ -78,7 +78,7 @@ def write_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
 def read_provenance(folder: Path) -> dict[str, Any]:
     """What a training run wrote beside its weights. Raises InvalidRequest."""
     try:
-        facts: dict[str, Any] = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        facts: dict[str, Any] = read_object(folder / PROVENANCE)
     except (OSError, ValueError) as error:
         raise InvalidRequest(
             f"cannot read {folder / PROVENANCE}: {error}; pass a folder written by 'foretoken train'"
@@ -88,7 +88,7 @@ def read_provenance(folder: Path) -> dict[str, Any]:
 
 def _described(folder: Path, target: str | None = None) -> dict[str, Any]:
     """The provenance, with the command under the folders' present names."""
-    facts, config = read_provenance(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    facts, config = read_provenance(folder), read_object(folder / "config.json")
     usual, what = TARGET_SHAPE, f"target {folder.name}"
     if target is not None:
         usual = DRAFT_SHAPE
@@ -113,7 +113,7 @@ def _card(
     figures: dict[str, float] | None = None,
     costs: dict[str, float] | None = None,
 ) -> str:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json")
     role = "target" if target is None else f"draft, distilled from {target}"
     rows = [
         ("role", role),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.schema import read_object
 from foretoken.llm import LLM
 from foretoken.models.checkpoint import load_tokenizer
 from foretoken.params import SamplingParams
@@ -60,7 +60,7 @@ def write_head_card(target: Path, head: Path, corpus: Corpus) -> Path:
 
 def _read(head: Path) -> dict[str, Any]:
     try:
-        facts: dict[str, Any] = json.loads((head / PROVENANCE).read_text(encoding="utf-8"))
+        facts: dict[str, Any] = read_object(head / PROVENANCE)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"cannot read {head / PROVENANCE}: {error}; pass a head of 'foretoken train'") from error
     if facts.get("role") not in _KINDS:

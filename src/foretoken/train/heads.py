@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.schema import read_object
 from foretoken.models.checkpoint import resolve_device
 from foretoken.train import processes
 from foretoken.train.acceptance import chain_acceptance, figures, head_loss, known
@@ -176,7 +176,7 @@ def _start(head: Head, start: Path | None) -> dict[str, Any]:
         return {}
     try:
         head.start(load_file(start / "model.safetensors"))
-        return {"started_from": json.loads((start / PROVENANCE).read_text(encoding="utf-8"))}
+        return {"started_from": read_object(start / PROVENANCE)}
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise InvalidRequest(

@@ -7,7 +7,6 @@ sqrt(h'/h). So W diag(w) Q / s reads the wide one's output as W reads the narrow
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.schema import read_object
 from foretoken.models.heads.blockwise import MODEL_TYPE, BlockwiseHeads, Feedforward, read_blockwise, write_blockwise
 from foretoken.models.heads.dialects import Written, write_eagle
 from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
@@ -52,7 +52,7 @@ class Widening:
     def of(source: Path, wide: Path) -> Widening:
         """What was done to ``source`` to make ``wide``. Raises InvalidRequest where ``wide`` is not made of it."""
         try:
-            made = json.loads((wide / PROVENANCE).read_text(encoding="utf-8"))
+            made = read_object(wide / PROVENANCE)
             digest, shape = made["source_sha256"], made["shape"]
         except (OSError, ValueError, KeyError) as error:
             raise InvalidRequest(
@@ -153,7 +153,7 @@ def scale_head(head: Path, source: Path, wide: Path) -> Path:
     ones, TrainingError when the disk is full.
     """
     digest = weights_sha256(head)
-    config = json.loads((head / "config.json").read_text(encoding="utf-8"))
+    config = read_object(head / "config.json")
     role = _role(config)
     out = wide / FOLDER / role
     if _digest(out) == digest:
@@ -207,7 +207,7 @@ def _check_width(head: Path, hidden: int, w: Widening) -> None:
 
 def _digest(out: Path) -> str | None:
     try:
-        made: str | None = json.loads((out / PROVENANCE).read_text(encoding="utf-8")).get("source_sha256")
+        made: str | None = read_object(out / PROVENANCE).get("source_sha256")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.schema import parse
+from foretoken.models.seq2seq.schema import T5Config
 from foretoken.train.seq2seq import T5Shape
 from foretoken.train.shards import Plan, ShardReader
 from foretoken.train.widen import Widener, layer_positions, rotation
@@ -35,6 +37,7 @@ def checked(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("quantization_config"):
         raise InvalidRequest("cannot widen a quantised model; pass its original checkpoint")
     config = _USUAL | config
+    parse(T5Config, config, "config.json")
     if config.get("num_decoder_layers") is None:
         config["num_decoder_layers"] = config["num_layers"]
     return config | {"head_dim": config["d_kv"]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,9 @@ import torch
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.core.schema import parse
+from foretoken.models.checkpoint import load_config
+from foretoken.models.schema import DEFAULTS, CausalConfig
 from foretoken.train import scale_seq2seq
 from foretoken.train.files import PROVENANCE, atomic_directory, write_json
 from foretoken.train.progress import Reporter
@@ -72,10 +74,7 @@ def like(name: str, head_dim: int = 64, family: str = "llama") -> WideShape | T5
 
 def read_config(source: Path) -> dict[str, Any]:
     """The source's config, refused unless it is a plain Llama or a T5. Raises ModelLoadError, InvalidRequest."""
-    try:
-        config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot read {source / 'config.json'}: {error}; pass a model's folder") from error
+    config = load_config(source)
     if config.get("model_type") == "t5":
         return scale_seq2seq.checked(config)
     if config.get("model_type") not in ("llama", "mistral"):
@@ -85,6 +84,7 @@ def read_config(source: Path) -> dict[str, Any]:
     for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):
         if config.get(key):
             raise InvalidRequest(f"cannot widen a model with {key}={config[key]!r}; only plain layers can be")
+    parse(CausalConfig, DEFAULTS[config["model_type"]] | config, str(source / "config.json"))
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if config.get("head_dim") is None:
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]

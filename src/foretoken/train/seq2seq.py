@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.schema import read_object
 from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
 from foretoken.train.progress import quiet_transformers
@@ -204,6 +204,6 @@ def save(model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, 
     with quiet_transformers():
         model.bfloat16().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = read_object(folder / "config.json")
     # transformers writes true whatever was asked, but reads false: as T5 v1.1, whose output is not scaled.
     write_json(folder / "config.json", config | {"tie_word_embeddings": tied})

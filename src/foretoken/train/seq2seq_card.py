@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import T5ForConditionalGeneration
 
+from foretoken.core.schema import read_object
 from foretoken.train.card import ZOO_ENTRY, read_provenance
 from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, write_json
@@ -74,7 +74,7 @@ def _tasks(corpus: Corpus, facts: dict[str, Any], count: int) -> list[Task]:
 
 
 def _command(what: str, facts: dict[str, Any], folder: Path, usual: T5Shape) -> str:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json")
     shape = T5Shape(**{name: config[name] for name in vars(usual)})
     return command_line(what, shape, usual, TrainConfig(**facts["config"]), facts["corpus"])
 
@@ -87,7 +87,7 @@ def _write(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> Pa
 
 
 def _card(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> str:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json")
     target, window = facts.get("target"), facts["config"]["window"]
     rows = [
         ("role", facts["role"] + (f", distilled from {target}" if target else "")),

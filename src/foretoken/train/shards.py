@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.models.checkpoint import open_weights
 from foretoken.train.files import write_json
 
 INDEX = "model.safetensors.index.json"
@@ -51,33 +50,21 @@ class ShardReader:
     """Tensors of a safetensors checkpoint, whole or sharded, by name. Raises ModelLoadError."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            if (folder / INDEX).exists():
-                names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-                files = {f: safe_open(folder / f, framework="pt") for f in set(names.values())}
-                self._file_of = {name: files[f] for name, f in names.items()}
-            else:
-                file = safe_open(folder / "model.safetensors", framework="pt")
-                self._file_of = dict.fromkeys(file.keys(), file)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise ModelLoadError(
-                f"cannot read the weights in {folder}: {error}; a safetensors checkpoint is needed"
-            ) from error
+        self._weights = open_weights(folder)
 
     @property
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._weights)
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor in its own dtype. Raises ModelLoadError if there is none of that name."""
-        if name not in self._file_of:
+        if name not in self._weights:
             raise ModelLoadError(f"the checkpoint has no tensor {name}; it is not a whole Llama checkpoint")
-        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
-        return tensor
+        return self._weights[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape alone, without reading the tensor."""
-        return tuple(self._file_of[name].get_slice(name).get_shape()) if name in self._file_of else ()
+        return self._weights.shapes.get(name, ())
 
 
 class ShardWriter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from foretoken.core.errors import TrainingError
+from foretoken.core.schema import read_object
 from foretoken.train.files import write_json
 from foretoken.train.progress import Reporter
 from foretoken.train.trainer import compiled
@@ -72,7 +72,7 @@ def teach(
     top = min(top, model.config.vocab_size)
     key = _fingerprint(model, windows, top)
     meta = folder / "meta.json"
-    if not (meta.exists() and json.loads(meta.read_text(encoding="utf-8")).get("key") == key):
+    if not (meta.exists() and read_object(meta).get("key") == key):
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -84,7 +84,7 @@ def teach(
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-    done = json.loads(meta.read_text(encoding="utf-8"))
+    done = read_object(meta)
     shape = (done["rows"], windows.shape[1], top)
     return TaughtWindows(
         windows[: done["rows"]],

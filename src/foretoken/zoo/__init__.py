@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.files import cache_folder
+from foretoken.core.files import cache_folder, read_json
 
 __all__ = ["ZooModel", "cache_folder", "list_models", "path"]
 
@@ -47,7 +47,7 @@ def path(name: str) -> Path:
 
 
 def _read(entry: Path) -> ZooModel:
-    folder, facts = entry.parent, json.loads(entry.read_text(encoding="utf-8"))
+    folder, facts = entry.parent, read_json(entry, "install foretoken again")
     card = folder / "README.md"
     return ZooModel(
         name=facts["name"],
