@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from foretoken import LLM, ForetokenError, SamplingParams
 from foretoken.core.draft import Draft
+from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import SpeculativeConfig
 
 relaxed = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -299,3 +300,9 @@ def test_an_unknown_quantization_names_the_known(tiny_pair: Any) -> None:
         LLM(tiny_pair.target, quantization="int4")
     with pytest.raises(ForetokenError, match="needs the native decoder"):
         LLM(tiny_pair.target, quantization="int8", backend="hf")
+
+
+def test_a_draft_model_has_the_maximum_length_of_its_target(tiny_pair: Any) -> None:
+    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_model_len=96)
+    assert isinstance(llm._proposer, DraftModel)
+    assert llm._proposer.model.max_length == llm.target.max_length == 96

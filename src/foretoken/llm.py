@@ -86,12 +86,11 @@ class LLM:
                 draft_model = zoo.path("draft")
         self.speculative_config = config = with_draft(config, draft_model)
         path = resolve(model)
-        options = {"dtype": dtype, "device": device, "backend": backend}
+        options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
         self.target: Model = load_model(
-            path, max_length=max_model_len, quantization=quantization, tensor_parallel_size=tensor_parallel_size,
-            **options,
-        )  # fmt: skip
+            path, quantization=quantization, tensor_parallel_size=tensor_parallel_size, **options
+        )
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
         self._proposer = builder.build(config)
