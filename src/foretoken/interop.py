@@ -65,7 +65,9 @@ def custom_generate(
     either this is plain decoding. Drafted tokens a round: ``num_speculative_tokens``, else the call's or the
     assistant's ``num_assistant_tokens``. Logits processors judge every drafted token with its own history, so
     whatever they do, the output follows the law that ``generate`` alone would sample from, and greedy text is
-    the same. Random numbers start from torch's generator: ``torch.manual_seed`` repeats a run.
+    the same. Random numbers start from torch's generator: ``torch.manual_seed`` repeats a run. Only LongRoPE is chosen
+    otherwise: by the call's maximum length, once, where ``generate`` changes factors within a text that grows over the
+    original length.
 
     Raises InvalidRequest for what is not decoding of token ids: beams, ``inputs_embeds``, attention outputs.
     """
@@ -74,7 +76,7 @@ def custom_generate(
     streamer = streamer if streamer is not None else call.get("streamer")
     _refuse(model, generation_config, logits_processor, model_kwargs, synced_gpus)
     prompts = _unpadded(input_ids, model_kwargs.get("attention_mask"))
-    target = _wrap(model)
+    target = _wrap(model, stopping_criteria.max_length)
     depth = _depth(num_speculative_tokens, call, generation_config, assistant_model)
     proposer, depth = _proposer(target, assistant_model, generation_config, depth)
     record = bool(generation_config.return_dict_in_generate)
@@ -279,7 +281,7 @@ def _depth(asked: int | None, call: dict[str, Any], config: Any, assistant: Any)
 def _proposer(target: Model, assistant: Any, config: Any, depth: int) -> tuple[Proposer, int]:
     """Who drafts, and how many tokens a round."""
     if assistant is not None:
-        draft = _wrap(assistant)
+        draft = _wrap(assistant, target.max_length)
         if abs(draft.vocab_size - target.vocab_size) > target.vocab_size // 50:
             raise InvalidRequest(
                 f"the assistant has a vocabulary of {draft.vocab_size} and the model one of {target.vocab_size}; "
@@ -292,10 +294,10 @@ def _proposer(target: Model, assistant: Any, config: Any, depth: int) -> tuple[P
     return Proposer(), 0
 
 
-def _wrap(module: Any) -> Model:
+def _wrap(module: Any, max_length: int | None) -> Model:
     from foretoken.models.hf import HFModel
 
-    return HFModel.from_module(module)
+    return HFModel.from_module(module, max_length)
 
 
 def _pad(config: Any) -> int:

@@ -22,6 +22,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import NO_ENCODER, Handle, Model, Scores, growing
 from foretoken.models.module_checks import check_parameters, check_size, reason
+from foretoken.models.rotary import FixedRope
 from foretoken.models.slots import Placement, Slots
 
 PREFILL_ROWS = 256  # rows of one prefill pass
@@ -36,7 +37,8 @@ class HFModel(Model):
 
     Refused with ``ModelLoadError``: encoder-decoders, states that cannot be rewound (Mamba and other recurrent
     layers), position biases computed inside attention from row numbers (ALiBi, GPT-Neo's local windows), and
-    whatever else fails the comparison of a small tree with the module's own pass that ends the constructor.
+    whatever else fails the comparison of a small tree with the module's own pass that ends the constructor. Rotary
+    factors follow from the maximum length (``rotary.py``).
     """
 
     def __init__(self, module: Any, max_length: int | None = None) -> None:
@@ -48,6 +50,7 @@ class HFModel(Model):
         head = module.get_output_embeddings()
         self.vocab_size = config.vocab_size if head is None else head.weight.shape[0]
         known = getattr(config, "max_position_embeddings", None) or max_length or 1 << 20
+        limit = min(max_length or known, known)
         self.max_length = known
         self.rows_independent = False
         self._slots = Slots()
@@ -56,8 +59,9 @@ class HFModel(Model):
         self._window = getattr(config, "sliding_window", None) or 0
         accepted = inspect.signature(module.forward).parameters
         self._keeps_rows = "logits_to_keep" in accepted
+        self._rope = FixedRope(module, limit)
         self._check_once()
-        self.max_length = min(max_length or known, known)
+        self.max_length = limit
 
     @classmethod
     def from_module(cls, module: Any, max_length: int | None = None) -> Self:
@@ -157,7 +161,7 @@ class HFModel(Model):
         keep = {}
         if self._keeps_rows:
             keep["logits_to_keep"] = torch.arange(min(place.roots), place.width, device=self.device)
-        with self._slots.serving(place, self.device), _evaluating(self.module):
+        with self._slots.serving(place, self.device), _evaluating(self.module), self._rope.applied():
             return self.module(
                 input_ids=place.tokens.to(self.device),
                 attention_mask=self._masks(place),
@@ -171,7 +175,7 @@ class HFModel(Model):
 
     def _plain(self, paths: Tensor) -> Tensor:
         """Logits [B, rows, V] of whole texts [B, rows] by the module alone, without a cache or a mask of ours."""
-        with _evaluating(self.module):
+        with _evaluating(self.module), self._rope.applied():
             logits: Tensor = self.module(input_ids=paths.to(self.device), use_cache=False, return_dict=True).logits
         return logits
 
