@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from foretoken.core.checks import integer, is_integer, is_number, shown
-from foretoken.core.context import Exactness
+from foretoken.core.checks import MAX_SEED, MIN_SEED, integer, is_integer, is_number, shown
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import SamplingLaw
-from foretoken.core.streams import MAX_SEED, MIN_SEED
+from foretoken.core.exactness import Exactness
+
+if TYPE_CHECKING:
+    from foretoken.core.sampling import SamplingLaw
 
 MAX_COUNT = 2**31 - 1  # the compiled kernels count with 32 bits
 MAX_N = 16384  # as in vLLM
@@ -124,6 +125,8 @@ class SamplingParams:
 
     def law(self, vocab_size: int, bad_words: Sequence[tuple[int, ...]], end_ids: Sequence[int]) -> SamplingLaw:
         """The sampling law of this request. ``end_ids`` are what ``min_tokens`` holds back."""
+        from foretoken.core.sampling import SamplingLaw  # torch: bad parameters are refused before it is loaded
+
         for token in (*(self.logit_bias or {}), *(self.stop_token_ids or ())):
             if token >= vocab_size:
                 raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab_size}")

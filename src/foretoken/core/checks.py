@@ -8,6 +8,7 @@ from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # of users' seeds
 _SHOWN = 200  # characters of a wrong value that an error shows
 
 

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from foretoken.core.draft import Draft
+from foretoken.core.exactness import Exactness as Exactness
 from foretoken.core.sampling import History, Law
 from foretoken.core.streams import Streams
-
-
-class Exactness(StrEnum):
-    """What a request is promised."""
-
-    DISTRIBUTION = "distribution"  # the target's law
-    TRAJECTORY = "trajectory"  # the target's law, and one text per seed whatever the proposer, depth or batch
-    TYPICAL = "lossy-typical"  # neither: Medusa's typical acceptance; outputs are labelled with it
 
 
 @dataclass(eq=False, slots=True)

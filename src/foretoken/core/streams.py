@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretoken.core.checks import MAX_SEED as MAX_SEED
+from foretoken.core.checks import MIN_SEED as MIN_SEED
 from foretoken.core.native import laws as native
 
-MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # of users' seeds
 MAX_DERIVED_SEED = 2**128 - 1
 
 _MASK = (1 << 64) - 1

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from foretoken.core.streams import MAX_SEED, MIN_SEED
+from foretoken.core.checks import MAX_SEED, MIN_SEED
 from foretoken.params import LARGEST, MAX_COUNT, MAX_N, MAX_SALT, MAX_SPECULATIVE_TOKENS, SMALLEST
 
 Integer64 = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
