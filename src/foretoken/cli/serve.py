@@ -73,6 +73,7 @@ def serve(
         int | None, typer.Option(min=1, help="Prompt tokens that a round may read. [what the others hardly notice]")
     ] = None,
     max_body: Annotated[str, typer.Option(metavar="BYTES", help="Largest body of a request.")] = "4MiB",
+    body_timeout: Annotated[float, typer.Option(min=0, help="Seconds in which a request's body has to arrive.")] = 60.0,
     request_timeout: Annotated[float, typer.Option(min=0, help="Seconds that a request may take.")] = 600.0,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests have to finish when the server is told to end.")
@@ -112,7 +113,7 @@ def serve(
     settings = _settings(
         model_names=tuple(served_model_name or [model or "foretoken"]), api_keys=tuple(api_key or ()),
         chat_template=_text(chat_template) if chat_template is not None else None, origins=tuple(allow_origin or ()),
-        max_body=_bytes("--max-body", max_body), timeout=request_timeout,
+        max_body=_bytes("--max-body", max_body), body_timeout=body_timeout, timeout=request_timeout,
         share_cache_across_keys=share_cache_across_keys,
     )  # fmt: skip
     wanted = scale(replicas, max_replicas, ray_address, replica_cpus, replica_gpus)

@@ -89,7 +89,7 @@ def _errors(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _generating(service: Service) -> APIRouter:
-    router = APIRouter(responses=_errors(400, 401, 404, 413, 429, 500, 503, 504))
+    router = APIRouter(responses=_errors(400, 401, 404, 408, 413, 429, 431, 500, 503, 504))
 
     @router.post("/completions", responses={200: {"model": Completion, "content": _STREAM}}, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -133,7 +133,9 @@ def _listing(service: Service) -> APIRouter:
             raise Unavailable("the server is shutting down")
         return {"status": "ok"}
 
-    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_errors(401)})
+    @router.get(
+        "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_errors(401)}
+    )
     async def metrics() -> Response:
         """For Prometheus."""
         body, kind = service.metrics.render()

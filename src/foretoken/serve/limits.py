@@ -1,4 +1,4 @@
-"""What stands before every request: keys, the size of bodies, how many at once; and a line for the log."""
+"""What stands before every request: keys, sizes, how many at once; and a line for the log."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foretoken.serve.bodies import Bodies, replayed
 from foretoken.serve.errors import RETRY_SECONDS, ApiError
 
 _log = logging.getLogger(__name__)
 
 _CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, where keys are scopes of their own
-_DISCARDED = 8  # times the limit are read and forgotten, so that a client that sends first gets to read the answer
+MAX_HEADERS = 64 * 2**10  # bytes of a request's headers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Settings:
     chat_template: a template in place of the tokenizer's own.
     origins: pages of other origins that browsers may let use the API.
     max_body: bytes. max_n: completions of a prompt, candidates of best_of too. max_prompts: in one request.
+    body_timeout: seconds in which a body has to arrive.
     max_concurrency: requests answered at once. timeout: seconds that a request may take, its wait included.
     """
 
@@ -42,6 +43,7 @@ class Settings:
     chat_template: str | None = None
     origins: Sequence[str] = ()
     max_body: int = 4 * 2**20
+    body_timeout: float = 60.0
     max_n: int = 64
     max_prompts: int = 128
     max_logprobs: int = 20
@@ -50,12 +52,16 @@ class Settings:
 
 
 class Guard:
-    """ASGI middleware. ``open_paths`` need no key and are not counted."""
+    """ASGI middleware. ``open_paths`` need no key and are not counted.
+
+    A request counts as being answered once its body is complete, so that slow senders keep nobody out.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings, open_paths: frozenset[str]) -> None:
         self._app, self._settings, self._open_paths = app, settings, open_paths
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
         self._scoped = len(set(self._keys)) > 1 and not settings.share_cache_across_keys
+        self._bodies = Bodies(settings.max_body, settings.body_timeout)
         self._active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,44 +70,47 @@ class Guard:
             return
         watched, is_open = _Watched(scope, send), scope["path"] in self._open_paths
         try:
+            headers = Headers(scope=scope)
+            self._check_head(headers)
             if is_open:
                 await self._app(scope, receive, watched.send)
             else:
-                await self._guarded(scope, receive, watched.send)
+                await self._guarded(scope, headers, receive, watched.send)
+        except ApiError as refusal:
+            await refusal.response()(scope, receive, watched.send)
         finally:
             watched.log(logging.DEBUG if is_open else logging.INFO)
 
-    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _Body(receive, self._settings.max_body)
-        key = self._key(Headers(scope=scope))
-        refusal = self._refusal(scope, key)
-        if refusal is None and body.hopeless(Headers(scope=scope).get("content-length")):
-            refusal = ApiError(413, body.message, code="body_too_large")
-        if refusal is not None:
-            await refusal.response()(scope, receive, send)
-            return
+    async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        """Raises ApiError where the app is not to see the request."""
+        key = self._key(headers)
+        if self._keys and scope["method"] != "OPTIONS" and key is None:
+            raise _wrong_key()
+        self._check_free()
+        self._bodies.check_announced(headers.get("content-length"))
         if self._scoped and key is not None:
             scope.setdefault("state", {})[_CLIENT] = key.hex()
-        self._active += 1
-        try:
-            await self._app(scope, body.receive, send)
-        finally:
-            self._active -= 1
+        async with self._bodies.read(receive) as body:
+            if body is None:
+                return
+            self._check_free()
+            self._active += 1
+            try:
+                await self._app(scope, replayed(body, receive), send)
+            finally:
+                self._active -= 1
 
-    def _refusal(self, scope: Scope, key: bytes | None) -> ApiError | None:
-        if self._keys and scope["method"] != "OPTIONS" and key is None:
-            return ApiError(
-                401,
-                "this server asks for an API key; send it as Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+    def _check_head(self, headers: Headers) -> None:
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+            message = f"the request's headers are larger than the {MAX_HEADERS} bytes that this server takes"
+            raise ApiError(431, message, code="headers_too_large")
+
+    def _check_free(self) -> None:
         most = self._settings.max_concurrency
         if self._active >= most:
             retry = {"Retry-After": str(RETRY_SECONDS)}
             message = f"{most} requests are being answered, which is as many as may; try again later"
-            return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=retry)
-        return None
+            raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=retry)
 
     def _key(self, headers: Headers) -> bytes | None:
         """The digest of the key that was sent, if it is one of ours.
@@ -120,32 +129,17 @@ def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
     return cache_salt if client is None else _digest(json.dumps([client, cache_salt]).encode()).hex()
 
 
+def _wrong_key() -> ApiError:
+    return ApiError(
+        401,
+        "this server asks for an API key; send it as Authorization: Bearer KEY",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-class _Body:
-    """Counts a request's body as it comes."""
-
-    def __init__(self, receive: Receive, limit: int) -> None:
-        self._receive, self._limit = receive, limit
-        self._size = 0
-        self.message = f"the body is larger than the {limit} bytes that this server takes"
-
-    def hopeless(self, announced: str | None) -> bool:
-        """Whether the body says of itself that it is far too large to be read at all."""
-        return announced is not None and announced.isdigit() and int(announced) > _DISCARDED * self._limit
-
-    async def receive(self) -> Message:
-        """The next part. Raises a 413 once it is one too many, when the client has sent most of it."""
-        message = await self._receive()
-        self._size += len(message.get("body", b""))
-        if self._size <= self._limit:
-            return message
-        while message.get("more_body", False) and self._size <= _DISCARDED * self._limit:
-            message = await self._receive()
-            self._size += len(message.get("body", b""))
-        raise HTTPException(413, self.message)
 
 
 class _Watched:

@@ -13,6 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from foretoken.core.errors import ForetokenError
+from foretoken.serve.limits import MAX_HEADERS
+from foretoken.serve.protocol import HttpProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +42,14 @@ class Server(uvicorn.Server):
         self, app: FastAPI, worker: Work, drain_timeout: float = 30.0, announce: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=int(_LAST_WORDS))
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=int(_LAST_WORDS),
+                http=HttpProtocol,
+                h11_max_incomplete_event_size=MAX_HEADERS,
+            )  # fmt: skip
         )
         self._worker, self._drain_timeout, self._announce = worker, drain_timeout, announce
         self._drained_by: float | None = None
