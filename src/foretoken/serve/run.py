@@ -12,8 +12,8 @@ from typing import Protocol
 import uvicorn
 from fastapi import FastAPI
 
-from foretoken.core.errors import ForetokenError
 from foretoken.serve.limits import MAX_HEADERS
+from foretoken.serve.listening import bind as bind
 from foretoken.serve.protocol import HttpProtocol
 
 _log = logging.getLogger(__name__)
@@ -77,21 +77,3 @@ class Server(uvicorn.Server):
             self._worker.abandon()
             self.should_exit = True
         return await super().on_tick(counter)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ForetokenError where there is none to be had."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-        except OSError:
-            listening.close()
-            raise
-    except OSError as error:
-        raise ForetokenError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --host or --port"
-        ) from error
-    return listening
