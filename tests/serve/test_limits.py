@@ -104,9 +104,13 @@ def test_a_trickle_behind_an_answer_does_not_keep_the_connection(
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
             time.sleep(0.2)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            for byte in ask * 4:
-                connection.sendall(bytes([byte]))
-                time.sleep(0.05)
+            _trickle(connection, ask * 4)
+
+
+def _trickle(connection: socket.socket, data: bytes) -> None:
+    for byte in data:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.05)
 
 
 def test_slow_bodies_end_with_a_408(limited: Running) -> None:

@@ -29,6 +29,8 @@ from foretoken.cli.options import (
 from foretoken.cli.serve_replicas import scale, serve_replicas
 from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.serve.hosts import allowed_hosts
+from foretoken.serve.listening import bind
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -62,6 +64,10 @@ def serve(
     ] = None,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may use the API; may be repeated.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Host name that clients may use, such as a proxy's; may be repeated. [loopback's names]"),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that share a pass; more wait.")] = 16,
     max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are told to try later.")] = 256,
@@ -102,6 +108,9 @@ def serve(
         raise InvalidRequest(f"--log-level must be one of {', '.join(_LEVELS)}, got {log_level!r}")
     if not all(api_key or ()):
         raise InvalidRequest("--api-key must not be empty; leave it out to serve without keys")
+    wanted = scale(replicas, max_replicas, ray_address, replica_cpus, replica_gpus)
+    if wanted is not None and tensor_parallel_size > 1:
+        raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
     config = speculative(speculative_config)
     options = {
         "enable_prefix_caching": True, "max_num_batched_tokens": max_num_batched_tokens or "auto",
@@ -110,22 +119,19 @@ def serve(
         "max_model_len": max_model_len, "kv_memory": _bytes("--kv-memory", kv_memory),
         "tensor_parallel_size": tensor_parallel_size, "seed": secrets.randbits(63) if seed is None else seed,
     }  # fmt: skip
-    settings = _settings(
-        model_names=tuple(served_model_name or [model or "foretoken"]), api_keys=tuple(api_key or ()),
-        chat_template=_text(chat_template) if chat_template is not None else None, origins=tuple(allow_origin or ()),
-        max_body=_bytes("--max-body", max_body), body_timeout=body_timeout, timeout=request_timeout,
-        share_cache_across_keys=share_cache_across_keys,
-    )  # fmt: skip
-    wanted = scale(replicas, max_replicas, ray_address, replica_cpus, replica_gpus)
-    from foretoken.serve.run import bind
-
+    served: dict[str, Any] = {
+        "model_names": tuple(served_model_name or [model or "foretoken"]), "api_keys": tuple(api_key or ()),
+        "chat_template": _text(chat_template) if chat_template is not None else None,
+        "origins": tuple(allow_origin or ()), "max_body": _bytes("--max-body", max_body),
+        "body_timeout": body_timeout, "timeout": request_timeout, "share_cache_across_keys": share_cache_across_keys,
+    }  # fmt: skip
     if following(tensor_parallel_size):
         load(model, draft_model, ColorMode.AUTO, **options)  # ends this process with the first one
     with bind(host, port) as listening:
+        hosts = allowed_hosts(host, listening.getsockname()[0], bool(api_key), allowed_host or ())
+        settings = _settings(**served, hosts=hosts)
         _logging(log_level)
         if wanted is not None:
-            if tensor_parallel_size > 1:
-                raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
             engine = {"model": model, "draft_model": draft_model, "options": options, "max_waiting": max_waiting}
             announce = partial(_announce, settings, listening)
             serve_replicas(engine, wanted, settings, listening, drain_timeout, announce, log_level == "debug")

@@ -89,7 +89,7 @@ def _errors(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _generating(service: Service) -> APIRouter:
-    router = APIRouter(responses=_errors(400, 401, 404, 408, 413, 429, 431, 500, 503, 504))
+    router = APIRouter(responses=_errors(400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504))
 
     @router.post("/completions", responses={200: {"model": Completion, "content": _STREAM}}, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -114,17 +114,17 @@ def _salted(body: B, request: Request) -> B:
 def _listing(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/v1/models", responses=_errors(401))
+    @router.get("/v1/models", responses=_errors(401, 403))
     async def models() -> ModelList:
         """What is served, and how it may speculate."""
         return {"object": "list", "data": [service.model(name) for name in service.settings.model_names]}
 
-    @router.get("/v1/models/{name:path}", responses=_errors(401, 404))
+    @router.get("/v1/models/{name:path}", responses=_errors(401, 403, 404))
     async def model(name: str) -> Model:
         """One of them."""
         return service.model(name)
 
-    @router.get("/health", responses=_errors(503))
+    @router.get("/health", responses=_errors(403, 503))
     async def health() -> Health:
         """Whether requests are taken."""
         if not service.worker.alive:
@@ -134,14 +134,14 @@ def _listing(service: Service) -> APIRouter:
         return {"status": "ok"}
 
     @router.get(
-        "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_errors(401)}
+        "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_errors(401, 403)}
     )
     async def metrics() -> Response:
         """For Prometheus."""
         body, kind = service.metrics.render()
         return Response(body, headers={"Content-Type": kind})
 
-    @router.get("/version", responses=_errors(401))
+    @router.get("/version", responses=_errors(401, 403))
     async def version() -> Version:
         """Of the server."""
         return {"version": __version__}

@@ -1,4 +1,4 @@
-"""What stands before every request: keys, sizes, how many at once; and a line for the log."""
+"""What stands before every request: hosts, keys, sizes, how many at once; and a line for the log."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.bodies import Bodies, replayed
 from foretoken.serve.errors import RETRY_SECONDS, ApiError
+from foretoken.serve.hosts import AllowedHosts
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Settings:
     requests. Otherwise each key is a scope of its own where there are several.
     chat_template: a template in place of the tokenizer's own.
     origins: pages of other origins that browsers may let use the API.
+    hosts: whose ``Host`` header is answered; None answers any.
     max_body: bytes. max_n: completions of a prompt, candidates of best_of too. max_prompts: in one request.
     body_timeout: seconds in which a body has to arrive.
     max_concurrency: requests answered at once. timeout: seconds that a request may take, its wait included.
@@ -42,6 +44,7 @@ class Settings:
     share_cache_across_keys: bool = False
     chat_template: str | None = None
     origins: Sequence[str] = ()
+    hosts: AllowedHosts | None = None
     max_body: int = 4 * 2**20
     body_timeout: float = 60.0
     max_n: int = 64
@@ -104,6 +107,14 @@ class Guard:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
             message = f"the request's headers are larger than the {MAX_HEADERS} bytes that this server takes"
             raise ApiError(431, message, code="headers_too_large")
+        host, hosts = headers.get("host"), self._settings.hosts
+        if host is not None and hosts is not None and not hosts.allows(host):
+            name = host.partition(":")[0]
+            message = (
+                f"this server does not answer to the Host {host!r}; if it is meant to be reached by that name, start "
+                f"it with --allowed-host {name}"
+            )
+            raise ApiError(403, message, code="host_not_allowed")
 
     def _check_free(self) -> None:
         most = self._settings.max_concurrency

@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(_LAST_WORDS),
                 http=HttpProtocol,
                 h11_max_incomplete_event_size=MAX_HEADERS,
-            )  # fmt: skip
+            )
         )
         self._worker, self._drain_timeout, self._announce = worker, drain_timeout, announce
         self._drained_by: float | None = None
