@@ -7,7 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from foretoken.serve.schema import Body, Count, Generate, Loose, Object, TextPart
+from foretoken.serve.schema import Body, Content, Count, Generate, Loose, Object, first_wrong
+
+_TEXTS = first_wrong("a string with a string", lambda key, value: isinstance(key, str) and isinstance(value, str))
 
 
 class FunctionCall(Loose):
@@ -29,9 +31,9 @@ class Message(Loose):
     """One message. ``content`` is missing only beside tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -119,7 +121,7 @@ class ChatRequest(Generate):
         "function_call": "it was replaced by tool_choice",
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     chat_template_kwargs: Object | None = None
     logprobs: bool | None = None
     max_completion_tokens: Count | None = None
@@ -127,13 +129,13 @@ class ChatRequest(Generate):
     reasoning_effort: str | None = None
     response_format: ResponseFormat | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     top_logprobs: Count | None = None
     # accepted where they ask for nothing else than what is done
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     verbosity: Literal["medium"] | None = None
     # ignored
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], _TEXTS] | None = None
     moderation: JsonValue = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonValue = None

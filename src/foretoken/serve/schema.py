@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from foretoken.core.checks import MAX_SEED, MIN_SEED
@@ -17,6 +26,11 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Choices = Annotated[int, Field(ge=1, le=MAX_N)]
 Object = dict[str, JsonValue]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+# Every list ends at its first wrong item: a million errors would take longer than a million items.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+
+_NAMED = 5  # unknown fields that an error names
 
 
 def _no_underflow(temperature: float) -> float:
@@ -25,6 +39,18 @@ def _no_underflow(temperature: float) -> float:
             "temperature", f"a temperature of less than {SMALLEST} is not told from 0; use 0 (greedy)"
         )
     return temperature
+
+
+def first_wrong(expected: str, fits: Callable[[str, Any], bool]) -> BeforeValidator:
+    """A validator that ends a dict at its first wrong entry; ``fail_fast`` is for lists alone."""
+
+    def check(value: Any) -> Any:
+        for key, item in value.items() if isinstance(value, dict) else ():
+            if not fits(key, item):
+                raise PydanticCustomError("entry", "{key} is not {expected}", {"key": repr(key), "expected": expected})
+        return value
+
+    return BeforeValidator(check)
 
 
 class Body(BaseModel):
@@ -49,7 +75,7 @@ class Body(BaseModel):
             raise PydanticCustomError(
                 "unknown_field",
                 "unknown field(s): {names}; known: {known}",
-                {"name": unknown[0], "names": ", ".join(unknown), "known": ", ".join(cls.model_fields)},
+                {"name": unknown[0], "names": ", ".join(unknown[:_NAMED]), "known": ", ".join(cls.model_fields)},
             )
         return given
 
@@ -67,6 +93,20 @@ class TextPart(Loose):
     text: str
 
 
+def _only_text(content: Any) -> Any:
+    """Name the kind of a part that is not served, instead of saying how it differs from a text."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                "part", "a part of type '{kind}' was given; only parts of type 'text' are served", {"kind": kind[:50]}
+            )
+    return content
+
+
+Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], BeforeValidator(_only_text)]
+
+
 class StreamOptions(Body):
     """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
 
@@ -79,7 +119,7 @@ class Prediction(Body):
     """OpenAI's predicted output: a text that the answer is expected to follow."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: Content
 
     @property
     def text(self) -> str:
@@ -92,7 +132,7 @@ class StructuredOutputs(Body):
     json_: Annotated[Object | str | bool | None, Field(alias="json")] = None
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[Strings, Field(min_length=1)] | None = None
     grammar: str | None = None
     whitespace: bool | None = None
 
@@ -110,26 +150,36 @@ class StructuredOutputs(Body):
         return data
 
 
+_TOKEN = r"^[0-9]{1,9}$"
+_BIASES = first_wrong(
+    f"a token id (pattern {_TOKEN}) with a number from -100 to 100",
+    lambda key, bias: (
+        isinstance(key, str) and re.match(_TOKEN, key) is not None
+        and isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+    ),
+)  # fmt: skip
+
+
 class Generate(Body):
     """The fields that both endpoints have."""
 
     model: str | None = None
     # OpenAI's
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias] | None = None
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern=_TOKEN)], Bias], _BIASES] | None = None
     max_tokens: Count | None = None
     n: Choices | None = None
     prediction: Prediction | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Integer64 | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: str | Annotated[Strings, Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=LARGEST), AfterValidator(_no_underflow)] | None = None
     top_p: Annotated[float, Field(ge=SMALLEST, le=1)] | None = None
     user: str | None = None
     # vLLM's
-    bad_words: list[str] | None = None
+    bad_words: Strings | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -138,12 +188,12 @@ class Generate(Body):
     priority: Integer64 = 0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     skip_special_tokens: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Object | str | bool | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_choice: Annotated[Strings, Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     # ours
     exactness: Literal["distribution", "trajectory", "lossy-typical"] | None = None
@@ -154,18 +204,6 @@ class Generate(Body):
     @property
     def streams(self) -> bool:
         return bool(self.stream)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _characters(cls, data: Any) -> Any:
-        """JSON can spell what is no text: half of a pair of surrogates."""
-        if isinstance(data, dict):
-            try:
-                json.dumps(data, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                half = repr(error.object[error.start])
-                raise PydanticCustomError("unicode", f"the body holds {half}, half of a surrogate pair") from error
-        return data
 
     @model_validator(mode="after")
     def _options(self) -> Generate:
@@ -181,9 +219,9 @@ class CompletionRequest(Generate):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[Strings, Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
     )
     best_of: Choices | None = None
     echo: bool | None = None
