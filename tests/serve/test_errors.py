@@ -38,7 +38,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     ({**OK, "best_of": 1, "n": 2}, "best_of", "at least n"),
     ({**OK, "best_of": 2, "stream": True}, "best_of", "streamed"),
     ({**OK, "logprobs": 21}, "logprobs", "at most 20"),
-    ({**OK, "logit_bias": {"a": 1}}, "logit_bias", "pattern"),
+    ({**OK, "logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
+    ({**OK, "logit_bias": {"1": 101}}, "logit_bias", "'1' is not a token id (pattern ^[0-9]{1,9}$) with a number from"),
     ({**OK, "logit_bias": {"99999999": 1}}, None, "vocabulary"),
     ({**OK, "prompt": []}, "prompt", "at least 1 item"),
     ({**OK, "prompt": ""}, None, "empty"),
@@ -90,7 +91,10 @@ JSON = {"Content-Type": "application/json"}
     ({**CHAT, "messages": [{"role": "user"}]}, "messages", "content is missing"),
     ({**CHAT, "messages": [{"role": "king", "content": "x"}]}, "messages", "'system', 'developer'"),
     ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-     "messages", "'text'"),
+     "messages", "a part of type 'image_url' was given; only parts of type 'text'"),
+    ({**CHAT, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "Field required"),
+    ({**CHAT, "prediction": {"type": "content", "content": [{"type": "input_audio"}]}}, "prediction", "'input_audio'"),
+    ({**CHAT, "metadata": {"a": "b", "c": 1}}, "metadata", "'c' is not a string with a string"),
     ({**CHAT, "audio": {}}, "audio", "only text"),
     ({**CHAT, "modalities": ["text", "audio"]}, "modalities", "'text'"),
     ({**CHAT, "web_search_options": {}}, "web_search_options", "does not search"),
@@ -115,6 +119,51 @@ def test_null_is_left_out(server: Running) -> None:
 @pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b"", b'{"prompt": NaN}', b"[" * 100_000, HUGE])
 def test_bodies_that_are_none(server: Running, content: bytes) -> None:
     assert error_of(httpx.post(f"{server.url}/v1/completions", content=content, headers=JSON), 400)
+
+
+DEEP, WIDE = b'{"prompt": "x", "guided_json": %s}', b'{"prompt": "x", "guided_json": {"a": [%s1]}}'
+
+
+@pytest.mark.parametrize("content, words", [
+    (b'{"prompt": "\xff"}', "not UTF-8 (byte 0xff at position 12: invalid start byte); send JSON in UTF-8"),
+    (b'{"prompt": "\xc3', "not UTF-8 (byte 0xc3 at position 12: unexpected end of data)"),
+    ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
+    (DEEP % (b"[" * 200 + b"]" * 200), "nests arrays and objects 201 deep; this server reads at most 128"),
+    (DEEP % (b'{"a":' * 5000 + b"1" + b"}" * 5000), "nests arrays and objects 5001 deep"),
+    (b"[" * 100_000, "nests arrays and objects 100000 deep"),
+    (WIDE % (b"[]," * 140_000), "140006 arrays, objects and members of objects; this server reads at most 131072"),
+    (b'{"prompt": "x", "seed": %s}' % (b"1" * 5000), "cannot be read: Exceeds the limit"),
+    (b'{"prompt": "x", "user": "\\udc00"}', "half of a surrogate pair; send whole characters"),
+    (b'{"prompt": "x"', "not JSON (Expecting ',' delimiter at character 14)"),
+])  # fmt: skip
+def test_bodies_that_cannot_be_read(server: Running, content: bytes, words: str) -> None:
+    for path in ("completions", "chat/completions"):
+        error = error_of(httpx.post(f"{server.url}/v1/{path}", content=content, headers=JSON), 400)
+        assert words in error["message"]
+
+
+def test_brackets_and_escapes_in_text_are_text(server: Running) -> None:
+    """What looks deep and wide within a string, and characters beyond 16 bits as pairs of escapes."""
+    text = ('[{"\\' * 400 + "🙂") * 3
+    assert server.post({**OK, "prompt": text, "max_tokens": 1}).status_code == 200
+    large = {**OK, "user": '[{:"\\' * 50_000 + "🙂"}
+    assert server.post(large).status_code == 200
+
+
+@pytest.mark.parametrize("body", [
+    {**OK, "prompt": [1, "a"] * 300_000},
+    {**OK, "bad_words": [1] * 600_000},
+    {**OK, "stop_token_ids": ["a"] * 600_000},
+    {**OK, "logit_bias": {f"x{i}": "y" for i in range(60_000)}},
+    {**CHAT, "messages": [{}] * 60_000},
+    {**OK, **{f"field{i}": 1 for i in range(60_000)}},
+], ids=["prompt", "bad_words", "stop_token_ids", "logit_bias", "messages", "fields"])  # fmt: skip
+def test_many_wrong_items_cost_no_more_than_one(server: Running, body: dict[str, Any]) -> None:
+    """A complaint about each would take seconds of the event loop, and an answer as long as the request."""
+    path = "chat/completions" if "messages" in body else "completions"
+    answer = server.post(body, path)
+    assert error_of(answer, 400) and len(answer.content) < 3000
+    assert answer.elapsed.total_seconds() < 5.0
 
 
 def test_body_of_another_kind(server: Running) -> None:

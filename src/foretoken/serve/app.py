@@ -19,6 +19,7 @@ from foretoken.serve.chat import answer
 from foretoken.serve.chat_schema import ChatRequest
 from foretoken.serve.completions import complete
 from foretoken.serve.errors import Unavailable, add_handlers
+from foretoken.serve.json_body import JsonRoute
 from foretoken.serve.limits import Guard, Settings, effective_salt
 from foretoken.serve.schema import CompletionRequest, Generate
 from foretoken.serve.service import Service
@@ -89,7 +90,7 @@ def _errors(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _generating(service: Service) -> APIRouter:
-    router = APIRouter(responses=_errors(400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504))
+    router = APIRouter(route_class=JsonRoute, responses=_errors(400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504))
 
     @router.post("/completions", responses={200: {"model": Completion, "content": _STREAM}}, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -19,6 +19,7 @@ from foretoken.params import SamplingParams
 _log = logging.getLogger(__name__)
 
 INVALID = "invalid_request_error"
+_LONGEST = 2000  # characters of a message; some repeat what was given
 RETRY_SECONDS = 1  # what Retry-After says: a place in the queue comes free with the next text that ends
 
 _PARAMETERS = {f.name for f in fields(SamplingParams)}
@@ -53,7 +54,8 @@ class ApiError(ForetokenError):
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
         kind = self.type or (INVALID if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        message = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, headers=dict(self.headers))

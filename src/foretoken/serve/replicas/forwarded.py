@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import HTTPException
 from starlette.types import Scope
 
 from foretoken.core.errors import ForetokenError
+from foretoken.serve.json_body import read
 from foretoken.serve.limits import effective_salt
 
 BLOCK = 256  # characters; about the 64 tokens of a page of the prefix cache
@@ -51,11 +53,11 @@ class Forwarded:
         return cls(kept, body, beginnings(parsed, effective_salt(scope, salt if isinstance(salt, str) else None)))
 
 
-def parse(body: bytes) -> dict[str, Any]:
+async def parse(body: bytes) -> dict[str, Any]:
     """The body as far as the front looks into it. Empty where it is no JSON object: the replica will say so."""
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
+        found = await read(body)
+    except (ValueError, HTTPException):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -78,7 +80,7 @@ def _prompt(body: Mapping[str, Any]) -> str:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, list):
-        return ",".join(map(str, prompt))
+        return ",".join(map(str, prompt[: BLOCK * BLOCKS]))
     if isinstance(prompt, str):
         return prompt
     return json.dumps([body.get("tools"), body["messages"]]) if "messages" in body else ""

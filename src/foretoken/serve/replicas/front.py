@@ -66,7 +66,7 @@ class Front:
         body = await _read(receive)
         if self.draining and scope["method"] == "POST":
             raise Unavailable("the server is shutting down; ask another one")
-        parsed = parse(body) if scope["method"] == "POST" else {}
+        parsed = await parse(body) if scope["method"] == "POST" else {}
         request = Forwarded.of(scope, body, parsed)
         relay = Relay(self._replicas.respond, request, parsed, send, self._settings.timeout, self.failovers)
         self._relays.add(relay)
