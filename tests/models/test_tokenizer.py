@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from foretoken import zoo
@@ -44,6 +48,46 @@ def test_encodes_and_decodes_as_transformers_does(both: tuple[Any, Any], text: s
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
     for at in range(len(ids)):  # unfinished characters
         assert ours.decode(ids[: at + 1]) == theirs.decode(ids[: at + 1])
+
+
+PIECES = [
+    *TEXTS, "a", "  ", "\n", "é", "\u0301", "🙂🏽", "\u200d", "e\u0301", "日本", "_", "123", "\r\n", "'s", "|>",
+    "<|endoftext",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_long_texts_have_the_ids_of_the_whole(role: str) -> None:
+    """Long texts are encoded without the GIL: the ids are those of ``Tokenizer.encode`` on the whole text."""
+    ours = load_tokenizer(zoo.path(role))
+    whole = Tokenizer.from_file(str(zoo.path(role) / "tokenizer.json"))
+    for seed in range(20):
+        rng = random.Random(seed)
+        text = "".join(rng.choices(PIECES, k=rng.randint(1, 40)) * rng.randint(1, 400))
+        for special in (True, False):
+            assert ours.encode(text, special) == whole.encode(text, add_special_tokens=special).ids
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    ours = load_tokenizer(zoo.path("target"))
+    text = "".join(f"def f{i}(x): return x + {i}\n" for i in range(60_000))
+    gaps, done = [], threading.Event()
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.002)
+            gaps.append(time.perf_counter() - last)
+            last += gaps[-1]
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    began = time.perf_counter()
+    ours.encode(text)
+    seconds = time.perf_counter() - began
+    done.set()
+    watching.join()
+    assert max(gaps) < seconds / 2, (max(gaps), seconds)
 
 
 def test_the_rest_is_transformers_own(both: tuple[Any, Any]) -> None:

@@ -16,6 +16,22 @@ _SAID = {
 _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
+_LONG = 4096  # characters; fewer are encoded before another thread could take its turn
+
+
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Returns the ids of ``text``. Other threads run meanwhile where it is long.
+
+    ``Tokenizer.encode`` holds the GIL from beginning to end, for seconds with megabytes of text; ``encode_batch_fast``
+    gives it free. The ids are the same.
+    """
+    if len(text) < _LONG:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    else:
+        ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
 class PlainTokenizer:
     """Encodes and decodes as ``transformers.PreTrainedTokenizerFast`` on the same folder does.
 
@@ -33,8 +49,7 @@ class PlainTokenizer:
         self.eos_token_id: int | None = None if self.eos_token is None else self._fast.token_to_id(self.eos_token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return encode(self._fast, text, add_special_tokens)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
         plain = isinstance(token_ids, list | tuple) and all(isinstance(token, int) for token in token_ids)

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.tokenizer import encode
 
 _SPACE = "▁"  # sentencepiece's
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -62,7 +63,7 @@ class Pieces:
         found: list[int] = []
         for at, part in enumerate(_INVALID.split(text.decode("utf-8", "surrogateescape"))):
             if at % 2 == 0:
-                found += self._encoder.encode(part, add_special_tokens=False).ids if part else []
+                found += encode(self._encoder, part, add_special_tokens=False) if part else []
                 continue
             data = part.encode("utf-8", "surrogateescape")
             if self._byte_level:
