@@ -112,7 +112,14 @@ class LLM:
         ends = eos_ids(path, self.tokenizer, self.target.vocab_size)
         start = start_ids(path, self.target.vocab_size) if self.target.takes_source else ()
         self.requests = RequestBuilder(
-            self.tokenizer, self.target.vocab_size, ends, seed, self.methods, start, self.target.max_length
+            self.tokenizer,
+            self.target.vocab_size,
+            ends,
+            seed,
+            self.methods,
+            start,
+            self.target.max_length,
+            self.target.source_length,
         )
 
     def _rehearsed(self, config: SpeculativeConfig, tempo: Tempo) -> Tempo:

@@ -17,6 +17,10 @@ class NoTokenAllowed(InvalidRequest):
         self.row = row
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """A prompt or a prediction that is longer than the model's context."""
+
+
 class ModelLoadError(ForetokenError, OSError):
     """A model, tokenizer or checkpoint that cannot be loaded."""
 

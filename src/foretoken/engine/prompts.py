@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import InvalidRequest
+from foretoken.core.errors import ContextLengthExceeded, InvalidRequest
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -32,13 +33,48 @@ class Given:
         return list(self.source) or self.tokens
 
 
+@dataclass(frozen=True)
+class ContextLimit:
+    """What is too long for a model, told before it is tokenized: that would take time, however it ends.
+
+    tokens: of the model's context.
+    """
+
+    tokenizer: Any
+    tokens: int
+
+    @cached_property
+    def characters(self) -> int:
+        """Characters of the longest text that fits: as many of the longest token as the context holds."""
+        return self.tokens * max(map(len, self.tokenizer.get_vocab()))
+
+    def check(self, given: str | Sequence[int], what: str) -> None:
+        """Raises ContextLengthExceeded for a text or ids that cannot fit. what: "the prompt", for the message."""
+        if len(given) <= self.tokens:
+            return
+        if not isinstance(given, str):
+            raise ContextLengthExceeded(
+                f"{what} has {len(given)} tokens; the model's context length is {self.tokens} tokens"
+            )
+        if len(given) > self.characters:
+            raise ContextLengthExceeded(
+                f"{what} has {len(given)} characters; the model's context length is {self.tokens} tokens, which are "
+                f"{self.characters} characters at most"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Tokenises prompts. start: how the decoder of an encoder-decoder begins; empty for models without an encoder."""
+    """Tokenizes prompts and predictions.
+
+    start: how the decoder of an encoder-decoder begins; empty for models without an encoder.
+    limit: refuses what is too long; None refuses nothing.
+    """
 
     tokenizer: Any
     vocab_size: int
     start: tuple[int, ...] = ()
+    limit: ContextLimit | None = None
 
     def read(self, prompt: Prompt) -> Given:
         """Raises InvalidRequest for an empty prompt, and for ids that are not the model's."""
@@ -56,6 +92,26 @@ class PromptReader:
             prompt = prompt[_BOTH[0]]
         text, source = self._one(prompt)
         return Given(text, self._beginning(beginning), tuple(source))
+
+    def prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
+        """Tokens of a text that the output may follow. Raises InvalidRequest."""
+        if isinstance(prediction, str):
+            prediction = self._text(prediction, "the prediction", add_special_tokens=False)
+        self._check_length(prediction or (), "the prediction")
+        return tuple(self.checked(list(prediction or ()), "a prediction"))
+
+    def rendered(self, text: str) -> list[int]:
+        """Tokens of a conversation that a chat template wrote, special tokens included. Raises InvalidRequest."""
+        return self._text(text, "the prompt", add_special_tokens=False)
+
+    def _text(self, text: str, what: str, **options: Any) -> list[int]:
+        """Tokens of a text that is not too long, if the model has them all."""
+        self._check_length(text, what)
+        return self.known(list(self.tokenizer(text, **options)["input_ids"]), what)
+
+    def _check_length(self, given: Any, what: str) -> None:
+        if self.limit is not None:
+            self.limit.check(given, what)
 
     def checked(self, ids: list[Any], what: str) -> list[int]:
         """``ids`` if the vocabulary has them all."""
@@ -82,9 +138,10 @@ class PromptReader:
             prompt = next(iter(prompt.values()))
         text = prompt if isinstance(prompt, str) else None
         if text is None:
+            self._check_length(prompt, "the prompt")
             ids = self.checked(list(prompt), "a prompt")
         else:
-            ids = self.known(list(self.tokenizer(text)["input_ids"]), "the prompt")
+            ids = self._text(text, "the prompt")
         if text == "" or not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         return text, ids
@@ -94,6 +151,6 @@ class PromptReader:
         if prompt is None:
             return list(self.start)
         if isinstance(prompt, str):
-            return [*self.start, *self.known(self.tokenizer.encode(prompt, add_special_tokens=False), "the prompt")]
+            return [*self.start, *self._text(prompt, "the decoder's prompt", add_special_tokens=False)]
         _, ids = self._one(prompt)
         return ids if ids[0] == self.start[0] else [*self.start, *ids]

@@ -12,7 +12,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.detokenize import Detokenizer
-from foretoken.engine.prompts import Given, Prompt, PromptReader
+from foretoken.engine.prompts import ContextLimit, Given, Prompt, PromptReader
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import TextStopping
@@ -61,14 +61,16 @@ class RequestBuilder:
 
     def __init__(
         self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], seed: int, methods: Sequence[str] = (),
-        start: Sequence[int] = (), max_length: int | None = None,
+        start: Sequence[int] = (), max_length: int | None = None, source_length: int = 0,
     ) -> None:  # fmt: skip
         """methods: what a request may name as its ``speculative_method``. start: see ``PromptReader``.
 
         max_length: the model's, in tokens; longer texts end there with the reason "length". None: there is no limit.
+        source_length: what its encoder reads at most, in tokens; 0 without an encoder.
         """
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
-        self._reader = PromptReader(tokenizer, vocab_size, tuple(start))
+        limit = None if max_length is None else ContextLimit(tokenizer, max(max_length, source_length))
+        self._reader = PromptReader(tokenizer, vocab_size, tuple(start), limit)
         self._methods, self._max_length = tuple(methods), max_length
         self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)
         self._grammars = Grammars(tokenizer, vocab_size)
@@ -96,7 +98,7 @@ class RequestBuilder:
         ends = (*eos, *stop_ids)
         law = params.law(self._vocab_size, self._bad_words(params.bad_words or ()), ends)
         laws = [self._restricted(law, params.structured_outputs, ends) for _ in range(params.n)]
-        prediction = self._prediction(params.prediction)
+        prediction = self.prediction(params.prediction)
         contexts, stoppings = [], []
         for index in range(params.n):
             contexts.append(
@@ -126,6 +128,14 @@ class RequestBuilder:
         """Text (where there is one) and tokens of a prompt."""
         return self._reader.read(prompt)
 
+    def prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
+        """Tokens of a text that the output may follow. Raises InvalidRequest."""
+        return self._reader.prediction(prediction)
+
+    def rendered(self, text: str) -> list[int]:
+        """Tokens of a conversation that a chat template wrote. Raises InvalidRequest."""
+        return self._reader.rendered(text)
+
     def _seed_of(self, seed: int | None, index: int) -> int:
         """The seed of completion ``index`` of the next request, which has the user's ``seed`` or none."""
         if seed is None:
@@ -149,12 +159,6 @@ class RequestBuilder:
     def _restricted(self, law: SamplingLaw, wanted: Mapping[str, Any] | None, ends: Sequence[int]) -> SamplingLaw:
         """``law`` for one sequence: a grammar remembers where its own sequence is."""
         return law if wanted is None else replace(law, grammar=self._grammars.new(wanted, ends))
-
-    def _prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
-        if isinstance(prediction, str):
-            ids = self.tokenizer.encode(prediction, add_special_tokens=False)
-            return tuple(self._reader.known(ids, "the prediction"))
-        return tuple(self._reader.checked(list(prediction or ()), "a prediction"))
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Each word as it is tokenised at the start of a text and after a space."""

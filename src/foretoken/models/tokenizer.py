@@ -62,8 +62,8 @@ class PlainTokenizer:
         return vocabulary
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        if isinstance(text, str) and not options:
-            return {"input_ids": self.encode(text)}
+        if isinstance(text, str) and options.keys() <= {"add_special_tokens"}:
+            return {"input_ids": self.encode(text, **options)}
         return self.full(text, **options)
 
     def __len__(self) -> int:

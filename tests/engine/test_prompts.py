@@ -1,0 +1,98 @@
+"""Texts that cannot fit are refused before they are tokenized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foretoken.core.errors import ContextLengthExceeded
+from foretoken.engine.prompts import ContextLimit, PromptReader
+from foretoken.engine.requests import RequestBuilder
+from foretoken.params import SamplingParams
+
+CONTEXT = 20
+
+
+class Counting:
+    """A tokenizer that notes what it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.characters = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.characters += len(text)
+        return self._tokenizer(text, **options)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.characters += len(text)
+        return self._tokenizer.encode(text, **options)
+
+
+@pytest.fixture
+def counting(tokenizer: Any) -> Counting:
+    return Counting(tokenizer)
+
+
+@pytest.fixture
+def builder(counting: Counting) -> RequestBuilder:
+    return RequestBuilder(counting, len(counting.get_vocab()), [], seed=0, max_length=CONTEXT)
+
+
+@pytest.fixture
+def longest(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def test_a_text_beyond_the_longest_tokens_is_refused_untokenized(
+    builder: RequestBuilder, counting: Counting, longest: int
+) -> None:
+    text = "é" * (CONTEXT * longest + 1)
+    words = (
+        f"has {len(text)} characters; the model's context length is {CONTEXT} tokens, which are {len(text) - 1} char"
+    )
+    for refused in (
+        lambda: builder.read(text),
+        lambda: builder.read({"prompt": text}),
+        lambda: builder.rendered(text),
+        lambda: builder.build("a", SamplingParams(prediction=text)),
+    ):
+        counting.characters = 0
+        with pytest.raises(ContextLengthExceeded, match=words):
+            refused()
+        assert counting.characters <= 1
+
+
+def test_every_text_that_fits_is_taken(builder: RequestBuilder, tokenizer: Any, longest: int) -> None:
+    """The longest token as often as the context holds it is just as long as a text may be."""
+    token = max(tokenizer.get_vocab().values(), key=lambda id: len(tokenizer.decode([id])))
+    text = tokenizer.decode([token] * CONTEXT)
+    assert len(text) <= CONTEXT * longest
+    assert builder.read(text).tokens == tokenizer(text)["input_ids"]
+
+
+def test_ids_beyond_the_context_are_refused_unchecked(builder: RequestBuilder) -> None:
+    for refused in (
+        lambda: builder.read([-1] * (CONTEXT + 1)),
+        lambda: builder.build("a", SamplingParams(prediction=[-1] * (CONTEXT + 1))),
+        lambda: builder.build("a", SamplingParams(prediction="é" * (CONTEXT + 1))),
+    ):
+        with pytest.raises(ContextLengthExceeded, match=f"{CONTEXT + 1} tokens|{2 * CONTEXT + 2} tokens"):
+            refused()
+
+
+def test_an_encoder_decoder_limits_both_texts(counting: Counting, longest: int) -> None:
+    vocabulary = len(counting.get_vocab())
+    reader = PromptReader(counting, vocabulary, (0,), ContextLimit(counting, CONTEXT))
+    for name in ("encoder_prompt", "decoder_prompt"):
+        prompts = {"encoder_prompt": "a", "decoder_prompt": "b", name: "c" * (CONTEXT * longest + 1)}
+        with pytest.raises(ContextLengthExceeded, match="characters"):
+            reader.read(prompts)
+
+
+def test_without_a_limit_nothing_is_too_long(tokenizer: Any) -> None:
+    assert len(PromptReader(tokenizer, len(tokenizer)).read("a " * 5000).tokens) > 4000
