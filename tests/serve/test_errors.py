@@ -74,6 +74,11 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     ({**OK, "prompt": [2**32 + 1]}, "prompt", "less than or equal to 2147483647"),
     ({**OK, "prompt": "x " * 9000}, "prompt", "context length is 8192"),
     ({**OK, "max_tokens": 9000}, "prompt", "9000 more"),
+    ({**OK, "prompt": "x" * 10**6}, "prompt", "1000000 characters; the model's context length is 8192 tokens"),
+    ({**OK, "prompt": [1] * 9000}, "prompt", "9000 tokens; the model's context length is 8192 tokens"),
+    ({**OK, "prediction": {"type": "content", "content": "x" * 10**6}}, "prediction", "context length is 8192 tokens"),
+    ({**OK, "prompt": ["x"] * 128, "n": 8}, "prompt", "128 prompts with n=8 are 1024 sequences, and this server holds"),
+    ({**OK, "prompt": ["x"] * 50, "best_of": 6}, "prompt", "300 sequences, and this server holds at most 264"),
 ])  # fmt: skip
 def test_completions_refused(server: Running, body: Any, param: str | None, words: str) -> None:
     error = error_of(httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON), 400)
@@ -95,6 +100,7 @@ JSON = {"Content-Type": "application/json"}
     ({**CHAT, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "Field required"),
     ({**CHAT, "prediction": {"type": "content", "content": [{"type": "input_audio"}]}}, "prediction", "'input_audio'"),
     ({**CHAT, "metadata": {"a": "b", "c": 1}}, "metadata", "'c' is not a string with a string"),
+    ({**CHAT, "messages": [{"role": "user", "content": "x" * 10**6}]}, "messages", "context length is 8192 tokens"),
     ({**CHAT, "audio": {}}, "audio", "only text"),
     ({**CHAT, "modalities": ["text", "audio"]}, "modalities", "'text'"),
     ({**CHAT, "web_search_options": {}}, "web_search_options", "does not search"),
@@ -258,13 +264,20 @@ def test_no_origins_by_default(server: Running) -> None:
 
 
 def test_full_queue(limited: Running) -> None:
-    """Eight share a pass and none may wait, so nine are too many."""
-    answer = limited.post({**OK, "n": 9}, headers=KEY)
-    assert error_of(answer, 429)["code"] == "rate_limit_exceeded" and answer.headers["retry-after"] == "1"
-    with pytest.raises(openai.RateLimitError):
-        openai.OpenAI(base_url=f"{limited.url}/v1", api_key="secret", max_retries=0).completions.create(
-            model="stdlib", prompt="x", n=9
-        )
+    """Eight share a pass and none may wait: one beside eight is told to come again, nine in one can never fit."""
+    with httpx.stream(
+        "POST", f"{limited.url}/v1/completions", json={**LONG, "n": 8, "stream": True}, headers=KEY
+    ) as taken:
+        assert taken.status_code == 200
+        answer = limited.post(OK, headers=KEY)
+        assert error_of(answer, 429)["code"] == "rate_limit_exceeded" and answer.headers["retry-after"] == "1"
+        with pytest.raises(openai.RateLimitError):
+            openai.OpenAI(base_url=f"{limited.url}/v1", api_key="secret", max_retries=0).completions.create(
+                model="stdlib", prompt="x"
+            )
+    error = error_of(limited.post({**OK, "n": 9}, headers=KEY), 400)
+    assert error["param"] == "n" and "holds at most 8 (--max-num-seqs and --max-waiting" in error["message"]
+    limited.until(limited.idle)
 
 
 LONG = {"prompt": "x = ", "max_tokens": 8000, "ignore_eos": True, "speculative_tokens": 0}

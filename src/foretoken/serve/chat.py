@@ -29,7 +29,9 @@ async def answer(service: Service, body: ChatRequest, receive: Receive) -> Respo
         raise invalid("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
     service.check_counts(body.n or 1, 1, body.top_logprobs, "top_logprobs")
     calls = forced(body)
-    ids = await service.worker.aside(lambda: render(service.worker.llm.tokenizer, body, service.settings.chat_template))
+    llm, template = service.worker.llm, service.settings.chat_template
+    text = await service.worker.aside(lambda: render(llm.tokenizer, body, template))
+    ids = await service.tokenized(len(text), lambda: llm.requests.rendered(text), "messages")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = sampling(
         body,
@@ -47,8 +49,8 @@ async def answer(service: Service, body: ChatRequest, receive: Receive) -> Respo
         return JSONResponse(_answer(writer, generation, finals, body.return_steps))
 
 
-def render(tokenizer: Any, body: ChatRequest, template: str | None) -> list[int]:
-    """The conversation as tokens, by ``template`` or the tokenizer's own. Raises InvalidRequest."""
+def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
+    """The conversation as a text, by ``template`` or the tokenizer's own. Raises InvalidRequest."""
     used = template or getattr(tokenizer, "chat_template", None)
     if not used:
         raise InvalidRequest(
@@ -64,19 +66,19 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> list[int]
     if body.reasoning_effort is not None:
         own["reasoning_effort"] = body.reasoning_effort
     try:
-        ids = tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             [_told(message) for message in body.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
             chat_template=template,
             add_generation_prompt=True,
-            return_dict=False,
+            tokenize=False,
             **own,
         )
     except InvalidRequest:
         raise
     except Exception as error:  # templates raise what they like, some on purpose
         raise InvalidRequest(f"messages do not fit the chat template: {error}") from error
-    return list(ids)
+    return text
 
 
 def _told(message: Message) -> dict[str, Any]:

@@ -24,7 +24,7 @@ DEFAULT_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True)
 class Prompt:
-    """text is also there where ids were given."""
+    """text: where ids were given, it is there only to be echoed."""
 
     text: str
     ids: list[int]
@@ -41,7 +41,7 @@ async def complete(service: Service, body: CompletionRequest, receive: Receive) 
         raise invalid("best_of cannot be streamed: what is best is known at the end", param="best_of")
     given = _each(body.prompt)
     service.check_counts(candidates, len(given), body.logprobs)
-    prompts = [await _read(service, prompt) for prompt in given]
+    prompts = [await _read(service, prompt, echo=bool(body.echo)) for prompt in given]
     budget = min(service.budget(body.max_tokens, prompt.ids, DEFAULT_TOKENS) for prompt in prompts)
     params = sampling(
         body,
@@ -66,9 +66,15 @@ def _each(prompt: Any) -> list[str | list[int]]:
     return cast("list[str | list[int]]", prompt)
 
 
-async def _read(service: Service, prompt: str | list[int]) -> Prompt:
-    given = await service.worker.read(prompt)
-    return Prompt(service.worker.llm.tokenizer.decode(given.ids) if given.text is None else given.text, given.ids)
+async def _read(service: Service, prompt: str | list[int], echo: bool) -> Prompt:
+    llm = service.worker.llm
+
+    def read() -> Prompt:
+        given = llm.requests.read(prompt)
+        text = llm.tokenizer.decode(given.ids) if given.text is None and echo else given.text or ""
+        return Prompt(text, given.ids)
+
+    return await service.tokenized(len(prompt), read, "prompt")
 
 
 def _answer(

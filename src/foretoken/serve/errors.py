@@ -13,12 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.core.errors import ContextLengthExceeded, ForetokenError, InvalidRequest
 from foretoken.params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
-INVALID = "invalid_request_error"
+INVALID, CONTEXT_LENGTH = "invalid_request_error", "context_length_exceeded"
 _LONGEST = 2000  # characters of a message; some repeat what was given
 RETRY_SECONDS = 1  # what Retry-After says: a place in the queue comes free with the next text that ends
 
@@ -71,8 +71,9 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        first = str(error).partition(" ")[0]
-        return invalid(str(error), param=first if first in _PARAMETERS else None)
+        first = str(error).removeprefix("the ").partition(" ")[0]
+        code = CONTEXT_LENGTH if isinstance(error, ContextLengthExceeded) else None
+        return invalid(str(error), first if first in _PARAMETERS else None, code)
     if isinstance(error, Overloaded):
         retry = {"Retry-After": str(RETRY_SECONDS)}
         return ApiError(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=retry)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from foretoken.core.errors import ContextLengthExceeded
 from foretoken.params import SamplingParams
 from foretoken.serve.answers import Model
-from foretoken.serve.errors import ApiError, invalid
+from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
 from foretoken.serve.generation import Generation
 from foretoken.serve.limits import Settings
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.schema import Generate
 from foretoken.serve.spelling import Spelling
 from foretoken.serve.worker import Worker
+
+T = TypeVar("T")
 
 
 class Service:
@@ -60,9 +64,19 @@ class Service:
             raise invalid(
                 f"the model's context length is {self.max_model_len} tokens; the prompt has {len(prompt)}{wish}",
                 param="messages" if default is None else "prompt",
-                code="context_length_exceeded",
+                code=CONTEXT_LENGTH,
             )
         return min(left, default or left) if asked is None else asked
+
+    async def tokenized(self, size: int, work: Callable[[], T], param: str) -> T:
+        """The result of ``work``, which tokenizes a text. Raises ApiError or InvalidRequest.
+
+        size: of the text in characters, or its ids. param: what the error names where the text is too long.
+        """
+        try:
+            return await self.worker.aside(work, size)
+        except ContextLengthExceeded as error:
+            raise invalid(str(error), param, CONTEXT_LENGTH) from error
 
     def check_counts(self, n: int, prompts: int, logprobs: int | None, name: str = "logprobs") -> None:
         """Raises ApiError for more than the server was set up for."""
@@ -73,6 +87,12 @@ class Service:
             if value > most:
                 what = f"{param} holds {value} prompts" if param == "prompt" else f"{param} is {value}"
                 raise invalid(f"{what}; this server allows at most {most}", param=param)
+        if n * prompts > (most := self.worker.capacity):
+            raise invalid(
+                f"{prompts} prompts with n={n} are {n * prompts} sequences, and this server holds at most {most} "
+                "(--max-num-seqs and --max-waiting together); ask for fewer in one request",
+                param="n" if prompts == 1 else "prompt",
+            )
 
     async def begin(
         self, kind: str, body: Generate, prompts: Sequence[list[int]], params: SamplingParams

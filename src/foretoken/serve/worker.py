@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from foretoken.core.errors import ForetokenError
 from foretoken.core.step import Step
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.assemble import submit as enqueue
-from foretoken.engine.prompts import Given, Prompt
+from foretoken.engine.prompts import Prompt
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
 from foretoken.propose.selection import Selection
@@ -34,6 +35,7 @@ from foretoken.serve.ticket import Built, Delivery, Ticket, hand_over
 
 _log = logging.getLogger(__name__)
 
+LARGE_TEXT = 2**16  # characters that take noticeable time to tokenize
 IDLE_SECONDS = 1.0  # without work before the engine's books are checked
 
 T = TypeVar("T")
@@ -56,6 +58,7 @@ class Worker:
         self._open: set[Ticket] = set()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
+        self._large_intake = ThreadPoolExecutor(1, "foretoken-large-intake")
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
         self._chooses = self.engine.proposer
         self.engine.proposer = Tolerant(self._chooses)  # nobody fails because nobody drafts
@@ -80,17 +83,25 @@ class Worker:
         """Whether any request is open."""
         return bool(self._open)
 
-    async def aside(self, work: Callable[[], T]) -> T:
-        """Do what takes longer than the loop may stand still, such as reading a long prompt; one thread for all."""
-        return await asyncio.get_running_loop().run_in_executor(self._intake, work)
+    async def aside(self, work: Callable[[], T], size: int = 0) -> T:
+        """Do what takes longer than the loop may stand still, such as tokenizing a prompt.
 
-    async def read(self, prompt: Prompt) -> Given:
-        """Text and tokens of a prompt. Raises InvalidRequest."""
-        return await self.aside(lambda: self.llm.requests.read(prompt))
+        size: characters to tokenize. Large texts have a thread of their own, so that others do not wait for them.
+        """
+        pool = self._large_intake if size > LARGE_TEXT else self._intake
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that may run or wait."""
+        return self.engine.max_sequences + self.max_waiting
 
     async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> Ticket:
         """Check and queue all of ``prompts``, or none. Raises InvalidRequest, Overloaded or Unavailable."""
         self._admit(len(prompts) * params.n)
+        if isinstance(params.prediction, str):
+            tokenize = partial(self.llm.requests.prediction, params.prediction)
+            params = replace(params, prediction=await self.aside(tokenize, len(params.prediction)))
         built = await self.aside(lambda: [self._build(prompt, params) for prompt in prompts])
         self._admit(len(prompts) * params.n)  # again: others came while the prompts were read
         ticket = Ticket(built, priority, self._release)
@@ -117,16 +128,16 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join()
         self.engine.proposer = self._chooses
-        self._intake.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._intake, self._large_intake):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self, sequences: int) -> None:
         if self.dead is not None:
             raise Unavailable(f"the engine stopped working ({self.dead}); the server has to be started again")
         if self.draining:
             raise Unavailable("the server is shutting down; ask another one")
-        limit = self.engine.max_sequences + self.max_waiting
-        if sum(len(ticket.members) for ticket in self._open) + sequences > limit:
-            raise Overloaded(f"the queue is full: {limit} sequences may run or wait; try again later")
+        if sum(len(ticket.members) for ticket in self._open) + sequences > self.capacity:
+            raise Overloaded(f"the queue is full: {self.capacity} sequences may run or wait; try again later")
 
     def _build(self, prompt: Prompt, params: SamplingParams) -> Built:
         request, contexts = self.llm.requests.build(prompt, params)
