@@ -73,6 +73,7 @@ def test_windows_and_positions_by_layer() -> None:
         bare("llama", hidden_act="relu"),
         bare("llama", mlp_bias=True),
         bare("llama", rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        bare("llama", rope_scaling={"type": "dynamic", "factor": 2.0}),
         bare("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}),
         bare("phi3", partial_rotary_factor=0.75),
         bare("gemma3_text", use_bidirectional_attention=True),
