@@ -21,24 +21,26 @@ from transformers.cache_utils import Cache
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import NO_ENCODER, Handle, Model, Scores, growing
-from foretoken.models.module_checks import check_parameters, check_size, reason
+from foretoken.models.module_checks import check_parameters, check_size, one_line
+from foretoken.models.probe import check
 from foretoken.models.rotary import FixedRope
 from foretoken.models.slots import Placement, Slots
+from foretoken.models.tiny_random import boundaries
 
 PREFILL_ROWS = 256  # rows of one prefill pass
 JOINT_ROWS = 32  # a sequence with more pending rows than this is prefilled by itself
 _ATTENTION = ("eager", "sdpa")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_PROBED: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
+_CHECKED: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 
 
 class HFModel(Model):
     """A live ``transformers`` module behind ``Model``.
 
     Refused with ``ModelLoadError``: encoder-decoders, states that cannot be rewound (Mamba and other recurrent
-    layers), position biases computed inside attention from row numbers (ALiBi, GPT-Neo's local windows), and
-    whatever else fails the comparison of a small tree with the module's own pass that ends the constructor. Rotary
-    factors follow from the maximum length (``rotary.py``).
+    layers), attention that counts rows instead of positions (ALiBi, GPT-Neo), and every other module whose logits in a
+    batch differ from its logits alone. The constructor ends with that comparison (``probe.py``). Rotary factors follow
+    from the maximum length (``rotary.py``).
     """
 
     def __init__(self, module: Any, max_length: int | None = None) -> None:
@@ -49,7 +51,7 @@ class HFModel(Model):
         self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
         head = module.get_output_embeddings()
         self.vocab_size = config.vocab_size if head is None else head.weight.shape[0]
-        known = getattr(config, "max_position_embeddings", None) or max_length or 1 << 20
+        known = max(0, getattr(config, "max_position_embeddings", None) or 0) or max_length or 1 << 20
         limit = min(max_length or known, known)
         self.max_length = known
         self.rows_independent = False
@@ -60,7 +62,7 @@ class HFModel(Model):
         accepted = inspect.signature(module.forward).parameters
         self._keeps_rows = "logits_to_keep" in accepted
         self._rope = FixedRope(module, limit)
-        self._check_once()
+        self._check_once(limit)
         self.max_length = limit
 
     @classmethod
@@ -76,9 +78,8 @@ class HFModel(Model):
     @property
     def row_bytes(self) -> int:
         config = self.module.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * config.num_hidden_layers * heads * width * self.dtype.itemsize)
+        layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+        return sum(map(_cached_values, layers)) * self.dtype.itemsize
 
     # the contract
 
@@ -173,10 +174,10 @@ class HFModel(Model):
                 **keep,
             )
 
-    def _plain(self, paths: Tensor) -> Tensor:
+    def plain(self, texts: Tensor) -> Tensor:
         """Logits [B, rows, V] of whole texts [B, rows] by the module alone, without a cache or a mask of ours."""
         with _evaluating(self.module), self._rope.applied():
-            logits: Tensor = self.module(input_ids=paths.to(self.device), use_cache=False, return_dict=True).logits
+            logits: Tensor = self.module(input_ids=texts.to(self.device), use_cache=False, return_dict=True).logits
         return logits
 
     def _move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
@@ -197,44 +198,20 @@ class HFModel(Model):
 
     # trust
 
-    def _check_once(self) -> None:
-        """Probe a module when it is first wrapped, and again when its precision or attention was changed."""
-        state = (self.dtype, getattr(self.module.config, "_attn_implementation", None))
-        if _PROBED.get(self.module) != state:
-            self._probe()
-            _PROBED[self.module] = state
+    def _check_once(self, max_length: int) -> None:
+        """Check a module when it is first wrapped, and again when its precision or attention was changed."""
+        crossed = boundaries(self.module.config.get_text_config(), max_length)
+        state = (self.dtype, getattr(self.module.config, "_attn_implementation", None), tuple(crossed))
+        if _CHECKED.get(self.module) != state:
+            check(self, max_length, _Unchecked)
+            _CHECKED[self.module] = state
 
-    @torch.inference_mode()
-    def _probe(self) -> None:
-        """Compare a tree in a ragged batch with the module's own plain pass; refuse what does not agree.
 
-        A module that computes positions or masks on its own would otherwise be wrong without a word.
-        """
-        ids = [i % self.vocab_size for i in range(3, 11)]
-        tree = Draft(torch.tensor([ids[3], ids[4], ids[5], ids[6]]), (-1, -1, 0, 1))
-        paths = torch.tensor([[*ids[:3], ids[3], ids[5]], [*ids[:3], ids[4], ids[6]]])
-        lengths = (3, 1)
-        handles = [self.open(ids[:n]) for n in lengths]
-        try:
-            ours = self.score(handles, [tree, Draft.empty()])[0].logits
-            plain = self._plain(paths)
-        except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
-            raise ModelLoadError(
-                f"{type(self.module).__name__} does not take an explicit mask, positions and cache "
-                f"({first_line(error)}); it cannot be used for speculation"
-            ) from error
-        finally:
-            for handle in handles:
-                self.close(handle)
-        theirs = torch.stack([plain[0, 2], plain[0, 3], plain[1, 3], plain[0, 4], plain[1, 4]]).float()
-        # Rounding is relative to the logits; a wrong mask moves them by a share of their own spread.
-        tolerance = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * float(theirs.std())
-        worst = float((ours.float() - theirs).abs().max())
-        if not worst <= max(tolerance, 1e-5):
-            raise ModelLoadError(
-                f"{type(self.module).__name__} computes other logits under an explicit tree mask (by {worst:.2g}), so "
-                "its attention depends on row numbers; it cannot be used for speculation"
-            )
+class _Unchecked(HFModel):
+    """A tiny copy of a module, wrapped so that ``probe.check`` can run it."""
+
+    def _check_once(self, max_length: int) -> None:
+        """Does nothing, because this is part of a check."""
 
 
 def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
@@ -257,7 +234,7 @@ def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
     except ModelLoadError:
         raise
     except Exception as error:  # a malformed configuration fails anywhere in transformers
-        raise ModelLoadError(f"transformers cannot load the model in {path}: {reason(error)}") from error
+        raise ModelLoadError(f"transformers cannot load the model in {path}: {one_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelLoadError(
             f"the checkpoint in {path} lacks {len(missing)} tensor(s), first {missing[0]!r}; is it complete?"
@@ -271,10 +248,13 @@ def _refuse(module: Any, config: Any) -> None:
     name = type(module).__name__
     if getattr(module.config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{name} is an encoder-decoder; a decoder-only causal language model is needed")
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
-    if getattr(module, "_is_stateful", False) or unknown:
-        kinds = f" ({', '.join(unknown)})" if unknown else ""
-        raise ModelLoadError(f"{name} keeps a state{kinds} that cannot be rewound, so drafts cannot be taken back")
+    if getattr(module, "_is_stateful", False):
+        raise ModelLoadError(f"{name} keeps a state that cannot be rewound, so drafts cannot be taken back")
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)):
+        raise ModelLoadError(
+            f"{name} has {', '.join(unknown)} layers, and only {' and '.join(_LAYER_TYPES)} layers are supported; "
+            "run it with transformers alone, or take another model"
+        )
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise ModelLoadError(
             f"{name} uses ALiBi, whose biases transformers computes from row numbers and not from positions; "
@@ -285,6 +265,13 @@ def _refuse(module: Any, config: Any) -> None:
         raise ModelLoadError(
             f"{name} has attn_implementation={used!r}, which takes no tree mask; load it with 'sdpa' or 'eager'"
         )
+
+
+def _cached_values(layer: Any) -> int:
+    """Numbers that the keys and values of one token are, in the layer that this configuration describes."""
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return 2 * int(heads * width)
 
 
 @contextmanager
@@ -298,8 +285,3 @@ def _evaluating(module: Any) -> Iterator[None]:
     finally:
         if training:
             module.train()
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

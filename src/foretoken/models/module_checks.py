@@ -59,7 +59,7 @@ def check_parameters(module: Any, path: Path) -> None:
             )
 
 
-def reason(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Returns what an error of transformers says, in one line: its first, and those that a colon promises."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     count = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError, ModelLoadError
-from foretoken.models.hf import HFModel, first_line, read_module
+from foretoken.models.hf import HFModel, read_module
 from foretoken.models.memory import check_fits, weight_bytes
+from foretoken.models.module_checks import one_line
 from foretoken.models.ranks import Ranks
 from foretoken.models.slots import Placement
 
@@ -67,7 +68,7 @@ class ShardedModel(HFModel):
             try:
                 self._obey(order)
             except RuntimeError as error:
-                message = f"rank {self._ranks.rank} could not do its part of a pass: {first_line(error)}"
+                message = f"rank {self._ranks.rank} could not do its part of a pass: {one_line(error)}"
                 raise ForetokenError(message) from error
         self._ranks.end()
 
@@ -87,9 +88,9 @@ class ShardedModel(HFModel):
         with self._ranks.doing("pass", place=_written(place), used=self._slots.used):
             return super()._pass(place, taps)
 
-    def _plain(self, paths: Tensor) -> Tensor:
-        with self._ranks.doing("plain", paths=paths.tolist()):
-            return super()._plain(paths)
+    def plain(self, texts: Tensor) -> Tensor:
+        with self._ranks.doing("plain", texts=texts.tolist()):
+            return super().plain(texts)
 
     def _move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         if list(sources) == list(range(destination, destination + len(sources))):
@@ -97,9 +98,9 @@ class ShardedModel(HFModel):
         with self._ranks.doing("move", slot=slot, destination=destination, sources=list(sources)):
             super()._move(slot, destination, sources)
 
-    def _check_once(self) -> None:
+    def _check_once(self, max_length: int) -> None:
         if self._ranks.leads:
-            super()._check_once()
+            super()._check_once(max_length)
 
     # the others' part
 
@@ -109,7 +110,7 @@ class ShardedModel(HFModel):
             self._slots.used = order["used"]
             super()._pass(_read(order["place"]), ())
         elif order["order"] == "plain":
-            super()._plain(torch.tensor(order["paths"]))
+            super().plain(torch.tensor(order["texts"]))
         elif order["order"] == "move":
             super()._move(order["slot"], order["destination"], order["sources"])
         else:
@@ -129,7 +130,7 @@ def _read_part(path: Path, dtype: torch.dtype, size: int) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except (ValueError, KeyError, OSError) as error:
-        raise ModelLoadError(f"transformers cannot load the model in {path}: {first_line(error)}") from error
+        raise ModelLoadError(f"transformers cannot load the model in {path}: {one_line(error)}") from error
     if not getattr(config, "base_model_tp_plan", None):
         raise ModelLoadError(
             f"transformers has no tensor-parallel plan for the type {config.model_type!r} of {path}; "
