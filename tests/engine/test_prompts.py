@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.core.errors import ContextLengthExceeded
+from foretoken.core.errors import ContextLengthExceeded, InvalidRequest
 from foretoken.engine.prompts import ContextLimit, PromptReader
 from foretoken.engine.requests import RequestBuilder
 from foretoken.params import SamplingParams
@@ -96,3 +96,15 @@ def test_an_encoder_decoder_limits_both_texts(counting: Counting, longest: int) 
 
 def test_without_a_limit_nothing_is_too_long(tokenizer: Any) -> None:
     assert len(PromptReader(tokenizer, len(tokenizer)).read("a " * 5000).tokens) > 4000
+
+
+@pytest.mark.parametrize("text", ["a\ud800", "\udcff"])
+def test_half_of_a_surrogate_pair_is_refused(builder: RequestBuilder, text: str) -> None:
+    """What bytes that are not UTF-8 become on a command line; tokenizers raise a TypeError that says nothing."""
+    for refused in (
+        lambda: builder.read(text),
+        lambda: builder.build("a", SamplingParams(prediction=text)),
+        lambda: builder.build("a", SamplingParams(bad_words=[text])),
+    ):
+        with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+            refused()

@@ -118,8 +118,8 @@ def load_prompts(path: Path, count: int | None = None) -> list[str]:
     """The ``prompt`` fields of a JSON-lines file, at most ``count`` of them, in the order of the file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InvalidRequest(f"cannot read the prompts {path}: {error.strerror}; expected a JSON-lines file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read the prompts {path}: {error}; expected JSON lines in UTF-8") from error
     prompts: list[str] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from foretoken.cli.files import standard_input
 from foretoken.cli.render import Origins, Writer, legend
 from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import ForetokenError
@@ -107,7 +109,7 @@ class JsonScreen:
 def piped() -> Iterator[str]:
     """Messages of standard input, one a line."""
     waiting = ""
-    for line in iter(sys.stdin.readline, ""):  # at once, also from a pipe that stays open
+    for line in iter(partial(standard_input, sys.stdin.readline), ""):  # at once, also from a pipe that stays open
         text = waiting + line.rstrip("\r\n")
         if text.endswith(CONTINUED):
             waiting = text.removesuffix(CONTINUED) + "\n"

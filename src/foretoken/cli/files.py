@@ -1,12 +1,34 @@
-"""Files that a command writes when its work is done; whether they can be is asked before it begins."""
+"""What commands read and write: standard input, and files whose places are checked before the work begins."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.errors import WriteError
+from foretoken.core.errors import InvalidRequest, WriteError
+
+
+def standard_input(read: Callable[[], str]) -> str:
+    """What ``read`` reads of standard input. Raises InvalidRequest for bytes that are not text."""
+    try:
+        text = read()
+        text.encode()  # half of a surrogate pair stands for a byte that could not be decoded
+    except UnicodeDecodeError as error:
+        raise _no_text(error.object[error.start], error.start) from error
+    except UnicodeEncodeError as error:
+        raise _no_text(ord(error.object[error.start]) & 0xFF, error.start) from error
+    return text
+
+
+def _no_text(byte: int, position: int) -> InvalidRequest:
+    encoding = getattr(sys.stdin, "encoding", None) or "utf-8"
+    return InvalidRequest(
+        f"standard input is not text in {encoding}: byte 0x{byte:02x} at position {position}; convert it first, "
+        "with iconv for instance"
+    )
 
 
 def check_places(**files: Path | None) -> None:

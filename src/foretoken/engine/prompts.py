@@ -33,6 +33,17 @@ class Given:
         return list(self.source) or self.tokens
 
 
+def check_characters(text: str, what: str) -> None:
+    """Raises InvalidRequest for a text with half of a surrogate pair, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InvalidRequest(
+            f"{what} holds {half!r} at position {error.start}, half of a surrogate pair; decode its bytes as UTF-8"
+        ) from error
+
+
 @dataclass(frozen=True)
 class ContextLimit:
     """What is too long for a model, told before it is tokenized: that would take time, however it ends.
@@ -107,6 +118,7 @@ class PromptReader:
     def _text(self, text: str, what: str, **options: Any) -> list[int]:
         """Tokens of a text that is not too long, if the model has them all."""
         self._check_length(text, what)
+        check_characters(text, what)
         return self.known(list(self.tokenizer(text, **options)["input_ids"]), what)
 
     def _check_length(self, given: Any, what: str) -> None:

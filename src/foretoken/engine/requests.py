@@ -12,7 +12,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.detokenize import Detokenizer
-from foretoken.engine.prompts import ContextLimit, Given, Prompt, PromptReader
+from foretoken.engine.prompts import ContextLimit, Given, Prompt, PromptReader, check_characters
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import TextStopping
@@ -166,6 +166,7 @@ class RequestBuilder:
         for word in words:
             if not word.strip():
                 raise InvalidRequest(f"bad_words must not be empty or blank, got {shown(word)}")
+            check_characters(word, "bad_words")
             for variant in (word.lstrip(), " " + word.lstrip()):
                 found[tuple(self.tokenizer.encode(variant, add_special_tokens=False))] = None
         return [word for word in found if word and max(word) < self._vocab_size]  # others cannot be generated
