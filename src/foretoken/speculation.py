@@ -19,27 +19,11 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.base import Method, Proposer, Workshop
+from foretoken.propose.methods import METHODS as METHODS
+from foretoken.propose.methods import NONE as NONE
+from foretoken.propose.methods import check_method
 from foretoken.propose.selection import Selection
 
-METHODS: dict[str, str] = {
-    "draft_model": "draft_model",
-    "ngram": "lookup",
-    "suffix": "suffix",
-    "retrieval": "retrieval",
-    "recycling": "recycling",
-    "prediction": "prediction",
-    "medusa": "medusa",
-    "blockwise": "blockwise",
-    "eagle3": "eagle",
-    "eagle": "eagle",
-    "early_exit": "early_exit",
-    "vocabulary": "vocabulary",
-    "mixture": "mixture",
-    "remote": "remote",
-}
-"""By users' names: the module of ``propose`` whose ``METHOD`` it is, imported when it is asked for."""
-
-NONE = "none"
 _REJECTIONS = ("block", "token")
 
 
@@ -65,10 +49,8 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.method is not None and self.method not in (*METHODS, NONE):
-            raise InvalidRequest(
-                f"speculative method {self.method!r} is not known; known: {', '.join((*METHODS, NONE))}"
-            )
+        if self.method is not None:
+            check_method(self.method)
         integer("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS, optional=True)
         if self.rejection not in _REJECTIONS:
             raise InvalidRequest(f"rejection must be 'block' or 'token', got {self.rejection!r}")

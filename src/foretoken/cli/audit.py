@@ -12,6 +12,7 @@ import typer
 from foretoken.cli.files import check_places, write_json, write_text
 from foretoken.cli.options import DraftModel, Dtype, Speculation, Target
 from foretoken.cli.theme import ColorMode
+from foretoken.models.options import check_dtype
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +60,7 @@ def audit(
     """
     seconds = _seconds(budget)
     check_places(json=json_file, html=html_file)
+    check_dtype(dtype)
     from foretoken.audit.run import audit as run
     from foretoken.bench.workloads import load_prompts
     from foretoken.cli.costs import wide_console

@@ -55,7 +55,6 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line instead.")] = False,
 ) -> None:
     """Talk to a model; /help lists what can be changed meanwhile. Without a terminal it reads a message a line."""
-    from foretoken.cli.chat_screen import JsonScreen, TextScreen, piped, typed
     from foretoken.cli.conversation import Conversation, read_template
     from foretoken.cli.generate import speculative
 
@@ -65,11 +64,14 @@ def chat(
         speculative_tokens=speculative_tokens, rejected=rejected,
     )  # fmt: skip
     settings.params(0)  # refused before anything is loaded
+    ways = [_way(each) for each in method or ()]
     llm = load(
         model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
-        max_model_len=max_model_len, methods=[_way(each) for each in method or ()], enable_prefix_caching=True,
+        max_model_len=max_model_len, methods=ways, enable_prefix_caching=True,
         seed=secrets.randbits(63),  # the library's own would make every conversation the same
     )  # fmt: skip
+    from foretoken.cli.chat_screen import JsonScreen, TextScreen, piped, typed
+
     try:
         conversation = Conversation(llm.tokenizer, llm.target.max_length, llm.model, template)
         conversation.system = system

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.files import check_places, write_text
+from foretoken.cli.files import check_places, standard_input, write_text
 from foretoken.cli.options import (
     Device,
     DraftModel,
@@ -86,7 +86,7 @@ def generate(
         prediction=_text_of(prediction_file) if prediction_file is not None else None,
         logprobs=LOGPROBS if html_file is not None else None,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = standard_input(sys.stdin.read) if prompt == "-" else prompt
     llm = load(
         model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
         max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
@@ -154,6 +154,7 @@ def speculative(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     from foretoken.core.errors import InvalidRequest
+    from foretoken.propose.methods import check_method
 
     try:
         config = json.loads(text)
@@ -163,6 +164,8 @@ def speculative(text: str | None) -> dict[str, Any] | None:
         ) from error
     if not isinstance(config, dict):
         raise InvalidRequest(f"--speculative-config must be a JSON object, got {text}")
+    if isinstance(config.get("method"), str):
+        check_method(config["method"])
     return config
 
 

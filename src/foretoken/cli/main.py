@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from foretoken import __version__
 from foretoken.cli.audit import audit
@@ -24,7 +26,22 @@ from foretoken.cli.serve import serve
 from foretoken.cli.simulate import simulate
 from foretoken.cli.train_seq2seq import app as train_app
 from foretoken.cli.zoo import zoo
-from foretoken.core.errors import ForetokenError
+from foretoken.core.errors import ForetokenError, InvalidRequest
+
+
+class FiniteCommand(TyperCommand):
+    """A command whose numbers are finite: Python reads "nan" as a number, and no comparison with a bound fails it."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Raises InvalidRequest."""
+        rest: list[str] = super().parse_args(ctx, args)
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name or "")
+            for number in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise InvalidRequest(f"{parameter.opts[0]} must be a finite number, got {number}")
+        return rest
+
 
 app = typer.Typer(name="foretoken", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(generate)
@@ -40,6 +57,8 @@ app.command()(convert)
 app.command("build-datastore")(build_datastore)
 app.add_typer(train_app, name="train")
 app.add_typer(bench_app, name="bench")
+for registered in (each for part in (app, train_app, bench_app) for each in part.registered_commands):
+    registered.cls = FiniteCommand
 
 INTERRUPTED, BROKEN_PIPE, USAGE = 130, 141, 2  # 128 + the signal's number, as shells report it
 

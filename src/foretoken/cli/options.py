@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,13 +28,35 @@ TensorParallel = Annotated[
 ]
 
 
+def _check(
+    dtype: str = "auto", quantization: str | None = None, backend: str = "auto", max_model_len: int | None = None,
+    tensor_parallel_size: int = 1, methods: Sequence[str | dict[str, Any]] = (), **others: Any,
+) -> None:  # fmt: skip
+    from foretoken.core.checks import integer
+    from foretoken.models.options import check_backend, check_dtype, check_quantization
+    from foretoken.propose.methods import check_method
+
+    check_dtype(dtype)
+    check_quantization(quantization)
+    check_backend(backend)
+    integer("max_model_len", max_model_len, 1, optional=True)
+    integer("tensor_parallel_size", tensor_parallel_size, 1)
+    for method in methods:
+        if isinstance(method, str):
+            check_method(method)
+
+
 def following(tensor_parallel_size: int) -> bool:
     """Whether this process is one of those that only do their part of the first one's passes."""
     return tensor_parallel_size > 1 and os.environ.get("RANK", "0") != "0"
 
 
 def load(model: str | None, draft_model: str | None, color: ColorMode, **options: Any) -> LLM:
-    """The model and what ``options`` of ``LLM`` say, with a spinner on standard error."""
+    """The model and what ``options`` of ``LLM`` say, with a spinner on standard error.
+
+    Raises InvalidRequest, for wrong names and numbers before anything heavy is imported.
+    """
+    _check(**options)
     silent = following(options.get("tensor_parallel_size", 1))
     with nullcontext() if silent else waiting(console(color, stderr=True), f"loading {model or 'the bundled pair'}"):
         from foretoken import LLM

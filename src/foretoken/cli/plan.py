@@ -13,6 +13,7 @@ import typer
 from foretoken.cli.costs import Color, Quantization, wide_console
 from foretoken.cli.files import check_places, write_json, write_text
 from foretoken.cli.theme import ColorMode, staged
+from foretoken.models.options import check_dtype, check_quantization
 
 if TYPE_CHECKING:
     from foretoken.plan.outcome import Plan
@@ -61,6 +62,8 @@ def plan(
     The target writes a sample after the prompts; every candidate is judged on it, and rounds are timed here.
     """
     check_places(json=json_file, html=html_file)
+    check_dtype(dtype)
+    check_quantization(quantization)
     if engine != "foretoken" or engine_python or engine_args or engine_alone:
         from foretoken.cli.plan_vllm import Options, plan_for
         from foretoken.core.errors import InvalidRequest

@@ -15,8 +15,8 @@ from foretoken.core.schema import parse, read_object
 from foretoken.models.base import Model
 from foretoken.models.finite import check_finite
 from foretoken.models.memory import check_fits, weight_bytes
+from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization
 from foretoken.models.prequantized import check_prequantized
-from foretoken.models.quantize import check_quantization
 from foretoken.models.schema import CommonConfig, GenerationSettings, ShardIndex, TokenizerSettings
 from foretoken.models.tokenizer import PlainTokenizer, is_plain
 
@@ -30,17 +30,6 @@ INDEX = "model.safetensors.index.json"
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "vocab.txt", "merges.txt")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FAST_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-BACKENDS = ("auto", "native", "hf")
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "fp16": torch.float16,
-}
 
 
 # finding and reading
@@ -185,16 +174,13 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """``auto``: bf16 where the device computes it well (CUDA, CPUs with avx512_bf16 or amx), else float32."""
-    if isinstance(dtype, torch.dtype):
-        chosen: torch.dtype | None = dtype if dtype in DTYPES.values() else None
-    elif dtype == "auto":
+    name = str(dtype)
+    check_dtype(name)
+    if name == "auto":
         fast = device.type == "cuda" or (device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
         return torch.bfloat16 if fast else torch.float32
-    else:
-        chosen = DTYPES.get(str(dtype).removeprefix("torch."))
-    if chosen is None:
-        raise InvalidRequest(f"dtype {dtype!r} is not known; expected auto, bfloat16, float16 or float32")
-    return chosen
+    kind: torch.dtype = getattr(torch, DTYPES[name.removeprefix("torch.")])
+    return kind
 
 
 def load_model(
@@ -214,8 +200,7 @@ def load_model(
     ModelLoadError or InvalidRequest, each one line; also where the weights are larger than the memory that is free.
     """
     quantise = check_quantization(quantization)
-    if backend not in BACKENDS:
-        raise InvalidRequest(f"backend {backend!r} is not known; known: {', '.join(BACKENDS)}")
+    check_backend(backend)
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     path = resolve(name)

@@ -18,9 +18,9 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.architecture import Architecture, supports
 from foretoken.models.base import Handle, Model, Scores, growing
+from foretoken.models.options import check_quantization
 from foretoken.models.plan import Plan
 from foretoken.models.prequantized import check_prequantized
-from foretoken.models.quantize import check_quantization
 from foretoken.models.runner import Pass, Runner, build
 from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture
 from foretoken.models.weights import Layers, Source, read_ends

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import InvalidRequest
-
-KNOWN = ("int8",)
 LIMIT = 127.0  # symmetric: -128 is not used
 _TINY = 1e-30  # the scale of a row of zeros; any number that divides them
 _AT_ONCE = 2**18  # weights quantised at once, so that no float32 copy of a whole matrix is made
@@ -74,10 +71,3 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True).clamp_min_(_TINY)
     return x.mul(LIMIT / largest).round_().to(torch.int8), largest / LIMIT
-
-
-def check_quantization(name: str | None) -> bool:
-    """Whether weights are to be quantised. Raises InvalidRequest for a kind that is not known."""
-    if name is not None and name not in KNOWN:
-        raise InvalidRequest(f"quantization {name!r} is not known; known: {', '.join(KNOWN)}, or None for none")
-    return name is not None

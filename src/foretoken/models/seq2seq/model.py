@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
-from foretoken.models.quantize import check_quantization
+from foretoken.models.options import check_quantization
 from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture, supports
 from foretoken.models.seq2seq.runner import Seq2SeqRunner
 from foretoken.models.seq2seq.weights import Seq2SeqWeights

@@ -1,0 +1,38 @@
+"""How a model may be loaded, by name. Imports nothing heavy, so that a wrong name is refused at once."""
+
+from __future__ import annotations
+
+from foretoken.core.errors import InvalidRequest
+
+BACKENDS = ("auto", "native", "hf")
+QUANTIZATIONS = ("int8",)
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+}
+"""torch's names by those that users write."""
+
+
+def check_backend(name: str) -> None:
+    """Raises InvalidRequest."""
+    if name not in BACKENDS:
+        raise InvalidRequest(f"backend {name!r} is not known; known: {', '.join(BACKENDS)}")
+
+
+def check_dtype(name: str) -> None:
+    """Raises InvalidRequest for a name that is none of ``DTYPES``, nor "auto"."""
+    if name != "auto" and name.removeprefix("torch.") not in DTYPES:
+        raise InvalidRequest(f"dtype {name!r} is not known; expected auto, bfloat16, float16 or float32")
+
+
+def check_quantization(name: str | None) -> bool:
+    """Whether weights are to be quantised. Raises InvalidRequest for a kind that is not known."""
+    if name is not None and name not in QUANTIZATIONS:
+        raise InvalidRequest(f"quantization {name!r} is not known; known: {', '.join(QUANTIZATIONS)}, or None for none")
+    return name is not None

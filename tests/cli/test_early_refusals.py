@@ -1,0 +1,127 @@
+"""Wrong arguments and input are refused before torch, transformers or numpy are imported, which takes seconds."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foretoken.bench.workloads import load_prompts
+from foretoken.cli.chat_screen import piped
+from foretoken.core.errors import InvalidRequest
+
+HEAVY = ("torch", "transformers", "numpy")
+RUN = """
+import io, json, sys
+from contextlib import redirect_stderr
+from foretoken.cli.main import main
+for args in json.loads(sys.argv[1]):
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            main(args)
+        except SystemExit as exit:
+            code = exit.code
+    print(json.dumps([code, said.getvalue(), sorted(HEAVY & sys.modules.keys())]))
+""".replace("HEAVY", repr(set(HEAVY)))
+
+CASES: list[tuple[str, str]] = [
+    ("generate x --temperature nan", "--temperature must be a finite number, got nan"),
+    ("generate x --temperature -1", "temperature must be"),
+    ("generate x --top-p inf", "--top-p must be a finite number, got inf"),
+    ("generate x --n 0", "n must be"),
+    ("generate x --max-tokens 0", "max_tokens must be"),
+    ("generate x --exactness perhaps", "exactness must be one of"),
+    ("generate x --dtype float7", "dtype 'float7' is not known"),
+    ("generate x --quantization int3", "quantization 'int3' is not known"),
+    ("generate x --max-model-len 0", "max_model_len must be"),
+    ("generate x --tensor-parallel-size 0", "tensor_parallel_size must be"),
+    ('generate x --speculative-config {"method":"ngrm"}', "speculative method 'ngrm' is not known"),
+    ("generate x --speculative-config {", "--speculative-config is not JSON"),
+    ("generate x --prediction-file /no/such/file", "cannot read the prediction"),
+    ("generate x --html /no/such/folder/page", "expected the name of a file in a folder that exists"),
+    ("chat --temperature nan", "--temperature must be a finite number"),
+    ("chat --top-p 2", "top_p must be"),
+    ("chat --method telepathy", "speculative method 'telepathy' is not known"),
+    ("chat --chat-template /no/such/file", "/no/such/file"),
+    ("serve --request-timeout nan", "--request-timeout"),
+    ("serve --replica-cpus nan --replicas 1", "--replica-cpus must be a finite number"),
+    ("serve --log-level loud", "--log-level must be one of"),
+    ("serve --kv-memory lots", "--kv-memory must be a size"),
+    ("serve --max-replicas 2", "need --replicas"),
+    ("serve --replicas 3 --max-replicas 2", "must be at least --replicas"),
+    ("serve --replicas 2 --tensor-parallel-size 2", "cannot be combined"),
+    ("serve --port 0 --allowed-host http://a", "--allowed-host must be a host name"),
+    ("serve --port 0 --methods telepathy", "speculative method 'telepathy' is not known"),
+    ("serve --port 0 --backend magic", "backend 'magic' is not known"),
+    ("serve --host no.such.host.invalid", "cannot listen"),
+    ("demo --temperature nan", "--temperature must be a finite number"),
+    ("plan --top-p nan", "--top-p must be a finite number"),
+    ("plan --dtype float7", "dtype 'float7' is not known"),
+    ("plan --rtt inf", "--rtt must be a finite number"),
+    ("simulate --rtt nan", "--rtt must be a finite number"),
+    ("audit --temperature nan", "--temperature must be a finite number"),
+    ("audit --dtype float7", "dtype 'float7' is not known"),
+    ("audit --budget never", "--budget"),
+    ("bench race --temperature nan", "--temperature must be a finite number"),
+    ("train draft out --learning-rate nan", "finite number"),
+]
+
+
+def refusals(cases: list[list[str]], **environment: str) -> list[tuple[int, str, list[str]]]:
+    """The exit code of each, what was said on standard error, and what was imported by then."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(cases)], capture_output=True, text=True, check=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, tuple[int, str, list[str]]]:
+    return dict(zip(dict(CASES), refusals([case.split() for case, _ in CASES]), strict=True))
+
+
+@pytest.mark.parametrize("case, words", CASES)
+def test_wrong_arguments(said: dict[str, tuple[int, str, list[str]]], case: str, words: str) -> None:
+    code, line, imported = said[case]
+    assert code in (1, 2) and line.count("\n") == 1 and words in line
+    assert imported == []
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        [(code, line, imported)] = refusals([["serve", "--port", str(taken.getsockname()[1])]])
+    assert code == 1 and "Address already in use; choose another with --host or --port" in line
+    assert imported == []
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONUTF8": "1"}, {"PYTHONIOENCODING": "utf-8:strict"}, {"LC_ALL": "C"}])
+def test_standard_input_that_is_no_text(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "foretoken", "generate", "-"], input=b"gr\xfc\xdfe\n", capture_output=True, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout == b"" and done.stderr.count(b"\n") == 1
+    assert b"error: standard input is not text in utf-8: byte 0xfc at position 2" in done.stderr
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_messages_that_are_no_text(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = io.TextIOWrapper(io.BytesIO(b"hello\ngr\xfc\xdfe\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", given)
+    with pytest.raises(InvalidRequest, match="standard input is not text in utf-8: byte 0xfc at position"):
+        list(piped())
+
+
+def test_prompts_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_bytes(b'{"prompt": "gr\xfc\xdfe"}\n')
+    with pytest.raises(InvalidRequest, match="expected JSON lines in UTF-8"):
+        load_prompts(tmp_path / "prompts")
