@@ -16,11 +16,19 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.schema import Schema, parse
 from foretoken.models.heads.dialects import Written
 from foretoken.models.heads.files import MAX_HEADS, check_shapes, number, open_head
 
 MEDUSA_DIALECTS = ("medusa", "vllm")
 _ORIGINAL = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
+
+
+class MedusaConfig(Schema):
+    """The fields of config.json that are no sizes."""
+
+    original_lm_head: bool | None = None
+    base_model_name_or_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +64,7 @@ class MedusaHeads:
 def read_medusa(path: Path) -> MedusaHeads:
     """The checkpoint in ``path``. Raises ModelLoadError for what is incomplete or inconsistent."""
     config, weights = open_head(path)
+    parse(MedusaConfig, config, str(path / "config.json"))
     tensors = {_canonical(name, weights): weights[name] for name in weights}
     heads = number(config, path, "num_heads", "medusa_num_heads", high=MAX_HEADS)
     layers = number(config, path, "num_hidden_layers", "medusa_num_layers", default=1, high=MAX_HEADS)
@@ -68,7 +77,8 @@ def read_medusa(path: Path) -> MedusaHeads:
     shapes |= {f"blocks.{i}.layers.{j}.bias": (hidden,) for i in range(heads) for j in range(layers)
                if f"blocks.{i}.layers.{j}.bias" in tensors}  # fmt: skip
     vocabulary = _vocabulary(tensors, heads, bool(config.get("original_lm_head")))
-    vocab = number(config, path, "vocab_size", default=int(tensors[vocabulary[0]].shape[0]) if vocabulary else None)
+    rows_of = tensors.get(vocabulary[0]) if vocabulary else None
+    vocab = number(config, path, "vocab_size", default=rows_of.shape[0] if rows_of is not None else None)
     tokens = tensors.get("token_map")
     rows = vocab if tokens is None else len(tokens)
     check_shapes(path, tensors, shapes | dict.fromkeys(vocabulary, (rows, hidden)))
