@@ -124,7 +124,15 @@ def test_a_broken_file_is_named(store, name, harm):
         Datastore.open(store, Vocabulary())
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"format": "x", "shards": [1], "tokenizer": "y", "tokens": 1}'])
+DEEP = "[" * 100_000
+BAD_SHARD = json.dumps(
+    {"format": "foretoken-datastore-1", "tokenizer": "y", "tokens": 1, "shards": [{"tokens": "x", "width": -1}]}
+)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[]", '{"format": "x", "shards": [1], "tokenizer": "y", "tokens": 1}', DEEP, BAD_SHARD]
+)
 def test_a_broken_manifest_is_named(store, text):
     (store / MANIFEST).write_text(text)
     with pytest.raises(ModelLoadError, match=MANIFEST):
