@@ -54,7 +54,8 @@ def test_numbers_out_of_bounds_are_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name, value", [
-    ("logit_bias", [1, 2]), ("logit_bias", 5), ("logit_bias", {"5": 1}), ("logit_bias", {5.7: 1}),
+    ("logit_bias", [1, 2]), ("logit_bias", 5), ("logit_bias", {"5": 1, 5: 1}), ("logit_bias", {"-5": 1}),
+    ("logit_bias", {"5.0": 1}), ("logit_bias", {"٥": 1}), ("logit_bias", {str(2**32): 1}), ("logit_bias", {5.7: 1}),
     ("logit_bias", {True: 1}), ("logit_bias", {None: 1}), ("logit_bias", {-1: 1}), ("logit_bias", {2**32 + 1: 1}),
     ("logit_bias", {0: NAN}), ("logit_bias", {0: INF}), ("logit_bias", {0: 10**400}), ("logit_bias", {0: "x"}),
     ("stop_token_ids", 5), ("stop_token_ids", "abc"), ("stop_token_ids", ["5"]), ("stop_token_ids", [5.7]),
@@ -67,6 +68,10 @@ def test_numbers_out_of_bounds_are_refused_by_name(name: str) -> None:
 def test_values_of_another_kind_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name} "):
         SamplingParams(**{name: value})
+
+
+def test_token_ids_of_a_logit_bias_may_be_text_as_in_json() -> None:
+    assert SamplingParams(logit_bias={"5": 1, "007": 2.5}) == SamplingParams(logit_bias={5: 1, 7: 2.5})
 
 
 ODD = st.sampled_from(

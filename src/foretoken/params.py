@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_kinds()
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _by_token_id(self.logit_bias))
         for name, (low, high, expected) in _NUMBERS.items():
             _number(name, getattr(self, name), low, high, expected)
         for name, (least, most) in _INTEGERS.items():
@@ -153,6 +156,7 @@ _NUMBERS = {
     "frequency_penalty": (-2.0, 2.0, "a number from -2 to 2"),
     "repetition_penalty": (SMALLEST, LARGEST, f"a number from {SMALLEST:g} to {LARGEST:g}"),
 }
+_DECIMAL = re.compile("[0-9]{1,10}")
 _INTEGERS = {"n": (1, MAX_N), "max_tokens": (1, MAX_COUNT), "min_tokens": (0, MAX_COUNT), "top_k": (-1, MAX_COUNT)}
 _OPTIONAL_INTEGERS = {
     "seed": (MIN_SEED, MAX_SEED),
@@ -171,11 +175,20 @@ def _ids(value: Any) -> bool:
     return listed and all(is_integer(token) and 0 <= token <= MAX_COUNT for token in value)
 
 
+def _by_token_id(bias: Any) -> dict[int, Any]:
+    """Returns ``bias`` with integers as keys. They may be given as decimal text, as JSON writes them."""
+    if isinstance(bias, Mapping):
+        texts = {key for key in bias if isinstance(key, str) and _DECIMAL.fullmatch(key)}
+        by_id = {int(key) if key in texts else key: value for key, value in bias.items()}
+        if _ids(list(by_id)) and len(by_id) == len(bias):
+            return by_id
+    raise InvalidRequest(f"logit_bias must be a mapping of token ids, each given once, to numbers, got {shown(bias)}")
+
+
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (lambda v: isinstance(v, str) or _texts(v), "a text or a list of texts"),
     "bad_words": (_texts, "a list of texts"),
     "stop_token_ids": (_ids, "a list of token ids, which are integers of at least 0"),
-    "logit_bias": (lambda v: isinstance(v, Mapping) and _ids(list(v)), "a mapping of token ids (integers) to numbers"),
     "prediction": (lambda v: isinstance(v, Sequence) and not isinstance(v, bytes), "a text or a list of token ids"),
     "speculative_method": (lambda v: isinstance(v, str), "the name of a method that was loaded"),
 }
