@@ -140,7 +140,7 @@ def test_chain_commit_keeps_what_was_accepted(pair: Pair, accepted: int) -> None
 
 
 def test_tree_commit_compacts_any_path(pair: Pair) -> None:
-    draft = repeating((-1, 0, -1, 2, 2, 4))
+    draft = repeating((-1, 0, -1, 0, 2, 4))
     for node in range(-1, len(draft)):
         handle = pair.model.open(text(5, 60))
         pair.model.score([handle], [draft])
@@ -148,6 +148,16 @@ def test_tree_commit_compacts_any_path(pair: Pair) -> None:
         assert handle.cached == 5 + len(draft.path(node))
         (scores,) = pair.model.score([handle], [tree(61)])
         pair.check(handle, tree(61), scores, rows(tree(61)))
+        pair.model.close(handle)
+
+
+def test_a_tree_deeper_than_the_window(pair: Pair) -> None:
+    """A path of nine nodes with a leaf beside each: windows count positions, of which leaves take none of their own."""
+    deep = repeating([-1, -1, *(i - 2 if i % 2 == 0 else i - 3 for i in range(2, 18))])
+    assert max(deep.depths) == 9
+    handles = [pair.model.open(text(n, 65 + n)) for n in (3, 10)]
+    for handle, scores in zip(handles, pair.model.score(handles, [deep, deep]), strict=True):
+        pair.check(handle, deep, scores, rows(deep))
         pair.model.close(handle)
 
 

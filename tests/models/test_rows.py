@@ -154,16 +154,18 @@ def test_every_path_of_a_tree_equals_plain_decoding(kind: str) -> None:
         assert torch.equal(got[node + 1], expected[-1]), node
 
 
-def test_an_accepted_tree_path_leaves_the_cache_as_plain_decoding_would(kind: str) -> None:
+@pytest.mark.parametrize("node", [4, 5])
+def test_an_accepted_tree_path_leaves_the_cache_as_plain_decoding_would(kind: str, node: int) -> None:
     model = decoder(kind)
     prompt = tokens(80)
-    draft = repeating((-1, 0, -1, 2, 3))
+    draft = repeating((-1, 0, -1, 2, 3, 0))  # paths of 2, 3, 4 and of 0, 5
+    accepted = [draft.ids[i] for i in draft.path(node)]
     handle = model.open(prompt)
     model.score([handle], [draft])
-    model.commit([handle], [[6, 6, 7, 99]])
-    assert handle.cached == len(prompt) + 3
+    model.commit([handle], [[*accepted, 99]])
+    assert handle.cached == len(prompt) + len(accepted)
     after = model.score([handle], [Draft.chain([1, 2])])[0].logits
-    expected = one_by_one(model, prompt, [6, 6, 7, 99, 1, 2, 0])[4:]
+    expected = one_by_one(model, prompt, [*accepted, 99, 1, 2, 0])[-3:]
     for row in range(3):
         assert torch.equal(after[row], expected[row]), row
 
