@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from foretoken.core.errors import ForetokenError
 from foretoken.models.decoder import Decoder
 from foretoken.models.hf import HFModel
-from foretoken.models.probe import first_line
+from foretoken.models.module_checks import one_line
 from foretoken.models.tiny_random import boundaries, tiny_of
 
 # What published models have where a configuration's defaults are incomplete or of another kind.
@@ -64,13 +64,13 @@ def family(name: str, kind: str) -> Family:
             return Family(name, kind, "own", "")
         module = tiny_of(getattr(transformers, kind), config, boundaries(config.get_text_config(), 1 << 30))
     except Exception as error:  # configurations whose defaults are inconsistent, or that need other packages
-        return Family(name, kind, "not checked", first_line(error)[:120])
+        return Family(name, kind, "not checked", one_line(error)[:120])
     if module is None:
         return Family(name, kind, "not checked", "no tiny model can be built from the default configuration")
     try:
         HFModel(module)
     except ForetokenError as error:
-        return Family(name, kind, "", first_line(error).removeprefix(f"{kind} ").partition("; ")[0])
+        return Family(name, kind, "", one_line(error).removeprefix(f"{kind} ").partition("; ")[0])
     return Family(name, kind, "transformers", "")
 
 
