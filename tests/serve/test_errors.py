@@ -67,7 +67,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     ({**OK, "stop_token_ids": [2**32 + 1]}, "stop_token_ids", "less than or equal to 2147483647"),
     ({**OK, "stop_token_ids": [10**6]}, None, "vocabulary"),
     ({**OK, "logit_bias": {str(2**32 + 1): 1}}, "logit_bias", "pattern"),
-    ({**OK, "logit_bias": {"5": float("nan")}}, "logit_bias", "finite number"),
+    ({**OK, "logit_bias": {"5": float("nan")}}, "logit_bias", "number from -100 to 100"),
     ({**OK, "logit_bias": {"5": 10**400}}, "logit_bias", "number"),
     ({**OK, "temperature": float("inf")}, "temperature", "finite number"),
     ({**OK, "temperature": 10**400}, "temperature", "number"),
