@@ -1,0 +1,251 @@
+"""The server under attack: does it answer others in time, and is its memory given back?
+
+    python benchmarks/attacks.py --json attacks.json
+    python benchmarks/attacks.py --attack "big prompt" --attack "unfinished bodies"
+
+Starts `foretoken serve` on the bundled pair with a few streams that never end. Each attack of ``attackers.py`` is then
+sent a few times. Meanwhile `/health` is asked again and again, and the time between a stream's chunks is measured; both
+are compared with a quiet time just before. Exit code 1 where `/health` took longer than 250 ms, where a stream's chunks
+came more than twice as far apart as usual (the 99th percentile), where resident memory was more than 5 % above its
+figure before the attack after half a minute, or where an answer was another than it has to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import typer
+from rich import box
+from rich.table import Table
+
+from attackers import ATTACKS
+from clients import Answer, ask, serving, talking
+from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS
+
+HEALTH_SECONDS, SLOWER, GROWTH = 0.25, 2.0, 0.05
+PAGE = 4096
+PROBE = 0.01  # seconds between two questions to /health
+PAUSE = 0.5  # seconds between two sends, and after the last one
+SERVER = ("--max-model-len", "4096", "--kv-memory", "128MiB")
+WARM: tuple[dict[str, Any], ...] = (
+    {"guided_choice": ["a", "b"]}, {"guided_grammar": 'root ::= "a"'}, {"guided_json": {"type": "integer"}},
+    {"bad_words": ["a"]}, {"prediction": {"type": "content", "content": "a"}}, {"prompt": "x " * 3000},
+)  # fmt: skip
+
+
+Window = tuple[float, float]  # two moments
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a server's other clients saw. Seconds; health: the longest answer, p50, p99, worst: between chunks."""
+
+    health: float
+    p50: float
+    p99: float
+    worst: float
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One attack. quiet, during: what others saw before it and meanwhile. memory: bytes before, after, and settled."""
+
+    name: str
+    answers: dict[str, int]
+    allowed: tuple[str, ...]
+    seconds: float
+    quiet: Pace
+    during: Pace
+    memory: tuple[int, int, int]
+
+    @property
+    def failures(self) -> list[str]:
+        """What was not as it has to be."""
+        before, _, settled = self.memory
+        checks = {
+            "answer": set(self.answers) <= set(self.allowed),
+            "health": self.during.health <= HEALTH_SECONDS,
+            "p99": self.during.p99 <= SLOWER * self.quiet.p99,
+            "memory": settled <= (1 + GROWTH) * before,
+        }
+        return [name for name, passed in checks.items() if not passed]
+
+
+class Watch:
+    """The other clients: streams that never end, and one that asks for /health."""
+
+    def __init__(self, client: httpx.AsyncClient, process: int) -> None:
+        self._client, self._process = client, process
+        self._streams: list[Answer] = []
+        self._health: list[tuple[float, float]] = []  # when it was asked, and seconds until it answered
+
+    @asynccontextmanager
+    async def running(self, streams: int) -> AsyncIterator[None]:
+        """All of them, until the end of the ``with``."""
+        tasks = [asyncio.create_task(self._stream(number)) for number in range(streams)]
+        tasks.append(asyncio.create_task(self._ask_health()))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in results:
+            if isinstance(error, Exception):
+                raise error
+
+    def pace(self, windows: Sequence[Window]) -> Pace:
+        """Within these windows. A gap or an answer counts where it touches one of them."""
+
+        def touches(start: float, end: float) -> bool:
+            return any(start <= last and end >= first for first, last in windows)
+
+        longest = max(end - start for start, end in windows)  # where nothing came at all
+        gaps = [gap for answer in self._streams for at, gap in answer.gaps if touches(at - gap, at)] or [longest]
+        health = [seconds for asked, seconds in self._health if touches(asked, asked + seconds)]
+        p50, p99 = map(float, np.quantile(gaps, (0.5, 0.99)))
+        return Pace(max(health, default=longest), p50, p99, max(gaps), len(gaps))
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes of the server."""
+        return int(Path(f"/proc/{self._process}/statm").read_text().split()[1]) * PAGE
+
+    async def settled(self, limit: float, seconds: float) -> int:
+        """Memory once it is at most ``limit``, or after so many seconds."""
+        end = time.perf_counter() + seconds
+        while self.memory > limit and time.perf_counter() < end:
+            await asyncio.sleep(0.2)
+        return self.memory
+
+    async def _stream(self, number: int) -> None:
+        while True:
+            self._streams.append(Answer(time.perf_counter()))
+            body = {"prompt": FUNCTIONS[number % len(FUNCTIONS)], "max_tokens": 3000, "ignore_eos": True}
+            answer = await ask(self._client, {**body, "temperature": 0.0}, answer=self._streams[-1])
+            assert not answer.error, answer.error
+
+    async def _ask_health(self) -> None:
+        while True:
+            asked = time.perf_counter()
+            (await self._client.get("/health")).raise_for_status()
+            self._health.append((asked, time.perf_counter() - asked))
+            await asyncio.sleep(PROBE)
+
+
+async def attacked(watch: Watch, name: str, url: str, *, times: int, quiet: float, settle: float) -> Outcome:
+    """Send one attack so many times, after a quiet time."""
+    began = time.perf_counter()
+    await asyncio.sleep(quiet)
+    usual, before = watch.pace([(began, time.perf_counter())]), watch.memory
+    sent = [await send(name, url) for _ in range(times)]
+    during, after = watch.pace([window for _, window in sent]), watch.memory
+    settled = await watch.settled((1 + GROWTH) * before, settle)
+    return Outcome(
+        name, dict(sum((answers for answers, _ in sent), Counter())), tuple(sorted(ATTACKS[name].answers)),
+        max(end - start - PAUSE for _, (start, end) in sent), usual, during, (before, after, settled),
+    )  # fmt: skip
+
+
+async def send(name: str, url: str) -> tuple[Counter[str], Window]:
+    """One attack by a process of its own. Returns how often each answer came, and when it happened."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-S", str(Path(__file__).with_name("attackers.py")), name, url,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"ready\n"
+    start = time.perf_counter()
+    said, _ = await process.communicate(b"\n")
+    await asyncio.sleep(PAUSE)
+    return Counter(json.loads(said)), (start, time.perf_counter())
+
+
+async def warm(client: httpx.AsyncClient) -> None:
+    """One harmless request of each kind: what is loaded once is no leak."""
+    for fields in WARM:
+        await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **fields})
+    await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 4})
+
+
+async def measure(
+    url: str,
+    process: int,
+    names: Sequence[str],
+    *,
+    streams: int,
+    times: int,
+    quiet: float,
+    settle: float,
+    steady: float,
+) -> list[Outcome]:
+    """One attack after another. steady: seconds in which the streams fill the server's caches first."""
+    async with talking(url) as client:
+        await warm(client)
+        watch = Watch(client, process)
+        async with watch.running(streams):
+            await asyncio.sleep(steady)
+            return [await attacked(watch, name, url, times=times, quiet=quiet, settle=settle) for name in names]
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """A row for each attack."""
+    found = Table(box=box.SIMPLE)
+    for head in ("attack", "answers", "s", "/health ms", "p50 ms", "p99 ms", "max ms", "MiB", "failed"):
+        found.add_column(head, justify="left" if head in ("attack", "answers", "failed") else "right")
+    for o in outcomes:
+        answers = ", ".join(f"{count} x {answer}" for answer, count in sorted(o.answers.items()))
+        pairs = ((o.quiet.health, o.during.health), (o.quiet.p50, o.during.p50), (o.quiet.p99, o.during.p99))
+        figures = [f"{1e3 * usual:.0f} > {1e3 * now:.0f}" for usual, now in (*pairs, (o.quiet.worst, o.during.worst))]
+        memory = " > ".join(f"{size / 2**20:.0f}" for size in o.memory)
+        found.add_row(o.name, answers, f"{o.seconds:.1f}", *figures, memory, ", ".join(o.failures) or "-")
+    return found
+
+
+def main(
+    attack: Annotated[list[str] | None, typer.Option(help="Of attackers.py; may be repeated. [all]")] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Running streams.")] = 4,
+    times: Annotated[int, typer.Option(min=1, help="How often each attack is sent.")] = 3,
+    quiet: Annotated[float, typer.Option(min=0.1, help="Seconds before each attack, to compare with.")] = 5.0,
+    settle: Annotated[float, typer.Option(min=0, help="Seconds that memory has to come back.")] = 30.0,
+    steady: Annotated[float, typer.Option(min=0, help="Seconds in which streams fill the caches first.")] = 30.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and outcomes here.")] = None,
+) -> None:
+    """Latency, memory and answers under each attack; exit 1 where one of them is not as it has to be."""
+    names = attack or list(ATTACKS)
+    unknown = sorted(set(names) - ATTACKS.keys())
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(ATTACKS)}")
+    options = {"streams": streams, "times": times, "quiet": quiet, "settle": settle, "steady": steady}
+    with serving(*SERVER) as (url, process):
+        outcomes = asyncio.run(measure(url, process, names, **options))
+    console = wide_console()
+    console.print(table(outcomes))
+    console.print(
+        f"usual > under attack; limits: /health {1e3 * HEALTH_SECONDS:.0f} ms, p99 {SLOWER:g} times the usual, memory "
+        f"{GROWTH:.0%} above before. Longest gap by median: {1e3 * median(o.during.worst for o in outcomes):.0f} ms"
+    )
+    facts = setting() | options
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
+    if json_file is not None:
+        rows = [{**asdict(outcome), "failures": outcome.failures} for outcome in outcomes]
+        json_file.write_text(json.dumps({"setting": facts, "outcomes": rows}, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(int(any(outcome.failures for outcome in outcomes)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
