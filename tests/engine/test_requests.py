@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -134,3 +137,21 @@ def test_the_first_completion_of_a_seed_depends_on_the_seed_alone(tokenizer, see
     alone = seeded(tokenizer, 1, SamplingParams(seed=seed))[0]
     first, *_ = seeded(tokenizer, 2, SamplingParams(), SamplingParams(n=3, seed=seed))[1:]
     assert alone.streams == first.streams == Streams(seed)
+
+
+def test_threads_that_build_at_once_share_no_number(builder, monkeypatch):
+    """A server tokenizes long texts beside short ones."""
+
+    def yielding(seed: int) -> Streams:
+        time.sleep(0.0005)  # another thread goes on in the midst of a request
+        return Streams(seed)
+
+    def build(i: int) -> list[tuple[int, int, int]]:
+        made = [builder.build("for i in", SamplingParams(n=3)) for _ in range(10)]
+        return [(request.id, context.id, context.streams.seed) for request, contexts in made for context in contexts]
+
+    monkeypatch.setattr("foretoken.engine.requests.Streams", yielding)
+    with ThreadPoolExecutor(4) as pool:
+        made = [each for part in pool.map(build, range(4)) for each in part]
+    requests, contexts, seeds = ({each[i] for each in made} for i in range(3))
+    assert (len(requests), len(contexts), len(seeds)) == (40, 120, 120)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from foretoken.core.checks import shown
@@ -74,7 +75,7 @@ class RequestBuilder:
         self._methods, self._max_length = tuple(methods), max_length
         self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)
         self._grammars = Grammars(tokenizer, vocab_size)
-        self._requests, self._sequences = 0, 0
+        self._requests, self._sequences = count(), count()  # a server builds requests in several threads
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -99,15 +100,16 @@ class RequestBuilder:
         law = params.law(self._vocab_size, self._bad_words(params.bad_words or ()), ends)
         laws = [self._restricted(law, params.structured_outputs, ends) for _ in range(params.n)]
         prediction = self.prediction(params.prediction)
+        number = next(self._requests)
         contexts, stoppings = [], []
         for index in range(params.n):
             contexts.append(
                 Context(
-                    id=self._sequences,
+                    id=next(self._sequences),
                     tokens=list(given.tokens),
                     prompt_length=len(given.tokens),
                     law=laws[index],
-                    streams=Streams(self._seed_of(params.seed, index)),
+                    streams=Streams(self._seed_of(params.seed, number, index)),
                     exactness=params.grade,
                     depth=params.speculative_tokens,
                     prediction=prediction,
@@ -117,11 +119,9 @@ class RequestBuilder:
                 )
             )
             stoppings.append(self._stopping(given.tokens, params, eos, stop_ids))
-            self._sequences += 1
         request = Request(
-            self._requests, given.text, tuple(given.ids), params, tuple(c.id for c in contexts), tuple(stoppings)
+            number, given.text, tuple(given.ids), params, tuple(c.id for c in contexts), tuple(stoppings)
         )  # fmt: skip
-        self._requests += 1
         return request, contexts
 
     def read(self, prompt: Prompt) -> Given:
@@ -136,10 +136,10 @@ class RequestBuilder:
         """Tokens of a conversation that a chat template wrote. Raises InvalidRequest."""
         return self._reader.rendered(text)
 
-    def _seed_of(self, seed: int | None, index: int) -> int:
-        """The seed of completion ``index`` of the next request, which has the user's ``seed`` or none."""
+    def _seed_of(self, seed: int | None, number: int, index: int) -> int:
+        """The seed of completion ``index`` of request ``number``, which has the user's ``seed`` or none."""
         if seed is None:
-            return derived_seed(SeedDomain.REQUEST, self._seed, self._requests, index)
+            return derived_seed(SeedDomain.REQUEST, self._seed, number, index)
         return seed if index == 0 else derived_seed(SeedDomain.COMPLETION, seed, index)
 
     def _stopping(
