@@ -128,6 +128,7 @@ class SamplingParams:
 
     def law(self, vocab_size: int, bad_words: Sequence[tuple[int, ...]], end_ids: Sequence[int]) -> SamplingLaw:
         """The sampling law of this request. ``end_ids`` are what ``min_tokens`` holds back."""
+        from foretoken.core.bad_words import BadWords
         from foretoken.core.sampling import SamplingLaw  # torch: bad parameters are refused before it is loaded
 
         for token in (*(self.logit_bias or {}), *(self.stop_token_ids or ())):
@@ -142,7 +143,7 @@ class SamplingParams:
             frequency_penalty=float(self.frequency_penalty),
             repetition_penalty=float(self.repetition_penalty),
             logit_bias=tuple((token, float(bias)) for token, bias in (self.logit_bias or {}).items()),
-            bad_words=tuple(bad_words),
+            bad_words=BadWords.of(bad_words),
             min_tokens=self.min_tokens,
             end_ids=tuple(end_ids),
         )

@@ -1,4 +1,4 @@
-"""From sampling parameters to contexts: predictions and random numbers."""
+"""From sampling parameters to contexts: predictions, bad words and random numbers."""
 
 from __future__ import annotations
 
@@ -155,3 +155,29 @@ def test_threads_that_build_at_once_share_no_number(builder, monkeypatch):
         made = [each for part in pool.map(build, range(4)) for each in part]
     requests, contexts, seeds = ({each[i] for each in made} for i in range(3))
     assert (len(requests), len(contexts), len(seeds)) == (40, 120, 120)
+
+
+# Bad words
+
+
+def test_bad_words_are_tokenised_at_the_start_of_a_text_and_after_a_space(builder, tokenizer):
+    words = ["return", " größe", "🙂 b", *(f"word{i}" for i in range(3_000))]
+    _, contexts = builder.build("a", SamplingParams(bad_words=words, n=2))
+    each = [tokenizer.encode(v, add_special_tokens=False) for w in words for v in (w.strip(), " " + w.strip())]
+    assert contexts[0].law.bad_words == tuple(dict.fromkeys(map(tuple, each)))
+    assert contexts[1].law.bad_words is contexts[0].law.bad_words
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["a", " "], "empty or blank, got ' '"),
+        (["ab cd " * 600], "which has .* tokens; at most 512 are taken"),
+        (["a"] * 500_001, "holds 500001 words of 500001 characters; at most 500000 words"),
+        (["a" * 2**24 + "a"], "16777217 characters; at most 500000 words of 16777216"),
+    ],
+    ids=["blank", "long", "many", "large"],
+)
+def test_bad_words_are_refused(builder, words, said):
+    with pytest.raises(InvalidRequest, match=said):
+        builder.build("a", SamplingParams(bad_words=words))

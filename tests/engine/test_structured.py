@@ -5,19 +5,21 @@ from __future__ import annotations
 import builtins
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import History
+from foretoken.engine import matching
+from foretoken.engine.matching import LocalGrammar, Vocabulary
 from foretoken.engine.requests import RequestBuilder
-from foretoken.engine.structured import Grammars, MatcherGrammar
+from foretoken.engine.structured import Grammars, IsolatedGrammars, MatcherGrammar
 
 END = 0
 EXTRA = 40  # ids of the model behind the tokenizer's
@@ -47,15 +49,22 @@ def pair() -> LLM:
     return LLM(dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def grammars(pair) -> Grammars:
-    return Grammars(pair.tokenizer, len(pair.tokenizer) + EXTRA)
+@pytest.fixture(scope="module", params=[Grammars, IsolatedGrammars])
+def grammars(request, pair) -> Iterator[Grammars]:
+    made = request.param(pair.tokenizer, len(pair.tokenizer) + EXTRA)
+    yield made
+    made.close()
 
 
 def ids(mask: torch.Tensor | None) -> list[int]:
     assert mask is not None
     found: list[int] = mask.nonzero().flatten().tolist()
     return found
+
+
+@pytest.fixture(scope="module")
+def local(pair) -> Grammars:
+    return Grammars(pair.tokenizer, len(pair.tokenizer) + EXTRA)
 
 
 def fresh(grammars: Grammars, wanted: dict[str, Any], text: list[int]) -> torch.Tensor | None:
@@ -102,11 +111,17 @@ def test_every_spelling_may_come(grammars, pair):
 @pytest.mark.parametrize("kind", KINDS)
 def test_mask_is_what_the_matcher_accepts(grammars, kind):
     """Token by token: a mask forbids nothing that could be consumed."""
-    probe, text = grammars.new(KINDS[kind], [END]), []
+    probe, text = grammars.new(KINDS[kind], [END]), list[int]()
+    wanted = (
+        KINDS[kind] if kind != "choice" else {"grammar": "start: " + " | ".join(map(json.dumps, KINDS[kind]["choice"]))}
+    )
+    oracle = LocalGrammar(grammars._llguidance, wanted).follower()
     for _ in range(4):
         mask = [t for t in ids(probe.allowed(History(text, 0))) if t != END]
-        assert mask == [t for t in range(1, len(grammars._tokenizer)) if probe._matcher.validate_tokens([t])]
+        oracle.allowed(())
+        assert mask == [t for t in range(1, len(grammars._tokenizer)) if oracle._matcher.validate_tokens([t])]
         text += mask[-1:]
+        oracle.extend(mask[-1:])
 
 
 def test_padding_and_special_tokens_never_come(grammars, pair):
@@ -131,10 +146,10 @@ def test_a_stop_id_comes_only_where_the_text_is_complete(grammars, pair):
     assert ids(grammar.allowed(History([letter, letter], 0))) == [brace]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
-def test_masks_of_any_tree_in_any_order(grammars, kind, data):
+def test_masks_of_any_tree_in_any_order(grammars, local, kind, data):
     """Committed and drafted tokens as a random run asks for them, some paths refused, against fresh matchers."""
     grammar = grammars.new(KINDS[kind], [END])
     tokens = [1, 2, 3]
@@ -143,7 +158,7 @@ def test_masks_of_any_tree_in_any_order(grammars, kind, data):
         for _ in range(data.draw(st.integers(1, 5))):
             path = data.draw(st.sampled_from(paths))
             mask = grammar.allowed(History(tokens, 3, path))
-            own = fresh(grammars, KINDS[kind], [*tokens[3:], *path])
+            own = fresh(local, KINDS[kind], [*tokens[3:], *path])
             assert (mask is None) == (own is None) and (mask is None or torch.equal(mask, own))
             stray = mask is None or data.draw(st.integers(0, 9)) == 0
             choices = [5, 77, 300] if stray else [t for t in ids(mask) if t != END] or [END]
@@ -168,9 +183,9 @@ def test_masks_are_computed_once_a_round(grammars, monkeypatch):
 
 
 def _counted(function: Any, calls: list[int]) -> Any:
-    def counted(self: Any) -> Any:
+    def counted(self: Any, *args: Any) -> Any:
         calls.append(1)
-        return function(self)
+        return function(self, *args)
 
     return counted
 
@@ -186,19 +201,58 @@ def test_a_text_that_is_read_anew_is_judged_anew(grammars):
 
 
 def test_what_is_compiled_once_is_kept(grammars, monkeypatch):
-    wanted = {"choice": ["compiled", "once"]}
-    grammars.new(wanted, [END])
-    monkeypatch.setattr(Grammars, "_compile", None)
-    assert grammars.new(wanted, [END]).allowed(History([], 0)) is not None
+    for wanted in ({"choice": ["compiled", "once"]}, {"regex": "compiled|once"}):
+        grammars.new(wanted, [END])
+        with monkeypatch.context() as without:
+            without.setattr(Grammars, "_made", None)
+            assert grammars.new(wanted, [END]).allowed(History([], 0)) is not None
 
 
 def test_equal_spellings_are_both_allowed():
     """Sentencepiece has bytes beside letters."""
-    from foretoken.engine.structured import _Spelling
+    tokenizer = Vocabulary([b"a", b"b", b"a", b"<[end]>"], [3]).load()
+    mask = LocalGrammar(tokenizer, {"grammar": 'start: "ab"'}).follower().allowed(())
+    assert mask is not None and mask[0] == 0b101
 
-    spelling = _Spelling([b"a", b"b", b"a", b"<[end]>"], [3], None)  # type: ignore[arg-type]
-    matcher = LLMatcher(LLTokenizer(spelling), 'start: "ab"\n%llguidance {"no_forcing": true}')  # type: ignore[arg-type]
-    assert matcher.compute_bitmask()[0] == 0b101
+
+# limits
+
+
+def spelled(grammars: Grammars, text: str) -> list[int]:
+    """``text`` in tokens, character by character."""
+    return [token for char in text for token in grammars._tokenizer.encode(char, add_special_tokens=False)]
+
+
+def test_many_alternatives_are_followed_to_their_end(grammars):
+    """They are more than llguidance takes by default, whose error must not be taken for a refusal."""
+    each = [
+        {"type": "object", "properties": {f"k{i}": {"type": "integer"}}, "required": [f"k{i}"],
+         "additionalProperties": False} for i in range(3_000)
+    ]  # fmt: skip
+    grammar, text = grammars.new({"json": {"anyOf": each}}, [END]), spelled(grammars, '{"k2999": 12}')
+    for i, token in enumerate([*text, END]):
+        assert token in ids(grammar.allowed(History(text[:i], 0)))
+
+
+def test_an_error_of_llguidance_ends_the_text_where_it_occurs(pair, monkeypatch):
+    """It is no refusal, after which anything could come; other nodes are judged as before."""
+    monkeypatch.setitem(matching._LIMITS, "max_items_in_row", 20)
+    alternatives = " | ".join(f'"k" /[0-{i % 9 + 1}]+/ "{i}"' for i in range(40))
+    grammars = Grammars(pair.tokenizer, pair.target.vocab_size)
+    grammar = grammars.new({"grammar": f'start: "ok" | "x" a\na: {alternatives}'}, [END])
+    o, k, x = spelled(grammars, "okx")
+    tokens = [1]
+    before = grammar.allowed(History(tokens, 1, (o,)))
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"cannot be followed any further: .*items"):
+            grammar.allowed(History(tokens, 1, (x,)))
+        with pytest.raises(InvalidRequest, match="cannot be followed any further"):
+            grammar.allowed(History(tokens, 1, (x, k)))
+    tokens.append(o)
+    assert torch.equal(grammar.allowed(History(tokens, 1)), before)
+    assert ids(grammar.allowed(History(tokens, 1, (k,)))) == [END]
+    with pytest.raises(InvalidRequest, match="cannot be followed any further"):
+        grammar.allowed(History([1, x], 1))
 
 
 # refusals

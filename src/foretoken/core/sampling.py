@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foretoken.core.bad_words import BadWords
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.filters import BLOCK, kth_largest, largest, nucleus
 from foretoken.core.grammar import Grammar
@@ -175,10 +176,13 @@ class SamplingLaw:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = BadWords()
     min_tokens: int = 0
     end_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bad_words", BadWords.of(self.bad_words))
 
     @property
     def greedy(self) -> bool:
@@ -296,12 +300,12 @@ class SamplingLaw:
     def _forbid(self, scores: Tensor, history: History) -> None:
         """-inf, in place, for all that cannot come at one node. scores: [V]. Raises InvalidRequest if that is all."""
         allowed = None if self.grammar is None else self.grammar.allowed(history)
-        banned = [w[-1] for w in self.bad_words if history.tail(len(w) - 1) == w[:-1]]
+        banned = BadWords.of(self.bad_words).banned(history.tokens, history.path)
         if history.generated < self.min_tokens and _others(allowed, self.end_ids):
-            banned += self.end_ids
+            banned = torch.cat([banned, torch.tensor(self.end_ids, dtype=torch.int64)])
         if allowed is None:
             scores[banned] = -torch.inf
-            possible = not banned or bool((scores > -torch.inf).any())
+            possible = not len(banned) or bool((scores > -torch.inf).any())
         else:
             left = allowed.clone()
             left[banned] = False

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from foretoken.core.bad_words import BadWords
 from foretoken.core.checks import shown
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.detokenize import Detokenizer
 from foretoken.engine.prompts import ContextLimit, Given, Prompt, PromptReader, check_characters
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import TextStopping
-from foretoken.engine.structured import Grammars
+from foretoken.engine.structured import Grammars, Restriction
 from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
 from foretoken.params import SamplingParams
 
 PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
+
+MAX_BAD_WORDS = 500_000
+MAX_BAD_WORD_TOKENS = 512
+MAX_BAD_CHARACTERS = 2**24  # of all bad words together
+_BATCH = 1024  # texts that are tokenised at once
+
+
+@dataclass(frozen=True, slots=True)
+class Restrictions:
+    """What takes long to make of a request's parameters. Its prompts and completions share it."""
+
+    bad_words: BadWords
+    structured: Restriction | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,7 @@ class RequestBuilder:
         self._reader = PromptReader(tokenizer, vocab_size, tuple(start), limit)
         self._methods, self._max_length = tuple(methods), max_length
         self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)
-        self._grammars = Grammars(tokenizer, vocab_size)
+        self.grammars = Grammars(tokenizer, vocab_size)
         self._requests, self._sequences = count(), count()  # a server builds requests in several threads
 
     @property
@@ -82,8 +95,21 @@ class RequestBuilder:
         """How the decoder of an encoder-decoder begins; empty for models without an encoder."""
         return self._reader.start
 
-    def build(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, list[Context]]:
-        """A request and one context for each of its ``n`` completions."""
+    def restrictions(self, params: SamplingParams) -> Restrictions:
+        """Tokenise bad words and compile structured outputs, for any number of prompts. Safe for threads."""
+        structured = params.structured_outputs
+        return Restrictions(
+            self._bad_words(params.bad_words or ()), None if structured is None else self.grammars.compile(structured)
+        )
+
+    def build(
+        self, prompt: Prompt, params: SamplingParams, restrictions: Restrictions | None = None
+    ) -> tuple[Request, list[Context]]:
+        """A request and one context for each of its ``n`` completions.
+
+        Args:
+            restrictions: those of ``params``, where they are made already.
+        """
         given = self.read(prompt)
         if given.source and params.prompt_logprobs is not None:
             raise InvalidRequest(
@@ -97,8 +123,14 @@ class RequestBuilder:
         eos = () if params.ignore_eos else self._eos
         stop_ids = tuple(params.stop_token_ids or ())
         ends = (*eos, *stop_ids)
-        law = params.law(self._vocab_size, self._bad_words(params.bad_words or ()), ends)
-        laws = [self._restricted(law, params.structured_outputs, ends) for _ in range(params.n)]
+        if params.structured_outputs is not None and not ends:
+            raise InvalidRequest(
+                "structured_outputs need a token to end with, and this model names no end-of-text token; "
+                "name one in stop_token_ids"
+            )
+        restrictions = restrictions or self.restrictions(params)
+        law, structured = params.law(self._vocab_size, restrictions.bad_words, ends), restrictions.structured
+        laws = [replace(law, grammar=None if structured is None else structured.follow(ends)) for _ in range(params.n)]
         prediction = self.prediction(params.prediction)
         number = next(self._requests)
         contexts, stoppings = [], []
@@ -156,20 +188,33 @@ class RequestBuilder:
             params.include_stop_str_in_output,
         )
 
-    def _restricted(self, law: SamplingLaw, wanted: Mapping[str, Any] | None, ends: Sequence[int]) -> SamplingLaw:
-        """``law`` for one sequence: a grammar remembers where its own sequence is."""
-        return law if wanted is None else replace(law, grammar=self._grammars.new(wanted, ends))
-
-    def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+    def _bad_words(self, words: Sequence[str]) -> BadWords:
         """Each word as it is tokenised at the start of a text and after a space."""
-        found: dict[tuple[int, ...], None] = {}
+        characters = sum(map(len, words))
+        if len(words) > MAX_BAD_WORDS or characters > MAX_BAD_CHARACTERS:
+            raise InvalidRequest(
+                f"bad_words holds {len(words)} words of {characters} characters; at most {MAX_BAD_WORDS} words of "
+                f"{MAX_BAD_CHARACTERS} characters are taken"
+            )
+        if (blank := next((word for word in words if not word.strip()), None)) is not None:
+            raise InvalidRequest(f"bad_words must not be empty or blank, got {shown(blank)}")
         for word in words:
-            if not word.strip():
-                raise InvalidRequest(f"bad_words must not be empty or blank, got {shown(word)}")
             check_characters(word, "bad_words")
-            for variant in (word.lstrip(), " " + word.lstrip()):
-                found[tuple(self.tokenizer.encode(variant, add_special_tokens=False))] = None
-        return [word for word in found if word and max(word) < self._vocab_size]  # others cannot be generated
+        variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
+        spelled: dict[tuple[int, ...], None] = {}
+        for start in range(0, len(variants), _BATCH):
+            batch = variants[start : start + _BATCH]
+            for variant, ids in zip(batch, self.tokenizer(batch, add_special_tokens=False)["input_ids"], strict=True):
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    raise InvalidRequest(
+                        f"bad_words holds {shown(variant)}, which has {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} "
+                        "are taken"
+                    )
+                if ids and max(ids) < self._vocab_size:  # others cannot be generated
+                    spelled[tuple(ids)] = None
+        made = BadWords(spelled)
+        _ = made.lookup  # built here rather than in the engine's thread
+        return made
 
 
 def prompt_logprobs(sequence: Running, tokenizer: Any) -> PromptLogprobs | None:

@@ -278,3 +278,5 @@ def parsed_arguments(arguments: str) -> Any:
         return cast("Any", json.loads(arguments)) if arguments.strip() else {}
     except ValueError as error:
         raise InvalidRequest(f"messages: the arguments of a tool call are not JSON ({error})") from error
+    except RecursionError as error:
+        raise InvalidRequest("messages: the arguments of a tool call are nested too deeply") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 import time
@@ -26,6 +27,8 @@ from foretoken.core.step import Step
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.assemble import submit as enqueue
 from foretoken.engine.prompts import Prompt
+from foretoken.engine.requests import Restrictions
+from foretoken.engine.structured import IsolatedGrammars
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
 from foretoken.propose.selection import Selection
@@ -37,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 LARGE_TEXT = 2**16  # characters that take noticeable time to tokenize
 IDLE_SECONDS = 1.0  # without work before the engine's books are checked
+COMPILE_PATIENCE = 30.0  # seconds that a request may wait for its grammar and bad words, those of others included
 
 T = TypeVar("T")
 
@@ -59,6 +63,10 @@ class Worker:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._large_intake = ThreadPoolExecutor(1, "foretoken-large-intake")
+        self._compilers = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4), "foretoken-compile")
+        self._grammars = llm.requests.grammars
+        if os.name == "posix":
+            llm.requests.grammars = IsolatedGrammars(llm.tokenizer, llm.target.vocab_size)
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
         self._chooses = self.engine.proposer
         self.engine.proposer = Tolerant(self._chooses)  # nobody fails because nobody drafts
@@ -102,7 +110,8 @@ class Worker:
         if isinstance(params.prediction, str):
             tokenize = partial(self.llm.requests.prediction, params.prediction)
             params = replace(params, prediction=await self.aside(tokenize, len(params.prediction)))
-        built = await self.aside(lambda: [self._build(prompt, params) for prompt in prompts])
+        restrictions = await self._restrictions(params)
+        built = await self.aside(lambda: [self._build(prompt, params, restrictions) for prompt in prompts])
         self._admit(len(prompts) * params.n)  # again: others came while the prompts were read
         ticket = Ticket(built, priority, self._release)
         self._open.add(ticket)
@@ -128,8 +137,11 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join()
         self.engine.proposer = self._chooses
-        for pool in (self._intake, self._large_intake):
+        for pool in (self._intake, self._large_intake, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self.llm.requests.grammars is not self._grammars:
+            self.llm.requests.grammars.close()
+            self.llm.requests.grammars = self._grammars
 
     def _admit(self, sequences: int) -> None:
         if self.dead is not None:
@@ -139,8 +151,22 @@ class Worker:
         if sum(len(ticket.members) for ticket in self._open) + sequences > self.capacity:
             raise Overloaded(f"the queue is full: {self.capacity} sequences may run or wait; try again later")
 
-    def _build(self, prompt: Prompt, params: SamplingParams) -> Built:
-        request, contexts = self.llm.requests.build(prompt, params)
+    async def _restrictions(self, params: SamplingParams) -> Restrictions:
+        """Compile what a request restricts its texts to, beside those that restrict nothing."""
+        make = self.llm.requests.restrictions
+        if params.structured_outputs is None and not params.bad_words:
+            return make(params)
+        try:
+            async with asyncio.timeout(COMPILE_PATIENCE):
+                return await asyncio.get_running_loop().run_in_executor(self._compilers, make, params)
+        except TimeoutError as error:
+            raise Overloaded(
+                f"the structured_outputs and bad_words were not compiled within {COMPILE_PATIENCE:g} s, as those of "
+                "other requests were before them; try again later, or make them smaller"
+            ) from error
+
+    def _build(self, prompt: Prompt, params: SamplingParams, restrictions: Restrictions) -> Built:
+        request, contexts = self.llm.requests.build(prompt, params, restrictions)
         for context in contexts:
             self.engine.check(context)
         return request, contexts

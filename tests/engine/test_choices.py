@@ -1,0 +1,124 @@
+"""Choices: the tokens that can come, against a search through all of them and against llguidance."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.sampling import History
+from foretoken.engine.choices import Choices, TokenList
+from foretoken.engine.matching import LocalGrammar, Vocabulary
+from foretoken.engine.structured import GrammarRestriction
+
+END = 0
+PIECES = [
+    None,
+    b"a",
+    b"b",
+    b"ab",
+    b"aba",
+    b"a",
+    b"\xc3",
+    b"\xbc",
+    "ü".encode(),
+    "🙂".encode()[:3],
+    b"\x82",
+    b" ",
+    b" a",
+    b"bb",
+]
+SPELLED = [*PIECES, None, *("🙂".encode()[i : i + 1] for i in range(3))]
+VOCAB = len(SPELLED) + 3  # the model's rows are wider than the tokenizer
+TOKENS = TokenList(SPELLED, VOCAB)
+WORDS = st.lists(st.text(alphabet="abü🙂 ", max_size=5), min_size=1, max_size=8)
+
+
+def expected(texts: list[str], tokens: list[int]) -> set[int] | None:
+    """By trying every token on every text; None where no text begins with ``tokens``."""
+    if not all(t < len(SPELLED) and SPELLED[t] for t in tokens):
+        return None
+    so_far = b"".join(SPELLED[t] or b"" for t in tokens)
+    whole = [text.encode() for text in texts]
+    if not any(text.startswith(so_far) for text in whole):
+        return None
+    fits = {i for i, p in enumerate(SPELLED) if p and any(text.startswith(so_far + p) for text in whole)}
+    return fits | ({END} if so_far in whole else set())
+
+
+def found(mask: torch.Tensor | None) -> set[int] | None:
+    return None if mask is None else set(mask.nonzero().flatten().tolist())
+
+
+@settings(deadline=None)
+@given(WORDS, st.data())
+def test_masks_are_those_of_a_search_through_all(texts, data):
+    grammar, tokens = Choices(texts, TOKENS).follow([END]), [5, 5]
+    for _ in range(8):
+        cut = data.draw(st.integers(2, len(tokens)))
+        mask = grammar.allowed(History(tokens[:cut], 2, tuple(tokens[cut:])))
+        assert found(mask) == expected(texts, tokens[2:])
+        likely = sorted((found(mask) or set()) - {END})
+        stray = st.integers(0, VOCAB - 1)
+        tokens.append(data.draw(st.one_of(st.sampled_from(likely), stray) if likely else stray))
+
+
+@settings(deadline=None, max_examples=50)
+@given(WORDS, st.data())
+def test_masks_are_those_of_llguidance(texts, data):
+    """With the same choices as alternatives of a grammar."""
+    lark = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    special = [i for i, piece in enumerate(SPELLED) if not piece]
+    vocabulary = Vocabulary(
+        [*(p or b"<[%d]>" % i for i, p in enumerate(SPELLED)), b"<[end]>"], [*special, len(SPELLED)]
+    )
+    oracle = GrammarRestriction(LocalGrammar(vocabulary.load(), {"grammar": lark}), vocabulary.end, VOCAB).follow([END])
+    grammar, tokens = Choices(texts, TOKENS).follow([END]), list[int]()
+    while True:
+        mask = grammar.allowed(History(tokens, 0))
+        assert found(mask) == found(oracle.allowed(History(tokens, 0)))
+        likely = sorted((found(mask) or set()) - {END})
+        if not likely:
+            return
+        tokens.append(data.draw(st.sampled_from(likely)))
+
+
+def test_an_end_comes_only_behind_a_whole_text():
+    """Also where it is one of the texts' own tokens, and where the empty text is one of the choices."""
+    grammar = Choices(["", "ab", "abb"], TOKENS).follow([END, 2])
+    assert found(grammar.allowed(History([], 0))) == {END, 1, 2, 3, 5}
+    assert found(grammar.allowed(History([1], 0))) == {13}
+    assert found(grammar.allowed(History([3], 0))) == {END, 2}
+    assert grammar.allowed(History([3, END], 0)) is None
+
+
+def test_choices_without_a_token_are_refused():
+    with pytest.raises(InvalidRequest, match="no token of the model can come"):
+        Choices(["ccc", "x"], TOKENS)
+    grammar = Choices(["aac"], TOKENS).follow([END])
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="any further: no token of the model can come"):
+            grammar.allowed(History([1, 5], 0))
+
+
+@pytest.fixture(scope="module")
+def pair() -> LLM:
+    return LLM(dtype="float32")
+
+
+@pytest.mark.parametrize("depth", [0, 5])
+def test_a_hundred_thousand_choices(pair, depth):
+    texts = [f"item {i:05} größe 🙂" for i in range(100_000)]
+    params = SamplingParams(structured_outputs={"choice": texts}, max_tokens=60, seed=3, speculative_tokens=depth, n=2)
+    begun = time.process_time()
+    outputs = pair.generate(["a = "], params)[0].outputs
+    assert time.process_time() - begun < 10
+    assert all(o.text in texts and o.finish_reason == "stop" for o in outputs)
+    plain = SamplingParams(structured_outputs={"choice": texts}, max_tokens=60, seed=3, speculative_tokens=0, n=2)
+    assert [o.text for o in outputs] == [o.text for o in pair.generate(["a = "], plain)[0].outputs]
