@@ -101,13 +101,15 @@ def test_without_salts_and_keys_requests_share(open_server: Running) -> None:
     assert cached(open_server, LONG) == 0 and cached(open_server, LONG) >= 64
 
 
-def test_chats_have_scopes_too(open_server: Running) -> None:
-    def chat(salt: str) -> int:
-        body = {"messages": [{"role": "user", "content": LONG + "chat"}], "max_tokens": 2, "cache_salt": salt}
-        answer = open_server.post(body, "chat/completions").json()
+def test_chats_have_scopes_too(keyed: Running) -> None:
+    def chat(key: str, salt: str) -> int:
+        body = {"messages": [{"role": "user", "content": "# chat\n" + LONG}], "max_tokens": 2, "cache_salt": salt}
+        answer = keyed.post(body, "chat/completions", headers=headers(key)).json()
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    assert chat("one") == 0 and chat("one") >= 64 and chat("other") == 0
+    mine, yours = KEYS
+    assert chat(mine, "one") == 0 and chat(mine, "one") >= 64
+    assert chat(mine, "other") == 0 and chat(yours, "one") == 0
 
 
 def test_several_keys_are_scopes_of_their_own(keyed: Running) -> None:
