@@ -111,8 +111,8 @@ class Bounded(ToyModel):
         super().__init__(**options)
         self.capacity, self.handles, self.drafted = capacity, [], 0
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = ()) -> Handle:
-        self.handles.append(super().open(prompt, source))
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+        self.handles.append(super().open(prompt, source, cache_salt))
         return self.handles[-1]
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
