@@ -298,5 +298,5 @@ def test_one_thread_at_a_time():
     {"logit_bias": {3: float("nan")}},
 ], ids=str)  # fmt: skip
 def test_parameters_that_leave_nothing_to_compute_with_are_refused(extreme):
-    with pytest.raises(InvalidRequest, match=r"temperature must be 0 or at least 1e-06|logit_bias of token 3"):
+    with pytest.raises(InvalidRequest, match=f"^{next(iter(extreme))} "):
         SamplingParams(**extreme)
