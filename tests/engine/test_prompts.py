@@ -87,11 +87,13 @@ def test_ids_beyond_the_context_are_refused_unchecked(builder: RequestBuilder) -
 
 def test_an_encoder_decoder_limits_both_texts(counting: Counting, longest: int) -> None:
     vocabulary = len(counting.get_vocab())
-    reader = PromptReader(counting, vocabulary, (0,), ContextLimit(counting, CONTEXT))
-    for name in ("encoder_prompt", "decoder_prompt"):
-        prompts = {"encoder_prompt": "a", "decoder_prompt": "b", name: "c" * (CONTEXT * longest + 1)}
-        with pytest.raises(ContextLengthExceeded, match="characters"):
+    limits = ContextLimit(counting, CONTEXT), ContextLimit(counting, 2 * CONTEXT, "the encoder reads at most")
+    reader = PromptReader(counting, vocabulary, (0,), *limits)
+    for name, words in (("encoder_prompt", "the encoder reads at most 40"), ("decoder_prompt", "context length is 20")):
+        prompts = {"encoder_prompt": "a", "decoder_prompt": "b", name: "c" * (2 * CONTEXT * longest + 1)}
+        with pytest.raises(ContextLengthExceeded, match=words):
             reader.read(prompts)
+    assert len(reader.read({"encoder_prompt": [1] * 2 * CONTEXT}).source) == 2 * CONTEXT
 
 
 def test_without_a_limit_nothing_is_too_long(tokenizer: Any) -> None:

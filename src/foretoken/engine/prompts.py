@@ -48,11 +48,12 @@ def check_characters(text: str, what: str) -> None:
 class ContextLimit:
     """What is too long for a model, told before it is tokenized: that would take time, however it ends.
 
-    tokens: of the model's context.
+    tokens: of the model's context. phrase: what an error says before that number.
     """
 
     tokenizer: Any
     tokens: int
+    phrase: str = "the model's context length is"
 
     @cached_property
     def characters(self) -> int:
@@ -64,13 +65,11 @@ class ContextLimit:
         if len(given) <= self.tokens:
             return
         if not isinstance(given, str):
-            raise ContextLengthExceeded(
-                f"{what} has {len(given)} tokens; the model's context length is {self.tokens} tokens"
-            )
+            raise ContextLengthExceeded(f"{what} has {len(given)} tokens; {self.phrase} {self.tokens} tokens")
         if len(given) > self.characters:
             raise ContextLengthExceeded(
-                f"{what} has {len(given)} characters; the model's context length is {self.tokens} tokens, which are "
-                f"{self.characters} characters at most"
+                f"{what} has {len(given)} characters; {self.phrase} {self.tokens} tokens, which are {self.characters} "
+                "characters at most"
             )
 
 
@@ -79,18 +78,19 @@ class PromptReader:
     """Tokenizes prompts and predictions.
 
     start: how the decoder of an encoder-decoder begins; empty for models without an encoder.
-    limit: refuses what is too long; None refuses nothing.
+    limit, source_limit: refuse what is too long for the decoder and for the encoder; None refuses nothing.
     """
 
     tokenizer: Any
     vocab_size: int
     start: tuple[int, ...] = ()
     limit: ContextLimit | None = None
+    source_limit: ContextLimit | None = None
 
     def read(self, prompt: Prompt) -> Given:
         """Raises InvalidRequest for an empty prompt, and for ids that are not the model's."""
         if not self.start:
-            text, ids = self._one(prompt)
+            text, ids = self._one(prompt, self.limit)
             return Given(text, ids)
         beginning: Prompt | None = None
         if isinstance(prompt, Mapping) and not _PLAIN.issuperset(prompt):
@@ -101,29 +101,26 @@ class PromptReader:
                 )
             beginning = prompt.get(_BOTH[1])
             prompt = prompt[_BOTH[0]]
-        text, source = self._one(prompt)
+        text, source = self._one(prompt, self.source_limit)
         return Given(text, self._beginning(beginning), tuple(source))
 
     def prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         """Tokens of a text that the output may follow. Raises InvalidRequest."""
         if isinstance(prediction, str):
-            prediction = self._text(prediction, "the prediction", add_special_tokens=False)
-        self._check_length(prediction or (), "the prediction")
+            prediction = self._text(prediction, "the prediction", self.limit, add_special_tokens=False)
+        _check_length(prediction or (), "the prediction", self.limit)
         return tuple(self.checked(list(prediction or ()), "a prediction"))
 
     def rendered(self, text: str) -> list[int]:
         """Tokens of a conversation that a chat template wrote, special tokens included. Raises InvalidRequest."""
-        return self._text(text, "the prompt", add_special_tokens=False)
+        limit = self.source_limit if self.start else self.limit
+        return self._text(text, "the prompt", limit, add_special_tokens=False)
 
-    def _text(self, text: str, what: str, **options: Any) -> list[int]:
+    def _text(self, text: str, what: str, limit: ContextLimit | None, **options: Any) -> list[int]:
         """Tokens of a text that is not too long, if the model has them all."""
-        self._check_length(text, what)
+        _check_length(text, what, limit)
         check_characters(text, what)
         return self.known(list(self.tokenizer(text, **options)["input_ids"]), what)
-
-    def _check_length(self, given: Any, what: str) -> None:
-        if self.limit is not None:
-            self.limit.check(given, what)
 
     def checked(self, ids: list[Any], what: str) -> list[int]:
         """``ids`` if the vocabulary has them all."""
@@ -143,17 +140,17 @@ class PromptReader:
             )
         return ids
 
-    def _one(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _one(self, prompt: Prompt, limit: ContextLimit | None) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if len(prompt) != 1 or not _PLAIN.issuperset(prompt):
                 raise InvalidRequest(f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
             prompt = next(iter(prompt.values()))
         text = prompt if isinstance(prompt, str) else None
         if text is None:
-            self._check_length(prompt, "the prompt")
+            _check_length(prompt, "the prompt", limit)
             ids = self.checked(list(prompt), "a prompt")
         else:
-            ids = self._text(text, "the prompt")
+            ids = self._text(text, "the prompt", limit)
         if text == "" or not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         return text, ids
@@ -163,6 +160,11 @@ class PromptReader:
         if prompt is None:
             return list(self.start)
         if isinstance(prompt, str):
-            return [*self.start, *self._text(prompt, "the decoder's prompt", add_special_tokens=False)]
-        _, ids = self._one(prompt)
+            return [*self.start, *self._text(prompt, "the decoder's prompt", self.limit, add_special_tokens=False)]
+        _, ids = self._one(prompt, self.limit)
         return ids if ids[0] == self.start[0] else [*self.start, *ids]
+
+
+def _check_length(given: Any, what: str, limit: ContextLimit | None) -> None:
+    if limit is not None:
+        limit.check(given, what)

@@ -83,8 +83,9 @@ class RequestBuilder:
         source_length: what its encoder reads at most, in tokens; 0 without an encoder.
         """
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
-        limit = None if max_length is None else ContextLimit(tokenizer, max(max_length, source_length))
-        self._reader = PromptReader(tokenizer, vocab_size, tuple(start), limit)
+        limit = None if max_length is None else ContextLimit(tokenizer, max_length)
+        source_limit = ContextLimit(tokenizer, source_length, "the encoder reads at most") if source_length else None
+        self._reader = PromptReader(tokenizer, vocab_size, tuple(start), limit, source_limit)
         self._methods, self._max_length = tuple(methods), max_length
         self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)
         self.grammars = Grammars(tokenizer, vocab_size)
