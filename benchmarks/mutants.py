@@ -131,17 +131,19 @@ def first_failure(tests: Sequence[str], source: Path) -> str | None:
     if done.returncode == PASSED:
         return None
     if done.returncode != FAILED:
-        raise StaleMutant(f"pytest could not run {' '.join(tests)}:\n{done.stdout}{done.stderr}")
+        what = f"pytest could not run {' '.join(tests)} (exit code {done.returncode})"
+        raise StaleMutant(f"{what}:\n{done.stdout}{done.stderr}")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return failed[0].split(" - ")[0].split(" ", 1)[1] if failed else "a test"
 
 
 def check_unmutated(mutants: Sequence[Mutant]) -> None:
     """Raises StaleMutant where a test fails without any mutant: its failure would say nothing."""
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
-    failure = first_failure(tests, ROOT / PACKAGE.parent)
-    if failure is not None:
-        raise StaleMutant(f"{failure} fails without a mutant; mend it first")
+    for room in dict.fromkeys(mutant.room for mutant in mutants):
+        tests = sorted({test for mutant in mutants if mutant.room == room for test in mutant.tests})
+        failure = first_failure(tests, ROOT / PACKAGE.parent)
+        if failure is not None:
+            raise StaleMutant(f"{failure} fails without a mutant; mend it first")
 
 
 def listed(mutants: Sequence[Mutant]) -> Table:
