@@ -21,6 +21,7 @@ from typing import Annotated
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from foretoken.bench.setting import wide_console
@@ -151,7 +152,7 @@ def listed(mutants: Sequence[Mutant]) -> Table:
     for column in ("room", "mutant", "file", "tests"):
         table.add_column(column)
     for mutant in mutants:
-        table.add_row(mutant.room, mutant.name, mutant.file, "\n".join(mutant.tests))
+        table.add_row(mutant.room, mutant.name, mutant.file, escape("\n".join(mutant.tests)))
     return table
 
 
@@ -162,7 +163,7 @@ def reported(outcomes: Sequence[Outcome]) -> Table:
     for outcome in outcomes:
         mutant, survived = outcome.mutant, outcome.killed_by is None
         result = "[red]survived[/]" if survived else "[green]killed[/]"
-        table.add_row(mutant.room, mutant.name, result, outcome.killed_by or "", f"{outcome.seconds:.0f}")
+        table.add_row(mutant.room, mutant.name, result, escape(outcome.killed_by or ""), f"{outcome.seconds:.0f}")
     return table
 
 
