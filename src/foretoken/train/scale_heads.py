@@ -206,10 +206,10 @@ def _check_width(head: Path, hidden: int, w: Widening) -> None:
 
 
 def _digest(out: Path) -> str | None:
+    if not (out / PROVENANCE).exists():
+        return None
     try:
         made: str | None = read_object(out / PROVENANCE).get("source_sha256")
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot read {out / PROVENANCE}: {error}; delete {out}") from error
     return made
