@@ -27,6 +27,8 @@ LAYER_KEYS = (
 )  # fmt: skip
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _Taps = Annotated[list[Annotated[int, Field(ge=0, le=10_000)]], Field(max_length=64)]
+# One dialect counts a layer's output, so the first layer's input is -1.
+_LayerIds = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(max_length=64)]
 
 
 class EagleSections(Schema):
@@ -42,7 +44,7 @@ class EagleConfig(Schema):
     """What is particular to heads, all parts on one level; their layer has to satisfy ``CausalConfig`` too."""
 
     foretoken_taps: _Taps | None = None
-    eagle_aux_hidden_state_layer_ids: _Taps | None = None
+    eagle_aux_hidden_state_layer_ids: _LayerIds | None = None
     target_hidden_size: Size | None = None
     norm_before_residual: bool | None = None
     norm_before_fc: bool | None = None
