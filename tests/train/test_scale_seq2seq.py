@@ -68,13 +68,18 @@ def test_what_cannot_be_reached_is_refused(tokenizer: Any, tmp_path: Path) -> No
         with pytest.raises(InvalidRequest, match=says):
             up.scale_up(narrow, tmp_path / "wide", wide)
     assert not (tmp_path / "wide").exists()
-    (narrow / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2, "head_dim": 16}))
+    llama = {
+        "model_type": "llama", "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    (narrow / "config.json").write_text(json.dumps(llama))
     with pytest.raises(InvalidRequest, match="size of a T5"):
         up.scale_up(narrow, tmp_path / "wide", WIDE)
 
 
 def test_presets_have_the_size_they_are_named_after() -> None:
-    config = scale_seq2seq.checked({"vocab_size": 4096, "num_layers": 4, "feed_forward_proj": "gated-gelu"})
+    small = {"model_type": "t5", "vocab_size": 4096, "d_model": 64, "d_ff": 128, "num_heads": 2, "num_layers": 4}
+    config = scale_seq2seq.checked(small | {"feed_forward_proj": "gated-gelu"})
     for name, billions in (("t5-base", 0.2), ("t5-large", 0.73)):
         shape = up.like(name, 32, "t5")
         assert isinstance(shape, T5Shape)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Scores
 from foretoken.propose.base import Observation, Proposer, Wrapper
 
@@ -47,9 +48,10 @@ class Tolerant(Wrapper):
             return False
         try:
             work()
-        except Exception:
-            self.failures += 1
-            _log.exception("%s failed (%d of %d before it is left out)", self.inner.name, self.failures, _MOST)
+        except Exception as error:
+            if not isinstance(error, InvalidRequest):  # which a request caused, and the others go on with drafts
+                self.failures += 1
+                _log.exception("%s failed (%d of %d before it is left out)", self.inner.name, self.failures, _MOST)
             for context in contexts:
                 self.inner.forget(context)
             return False
