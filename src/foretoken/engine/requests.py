@@ -23,7 +23,7 @@ from foretoken.params import SamplingParams
 
 PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
 
-MAX_BAD_WORDS = 500_000
+MAX_BAD_WORDS = 100_000
 MAX_BAD_WORD_TOKENS = 512
 MAX_BAD_CHARACTERS = 2**24  # of all bad words together
 _BATCH = 1024  # texts that are tokenised at once
