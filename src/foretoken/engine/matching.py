@@ -179,8 +179,11 @@ class MatcherFollower:
             same += 1
         self._matcher.rollback(len(self._path) - same)
         self._path = path[:same]
-        self._path += path[same : same + self._consume(path[same:])]
-        return len(self._path) == len(path)
+        if self._consume(path[same:]) == len(path) - same:
+            self._path = path
+            return True
+        self._restart()  # what a refused token leaves in the matcher can show in later masks
+        return False
 
     def _consume(self, tokens: Sequence[int]) -> int:
         """Returns how many of ``tokens`` the grammar accepts; a limit of llguidance's is an error, not a refusal."""
