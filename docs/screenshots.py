@@ -1,7 +1,7 @@
 """Pictures of the playground for its page here, of a real race in a real browser.
 
     .venv/bin/python docs/screenshots.py                # the bundled pair, its target widened to 0.7 B parameters
-    .venv/bin/python docs/screenshots.py --like none    # as they are
+    .venv/bin/python docs/screenshots.py --size none    # as they are
 
 Needs playwright and a Chromium that is installed on the machine.
 """
@@ -20,10 +20,10 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from foretoken import LLM, zoo
 from foretoken.serve.app import create_app
-from foretoken.serve.limits import Settings
+from foretoken.serve.limits import ServerSettings
 from foretoken.serve.run import Server, bind
 from foretoken.serve.worker import Worker
-from foretoken.train.scale_up import scaled
+from foretoken.train.widen.checkpoint import scaled
 
 IMAGES = Path(__file__).parent / "img"
 DESKTOP = {"width": 1000, "height": 900}
@@ -32,13 +32,13 @@ WAIT = 180_000  # milliseconds
 
 
 @contextmanager
-def served(like: str) -> Iterator[str]:
+def served(size: str) -> Iterator[str]:
     """The address of a server of the bundled pair."""
-    target = zoo.path("target") if like == "none" else scaled(like)
+    target = zoo.path("target") if size == "none" else scaled(size)
     llm = LLM(target, zoo.path("draft"), methods=("eagle3", "ngram"), enable_prefix_caching=True)
     worker = Worker(llm)
-    name = target.name if like == "none" else f"{zoo.path('target').name} widened to {like.upper()}"
-    server = Server(create_app(worker, Settings(model_names=(name,))), worker)
+    name = target.name if size == "none" else f"{zoo.path('target').name} widened to {size.upper()}"
+    server = Server(create_app(worker, ServerSettings(model_names=(name,))), worker)
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -74,10 +74,10 @@ def visit(page: Page) -> None:
             return
 
 
-def main(like: str) -> None:
+def main(size: str) -> None:
     """Takes them all."""
     IMAGES.mkdir(exist_ok=True)
-    with served(like) as address, sync_playwright() as playwright:
+    with served(size) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
         with raced(browser, address, DESKTOP, "light", method="draft_model", depth="6") as page:
             visit(page)
@@ -112,5 +112,5 @@ def shoot(page: Page, name: str, first: str, last: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--like", default="0.7b", help="as in `foretoken demo`; none leaves the target as it is")
-    main(parser.parse_args().like)
+    parser.add_argument("--size", default="0.7b", help="as in `foretoken demo`; none leaves the target as it is")
+    main(parser.parse_args().size)
