@@ -2,6 +2,7 @@
 #   make demo     runtime only, then the race of plain and speculative decoding
 #   make test     everything for development, then the tests
 #   make check    formatting, lint, types and the import rule
+#   make docs     the documentation as a site, in site/; broken links and unknown names are errors
 #   make peers    OpenVINO GenAI and vLLM, each in an environment of its own, for the race (gigabytes)
 #   make bench    the figures of the README (two hours; leave the machine alone meanwhile)
 # PIP_ARGS goes to pip, for instance --extra-index-url with an index of smaller, CPU-only builds of torch.
@@ -22,7 +23,7 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format peers bench install clean
+.PHONY: help demo test check docs format peers bench install clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -38,6 +39,9 @@ check: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(DEV)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(DEV)
 	$(BIN)/ruff format
@@ -76,4 +80,4 @@ $(DEV): $(RUNTIME)
 	@touch $@
 
 clean:
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site

@@ -36,7 +36,8 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import Counts
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.loading import load_model
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.data import standard_library
 
@@ -181,7 +182,7 @@ def all_cells(
                 for temperature in temperatures:
                     for n in nodes:
                         cell, written = bench.measure(name, config, n, text, prompts, temperature)
-                        if temperature == 0.0 and bench.builder.target.rows_independent and written != plain[text]:
+                        if temperature == 0.0 and bench.builder.target.batch_invariant and written != plain[text]:
                             raise RuntimeError(f"{name} at {n} nodes changed the greedy text of {text}")
                         progress.advance(bar)
                         yield cell

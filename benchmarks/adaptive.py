@@ -32,9 +32,10 @@ from foretoken.control.fixed import Fixed
 from foretoken.control.tempo import Tempo
 from foretoken.engine.loop import Engine
 from foretoken.engine.rehearsal import rehearse
-from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.loading import load_model
 from foretoken.speculation import Builder, SpeculativeConfig
-from foretoken.train.scale_up import scaled
+from foretoken.train.widen.checkpoint import scaled
 from mixture import Cell, Dictation, Task, compare, table, tasks
 
 ADAPTIVE, PLAIN = "adaptive", "depth 0"

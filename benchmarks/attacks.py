@@ -39,7 +39,7 @@ HEALTH_SECONDS, SLOWER, GROWTH = 0.25, 2.0, 0.05
 PAGE = 4096
 PROBE = 0.01  # seconds between two questions to /health
 PAUSE = 0.5  # seconds between two sends, and after the last one
-SERVER = ("--max-model-len", "4096", "--kv-memory", "128MiB")
+SERVER = ("--max-model-len", "4096", "--kv-cache-memory-bytes", "128MiB")
 WARM: tuple[dict[str, Any], ...] = (
     {"guided_choice": ["a", "b"]}, {"guided_grammar": 'root ::= "a"'}, {"guided_json": {"type": "integer"}},
     {"bad_words": ["a"]}, {"prediction": {"type": "content", "content": "a"}}, {"prompt": "x " * 3000},

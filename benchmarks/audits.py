@@ -21,14 +21,19 @@ from rich.table import Table
 
 from exactness_grid import ALL, Config, label, named
 from foretoken import LLM, zoo
-from foretoken.audit import Audit, Outcome, audit
+from foretoken.audit import Audit, CheckOutcome, audit
 from foretoken.audit.assisted import Assisted
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import load_prompts
 from foretoken.speculation import SpeculativeConfig
 
 ASSISTED: list[Config] = [{"method": "draft_model", "model": "draft"}, {"method": "ngram"}]
-SIGNS = {Outcome.PASSED: "yes", Outcome.FAILED: "NO", Outcome.INCONCLUSIVE: "?", Outcome.SKIPPED: "-"}
+SIGNS = {
+    CheckOutcome.PASSED: "yes",
+    CheckOutcome.FAILED: "NO",
+    CheckOutcome.INCONCLUSIVE: "?",
+    CheckOutcome.SKIPPED: "-",
+}
 
 
 def table(found: Sequence[tuple[str, Audit]]) -> Table:
@@ -67,7 +72,7 @@ def main(
     console.print(table(found))
     for name, one in found:
         for check in one.checks:
-            if check.outcome in (Outcome.FAILED, Outcome.INCONCLUSIVE):
+            if check.outcome in (CheckOutcome.FAILED, CheckOutcome.INCONCLUSIVE):
                 console.print(f"{name}: {check.name} {check.outcome}: {check.evidence}", highlight=False)
     facts = setting() | {"budget": budget}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
@@ -77,7 +82,7 @@ def main(
             json.dumps({"setting": facts, "audits": rows}, indent=2, default=str) + "\n", encoding="utf-8"
         )
     ours = [one for name, one in found if not name.startswith("transformers")]
-    raise typer.Exit(int(any(one.outcome is Outcome.FAILED for one in ours)))
+    raise typer.Exit(int(any(one.outcome is CheckOutcome.FAILED for one in ours)))
 
 
 if __name__ == "__main__":

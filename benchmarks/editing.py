@@ -21,16 +21,17 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, zoo
-from foretoken.bench.clock import Spread, Task, interleaved
+from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
 from foretoken.bench.editing import Dictated, EditingTask, editing_tasks
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model, resolve
+from foretoken.models.formats.checkpoint import resolve
+from foretoken.models.loading import load_model
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
 
@@ -46,11 +47,11 @@ CONFIGS = [
 class Room:
     """Ends after a number of tokens."""
 
-    room: int
+    tokens_left: int
 
     def push(self, token: int) -> str | None:
-        self.room -= 1
-        return None if self.room else "length"
+        self.tokens_left -= 1
+        return None if self.tokens_left else "length"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Row:
     """One way to draft. ``tokens`` after the first rounds, in ``seconds`` (median and spread of the turns)."""
 
     config: dict[str, Any]
-    seconds: Spread
+    seconds: TimeSpread
     tokens: int
     rounds: int
     drafted: int
@@ -69,14 +70,14 @@ class Row:
         return self.tokens / self.seconds.median
 
 
-def write(engine: Engine, task: EditingTask) -> tuple[float, list[Step]]:
+def write(engine: Engine, task: EditingTask) -> tuple[float, list[StepOutput]]:
     """One output. -> seconds and steps after its first round"""
     context = Context(
         0, list(task.prompt), len(task.prompt), Dictated(task.output), Streams(0), prediction=tuple(task.reference)
     )
     engine.add(context, Room(len(task.output)))
     engine.step()
-    steps: list[Step] = []
+    steps: list[StepOutput] = []
     started = perf_counter()
     while engine.busy:
         steps += engine.step()
@@ -90,7 +91,7 @@ def write(engine: Engine, task: EditingTask) -> tuple[float, list[Step]]:
 def measure(
     target: Model, builds: dict[str, Callable[[], tuple[Proposer, int]]], tasks: list[EditingTask], turns: int
 ) -> dict[str, Row]:
-    steps: dict[str, list[Step]] = {}
+    steps: dict[str, list[StepOutput]] = {}
 
     def turn(name: str) -> float:
         proposer, depth = builds[name]()
@@ -100,7 +101,7 @@ def measure(
         return sum(seconds for seconds, _ in results)
 
     timed = interleaved(
-        {name: Task(lambda name=name: turn(name)) for name in builds}, turns, lambda rounds: track(rounds, "turns")
+        {name: TimedTask(lambda name=name: turn(name)) for name in builds}, turns, lambda rounds: track(rounds, "turns")
     )
     return {
         name: Row(

@@ -20,11 +20,11 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.clock import Spread, Task, interleaved
+from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
 from foretoken.bench.repairs import Repair, repairs
 from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.models.checkpoint import resolve
-from foretoken.train.scale_up import scaled
+from foretoken.models.formats.checkpoint import resolve
+from foretoken.train.widen.checkpoint import scaled
 
 Texts = list[tuple[int, ...]]
 OWN = ("none", "draft_model", "ngram", "prediction", "mixture")
@@ -39,7 +39,7 @@ class Row:
     num_speculative_tokens: int
     batch: int
     tokens: int
-    seconds: Spread
+    seconds: TimeSpread
     tokens_per_pass: float
     identical_to_plain: int
 
@@ -181,7 +181,7 @@ def main(
         return perf_counter() - started
 
     timed = interleaved(
-        {key: Task(lambda key=key: turn(key)) for key in runs}, repeats, lambda rounds: track(rounds, "repeats")
+        {key: TimedTask(lambda key=key: turn(key)) for key in runs}, repeats, lambda rounds: track(rounds, "repeats")
     )
     rows = [
         Row(

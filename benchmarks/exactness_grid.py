@@ -176,7 +176,7 @@ def compare(course: Course, llm: LLM, plain: Sequence[CompletionOutput], name: s
     reasons = [
         explain(llm, course.prompts[i], i, course.temperature, plain[i].token_ids, outputs[i].token_ids) for i in apart
     ]
-    equal, promised = len(plain) - len(apart), llm.target.rows_independent
+    equal, promised = len(plain) - len(apart), llm.target.batch_invariant
     return Cell(course.temperature, course.kind, name, depth, batch, equal, len(plain), promised, reasons)
 
 

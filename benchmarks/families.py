@@ -5,7 +5,7 @@
 Every family that transformers lists for causal language modelling is built as a tiny random model whose attention
 windows are a few tokens long, and wrapped as a loaded checkpoint would be. A family is served if its logits in ragged
 batches with draft trees equal its logits alone. Sizes and layers are those of the default configuration. The table is
-Markdown; `docs/families.md` has its summary.
+Markdown; `docs/reference/families.md` has its summary.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from foretoken.core.errors import ForetokenError
 from foretoken.models.decoder import Decoder
-from foretoken.models.hf import HFModel
-from foretoken.models.module_checks import one_line
-from foretoken.models.tiny_random import boundaries, tiny_of
+from foretoken.models.hf.checks import one_line
+from foretoken.models.hf.model import HFModel
+from foretoken.models.hf.tiny_random import boundaries, tiny_of
 
 # What published models have where a configuration's defaults are incomplete or of another kind.
 COMPLETED: dict[str, dict[str, Any]] = {

@@ -26,9 +26,10 @@ from torch import Tensor
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.core import streams
 from foretoken.core.context import Context, Exactness
+from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass, Sampled
-from foretoken.core.sampling import Rows, SamplingLaw
+from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import choose, stream_for
 
@@ -94,7 +95,7 @@ def made_logits(rows: int, vocabulary: int, slope: float, generator: torch.Gener
 
 def draft_step(context: Context, law: SamplingLaw, logits: Tensor, index: int) -> tuple[int, Tensor | None]:
     """One token as a draft model draws it, and the law it was drawn from."""
-    rows = Rows(law, logits, lambda row: context.history())
+    rows = NodeDistributions(law, logits, lambda row: context.history())
     certain = rows.certain(0)
     if certain is not None:
         return certain, None
@@ -117,7 +118,7 @@ def new_round(case: Case, logits: Tensor, near: Tensor, seed: int) -> Round:
 def verdict(state: Round) -> int:
     """As the engine's loop does it. -> accepted tokens"""
     context, draft = state.context, state.draft
-    probs = Rows(context.law, state.logits, partial(context.history_at, draft))
+    probs = NodeDistributions(context.law, state.logits, partial(context.history_at, draft))
     stream = stream_for(context.exactness, context.streams, context.generated)
     return len(choose(draft.law, context.exactness)(draft, probs, stream).path)
 

@@ -43,9 +43,10 @@ from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Handle, Model, Scores
-from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.loading import load_model
 from foretoken.speculation import Builder, SpeculativeConfig
-from foretoken.train.scale_up import scaled
+from foretoken.train.widen.checkpoint import scaled
 
 PARTS = ("completion", "editing", "repetition")
 _MOST = 256  # requests of one task
@@ -119,7 +120,7 @@ class Dictation(Model):
         self.after = 0
         self.vocab_size, self.max_length = model.vocab_size, model.max_length
         self.num_layers, self.hidden_size = model.num_layers, model.hidden_size
-        self.device, self.dtype, self.rows_independent = model.device, model.dtype, model.rows_independent
+        self.device, self.dtype, self.batch_invariant = model.device, model.dtype, model.batch_invariant
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
         scores = self._model.score(handles, drafts, taps)

@@ -37,11 +37,11 @@ from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
 from foretoken.control.tempo import Tempo
-from foretoken.engine.assemble import submit
+from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
 from foretoken.engine.rehearsal import rehearse
 from foretoken.propose.base import Proposer
-from foretoken.train.scale_up import scaled
+from foretoken.train.widen.checkpoint import scaled
 
 PROSE = (
     "The harbour was quiet that morning. Two boats had come in before dawn, and the men who had been out on them sat "
@@ -113,7 +113,7 @@ def configuration(proposer: str, target: Path, folder: Path) -> dict[str, Any]:
         return {"method": "draft_model", "model": str(random_draft(folder / "draft"))}
     if proposer == "over-large":
         return {"method": "draft_model", "model": str(target)}
-    from foretoken.train.scale_heads import scaled_head
+    from foretoken.train.widen.heads import scaled_head
 
     head = zoo.path("eagle3") if target == zoo.path("target") else scaled_head("eagle3", target)
     return {"method": "eagle3", "model": str(wrong_head(head, folder / "head"))}
@@ -158,7 +158,7 @@ class Sides:
         engines = {True: engine(self._proposer, self._controller), False: engine(Proposer(), Controller())}
         for side in engines.values():
             for prompt in prompts:
-                submit(side, *self.llm.requests.build(prompt, params))
+                Assembler(side, self.llm.tokenizer).add(*self.llm.requests.build(prompt, params))
         found = {True: Sum(), False: Sum()}
         while any(engine.busy for engine in engines.values()):
             for guarded in (first, not first):

@@ -34,18 +34,20 @@ from foretoken import zoo
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.control.fixed import Fixed
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.llm import eos_ids
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.heads.files import find_head
+from foretoken.models.loading import load_model
 from foretoken.plan.candidates import Candidate, candidates
-from foretoken.plan.outcome import Plan, Row
-from foretoken.plan.planner import Planner, Settings
+from foretoken.plan.outcome import Plan, PlanRow
+from foretoken.plan.planner import Planner, PlanSettings
 from foretoken.plan.rounds import BESIDE, beside
-from foretoken.plan.texts import Ending, contexts
+from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
-from foretoken.train.scale_up import scaled
+from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts
 
 ROLES = ("eagle3", "medusa")
@@ -86,7 +88,7 @@ class Ground:
 
     target: Model
     builder: Builder
-    settings: Settings
+    settings: PlanSettings
     eos: Sequence[int]
     prompts: list[list[int]]
     _made: dict[str, Proposer] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class Ground:
         proposer = self._made.get(candidate.name)
         if proposer is None:
             proposer = self.builder.build(SpeculativeConfig.of(candidate.config))
-            proposer.keep(PROMPTS)
+            proposer.enable_prefix_cache(PROMPTS)
             if not proposer.learns:
                 self._made[candidate.name] = proposer
         return self._engine(proposer, depth, batch)
@@ -110,7 +112,7 @@ class Ground:
         for seed in range(1000, 1000 + repeats):
             first = next(self._fills) * len(self.prompts)
             for context in contexts(self.prompts, self.settings.law(temperature), seed, first):
-                engine.add(context, Ending(self.settings.max_tokens, self.eos))
+                engine.add(context, Length(self.settings.max_tokens, self.eos))
 
     def _engine(self, proposer: Proposer, depth: int, batch: int) -> Engine:
         return Engine(self.target, proposer, Fixed(depth), max_sequences=batch)
@@ -201,7 +203,7 @@ class Measurement:
         return next(few.found[key] for few in self._all if few.place == place and key in few.found)
 
 
-def compared(row: Row, own: Sum, plain: Sum) -> dict[str, Any]:
+def compared(row: PlanRow, own: Sum, plain: Sum) -> dict[str, Any]:
     """One line of the record. Seconds are of a round."""
     gain = own.speed / plain.speed
     return {
@@ -311,10 +313,10 @@ def main(
         return load_model(Path(other), max_length=4096)
 
     target, kept = load(path), load_model(path, max_length=4096)  # the plan times reading prompts, too
-    kept.keep(PROMPTS)
+    kept.enable_prefix_cache(PROMPTS)
     eos = eos_ids(path, tokenizer, target.vocab_size)
     ids = [list(tokenizer(text)["input_ids"]) for text in some_prompts(prompts, count + unseen)]
-    settings = Settings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
+    settings = PlanSettings(temperatures=temperature, batches=batch, max_tokens=max_tokens, turns=turns)
     chosen = grid(path, draft or zoo.path("draft"), config, depth, nodes)
     console = wide_console()
     places = [(t, b) for t in temperature for b in batch]

@@ -25,7 +25,7 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.errors import InvalidRequest
-from foretoken.engine.assemble import Assembler, submit
+from foretoken.engine.assemble import Assembler
 from foretoken.engine.requests import Request
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.target import Shape, new_model, save
@@ -213,8 +213,7 @@ def run(llm: LLM, cases: Sequence[Case]) -> list[list[Outcome]]:
                 continue
             owners.update(zip(request.members, outcomes[number], strict=True))
             waiting[number] = case, request
-            assembler.add(request)
-            submit(engine, request, contexts, case.priority)
+            assembler.add(request, contexts, case.priority)
         for number, (case, request) in list(waiting.items()):
             if request is not None and case.abort_after is not None and steps >= case.arrives + case.abort_after:
                 abort(llm, assembler, request, owners)
@@ -276,13 +275,13 @@ class Arena:
         for number, config in enumerate(configs):
             crowded = LLM(
                 target, speculative_config=configured(config, draft), max_num_seqs=(6, 3, 9)[number % 3],
-                kv_memory=None, **options,
+                kv_cache_memory_bytes=None, **options,
             )  # fmt: skip
-            per_token = crowded.target.row_bytes + crowded.engine.proposer.row_bytes
+            per_token = crowded.target.kv_bytes_per_token + crowded.engine.proposer.kv_bytes_per_token
             crowded.close()
             drafted[label(config)] = LLM(
                 target, speculative_config=configured(config, draft), max_num_seqs=(6, 3, 9)[number % 3],
-                kv_memory=tokens * per_token, enable_prefix_caching=True,
+                kv_cache_memory_bytes=tokens * per_token, enable_prefix_caching=True,
                 max_num_batched_tokens=(16, None, 40)[number % 3], **options,
             )  # fmt: skip
         return Arena(name, plain, drafted)

@@ -32,7 +32,7 @@ from clients import Answer, ask, crowd, serving, talking
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.train.scale_up import scaled
+from foretoken.train.widen.checkpoint import scaled
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = wide_console()
@@ -182,7 +182,7 @@ def soak(
     json_file: Json = None,
 ) -> None:
     """The mixture for a while: errors, and memory by the minute."""
-    with serving("--kv-memory", "256MiB") as (url, process):
+    with serving("--kv-cache-memory-bytes", "256MiB") as (url, process):
         found = asyncio.run(soaked(url, process, minutes, concurrency))
     times, sizes = np.array(found["memory"]).T
     later = times > times[-1] / 3

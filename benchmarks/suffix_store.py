@@ -27,7 +27,7 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.models.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.propose.suffix import Suffix, SuffixConfig
 from foretoken.train.data import encode, standard_library
 
@@ -121,7 +121,7 @@ def measure(tokens: int, bound: int, length: int, changed: float, follows: int, 
         kept_requests=store.requests,
         bound_tokens=bound,
         bytes_per_token=store.nbytes / len(store),
-        parts=store.parts,
+        parts=store.segments,
         add_median=statistics.median(adds),
         add_highest=max(adds),
         add_per_token=inline * 1e6 / (len(adds) * length),

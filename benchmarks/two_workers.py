@@ -39,12 +39,13 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
-from foretoken.models.checkpoint import load_model, load_tokenizer
-from foretoken.propose.base import Proposer, Workshop
-from foretoken.propose.links import Link, Lost
-from foretoken.propose.remote import Remote, RemoteConfig, connect, order
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.loading import load_model
+from foretoken.propose.base import BuildContext, Proposer
+from foretoken.propose.remote import Remote, RemoteConfig, start_worker, worker_config
+from foretoken.propose.transports import EngineEndpoint, WorkerLost
 from foretoken.speculation import Builder, SpeculativeConfig
-from foretoken.train.scale_up import scaled
+from foretoken.train.widen.checkpoint import scaled
 
 KINDS: Mapping[str, tuple[float, Exactness]] = {
     "greedy": (0.0, Exactness.DISTRIBUTION),
@@ -58,7 +59,7 @@ Message = tuple[float, bytes | None]  # when it arrives, and None where there wi
 class Delayed:
     """A link whose messages arrive ``seconds`` late, either way; they overtake nothing and nothing waits for them."""
 
-    def __init__(self, link: Link, seconds: float) -> None:
+    def __init__(self, link: EngineEndpoint, seconds: float) -> None:
         self._link, self._seconds = link, seconds
         self._going: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._coming: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -80,7 +81,7 @@ class Delayed:
             return None
         (_, message), self._held = self._held, None
         if message is None:
-            raise Lost("the worker that drafts is gone")
+            raise WorkerLost("the worker that drafts is gone")
         return message
 
     def close(self) -> None:
@@ -98,7 +99,7 @@ class Delayed:
                 message = self._link.receive(3600.0)
                 if message is not None:
                     self._coming.put((time.monotonic() + self._seconds, message))
-        except Lost:
+        except WorkerLost:
             self._coming.put((0.0, None))
 
 
@@ -123,7 +124,8 @@ class System:
         temperature, grade = KINDS[kind]
         law = SamplingLaw(temperature=temperature)
         context = Context(prompt, list(ids), len(ids), law, Streams(prompt + 1), grade)
-        before = (self.proposer.rounds, self.proposer.ready) if isinstance(self.proposer, Remote) else (0, 0)
+        remote = self.proposer if isinstance(self.proposer, Remote) else None
+        before = (remote.drafts_needed, remote.drafts_ready) if remote else (0, 0)
         self.engine.add(context, Length(tokens))
         steps: list[Any] = []
         started = time.perf_counter()
@@ -139,8 +141,8 @@ class System:
         add(self.passes, kind, len(steps))
         add(self.tokens, kind, sum(len(each) for each, _ in steps))
         if isinstance(self.proposer, Remote):
-            add(self.rounds, kind, self.proposer.rounds - before[0])
-            add(self.ready, kind, self.proposer.ready - before[1])
+            add(self.rounds, kind, self.proposer.drafts_needed - before[0])
+            add(self.ready, kind, self.proposer.drafts_ready - before[1])
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,8 @@ def systems(
     def elsewhere(rounds: int) -> Any:
         def made(builder: Builder) -> Proposer:
             config = RemoteConfig(member, transport, ahead=rounds, threads=threads)
-            workshop = Workshop(builder.target, tokenizer, target, None, load_model, builder.member)
-            link = connect(config, order(config, workshop))
+            workshop = BuildContext(builder.target, tokenizer, target, None, load_model, builder.member)
+            link = start_worker(config, worker_config(config, workshop))
             return Remote(Delayed(link, rtt / 2) if rtt else link)
 
         return made

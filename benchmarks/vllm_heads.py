@@ -21,13 +21,13 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.peers.protocol import Ask, Setup
+from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import OURS, PEERS, Peer, folder
-from foretoken.bench.peers.worker import Worker
+from foretoken.bench.peers.worker import PeerWorker
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.cli.convert import convert
-from foretoken.models.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class Row:
 def tokens_per_pass(peer: Peer, setup: Setup, prompts: list[list[int]], max_tokens: int, depth: int) -> float:
     """The first pass of a prompt, which nothing can be drafted for, left out on both sides."""
     log = folder() / "logs" / f"heads-{peer.name}-{setup.method}.log"
-    with Worker(peer.command, setup, log) as worker:
+    with PeerWorker(peer.command, setup, log) as worker:
         answers = [
-            worker.ask(Ask([ids], max_tokens, depth=depth)) for ids in track(prompts, f"{peer.name} {setup.method}")
+            worker.ask(PeerRequest([ids], max_tokens, depth=depth))
+            for ids in track(prompts, f"{peer.name} {setup.method}")
         ]
     return sum(a.total - 1 for a in answers) / sum(a.passes - 1 for a in answers)
 

@@ -29,15 +29,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.peers.protocol import Ask
-from foretoken.bench.peers.vllm_rounds import Rounds
+from foretoken.bench.peers.protocol import PeerRequest
+from foretoken.bench.peers.vllm_rounds import VllmStepTimes
 from foretoken.bench.setting import setting, wide_console
 from foretoken.cli.plan_vllm import lanes
-from foretoken.models.checkpoint import load_tokenizer
-from foretoken.plan.outcome import Plan, Row
-from foretoken.plan.vllm import PLAIN, Lane, Run, chosen, planned
-from foretoken.plan.vllm_runs import Answers, Asked, Bench, answers, runs
-from foretoken.train.scale_up import scaled
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.plan.outcome import Plan, PlanRow
+from foretoken.plan.vllm import PLAIN, VllmCandidate, VllmRun, chosen, planned
+from foretoken.plan.vllm_runs import Answers, Bench, PromptCompleter, answers, runs
+from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts
 
 WITHIN = 0.1
@@ -46,10 +46,10 @@ WITHIN = 0.1
 class Kept:
     """A process that outlives its plan."""
 
-    def __init__(self, inner: Asked) -> None:
+    def __init__(self, inner: PromptCompleter) -> None:
         self.inner = inner
 
-    def rounds(self, question: Ask) -> Rounds:
+    def rounds(self, question: PeerRequest) -> VllmStepTimes:
         return self.inner.rounds(question)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Processes:
         self.bench, self.stack = bench, stack
         self.known: dict[str, Kept] = {}
 
-    def start(self, lane: Lane | None) -> Asked:
+    def start(self, lane: VllmCandidate | None) -> PromptCompleter:
         name = lane.name if lane is not None else PLAIN
         if name not in self.known:
             made = self.bench.start(lane)
@@ -72,7 +72,7 @@ class Processes:
         return self.known[name]
 
 
-def gain(found: Sequence[Run], lane: str, depth: int, temperature: float) -> tuple[float, float]:
+def gain(found: Sequence[VllmRun], lane: str, depth: int, temperature: float) -> tuple[float, float]:
     """Measured: tokens per second of decoding over plain decoding beside it, and tokens per pass."""
     here = [run for run in found if run.temperature == temperature and run.beside == lane]
     plain = next(run for run in here if run.lane == PLAIN)
@@ -84,14 +84,14 @@ def gain(found: Sequence[Run], lane: str, depth: int, temperature: float) -> tup
 class Pair:
     """One way to speculate at one depth: by split, predicted and measured. run: whether the plan had run this depth."""
 
-    row: Row
+    row: PlanRow
     run: bool
     predicted: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
     tokens_errors: list[float] = field(default_factory=list)
     covered: list[bool] = field(default_factory=list)
 
-    def add(self, row: Row, measured: tuple[float, float]) -> None:
+    def add(self, row: PlanRow, measured: tuple[float, float]) -> None:
         speedup, per_pass = measured
         self.predicted.append(row.speedup)
         self.measured.append(speedup)
@@ -113,7 +113,7 @@ class Pair:
         }  # fmt: skip
 
 
-def deepened(known: Sequence[Lane], depths: Sequence[int]) -> list[Lane]:
+def deepened(known: Sequence[VllmCandidate], depths: Sequence[int]) -> list[VllmCandidate]:
     """The lanes with ``depths`` besides, as far as the plan speaks of them."""
     return [
         replace(lane, depths=tuple(sorted({*lane.depths, *(d for d in depths if d <= max(lane.depths))})))
@@ -121,14 +121,14 @@ def deepened(known: Sequence[Lane], depths: Sequence[int]) -> list[Lane]:
     ]
 
 
-def from_some(known: Sequence[Lane], heard: Sequence[Answers], places: Sequence[int]) -> Plan:
+def from_some(known: Sequence[VllmCandidate], heard: Sequence[Answers], places: Sequence[int]) -> Plan:
     """The plan of these prompts, from the depths that a plan runs and no others."""
     ran = {lane.name: {0, *lane.depths} for lane in known}
     return planned(known, [each.run(places) for each in heard if each.depth in ran[each.beside]])
 
 
 def halves(
-    known: Sequence[Lane], heard: Sequence[Answers], count: int, splits: int, depths: Sequence[int]
+    known: Sequence[VllmCandidate], heard: Sequence[Answers], count: int, splits: int, depths: Sequence[int]
 ) -> list[Pair]:
     """A plan from every half, beside the other half's runs."""
     ran = {lane.name: lane.depths for lane in known}
@@ -242,7 +242,7 @@ def main(
 
 
 def deployed(
-    bench: Bench, best: dict[str, Any], lane: Lane, rows: Sequence[Row], processes: Processes,
+    bench: Bench, best: dict[str, Any], lane: VllmCandidate, rows: Sequence[PlanRow], processes: Processes,
     prompts: Sequence[Sequence[int]],
 ) -> list[Pair]:  # fmt: skip
     """The chosen configuration in a process that was made for its depth, beside plain decoding."""

@@ -22,14 +22,14 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import zoo
-from foretoken.bench.peers.protocol import Ask
-from foretoken.bench.peers.vllm_rounds import Rounds
+from foretoken.bench.peers.protocol import PeerRequest
+from foretoken.bench.peers.vllm_rounds import VllmStepTimes
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.cli.plan_vllm import OURS
-from foretoken.models.checkpoint import load_tokenizer
-from foretoken.plan.vllm import Lane
-from foretoken.plan.vllm_runs import Asked, Bench
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.plan.vllm import VllmCandidate
+from foretoken.plan.vllm_runs import Bench, PromptCompleter
 
 METHODS: tuple[Mapping[str, Any], ...] = (
     {"method": "suffix"},
@@ -57,20 +57,22 @@ class Line:
         return self.tokens_per_pass / self.round_over_plain
 
 
-def ask_all(asked: Asked, prompts: Sequence[Ids], depth: int, max_tokens: int, batch: int, what: str) -> list[Rounds]:
+def ask_all(
+    asked: PromptCompleter, prompts: Sequence[Ids], depth: int, max_tokens: int, batch: int, what: str
+) -> list[VllmStepTimes]:
     """After one that warms up, and whose text is forgotten."""
-    asked.rounds(Ask([prompts[0]], 8, depth=depth))
-    asked.rounds(Ask([], 0, depth=depth))
+    asked.rounds(PeerRequest([prompts[0]], 8, depth=depth))
+    asked.rounds(PeerRequest([], 0, depth=depth))
     groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
-    return [asked.rounds(Ask(group, max_tokens, depth=depth)) for group in track(groups, what)]
+    return [asked.rounds(PeerRequest(group, max_tokens, depth=depth)) for group in track(groups, what)]
 
 
-def texts(answers: Sequence[Rounds]) -> list[Ids]:
+def texts(answers: Sequence[VllmStepTimes]) -> list[Ids]:
     return [text for answer in answers for text in answer.tokens]
 
 
-def line(method: str, kind: str, plain: Sequence[Rounds], own: Sequence[Rounds]) -> Line:
-    def mean(answers: Sequence[Rounds]) -> float:
+def line(method: str, kind: str, plain: Sequence[VllmStepTimes], own: Sequence[VllmStepTimes]) -> Line:
+    def mean(answers: Sequence[VllmStepTimes]) -> float:
         seconds = [each for answer in answers for each in answer.seconds]
         return sum(seconds) / len(seconds)
 
@@ -109,7 +111,7 @@ def main(
     lines = []
     for options in METHODS:
         config = {"method": "custom_class", "model": OURS, "num_speculative_tokens": depth}
-        process = bench.start(Lane.of(config, options["method"], {"foretoken": options}))
+        process = bench.start(VllmCandidate.of(config, options["method"], {"foretoken": options}))
         try:
             for kind in KINDS:
                 own = ask_all(process, asked[kind], depth, max_tokens, batch, f"{options['method']} {kind}")

@@ -25,7 +25,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.core.streams import Purpose, Streams, random_seed_from
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
@@ -223,7 +223,7 @@ class Drawing:
 def sample(
     target: PixelModel, proposer: Proposer, prompts: Sequence[Sequence[int]], depth: int, seed: int,
     grade: Exactness = Exactness.DISTRIBUTION, pixels: int = PIXELS, batch: int = 32,
-) -> tuple[list[Drawing], list[Step]]:  # fmt: skip
+) -> tuple[list[Drawing], list[StepOutput]]:  # fmt: skip
     """One image for each prompt (a class token and perhaps first pixels), ``pixels`` more of each.
 
     Image i draws the numbers of (seed, i) whatever else is drawn. -> images in the order of the prompts, and all steps
@@ -235,7 +235,7 @@ def sample(
     ]
     for context in contexts:
         engine.add(context, Length(pixels))
-    steps: list[Step] = []
+    steps: list[StepOutput] = []
     while engine.busy:
         steps += engine.step()
     origins: list[list[bool]] = [[] for _ in contexts]
@@ -246,7 +246,7 @@ def sample(
     return [Drawing(tuple(c.tokens[1:]), tuple(o), r) for c, o, r in zip(contexts, origins, rounds, strict=True)], steps
 
 
-def report(name: str, drawings: list[Drawing], steps: list[Step]) -> None:
+def report(name: str, drawings: list[Drawing], steps: list[StepOutput]) -> None:
     """What it saved."""
     pixels, rounds = sum(len(d.accepted) for d in drawings), sum(d.rounds for d in drawings)
     accepted, drafted = sum(step.accepted for step in steps), sum(len(step.draft) for step in steps)

@@ -8,7 +8,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.models.linear import can_pack
+from foretoken.models.runners.linear import can_pack
 
 PROMPTS = FUNCTIONS[:4]
 
@@ -51,7 +51,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(str(c.get(k, "")) for k in ("method", "tree")))
 def test_every_proposer_writes_the_same_text(config: dict[str, Any], plain_text: dict[float, list[Any]]) -> None:
     llm = LLM(zoo.path("target"), speculative_config=config, dtype="float32")
-    if not llm.target.rows_independent:
+    if not llm.target.batch_invariant:
         pytest.skip("rows are not promised to be independent in float32 on this machine")
     for temperature, plain in plain_text.items():
         for batch in (1, 8):

@@ -7,17 +7,20 @@ import re
 import shlex
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
 from foretoken import zoo
 from foretoken.cli.main import main
+from foretoken.propose.methods import METHODS
+from foretoken.speculation import find
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<marker>[\w: ]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
 # Names a reader puts an own model in for, and the bundled model that stands in for it here.
 STAND_INS = {"your-target-model": "target", "your-draft-model": "draft"}
@@ -100,10 +103,47 @@ def test_links_and_named_commands_exist(page, capsys):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/structure.md"])
-def test_every_package_is_introduced(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_named_source_files_exist(page):
+    folders = [ROOT, ROOT / "docs", ROOT / "benchmarks", *(ROOT / "src" / "foretoken").rglob("csrc")]
+    folders += [ROOT / "src" / "foretoken"]
+    for name in re.findall(r"`([\w./-]+\.(?:py|cpp|hpp|toml))`", page.read_text(encoding="utf-8")):
+        assert any((folder / name).exists() for folder in folders), name
+
+
+def test_every_package_is_introduced():
+    text = (ROOT / "docs" / "explanation" / "structure.md").read_text(encoding="utf-8")
     packages = [p.parent.name for p in (ROOT / "src" / "foretoken").glob("*/__init__.py")]
     assert "core" in packages
     for name in packages:
         assert re.search(rf"(^      {name}/|`{name}`)", text, re.MULTILINE), name
+
+
+def test_every_environment_variable_is_listed():
+    text = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    for folder in ("src", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r"[\"'](FORETOKEN_[A-Z_]+)[\"']", file.read_text(encoding="utf-8")):
+                assert f"`{name}`" in text, f"{name} of {file.relative_to(ROOT)}"
+
+
+def test_every_configuration_key_is_listed():
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    for name in METHODS:
+        method = find(name)
+        assert method is not None
+        row = next(line for line in text.splitlines() if line.startswith("|") and f"`{name}`" in line.split("|")[1])
+        listed = set(re.findall(r"`(\w+)`", text if "those of `draft_model`" in row else row))
+        assert {field.name for field in fields(method.config)} <= listed, name
+
+
+def test_the_picture_of_the_race_is_small_and_stands_alone():
+    picture = ROOT / "docs" / "img" / "race.svg"
+    assert picture.stat().st_size < 300_000
+    for element in ElementTree.parse(picture).iter():
+        assert element.tag.rpartition("}")[2] not in ("script", "image", "foreignObject")
+        assert element.get("href", "#").startswith("#")
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -22,7 +22,7 @@ from foretoken.core.streams import Streams, random_seed_from
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model
+from foretoken.models.loading import load_model
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 
 SOURCES = ["def greet(name):\n", "x = 1\n" * 30, "日本語 🙂", "for i in range(10):\n    print(i, i * i)\n"]
@@ -135,8 +135,8 @@ def test_memory_runs_short_and_nothing_is_lost(folders: Folders) -> None:
     """Sources count, too: with so little room sequences are set aside, and their texts are the same."""
     plain = llm(folders, {"method": "none"}, max_model_len=80)
     expected = texts(plain, SOURCES)
-    each = plain.target.row_bytes
-    tight = llm(folders, CONFIGS[0], max_model_len=80, kv_memory=320 * each * 2)
+    each = plain.target.kv_bytes_per_token
+    tight = llm(folders, CONFIGS[0], max_model_len=80, kv_cache_memory_bytes=320 * each * 2)
     assert texts(tight, SOURCES) == expected
     tight.engine.check_integrity()
 
@@ -192,20 +192,20 @@ def test_drawn_texts_follow_the_targets_law(toys: tuple[Model, Model], tree: str
 
 
 def test_a_plan_says_what_a_run_shows(folders: Folders) -> None:
-    from foretoken.engine.prompts import PromptReader
+    from foretoken.engine.prompts import PromptTokenizer
     from foretoken.llm import start_ids
-    from foretoken.models.checkpoint import load_tokenizer
+    from foretoken.models.formats.checkpoint import load_tokenizer
     from foretoken.plan.candidates import Candidate
-    from foretoken.plan.planner import Planner, Settings
+    from foretoken.plan.planner import Planner, PlanSettings
     from foretoken.speculation import Builder
 
     target, words = load_model(folders.target, dtype="float32"), load_tokenizer(folders.target)
-    reader = PromptReader(words, target.vocab_size, start_ids(folders.target, target.vocab_size))
+    reader = PromptTokenizer(words, target.vocab_size, start_ids(folders.target, target.vocab_size))
     build = Builder(target, words, folders.target, lambda other: load_model(other, dtype="float32")).build
     drafts = {"method": "draft_model", "model": str(folders.draft)}
     ways = [Candidate("draft", drafts, (3,)), Candidate("copied", {"method": "ngram"}, (3,))]
-    settings = Settings(temperatures=(0.0,), batches=(2,), max_tokens=24, turns=3)
-    found = Planner(target, build, settings, ()).plan([reader.read(source) for source in SOURCES], ways)
+    settings = PlanSettings(temperatures=(0.0,), batches=(2,), max_tokens=24, turns=3)
+    found = Planner(target, build, settings, ()).plan([reader.tokenize(source) for source in SOURCES], ways)
     for row, config in zip(found.rows, (drafts, {"method": "ngram"}), strict=True):
         model = llm(folders, {**config, "num_speculative_tokens": 3})
         outputs = model.generate(SOURCES, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))

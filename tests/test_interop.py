@@ -144,7 +144,7 @@ def test_left_padded_batch_with_rows_that_end_early(target: Any, draft: Any) -> 
     ],
     ids=lambda p: next(iter(p)),
 )
-def test_processors_judge_each_node_by_its_own_history(target: Any, draft: Any, parameters: dict[str, Any]) -> None:
+def test_processors_see_each_nodes_own_history(target: Any, draft: Any, parameters: dict[str, Any]) -> None:
     plain, ours = both(target, draft, **PADDED, max_new_tokens=25, do_sample=False, **parameters)
     assert torch.equal(plain, ours)
 
@@ -305,7 +305,7 @@ def test_manual_seed_repeats_a_run(target: Any, draft: Any) -> None:
         ({"guidance_scale": 2.0}, "guidance_scale"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(target: Any, extra: dict[str, Any], named: str) -> None:
+def test_unsupported_options_are_refused_by_name(target: Any, extra: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         target.generate(PROMPT, max_new_tokens=4, custom_generate=foretoken.custom_generate, **extra)
 

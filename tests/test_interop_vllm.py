@@ -12,7 +12,7 @@ import torch
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.interop_vllm import Proposer, best_path, predict
+from foretoken.interop_vllm import VllmProposer, best_path, predict
 
 VOCAB, LONGEST = 24, 160
 CONFIGS = [
@@ -64,7 +64,7 @@ class Runner:
 
     def __init__(self, options: dict[str, Any], depth: int = 4, stages: int = 1) -> None:
         self.target = Target()
-        self.drafter = Proposer(vllm_config(options, depth, stages))
+        self.drafter = VllmProposer(vllm_config(options, depth, stages))
         self.drafter.load_model(self.target)
         self.rows: list[Row] = []
         self.done: dict[str, list[int]] = {}
@@ -125,26 +125,26 @@ def test_greedy_text_is_the_same_and_takes_fewer_passes(options):
     runner.finish()
     for name, prompt in (prompts | {"late": [11, 12]}).items():
         assert runner.done[name][len(prompt) :] == runner.target.plain(prompt, len(runner.done[name]) - len(prompt))
-    # A prompt of a few tokens foretells nothing to who follows it.
+    # A prompt of a few tokens is a useless prediction.
     assert runner.passes < 80 or options == {"method": "prediction"}, "plain decoding takes 92"
     assert runner.drafter.unlearned == 0 and runner.drafter.inner.failures == 0
 
 
-def test_recycling_learns_from_the_logits_that_the_target_shows():
+def test_recycling_learns_from_the_targets_logits():
     runner = Runner({"method": "recycling"})
     runner.add("a", [1, 2], 40)
     runner.finish()
     table = runner.drafter.inner.inner.table
     assert (table[:, 0] >= 0).sum() > 5
     before = table.copy()
-    runner.drafter._logits = torch.zeros(17, VOCAB)  # another number of rows than was drafted for
+    runner.target.compute_logits([(0, 0)] * 17)  # another number of rows than were drafted
     ids = np.array([[3, 4, 5]], np.int32)
     runner.drafter.propose([[5]], np.array([3]), ids)
     assert runner.drafter.unlearned == 1
     assert (runner.drafter.inner.inner.table != before).sum() <= 2, "the prompt's own successions alone"
 
 
-def test_what_is_over_is_kept_for_the_same_question():
+def test_finished_texts_serve_as_drafts_for_the_same_prompt():
     runner = Runner({"method": "suffix"}, depth=8)
     runner.add("first", [1, 2, 3], 60)
     runner.finish()
@@ -153,21 +153,21 @@ def test_what_is_over_is_kept_for_the_same_question():
     runner.finish()
     assert runner.passes - first < first
     assert runner.done["again"] == runner.done["first"]
-    assert len(runner.drafter._live) == 1, "the next call will find the last one gone"
+    assert runner.drafter.num_requests == 1, "the next call ends the last one"
 
 
-def test_a_pipeline_shows_its_batches_in_turn():
-    drafter = Proposer(vllm_config({"method": "suffix"}, stages=2))
+def test_pipeline_batches_take_turns():
+    drafter = VllmProposer(vllm_config({"method": "suffix"}, stages=2))
     texts = [[1, 2, 3, 1, 2], [5, 6, 7, 5, 6]]
     for turn in range(6):
         text = texts[turn % 2]
         drafts = drafter.propose([[text[-1]]], np.array([len(text)]), np.array([text], np.int32))
         assert drafts[0][:1] == [text[len(text) % 3]]
         text.append(drafts[0][0])
-    assert len(drafter._live) == 2
+    assert drafter.num_requests == 2
     for _ in range(5):
         drafter.propose([[]], np.array([3]), np.array([[1, 2, 3]], np.int32))
-    assert not drafter._live
+    assert drafter.num_requests == 0
 
 
 def test_a_prediction_is_followed_from_the_first_token_on():
@@ -180,14 +180,14 @@ def test_a_prediction_is_followed_from_the_first_token_on():
 
 
 def test_no_draft_goes_beyond_the_longest_text():
-    drafter = Proposer(vllm_config({"method": "suffix"}))
+    drafter = VllmProposer(vllm_config({"method": "suffix"}))
     text = ([1, 2, 3] * LONGEST)[: LONGEST - 2]
     for size, most in ((LONGEST - 2, 1), (LONGEST - 1, 0)):
         row = np.array([[*text, 3][:size]], np.int32)
         assert len(drafter.propose([[int(row[0, -1])]], np.array([size]), row)[0]) <= most
 
 
-def test_the_path_that_promises_most():
+def test_best_path_has_the_largest_sum_of_probabilities():
     scores = torch.tensor([0.5, 0.4, 0.1, 0.4, 0.3]).log()
     tree = Draft(torch.tensor([1, 2, 3, 4, 5]), (-1, -1, 0, 1, 3), scores=scores)
     assert best_path(tree, 4) == [2, 4, 5]
@@ -202,17 +202,17 @@ def test_the_path_that_promises_most():
         ({"method": "mixture", "members": [{"method": "medusa"}]}, "does not draft inside vLLM"),
         ({"method": "mixture", "members": ["suffix"]}, "method None"),
         ("suffix", "must be a speculative configuration"),
-        ({"method": "suffix", "num_speculative_tokens": 3}, "vLLM's to say"),
+        ({"method": "suffix", "num_speculative_tokens": 3}, "set the draft length in vLLM's"),
         ({"method": "suffix", "wrong": 1}, "unknown key"),
         ({"method": "recycling", "model": "/nowhere.safetensors"}, "cannot read"),
     ],
 )
-def test_what_cannot_draft_there_is_refused(options, words):
+def test_unsupported_configurations_are_refused(options, words):
     with pytest.raises((InvalidRequest, OSError), match=words):
-        Proposer(vllm_config(options))
+        VllmProposer(vllm_config(options))
 
 
-def test_who_learns_from_logits_needs_a_target_that_shows_them():
+def test_methods_that_learn_from_logits_need_a_target_that_has_them():
     with pytest.raises(InvalidRequest, match="shows no logits"):
-        Proposer(vllm_config({"method": "recycling"})).load_model(object())
-    Proposer(vllm_config({"method": "suffix"})).load_model(object())
+        VllmProposer(vllm_config({"method": "recycling"})).load_model(object())
+    VllmProposer(vllm_config({"method": "suffix"})).load_model(object())

@@ -38,7 +38,7 @@ def test_the_readmes_call(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0}, {"seed": 3}, {"seed": 3, "top_p": 0.9, "repetition_penalty": 1.2}]
 )
-def test_one_text_whatever_the_depth_proposer_or_batch(llm: LLM, tiny_pair: Any, params: dict[str, Any]) -> None:
+def test_one_text_per_seed_for_every_draft_proposer_and_batch(llm: LLM, tiny_pair: Any, params: dict[str, Any]) -> None:
     plain = texts(llm, speculative_tokens=0, **params)
     for depth in (1, 4, 8):
         assert texts(llm, speculative_tokens=depth, **params) == plain
@@ -74,7 +74,7 @@ def test_completions_of_a_seed_are_not_the_texts_of_requests_without_one(tiny_pa
     ("seed", [1.5, "1", True, None, 2**128, -(2**63) - 1]),
     ("max_num_seqs", [0, -1, 1.5, "8", True, None, 2**31]),
     ("max_model_len", [0, -1, 1, 1.5, "8", True, 2**31]),
-    ("kv_memory", [0, -1, 1.5, "8", True]),
+    ("kv_cache_memory_bytes", [0, -1, 1.5, "8", True]),
 ])  # fmt: skip
 def test_wrong_integers_are_refused_before_anything_is_loaded(name: str, wrong: list[Any]) -> None:
     for value in wrong:
@@ -139,7 +139,7 @@ def test_streamed_and_final_text_are_equal_whatever_stops_and_is_drafted(llm: LL
         assert output.stop_reason == expected.stop_reason
 
 
-def test_a_consumer_who_walks_away_leaves_nothing_behind(llm: LLM) -> None:
+def test_a_dropped_stream_leaves_no_sequence_behind(llm: LLM) -> None:
     stream = llm.stream(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
     next(stream)
     stream.close()
@@ -181,14 +181,14 @@ def test_parameters_one_per_prompt(llm: LLM) -> None:
     assert [len(o.outputs[0].token_ids) for o in outs] == [2, 5]
 
 
-def test_more_prompts_than_places(tiny_pair: Any) -> None:
+def test_more_prompts_than_max_num_seqs(tiny_pair: Any) -> None:
     narrow = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_num_seqs=2)
     wide = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_num_seqs=16)
     prompts = [f"f{i}" * (i + 1) for i in range(7)]
     assert texts(narrow, prompts, seed=1) == texts(wide, prompts, seed=1)
 
 
-def test_lossy_outputs_say_so(llm: LLM) -> None:
+def test_lossy_outputs_are_labelled(llm: LLM) -> None:
     out = llm.generate("abc", SamplingParams(max_tokens=8, exactness="lossy-typical"))[0].outputs[0]
     assert out.exactness == "lossy-typical"
 
@@ -304,5 +304,5 @@ def test_an_unknown_quantization_names_the_known(tiny_pair: Any) -> None:
 
 def test_a_draft_model_has_the_maximum_length_of_its_target(tiny_pair: Any) -> None:
     llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", max_model_len=96)
-    assert isinstance(llm._proposer, DraftModel)
-    assert llm._proposer.model.max_length == llm.target.max_length == 96
+    assert isinstance(llm.engine.proposer, DraftModel)
+    assert llm.engine.proposer.model.max_length == llm.target.max_length == 96

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import History
+from foretoken.core.history import History
 from foretoken.engine.requests import RequestBuilder
 from foretoken.params import MAX_COUNT, MAX_N, MAX_SPECULATIVE_TOKENS, SamplingParams
 
@@ -40,7 +40,7 @@ def test_integers_that_would_wrap_in_32_bits_are_refused(name: str) -> None:
     ("n", MAX_N), ("max_tokens", MAX_COUNT), ("top_k", MAX_COUNT), ("logprobs", MAX_COUNT),
     ("prompt_logprobs", MAX_COUNT), ("speculative_tokens", MAX_SPECULATIVE_TOKENS), ("seed", 2**63 - 1),
 ])  # fmt: skip
-def test_the_largest_integers_are_taken(name: str, most: int) -> None:
+def test_the_largest_integers_are_accepted(name: str, most: int) -> None:
     assert getattr(SamplingParams(**{name: most}), name) == most
     with pytest.raises(InvalidRequest, match=f"^{name} must be an integer from .* to {most}"):
         SamplingParams(**{name: most + 1})

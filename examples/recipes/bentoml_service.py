@@ -22,7 +22,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.outputs import CompletionOutput
 from foretoken.serve.app import create_app
-from foretoken.serve.errors import Overloaded, Unavailable
+from foretoken.serve.errors import Overloaded, ServerUnavailable
 from foretoken.serve.worker import Worker
 
 
@@ -69,7 +69,7 @@ class Foretoken:
             output = await _complete(front.state.worker, prompt, params)
         except InvalidRequest as error:
             raise InvalidArgument(str(error)) from error
-        except (Overloaded, Unavailable) as error:
+        except (Overloaded, ServerUnavailable) as error:
             raise ServiceUnavailable(str(error)) from error
         stats = output.stats
         return Answer(

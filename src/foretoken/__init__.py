@@ -28,7 +28,7 @@ __all__ = [
     "custom_generate",
 ]
 
-# Names are imported when first asked for: the command line must not wait for torch to print its help.
+# Names are imported on first use, so that the command line prints its help without importing torch.
 _HOMES = {
     "LLM": "llm",
     "CompletionOutput": "outputs",

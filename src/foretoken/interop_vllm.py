@@ -1,12 +1,13 @@
-"""The proposers that need no model inside vLLM, as its custom proposer class.
+"""Proposers that need no model of their own, as a custom proposer class of vLLM.
 
-    LLM(model, speculative_config={"method": "custom_class", "model": "foretoken.interop_vllm.Proposer",
+    LLM(model, speculative_config={"method": "custom_class", "model": "foretoken.interop_vllm.VllmProposer",
         "num_speculative_tokens": 8}, additional_config={"foretoken": {"method": "suffix"}})
 
-vLLM hands over the texts of a batch by row, the tokens that the last pass brought, and nothing else (0.32:
-``v1/spec_decode/custom_class_proposer.py``). So requests are told apart by their texts, one that is not in the batch
-any more is taken to be over, and logits, for those who learn from them, are read where vLLM computes them. Its drafts
-are chains: of a tree, the path that promises most. It verifies them as fixed candidates, which they are.
+vLLM passes the texts of a batch by row and the tokens of the last forward pass, and nothing else (0.32:
+``v1/spec_decode/custom_class_proposer.py``). So requests are identified by their texts, and a request that is missing
+from the batch counts as finished. Logits, for proposers that learn from them, are captured where vLLM computes them.
+vLLM's drafts are chains: of a tree, the path with the largest sum of probabilities. It verifies them as fixed
+candidates, which they are.
 """
 
 from __future__ import annotations
@@ -27,37 +28,44 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Model, Scores
 from foretoken.propose.base import Observation
-from foretoken.propose.tolerant import Tolerant
+from foretoken.propose.fallback import FallbackProposer
 from foretoken.speculation import Builder, SpeculativeConfig, find
 
 METHODS = ("ngram", "suffix", "recycling", "prediction", "mixture")
 OPTIONS = "foretoken"  # the key of vLLM's additional_config that holds the method and its keys
-_GREEDY = SamplingLaw(temperature=0.0)  # vLLM does not say how requests are sampled; only what is learned is kept by it
-_OVER = Timings(0.0, 0.0, 0.0, 0.0, 1)
-_USUAL = ({"method": "suffix"}, {"method": "recycling"})  # members of a mixture
-_WIDER = 2  # nodes that a proposer may draft for one of the chain, so that a path can be chosen
+_GREEDY = SamplingLaw(temperature=0.0)  # vLLM does not pass sampling parameters; the law affects learned state only
+_NO_TIME = Timings(0.0, 0.0, 0.0, 0.0, 1)
+_DEFAULT_MEMBERS = ({"method": "suffix"}, {"method": "recycling"})  # of a mixture
+_NODES_PER_TOKEN = 2  # nodes that a proposer may draft for each token of the chain, so that a path can be chosen
 
 Ids = NDArray[np.int32]
-_predicted: dict[tuple[int, ...], tuple[int, ...]] = {}
+_predictions: dict[tuple[int, ...], tuple[int, ...]] = {}
 
 
 def predict(prompt: Sequence[int], text: Sequence[int]) -> None:
-    """Say what is expected to come out after ``prompt``, both token ids, before the request is made.
+    """Registers the predicted output of a prompt, both as token ids, before the request is made.
 
-    For method "prediction" where vLLM's engine lives in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Requests of
-    which nothing was said follow their own prompt, which is right for a text to be edited that stands in it.
+    It is for the method "prediction" with vLLM's engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0). Requests
+    without a registered prediction follow their own prompt, which suits prompts that contain a text to edit.
     """
-    _predicted[tuple(prompt)] = tuple(text)
+    _predictions[tuple(prompt)] = tuple(text)
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """One text. row: its tokens as vLLM last had them. chain: what was drafted last. absent: calls without it."""
+    """One request of vLLM.
+
+    Args:
+        context: The sequence.
+        row: Its tokens in the last call.
+        chain: The last draft.
+        absent: Number of calls since it was last in the batch.
+    """
 
     context: Context
     row: Ids
@@ -67,43 +75,55 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """All that a proposer without a model asks of the target."""
+    """The part of the target that a proposer without a model needs."""
 
     vocab_size: int
 
 
-class Proposer:
-    """See the module. vllm_config: vLLM's own, whole. Raises InvalidRequest for what cannot draft there."""
+class VllmProposer:
+    """vLLM's custom proposer class. See the module.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        InvalidRequest: The configured method cannot draft inside vLLM.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         speculative, model = vllm_config.speculative_config, vllm_config.model_config
         self.depth = int(speculative.num_speculative_tokens)
         self.max_length, self.vocab_size = int(model.max_model_len), int(model.get_vocab_size())
-        given = (vllm_config.additional_config or {}).get(OPTIONS, {})
-        self.inner = Tolerant(_built(given, self.depth, self.vocab_size))
-        # With a pipeline its batches take turns, each call seeing one of them.
+        options = (vllm_config.additional_config or {}).get(OPTIONS, {})
+        self.inner = FallbackProposer(_built(options, self.depth, self.vocab_size))
+        # With pipeline parallelism the batches take turns, and each call has one of them.
         stages = int(vllm_config.parallel_config.pipeline_parallel_size)
-        self._patience = 0 if stages == 1 else 2 * stages
+        self._max_absent = 0 if stages == 1 else 2 * stages
         self._live: list[_Request] = []
         self._rows: list[_Request | None] = []  # of the last call
         self._logits: Tensor | None = None
-        self._left = perf_counter()
+        self._returned_at = perf_counter()
         self._ids = count(1)
-        self.unlearned = 0  # calls whose logits did not fit the rows that were expected
+        self.unlearned = 0  # calls whose logits did not have the expected number of rows
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that are not known to be finished."""
+        return len(self._live)
 
     def load_model(self, model: Any) -> None:
-        """Called once by vLLM with the target; there is nothing to load, but logits to look at."""
-        if not self.inner.needs.rounds:
+        """Called once by vLLM with the target. Nothing is loaded, but its logits are captured where a method learns."""
+        if not self.inner.needs.live_steps:
             return
         compute = getattr(model, "compute_logits", None)
         if compute is None:
             raise InvalidRequest(f"{type(model).__name__} shows no logits, from which {self.inner.name} learns")
 
-        def looked_at(*args: Any, **options: Any) -> Any:
+        def captured(*args: Any, **options: Any) -> Any:
             self._logits = compute(*args, **options)
             return self._logits
 
-        model.compute_logits = looked_at
+        model.compute_logits = captured
 
     def propose(
         self,
@@ -112,35 +132,38 @@ class Proposer:
         token_ids_cpu: NDArray[Any],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """At most ``num_speculative_tokens`` tokens for each row; none where the prompt is not read yet.
+        """Returns at most ``num_speculative_tokens`` draft tokens for each row; none during prefill.
 
-        sampled_token_ids: by row, what the last pass brought. num_tokens_no_spec: [rows], tokens of each text, those
-        among them. token_ids_cpu: [rows, max_model_len], the texts.
+        Args:
+            sampled_token_ids: Tokens of the last forward pass by row.
+            num_tokens_no_spec: [rows]. Length of each text, these tokens included.
+            token_ids_cpu: [rows, max_model_len]. The texts.
+            slot_mappings: Unused.
         """
-        seconds = perf_counter() - self._left
+        seconds = perf_counter() - self._returned_at
         texts = [token_ids_cpu[i, : int(num_tokens_no_spec[i])] for i in range(len(sampled_token_ids))]
-        rows = [self._found(i, text, len(sampled_token_ids[i])) for i, text in enumerate(texts)]
+        rows = [self._request_of(i, text, len(sampled_token_ids[i])) for i, text in enumerate(texts)]
         self._learn(rows, sampled_token_ids, seconds)
-        self._part(rows)
+        self._finish_absent(rows)
         self._rows, self._logits = rows, None
         chains = self._chains(rows)
-        self._left = perf_counter()
+        self._returned_at = perf_counter()
         return chains
 
-    def _found(self, place: int, text: Ids, new: int) -> _Request | None:
-        """Whose text it is that has ``new`` tokens more; a new request's where nobody's is."""
+    def _request_of(self, place: int, text: Ids, new: int) -> _Request | None:
+        """Returns the request whose text has grown by ``new`` tokens to ``text``, or else a new request."""
         if not new:
             return None
         before = text[: len(text) - new]
         last = self._rows[place] if place < len(self._rows) else None
-        for request in (last, *self._live):  # equal texts may change places: nothing tells them apart
+        for request in (last, *self._live):  # equal texts may change places: they cannot be distinguished
             if request is not None and len(request.row) == len(before) and np.array_equal(request.row, before):
                 request.context.tokens.extend(text[len(before) :].tolist())
                 break
         else:
             tokens = text.tolist()
             prompt = tuple(tokens[: len(before)])
-            prediction = _predicted.pop(prompt, prompt)
+            prediction = _predictions.pop(prompt, prompt)
             context = Context(next(self._ids), tokens, len(before), _GREEDY, Streams(0), prediction=prediction)
             request = _Request(context, text)
             self._live.append(request)
@@ -149,7 +172,7 @@ class Proposer:
         return request
 
     def _learn(self, rows: Sequence[_Request | None], sampled: Sequence[Sequence[int]], seconds: float) -> None:
-        """What the pass said of every row that has new tokens."""
+        """Passes the step's outputs and logits of every row with new tokens to the proposer."""
         scores = self._scores(rows)
         if scores is None:
             self.unlearned += 1
@@ -165,75 +188,73 @@ class Proposer:
             self.inner.observe(contexts, observations)
 
     def _scores(self, rows: Sequence[_Request | None]) -> list[Scores] | None:
-        """By row; None where logits are wanted and there is another number of them than was drafted for."""
-        if not self.inner.needs.rounds:
+        """Returns logits by row; None where they are needed and their number does not match the drafts."""
+        if not self.inner.needs.live_steps:
             return [Scores(torch.empty(0, self.vocab_size)) for _ in rows]
         sizes = [1 + (len(request.chain) if request is not None else 0) for request in rows]
         if self._logits is None or self._logits.shape[0] != sum(sizes):
             return None
         return [Scores(part) for part in self._logits.split(sizes)]
 
-    def _part(self, rows: Sequence[_Request | None]) -> None:
-        """From requests that are not here any more: their texts are whole, which some learn from."""
+    def _finish_absent(self, rows: Sequence[_Request | None]) -> None:
+        """Ends requests that are missing from the batch. Some proposers learn from finished texts."""
         here = {id(request) for request in rows if request is not None}
         gone = [request for request in self._live if id(request) not in here]
         for request in gone:
             request.absent += 1
-            if request.absent > self._patience:
-                end = Step(request.context.id, 0, Draft.empty(), Verdict((), 0), (), _OVER, "stop")
+            if request.absent > self._max_absent:
+                end = StepOutput(request.context.id, 0, Draft.empty(), Verdict((), 0), (), _NO_TIME, "stop")
                 self.inner.observe([request.context], [Observation(end, Scores(torch.empty(0, self.vocab_size)))])
                 self.inner.forget(request.context)
                 self._live.remove(request)
 
     def _chains(self, rows: Sequence[_Request | None]) -> list[list[int]]:
-        asked = [request for request in rows if request is not None]
-        room = [min(self.depth, self.max_length - len(request.row) - 1) for request in asked]
-        contexts, budgets = [request.context for request in asked], [max(0, _WIDER * each) for each in room]
-        drafts = self.inner.propose(contexts, budgets) if asked else []
-        for request, draft, most in zip(asked, drafts, room, strict=True):
-            request.chain = best_path(draft, most)
+        decoding = [request for request in rows if request is not None]
+        lengths = [min(self.depth, self.max_length - len(request.row) - 1) for request in decoding]
+        contexts, budgets = [r.context for r in decoding], [max(0, _NODES_PER_TOKEN * length) for length in lengths]
+        drafts = self.inner.propose(contexts, budgets) if decoding else []
+        for request, draft, length in zip(decoding, drafts, lengths, strict=True):
+            request.chain = best_path(draft, length)
         return [list(request.chain) if request is not None else [] for request in rows]
 
 
-def best_path(draft: Draft, most: int) -> list[int]:
-    """The tokens of the path that promises most: the largest sum of its nodes' probabilities, ``most`` nodes long.
+def best_path(draft: Draft, max_length: int) -> list[int]:
+    """Returns the tokens of the path with the largest sum of its nodes' probabilities, the first on ties.
 
-    Where nodes have no scores, the longest path; the first on ties.
+    The path has at most ``max_length`` nodes. Nodes without scores have probability 1, so the longest path is taken.
     """
     probabilities = [1.0] * len(draft) if draft.scores is None else draft.scores.exp().tolist()
-    promised: list[float] = []
+    sums: list[float] = []
     best = -1
     for node, (parent, probability) in enumerate(zip(draft.parents, probabilities, strict=True)):
-        promised.append(probability + (promised[parent] if parent >= 0 else 0.0))
-        if draft.depths[node] <= most and (best < 0 or promised[node] > promised[best]):
+        sums.append(probability + (sums[parent] if parent >= 0 else 0.0))
+        if draft.depths[node] <= max_length and (best < 0 or sums[node] > sums[best]):
             best = node
     return [draft.ids[node] for node in draft.path(best)]
 
 
-def _step(request: _Request, new: Sequence[int], timings: Timings) -> Step:
-    """What the pass did with the chain: all new tokens but the last were drafted."""
+def _step(request: _Request, new: Sequence[int], timings: Timings) -> StepOutput:
+    """Returns the output of a step: all new tokens except the last were drafted."""
     tokens, chain = tuple(int(token) for token in new), request.chain
     accepted = len(tokens) - 1
     context = request.context
     position = len(context.tokens) - len(tokens) - context.prompt_length
-    return Step(
-        context.id, position, Draft.chain(chain) if chain else Draft.empty(),
-        Verdict(tuple(range(accepted)), tokens[-1]), tokens, timings,
-    )  # fmt: skip
+    draft = Draft.chain(chain) if chain else Draft.empty()
+    return StepOutput(context.id, position, draft, Verdict(tuple(range(accepted)), tokens[-1]), tokens, timings)
 
 
-def _built(given: Mapping[str, Any], depth: int, vocab_size: int) -> Any:
-    """The proposer of vLLM's additional_config, drafting chains of ``depth`` unless it says otherwise."""
-    if not isinstance(given, Mapping):
-        raise InvalidRequest(f'additional_config["{OPTIONS}"] must be a speculative configuration, got {given!r}')
-    method = given.get("method", "mixture")
-    members = given.get("members", _USUAL) if method == "mixture" else ()
+def _built(options: Mapping[str, Any], depth: int, vocab_size: int) -> Any:
+    """Returns the proposer of vLLM's additional_config. It drafts chains of ``depth`` unless configured otherwise."""
+    if not isinstance(options, Mapping):
+        raise InvalidRequest(f'additional_config["{OPTIONS}"] must be a speculative configuration, got {options!r}')
+    method = options.get("method", "mixture")
+    members = options.get("members", _DEFAULT_MEMBERS) if method == "mixture" else ()
     for name in (method, *(each.get("method") if isinstance(each, Mapping) else None for each in members)):
         if name not in METHODS:
             raise InvalidRequest(f"method {name!r} does not draft inside vLLM; those that do: {', '.join(METHODS)}")
-    if "num_speculative_tokens" in given or "control" in given:
-        raise InvalidRequest("how much to draft is vLLM's to say: num_speculative_tokens in its speculative_config")
-    config = dict(_chained({**given, "method": method}, depth))
+    if "num_speculative_tokens" in options or "control" in options:
+        raise InvalidRequest("set the draft length in vLLM's speculative_config: num_speculative_tokens")
+    config = dict(_chained({**options, "method": method}, depth))
     if method == "mixture":
         config["members"] = [_chained(member, depth) for member in members]
     target = cast("Model", _Vocabulary(vocab_size))
@@ -241,11 +262,11 @@ def _built(given: Mapping[str, Any], depth: int, vocab_size: int) -> Any:
 
 
 def _chained(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """One continuation of every token, as deep as the chain may be, where the configuration does not say."""
-    usual = {"top_k": 1, "num_steps": depth}
+    """Returns ``config`` with defaults for chains: one continuation of every token, up to ``depth``."""
+    defaults = {"top_k": 1, "num_steps": depth}
     method = find(str(config["method"]))
     known = {f.name for f in fields(method.config)} if method is not None else set()
-    return {key: value for key, value in usual.items() if key in known} | dict(config)
+    return {key: value for key, value in defaults.items() if key in known} | dict(config)
 
 
 def _no_model(path: str | Path) -> NoReturn:

@@ -1,8 +1,10 @@
-"""``LLM``: a target, perhaps a proposer, and the engine between them."""
+"""``LLM``: a target model, a proposer, and the engine that runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,44 +16,56 @@ from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.files import atomic_directory
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
-from foretoken.engine.assemble import Assembler, submit
+from foretoken.engine.assemble import Assembler
+from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.engine.loop import Engine, draining
-from foretoken.engine.pace import PromptRows
+from foretoken.engine.prefill_pace import PromptRows
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.rehearsal import rehearse
 from foretoken.engine.requests import PromptLogprobs, Request, RequestBuilder
-from foretoken.engine.room import share_memory
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_generation_settings, load_model, load_tokenizer, resolve
+from foretoken.models.formats.checkpoint import load_generation_settings, load_tokenizer, resolve
+from foretoken.models.loading import load_model
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
-from foretoken.propose.selection import Selection
+from foretoken.propose.per_request import PerRequestProposer
 from foretoken.speculation import Builder, SpeculativeConfig, selection, with_draft
 from foretoken.verify import choose
 
 
 class LLM:
-    """A Hugging Face model with exact speculative decoding: a causal one, or an encoder-decoder.
+    """A Hugging Face model, causal or encoder-decoder, with exact speculative decoding.
 
-    model, draft_model: folders or hub names; ``LLM()`` alone is the bundled pair.
-    speculative_config: as in vLLM, see ``SpeculativeConfig``; a ``draft_model`` alone implies it.
-    dtype: "auto" is bfloat16 where the hardware computes it, else float32.
-    max_model_len: prompt and output together; None takes the checkpoint's.
-    seed: where requests without a seed of their own get their random numbers from.
-    backend: "native" is our runtime, "hf" transformers' modules, "auto" ours where it knows the architecture.
-    max_num_seqs: sequences that share a pass; more wait.
-    quantization: "int8" quantises the target's weights and, row by row, what they multiply. It is then another
-    target, and exact with respect to itself. None leaves the checkpoint as it is stored.
-    adapt: the draft model learns from what the target verifies, in the background; True, or keys of ``AdaptConfig``.
-    methods: more ways to speculate, each a configuration or a method's name, that a request may choose by
-    ``speculative_method``; ``llm.methods`` lists their names, the usual one first.
-    kv_memory: bytes that keys and values may take; who finds no room waits. None is no bound.
-    enable_prefix_caching: a prompt that begins as an earlier one did finds that beginning computed.
-    max_num_batched_tokens: prompt tokens that one round may read, so that a long prompt does not hold up the others;
-    "auto" is what hardly shows in their pace, None reads prompts whole.
-    tensor_parallel_size: processes, started by torchrun, that share the target through transformers' modules. The first
-    one goes on; in the others this does their part of its passes until it ends, and then raises SystemExit.
+    Args:
+        model: Folder or hub name of the target. ``LLM()`` alone loads the bundled pair.
+        draft_model: Folder or hub name of a draft model. It implies the method "draft_model".
+        speculative_config: As in vLLM. See ``SpeculativeConfig``.
+        tokenizer: Folder or hub name of the tokenizer. None takes the target's.
+        dtype: "auto" is bfloat16 where the hardware supports it, else float32.
+        device: "auto" or a torch device.
+        max_model_len: Context length, prompt and output together. None takes the checkpoint's.
+        seed: Seed of requests without a seed of their own.
+        backend: "native" is the compiled runtime, "hf" runs transformers' modules, "auto" takes the compiled runtime
+            where it supports the architecture.
+        max_num_seqs: Number of sequences in one forward pass. Further ones wait.
+        quantization: "int8" quantizes the target's weights, and activations row by row. The result is another target,
+            and decoding is exact with respect to it. None keeps the checkpoint's weights.
+        adapt: Whether the draft model is trained in the background on verified tokens. True, or keys of
+            ``AdaptConfig``.
+        methods: Further methods, each a configuration or a method's name, that a request may choose by
+            ``speculative_method``. ``llm.methods`` lists all names, the default first.
+        kv_cache_memory_bytes: Memory of the KV cache. Requests that do not fit wait. None is no limit.
+        enable_prefix_caching: Whether to reuse KV blocks of prompts with a common prefix.
+        max_num_batched_tokens: Prompt tokens in one step (chunked prefill). "auto" limits the added latency of running
+            requests. None prefills prompts whole.
+        tensor_parallel_size: Number of processes, started by torchrun, that share the target through transformers'
+            modules. In the first process the constructor returns. In the others it serves the forward passes until the
+            first process ends, and then raises SystemExit.
+
+    Raises:
+        InvalidRequest: An argument is not valid.
+        ModelLoadError: A model or tokenizer cannot be loaded.
     """
 
     def __init__(
@@ -70,7 +84,7 @@ class LLM:
         quantization: str | None = None,
         adapt: bool | Mapping[str, Any] = False,
         methods: Sequence[str | Mapping[str, Any]] = (),
-        kv_memory: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = False,
         max_num_batched_tokens: PromptRows = None,
         tensor_parallel_size: int = 1,
@@ -78,7 +92,7 @@ class LLM:
         integer("seed", seed, MIN_SEED, MAX_DERIVED_SEED)
         integer("max_num_seqs", max_num_seqs, 1, MAX_COUNT)
         integer("max_model_len", max_model_len, 2, MAX_COUNT, optional=True)
-        integer("kv_memory", kv_memory, 1, optional=True)
+        integer("kv_cache_memory_bytes", kv_cache_memory_bytes, 1, optional=True)
         config = SpeculativeConfig.of(speculative_config)
         if model is None:
             model = zoo.path("target")
@@ -98,8 +112,8 @@ class LLM:
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
         chosen = selection(builder, config, self._proposer, methods)
-        self.methods = tuple(chosen.members) if isinstance(chosen, Selection) else (config.method_in_force,)
-        capacity = share_memory(self.target, chosen, kv_memory, enable_prefix_caching, max_num_seqs)
+        self.methods = tuple(chosen.members) if isinstance(chosen, PerRequestProposer) else (config.method_in_force,)
+        capacity = split_kv_memory(self.target, chosen, kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs)
         self.engine = Engine(
             self.target,
             chosen,
@@ -134,38 +148,45 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many, of any lengths, in one batch. -> one output per prompt, in order
+        """Completes one prompt or many, of any lengths, in one batch.
 
-        use_tqdm: show progress on stderr; None shows it for several prompts when stderr is a terminal.
+        Args:
+            prompts: Text, token ids, vLLM's dicts of either, or a list of these.
+            sampling_params: One for all prompts, or one for each. None takes the defaults.
+            use_tqdm: Whether to show progress on stderr. None shows it for several completions on a terminal.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            InvalidRequest: A prompt or parameter is not valid, or a request failed.
         """
-        from foretoken.engine.progress import progress
-
-        requests = self._add(prompts, sampling_params)
+        assembler, requests = self._add(prompts, sampling_params)
         done: dict[int, dict[int, CompletionOutput]] = {request.id: {} for request in requests}
-        of_prompt: dict[int, PromptLogprobs | None] = {}
+        prompt_logprobs: dict[int, PromptLogprobs | None] = {}
         total = sum(request.params.n for request in requests)
-        with progress(total, use_tqdm) as advance:
-            for piece in self._run(requests):
+        with _progress(total, use_tqdm) as advance:
+            for piece in self._run(assembler, requests):
                 if piece.output is not None:
                     done[piece.request_id][piece.index] = piece.output
-                    of_prompt[piece.request_id] = piece.prompt_logprobs
+                    prompt_logprobs[piece.request_id] = piece.prompt_logprobs
                     advance()
-        return [r.output([done[r.id][i] for i in range(r.params.n)], of_prompt[r.id]) for r in requests]
+        return [r.output([done[r.id][i] for i in range(r.params.n)], prompt_logprobs[r.id]) for r in requests]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamPiece]:
-        """Pieces as they are accepted. Dropping the iterator cancels what is left."""
-        return self._run(self._add(prompts, sampling_params))
+        """Yields pieces of the outputs as tokens are accepted. Closing the iterator cancels unfinished requests."""
+        return self._run(*self._add(prompts, sampling_params))
 
     def chat(
         self,
         messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """``generate`` on one conversation or several through the tokenizer's chat template."""
+        """Applies the tokenizer's chat template to one conversation or several, and completes them."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest(f"the tokenizer of {self.model} has no chat template; use generate()")
         single = bool(messages) and isinstance(messages[0], Mapping)
@@ -177,20 +198,20 @@ class LLM:
         return self.generate(prompts, sampling_params)
 
     def save_draft(self, folder: str | Path) -> None:
-        """Write the draft as it has adapted, as an ordinary checkpoint. Raises InvalidRequest without ``adapt``."""
+        """Writes the adapted draft model as a checkpoint. Raises InvalidRequest without ``adapt``."""
         if not isinstance(self._proposer, Adaptive):
-            raise InvalidRequest("there is no draft that learned anything; open the LLM with adapt=True")
+            raise InvalidRequest("there is no adapted draft model; open the LLM with adapt=True")
         with atomic_directory(Path(folder).expanduser().absolute()) as partial:
             self._proposer.save(partial)
 
     def close(self) -> None:
-        """Cancel everything; the models are freed with the object."""
+        """Cancels all requests. The models are freed with the object."""
         self.engine.clear()
 
     def _add(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
-        """Check and queue everything, or nothing."""
+    ) -> tuple[Assembler, list[Request]]:
+        """Checks and queues all requests, or none."""
         each = _as_list(prompts)
         settings = [params or SamplingParams()] * len(each) if not isinstance(params, Sequence) else list(params)
         if len(settings) != len(each):
@@ -199,14 +220,12 @@ class LLM:
         for _, contexts in built:
             for context in contexts:
                 self.engine.check(context)
-        for request, contexts in built:
-            submit(self.engine, request, contexts)
-        return [request for request, _ in built]
-
-    def _run(self, requests: Sequence[Request]) -> Iterator[StreamPiece]:
         assembler = Assembler(self.engine, self.tokenizer)
-        for request in requests:
-            assembler.add(request)
+        for request, contexts in built:
+            assembler.add(request, contexts)
+        return assembler, [request for request, _ in built]
+
+    def _run(self, assembler: Assembler, requests: Sequence[Request]) -> Iterator[StreamPiece]:
         with draining(self.engine, [member for request in requests for member in request.members]):
             while assembler.open:
                 for step in self.engine.step():
@@ -215,17 +234,22 @@ class LLM:
 
 
 def eos_ids(path: Path, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Every end-of-sequence id that the checkpoint names and the vocabulary has. Raises ModelLoadError for no id."""
-    found = [token for settings in load_generation_settings(path) for token in settings.eos_token_id]
+    """Returns the end-of-sequence ids of the checkpoint and the tokenizer that the vocabulary has.
+
+    Raises:
+        ModelLoadError: A configuration file is malformed.
+    """
+    ids = [token for settings in load_generation_settings(path) for token in settings.eos_token_id]
     if tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
-    return sorted(token for token in set(found) if token < vocab_size)
+        ids.append(tokenizer.eos_token_id)
+    return sorted(token for token in set(ids) if token < vocab_size)
 
 
 def start_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
-    """What the decoder of an encoder-decoder begins with: its start, and the token it is made to say first, if any.
+    """Returns the first decoder tokens of an encoder-decoder: its start token, and the forced first token, if any.
 
-    Raises ModelLoadError where the checkpoint does not say, or names an id beyond its vocabulary.
+    Raises:
+        ModelLoadError: The checkpoint names no start token, or an id outside its vocabulary.
     """
     settings = load_generation_settings(path)
 
@@ -245,6 +269,26 @@ def start_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
             f"but the model's vocabulary has {vocab_size} tokens"
         )
     return start_tokens
+
+
+@contextmanager
+def _progress(total: int, show: bool | None) -> Iterator[Callable[[], None]]:
+    """Yields a function to call after each finished completion, which advances a progress bar on stderr.
+
+    Args:
+        total: Number of completions.
+        show: Whether to show the bar. None shows it for several completions on a terminal.
+    """
+    if not (total > 1 and sys.stderr.isatty() if show is None else show):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("completions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

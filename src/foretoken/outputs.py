@@ -1,16 +1,16 @@
-"""What comes out: frozen, printable, and with the statistics of how it was made."""
+"""Outputs of requests, with statistics of speculation."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """log of the target's own softmax at this position, before sampling parameters; rank 1 is the likeliest."""
+    """Log of the target's softmax at one position, before sampling parameters. Rank 1 is the most probable token."""
 
     logprob: float
     rank: int
@@ -19,12 +19,18 @@ class Logprob:
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """Counts over one output's rounds.
+    """Counts over the decode steps of one output.
 
-    rounds: target passes after the prompt's; drafted, accepted: draft tokens. cached: tokens of the prompt that were
-    found computed.
-    accepted_per_position[i]: rounds in which draft position i was accepted.
-    drafted_per_position[i]: rounds that drafted that far.
+    Args:
+        rounds: Number of decode steps.
+        drafts: Number of steps with a draft.
+        drafted: Number of draft tokens.
+        accepted: Number of accepted draft tokens.
+        tokens: Number of emitted tokens.
+        seconds: Time from admission to the end of the request.
+        drafted_per_position: Entry i is the number of steps with a draft of more than i positions.
+        accepted_per_position: Entry i is the number of steps in which draft position i was accepted.
+        cached: Number of prompt tokens found in the prefix cache.
     """
 
     rounds: int = 0
@@ -39,20 +45,21 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted/drafts: tokens per speculative round, the bonus included."""
+        """Tokens per step with a draft, the bonus token included: 1 + accepted/drafts."""
         return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """accepted/drafted."""
+        """Accepted draft tokens per draft token: accepted/drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens over the time this request was in work, its prompt included."""
+        """Emitted tokens per second, the time of prefill included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns all counts and rates by name."""
         return {
             **asdict(self),
             "mean_acceptance_length": self.mean_acceptance_length,
@@ -63,20 +70,33 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """What was thought of the tokens of one round: [nodes] each, then of the tokens that came.
+    """Probabilities of the tokens of one step.
 
-    p: the target's law at each drafted token, given that its parent was reached. q: what it was drafted with, None
-    where drafts are fixed candidates. came: the target's law at each emitted token.
+    Args:
+        p: [nodes]. Target probability of each draft token, given that its parent was reached.
+        q: [nodes]. Probability with which it was drafted, None for fixed candidates.
+        emitted_prob: Target probability of each emitted token.
     """
 
     p: tuple[float, ...]
     q: tuple[float | None, ...]
-    came: tuple[float, ...]
+    emitted_prob: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. ``finish_reason`` is "stop", "length" or "abort"; ``stop_reason`` the string or id that hit."""
+    """One completion of a request.
+
+    Args:
+        index: Number of the completion in its request.
+        text: The generated text.
+        token_ids: The generated tokens.
+        finish_reason: "stop", "length" or "abort".
+        stop_reason: The stop string or stop id that ended the text, if any.
+        logprobs: Log-probabilities of ``token_ids`` by token id, if requested.
+        stats: Statistics of speculation.
+        exactness: Grade of exactness.
+    """
 
     index: int
     text: str
@@ -90,9 +110,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its completions; prints as the text.
+    """A prompt and its completions. ``str()`` of it is the text.
 
-    prompt_logprobs: where they were asked for, one entry for each token of the prompt, None for the first.
+    Args:
+        request_id: Number of the request.
+        prompt: The prompt's text, or None for token ids.
+        prompt_token_ids: The prompt's tokens.
+        outputs: The completions.
+        prompt_logprobs: One entry for each prompt token, None for the first, if requested.
     """
 
     request_id: int
@@ -103,7 +128,7 @@ class RequestOutput:
 
     @property
     def stats(self) -> SpeculationStats:
-        """The first output's statistics."""
+        """Statistics of the first completion."""
         return self.outputs[0].stats
 
     def __str__(self) -> str:
@@ -112,20 +137,25 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """What one round added to one completion.
+    """What one step added to one completion.
 
-    text: the new text, whole characters only, held back while it could be the start of a stop string.
-    step: the round itself: what was drafted, accepted and added by the target.
-    output: the finished completion, on its last piece.
-    logprobs: of ``token_ids``, where they were asked for. explained: likewise. prompt_logprobs: likewise, on the
-    first piece and on the last.
+    Args:
+        request_id: Number of the request.
+        index: Number of the completion in its request.
+        text: The new text: whole characters, held back while it may become a stop string.
+        token_ids: The new tokens.
+        step: The step: what was drafted, accepted and added by the target.
+        output: The finished completion, on its last piece.
+        logprobs: Log-probabilities of ``token_ids``, if requested.
+        explained: Probabilities of the step's tokens, if requested.
+        prompt_logprobs: Log-probabilities of the prompt, if requested, on the first and the last piece.
     """
 
     request_id: int
     index: int
     text: str
     token_ids: tuple[int, ...]
-    step: Step
+    step: StepOutput
     output: CompletionOutput | None = None
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     explained: Explained | None = None

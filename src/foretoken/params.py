@@ -1,4 +1,4 @@
-"""What a request may ask for. Bad values are refused here, by name."""
+"""Sampling parameters of a request, and their validation."""
 
 from __future__ import annotations
 
@@ -17,30 +17,36 @@ if TYPE_CHECKING:
 MAX_COUNT = 2**31 - 1  # the compiled kernels count with 32 bits
 MAX_N = 16384  # as in vLLM
 MAX_SPECULATIVE_TOKENS = 4096
-SMALLEST, LARGEST = 1e-6, 1e6  # beyond them float32 has nothing left to compute with
+SMALLEST, LARGEST = 1e-6, 1e6  # float32 loses all precision beyond them
 MAX_SALT = 1024  # characters of a cache_salt
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters by vLLM's names and meanings.
+    """Sampling parameters by vLLM's names and meanings. The following differ from vLLM or are not in vLLM.
 
-    speculative_tokens: drafted tokens per round; None takes the engine's, 0 is plain decoding.
-    seed: an integer of 64 bits with its sign, each another text; -1 is one of them. None: the engine's seed and the
-    request's number decide. The first of ``n`` completions has the text of ``n=1``.
-    exactness: ``"distribution"``, ``"trajectory"`` or ``"lossy-typical"``; None means trajectory when ``seed``
-    is set, else distribution.
-    speculative_method: which of the loaded methods drafts; None takes the engine's choice.
-    structured_outputs: what the text has to be, as vLLM's: one of {"json": schema}, {"json_object": True},
-    {"regex": pattern}, {"choice": [texts]} and {"grammar": Lark or GBNF}; the law then is the model's own, restricted
-    at every token to what the text can still go on with. JSON is spaced as json.dumps spaces it; "whitespace": True
-    beside it allows any.
-    logprobs, prompt_logprobs: so many of the likeliest tokens at every place of the output and of the prompt.
-    explain: every piece says what the target and the draft thought of each drafted token; see ``StreamPiece``.
-    prediction: a text (or its token ids) that the output is expected to follow in the main, as OpenAI's predicted
-    outputs. Methods that read it ("prediction", mixtures with it) draft from it; it never changes what comes out.
-    cache_salt: requests share the prefix cache and what proposers keep of earlier requests only with requests of the
-    same salt, as in vLLM; requests without a salt share among themselves.
+    Args:
+        seed: A signed 64-bit integer. Every seed, -1 included, selects another text. None derives a seed from the
+            engine's seed and the request's number. The first of ``n`` completions has the text of ``n=1``.
+        logprobs: Number of most probable tokens to return at every position of the output.
+        prompt_logprobs: Number of most probable tokens to return at every position of the prompt.
+        structured_outputs: As in vLLM, one of {"json": schema}, {"json_object": True}, {"regex": pattern},
+            {"choice": [texts]} and {"grammar": Lark or GBNF}. The distribution is the model's own, restricted at every
+            token to those that continue a matching text. JSON has the whitespace of json.dumps; with
+            "whitespace": True beside it, any.
+        speculative_tokens: Draft tokens per step. None takes the engine's, 0 is plain decoding.
+        speculative_method: Name of the loaded method that drafts. None takes the engine's default.
+        exactness: ``"distribution"``, ``"trajectory"`` or ``"lossy-typical"``. None is trajectory when ``seed`` is set,
+            else distribution.
+        prediction: A text (or its token ids) that the output is expected to resemble, like OpenAI's predicted outputs.
+            The methods "prediction" and mixtures with it draft from it. It never changes the distribution.
+        cache_salt: Requests share the prefix cache and the proposers' stores only with requests of the same salt, as in
+            vLLM. Requests without a salt share among themselves.
+        explain: Whether every piece has the target's and the draft's probability of each draft token. See
+            ``StreamPiece``.
+
+    Raises:
+        InvalidRequest: A value is not valid.
     """
 
     n: int = 1
@@ -75,12 +81,12 @@ class SamplingParams:
         self._check_kinds()
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _by_token_id(self.logit_bias))
-        for name, (low, high, expected) in _NUMBERS.items():
-            _number(name, getattr(self, name), low, high, expected)
-        for name, (least, most) in _INTEGERS.items():
-            integer(name, getattr(self, name), least, most)
-        for name, (least, most) in _OPTIONAL_INTEGERS.items():
-            integer(name, getattr(self, name), least, most, optional=True)
+        for name, (lowest, highest, expected) in _NUMBERS.items():
+            _number(name, getattr(self, name), lowest, highest, expected)
+        for name, (low, high) in _INTEGERS.items():
+            integer(name, getattr(self, name), low, high)
+        for name, (low, high) in _OPTIONAL_INTEGERS.items():
+            integer(name, getattr(self, name), low, high, optional=True)
         if 0.0 < self.temperature < SMALLEST:
             raise InvalidRequest(f"temperature must be 0 (greedy) or at least {SMALLEST:g}, got {self.temperature!r}")
         for token, bias in (self.logit_bias or {}).items():
@@ -106,7 +112,7 @@ class SamplingParams:
                 )
 
     def _check_kinds(self) -> None:
-        """Raises InvalidRequest for a value of another type than its field has."""
+        """Raises InvalidRequest for a value of the wrong type."""
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "explain"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, got {shown(getattr(self, name))}")
@@ -122,14 +128,24 @@ class SamplingParams:
 
     @property
     def grade(self) -> Exactness:
+        """The grade of exactness: ``exactness``, or its default."""
         if self.exactness is not None:
             return Exactness(self.exactness)
         return Exactness.DISTRIBUTION if self.seed is None else Exactness.TRAJECTORY
 
     def law(self, vocab_size: int, bad_words: Sequence[tuple[int, ...]], end_ids: Sequence[int]) -> SamplingLaw:
-        """The sampling law of this request. ``end_ids`` are what ``min_tokens`` holds back."""
+        """Returns the sampling law of this request.
+
+        Args:
+            vocab_size: Number of logits of the model.
+            bad_words: Tokens of the bad words.
+            end_ids: Ids that ``min_tokens`` forbids.
+
+        Raises:
+            InvalidRequest: ``logit_bias`` or ``stop_token_ids`` has an id outside the vocabulary.
+        """
         from foretoken.core.bad_words import BadWords
-        from foretoken.core.sampling import SamplingLaw  # torch: bad parameters are refused before it is loaded
+        from foretoken.core.sampling import SamplingLaw  # imports torch, which validation does not need
 
         for token in (*(self.logit_bias or {}), *(self.stop_token_ids or ())):
             if token >= vocab_size:
@@ -177,7 +193,7 @@ def _ids(value: Any) -> bool:
 
 
 def _by_token_id(bias: Any) -> dict[int, Any]:
-    """Returns ``bias`` with integers as keys. They may be given as decimal text, as JSON writes them."""
+    """Returns ``bias`` with integer keys. Decimal strings are accepted, because JSON has only string keys."""
     if isinstance(bias, Mapping):
         texts = {key for key in bias if isinstance(key, str) and _DECIMAL.fullmatch(key)}
         by_id = {int(key) if key in texts else key: value for key, value in bias.items()}
@@ -203,18 +219,18 @@ _STRUCTURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _structured(value: Any) -> None:
-    """Exactly one of the known keys, with a value of its kind; keys that hold None are not there."""
+    """Checks for exactly one of the known keys, with a valid value. Keys whose value is None are ignored."""
     known = f"one of {', '.join(_STRUCTURED)}, and for JSON also 'whitespace'"
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"structured_outputs must be a mapping with {known}, got {shown(value)}")
-    given = {key: item for key, item in value.items() if item is not None}
-    kinds = [key for key in given if key != "whitespace"]
+    items = {key: item for key, item in value.items() if item is not None}
+    kinds = [key for key in items if key != "whitespace"]
     if len(kinds) != 1 or kinds[0] not in _STRUCTURED:
-        raise InvalidRequest(f"structured_outputs must have {known}, got {shown(list(given)) if given else 'nothing'}")
+        raise InvalidRequest(f"structured_outputs must have {known}, got {shown(list(items)) if items else 'nothing'}")
     expected, fits = _STRUCTURED[kinds[0]]
-    if not fits(given[kinds[0]]):
-        raise InvalidRequest(f"structured_outputs[{kinds[0]!r}] must be {expected}, got {shown(given[kinds[0]])}")
-    if "whitespace" in given and (not kinds[0].startswith("json") or not isinstance(given["whitespace"], bool)):
+    if not fits(items[kinds[0]]):
+        raise InvalidRequest(f"structured_outputs[{kinds[0]!r}] must be {expected}, got {shown(items[kinds[0]])}")
+    if "whitespace" in items and (not kinds[0].startswith("json") or not isinstance(items["whitespace"], bool)):
         raise InvalidRequest("structured_outputs['whitespace'] goes with 'json' or 'json_object', and is True or False")
 
 

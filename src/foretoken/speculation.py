@@ -1,4 +1,4 @@
-"""How to speculate, as users write it, and the methods there are."""
+"""Speculative configurations as users write them, and the construction of proposers from them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from foretoken.control.base import Controller
 from foretoken.control.controls import Control, ControlConfig, build, most, parse
 from foretoken.control.passes import Passes
 from foretoken.control.tempo import Tempo
-from foretoken.core.checks import integer
+from foretoken.core.checks import check_keys, integer
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
 from foretoken.params import MAX_SPECULATIVE_TOKENS
-from foretoken.propose.base import Method, Proposer, Workshop
+from foretoken.propose.base import BuildContext, Method, Proposer
 from foretoken.propose.methods import METHODS as METHODS
 from foretoken.propose.methods import NONE as NONE
 from foretoken.propose.methods import check_method
-from foretoken.propose.selection import Selection
+from foretoken.propose.per_request import PerRequestProposer
 
 _REJECTIONS = ("block", "token")
 
@@ -31,14 +31,18 @@ _REJECTIONS = ("block", "token")
 class SpeculativeConfig:
     """How to speculate, by vLLM's names.
 
-    method: one of ``METHODS`` or "none"; None infers it (a model: draft_model).
-    model: the draft, the heads or the datastore that the method needs.
-    num_speculative_tokens: drafted tokens a round, in a tree all its nodes; None takes the method's.
-    rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
-    control: who decides how much to draft each round: "fixed", the same number always; "goodput", what pays by
-    measured time, none included; or a mapping with "name" and the controller's keys. None is "fixed" where
-    num_speculative_tokens is given, else "goodput", which takes that number, if given, as the most.
-    options: the method's own keys; ``of`` takes them beside the others.
+    Args:
+        method: One of ``METHODS`` or "none". None infers it: "draft_model" where a model is given.
+        model: The draft model, heads or datastore of the method.
+        num_speculative_tokens: Draft tokens per step, all nodes of a tree included. None takes the method's default.
+        rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
+        control: How the draft length is chosen. "fixed" is constant. "goodput" maximizes tokens per measured second,
+            and may choose 0. A mapping has "name" and the controller's keys. None is "fixed" where
+            num_speculative_tokens is given, else "goodput". A given number is the maximum of "goodput".
+        options: The method's own keys. ``of`` accepts them beside the others.
+
+    Raises:
+        InvalidRequest: A value or key is not valid.
     """
 
     method: str | None = None
@@ -60,40 +64,36 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | SpeculativeConfig | None) -> Self:
-        """From a dict as users write it; unknown keys are an error that lists the known ones."""
+        """Returns a configuration from a dict. Unknown keys raise InvalidRequest, which lists the known ones."""
         if isinstance(value, SpeculativeConfig):
             return value  # type: ignore[return-value]
         common = _common()
-        given = dict(value or {})
-        own = {key: given.pop(key) for key in list(given) if key not in common}
-        return cls(**given, options=own)
+        keys = dict(value or {})
+        own = {key: keys.pop(key) for key in list(keys) if key not in common}
+        return cls(**keys, options=own)
 
     @property
     def method_in_force(self) -> str:
-        """What ``method`` says, or what follows where it says nothing: keys or a model are a draft model's."""
+        """``method``, or its inferred value: keys or a model without a method are a draft model's."""
         return self.method or ("draft_model" if self.model is not None or self.options else NONE)
 
     def own(self) -> Any:
-        """The method's own configuration, None for plain decoding. Raises InvalidRequest for keys it does not have."""
+        """Returns the method's own configuration, None for plain decoding. Raises InvalidRequest for unknown keys."""
         method = find(self.method_in_force)
         known = [f.name for f in fields(method.config)] if method else []
-        unknown = sorted(set(self.options) - set(known))
-        if unknown:
-            raise InvalidRequest(
-                f"unknown key(s) in speculative_config: {', '.join(unknown)}; known: {', '.join([*_common(), *known])} "
-                f"(method {self.method_in_force!r})"
-            )
+        note = f" (method {self.method_in_force!r})"
+        check_keys("speculative_config", self.options, known, common=_common(), note=note)
         return method.config(**self.options) if method else None
 
     @property
     def control_in_force(self) -> ControlConfig:
-        """What ``control`` says, or what follows where it says nothing."""
+        """``control``, or its default."""
         fixed = self.num_speculative_tokens is not None or self.method_in_force == NONE
         return parse(("fixed" if fixed else "goodput") if self.control is None else self.control)
 
     @property
     def tokens(self) -> int:
-        """Drafted tokens a round, where nothing makes it vary."""
+        """Draft tokens per step of a fixed draft length."""
         method = find(self.method_in_force)
         default = method.tokens if method else 0
         return default if self.num_speculative_tokens is None else self.num_speculative_tokens
@@ -109,7 +109,7 @@ class SpeculativeConfig:
 
 
 def find(name: str) -> Method | None:
-    """The method with that name, None for "none"."""
+    """Returns the method of a name, None for "none"."""
     if name == NONE:
         return None
     method: Method = import_module(f"foretoken.propose.{METHODS[name]}").METHOD
@@ -118,7 +118,7 @@ def find(name: str) -> Method | None:
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes proposers for one target. See ``Workshop``. passes: for the engine's ``Tempo`` as well."""
+    """Makes proposers for one target. See ``BuildContext``. passes: for the engine's ``Tempo`` as well."""
 
     target: Model
     tokenizer: Any
@@ -127,35 +127,47 @@ class Builder:
     passes: Passes = field(default_factory=Passes)
 
     def build(self, config: SpeculativeConfig) -> Proposer:
-        """Raises InvalidRequest or ModelLoadError for what the method cannot be made of."""
+        """Returns the proposer of a configuration. Raises InvalidRequest or ModelLoadError."""
         method = find(config.method_in_force)
         if method is None:
             return Proposer()
-        workshop = Workshop(self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.passes)
+        workshop = BuildContext(
+            self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.passes
+        )
         return method.build(config.own(), workshop)
 
     def member(self, config: Mapping[str, Any]) -> Proposer:
-        """From a configuration as users write it."""
+        """Returns the proposer of a configuration in the form of a dict."""
         return self.build(SpeculativeConfig.of(config))
 
 
 def selection(
-    builder: Builder, config: SpeculativeConfig, usual: Proposer, others: Sequence[str | Mapping[str, Any]]
+    builder: Builder, config: SpeculativeConfig, default: Proposer, others: Sequence[str | Mapping[str, Any]]
 ) -> Proposer:
-    """``usual`` and what else requests may choose, by the methods' names. Raises InvalidRequest for a name twice."""
+    """Returns a proposer that lets each request choose between ``default`` and other methods, by their names.
+
+    Args:
+        builder: Builds the other proposers.
+        config: Configuration of ``default``.
+        default: The proposer of requests that choose none.
+        others: Names or configurations of other methods.
+
+    Raises:
+        InvalidRequest: Two methods have the same name.
+    """
     if not others:
-        return usual
-    members = {config.method_in_force: usual}
+        return default
+    members = {config.method_in_force: default}
     for other in others:
         own = SpeculativeConfig.of({"method": other} if isinstance(other, str) else other)
         if own.method_in_force in members:
             raise InvalidRequest(f"two ways to speculate are named {own.method_in_force!r}; leave one of them out")
         members[own.method_in_force] = builder.build(own)
-    return Selection(members)
+    return PerRequestProposer(members)
 
 
 def with_draft(config: SpeculativeConfig, draft_model: str | Path | None) -> SpeculativeConfig:
-    """``config`` with the draft of ``draft_model=``. Raises InvalidRequest where the two disagree."""
+    """Returns ``config`` with the model of ``draft_model=``. Raises InvalidRequest where the two disagree."""
     if draft_model is None:
         return config
     if config.model is not None and str(draft_model) != config.model:

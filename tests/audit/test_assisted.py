@@ -10,10 +10,10 @@ import torch
 
 from foretoken.audit.assisted import Assisted
 from foretoken.audit.greedy import greedy
-from foretoken.audit.result import Outcome
+from foretoken.audit.result import CheckOutcome
 from foretoken.audit.sampled import sampled
-from foretoken.audit.subject import Ask
-from foretoken.audit.work import Work, noise
+from foretoken.audit.subject import CompletionSettings
+from foretoken.audit.work import AuditTask, noise
 from foretoken.core.errors import InvalidRequest
 from foretoken.speculation import SpeculativeConfig
 
@@ -26,9 +26,9 @@ def assisted(tiny_pair):
     return subject
 
 
-def work(audited) -> Work:
+def work(audited) -> AuditTask:
     prompts = tuple(tuple(audited.encode(text)) for text in ("def f(", "x = 1"))
-    return Work(audited, prompts, 1.0, 0, 1e-3, monotonic() + 600.0, noise(audited, prompts[:1]))
+    return AuditTask(audited, prompts, 1.0, 0, 1e-3, monotonic() + 600.0, noise(audited, prompts[:1]))
 
 
 def test_its_law_has_its_own_filters(assisted):
@@ -37,7 +37,7 @@ def test_its_law_has_its_own_filters(assisted):
 
 
 def test_the_same_seed_is_the_same_text_and_leaves_torch_alone(assisted):
-    ask = Ask(assisted.law(1.0), 12, (5,), keep=True)
+    ask = CompletionSettings(assisted.law(1.0), 12, (5,), keep=True)
     before = torch.random.get_rng_state()
     first, second = (assisted.generate([[1, 2, 3]], ask)[0] for _ in range(2))
     assert first.tokens == second.tokens and len(first.tokens) == 12
@@ -48,9 +48,9 @@ def test_the_same_seed_is_the_same_text_and_leaves_torch_alone(assisted):
 
 def test_it_passes_as_it_comes(assisted):
     short = replace(work(assisted), deadline=0.0)
-    assert greedy(short).outcome is Outcome.PASSED
-    check, tally = sampled(work(assisted), most=128)
-    assert check.outcome is Outcome.PASSED, check.evidence
+    assert greedy(short).outcome is CheckOutcome.PASSED
+    check, tally = sampled(work(assisted), max_tokens=128)
+    assert check.outcome is CheckOutcome.PASSED, check.evidence
     assert tally.everything.toward.variance > 0
     assert any(one["name"] == "all tokens: ranks" for one in check.numbers["statistics"])
 
@@ -58,14 +58,14 @@ def test_it_passes_as_it_comes(assisted):
 def test_its_lossy_blend_is_planted(assisted):
     ((error, wrong),) = assisted.planted().items()
     assert "assistant_ensemble_weight" in error
-    ask = Ask(assisted.law(1.0), 16, (5,))
+    ask = CompletionSettings(assisted.law(1.0), 16, (5,))
     assert wrong.generate([[1, 2, 3]], ask) != assisted.generate([[1, 2, 3]], ask)
 
 
 def test_by_lookup(tiny_pair):
     subject = Assisted(tiny_pair.target, SpeculativeConfig(method="ngram"), "float32")
     assert subject.options == {"prompt_lookup_num_tokens": 10}
-    assert greedy(replace(work(subject), deadline=0.0)).outcome is Outcome.PASSED
+    assert greedy(replace(work(subject), deadline=0.0)).outcome is CheckOutcome.PASSED
     assert subject.reference([1], [2], subject.law(1.0)) is None
     assert "temperature" in next(iter(subject.planted()))
 

@@ -11,9 +11,9 @@ from tests.audit.toys import PROMPTS, drafting, subject, work
 from foretoken.audit.divergence import Divergence, explained, parity, parting
 from foretoken.audit.greedy import greedy
 from foretoken.audit.ours import Foretoken
-from foretoken.audit.result import Outcome
+from foretoken.audit.result import CheckOutcome
 from foretoken.audit.selfdraft import self_draft
-from foretoken.audit.subject import Ask
+from foretoken.audit.subject import CompletionSettings
 from foretoken.audit.trajectory import trajectory
 from foretoken.audit.work import noise
 from foretoken.core.sampling import SamplingLaw
@@ -23,10 +23,10 @@ from foretoken.verify import choose
 
 def test_an_honest_engine_writes_the_plain_text():
     check = greedy(work(subject()))
-    assert check.outcome is Outcome.PASSED
+    assert check.outcome is CheckOutcome.PASSED
     assert check.numbers["texts"] == dict.fromkeys(("alone", "in a batch", "in a batch as controlled"), len(PROMPTS))
     seeded = trajectory(work(subject(drafting(tree="top_k", top_k=2)), seconds=0.0))
-    assert seeded.outcome is Outcome.PASSED, seeded.evidence
+    assert seeded.outcome is CheckOutcome.PASSED, seeded.evidence
 
 
 def careless(law, exactness):
@@ -43,11 +43,11 @@ def careless(law, exactness):
 
 def test_a_wrong_verifier_is_a_bug():
     check = greedy(work(subject(drafting(strength=0.9), rule=careless)))
-    assert check.outcome is Outcome.FAILED
+    assert check.outcome is CheckOutcome.FAILED
     first = check.numbers["divergences"][0]
     assert first["moved"] == 0.0 and first["margin"] > 0 and not first["tie"]
     assert "not a tie" in check.evidence
-    assert trajectory(work(subject(drafting(strength=0.9), rule=careless), seconds=0.0)).outcome is Outcome.FAILED
+    assert trajectory(work(subject(drafting(strength=0.9), rule=careless), seconds=0.0)).outcome is CheckOutcome.FAILED
 
 
 class Noisy(Foretoken):
@@ -69,14 +69,14 @@ class Noisy(Foretoken):
 
 def test_a_tie_is_told_from_a_bug():
     subject_ = subject(kind=Noisy)
-    plain = Ask(SamplingLaw(temperature=0.0), 4, (0,), depth=0)
+    plain = CompletionSettings(SamplingLaw(temperature=0.0), 4, (0,), depth=0)
     found = explained(subject_, PROMPTS[:1], 0, 0, plain, replace(plain, depth=None))
     assert found.margin is None and "not again" in str(found)
     tie, bug = Divergence(0, 3, 0.015, 0.01), Divergence(1, 5, 0.5, 0.01)
     assert tie.tie and not bug.tie and "a tie" in str(tie)
-    assert parity("x", [tie], False, {"alone": 4}, 8).outcome is Outcome.PASSED
-    assert parity("x", [tie], True, {"alone": 4}, 8).outcome is Outcome.FAILED
-    assert parity("x", [tie, bug], False, {"alone": 4}, 8).outcome is Outcome.FAILED
+    assert parity("x", [tie], False, {"alone": 4}, 8).outcome is CheckOutcome.PASSED
+    assert parity("x", [tie], True, {"alone": 4}, 8).outcome is CheckOutcome.FAILED
+    assert parity("x", [tie, bug], False, {"alone": 4}, 8).outcome is CheckOutcome.FAILED
 
 
 def test_noise_is_what_two_passes_differ_by():
@@ -92,7 +92,7 @@ def test_parting():
 
 def test_a_target_that_drafts_for_itself_is_never_contradicted():
     check = self_draft(work(subject()))
-    assert check.outcome is Outcome.PASSED, check.evidence
+    assert check.outcome is CheckOutcome.PASSED, check.evidence
     assert set(check.numbers["accepted_whole"].values()) == {1.0}
 
 
@@ -100,4 +100,4 @@ def test_a_verifier_that_contradicts_the_target_fails_the_control():
     def stubborn(law, exactness):
         return lambda draft, probs, stream: Verdict((), stream.categorical(probs[0], index=0))
 
-    assert self_draft(work(subject(rule=stubborn))).outcome is Outcome.FAILED
+    assert self_draft(work(subject(rule=stubborn))).outcome is CheckOutcome.FAILED

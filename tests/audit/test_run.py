@@ -9,7 +9,7 @@ from tests.audit.mutants import RULES
 from tests.audit.toys import drafting, subject
 
 from foretoken import LLM
-from foretoken.audit import Audit, Check, Outcome, audit
+from foretoken.audit import Audit, Check, CheckOutcome, audit
 from foretoken.audit.result import CONTROL
 from foretoken.audit.run import SHARES
 from foretoken.core.errors import InvalidRequest
@@ -21,8 +21,8 @@ def test_an_honest_engine():
     seen = []
     found = audit(subject(), PROMPTS, budget=4.0, watch=lambda name, share: seen.append((name, share)))
     assert [check.name for check in found.checks] == list(SHARES)
-    assert found.outcome in (Outcome.PASSED, Outcome.INCONCLUSIVE), found.summary
-    assert [c for c in found.checks if c.outcome is Outcome.FAILED] == []
+    assert found.outcome in (CheckOutcome.PASSED, CheckOutcome.INCONCLUSIVE), found.summary
+    assert [c for c in found.checks if c.outcome is CheckOutcome.FAILED] == []
     assert list(dict.fromkeys(name for name, _ in seen)) == list(SHARES)
     assert all(0.0 <= share <= 1.0 for _, share in seen)
     record = json.loads(json.dumps(found.to_dict(), allow_nan=False))
@@ -31,27 +31,27 @@ def test_an_honest_engine():
 
 def test_a_wrong_one():
     found = audit(subject(drafting(strength=0.9), rule=RULES["rejects whenever p < q"]), PROMPTS, budget=3.0)
-    assert found.outcome is Outcome.FAILED
-    assert "sampled law" in found.summary and found.summary.endswith("failed")
+    assert found.outcome is CheckOutcome.FAILED
+    assert "sampled distribution" in found.summary and found.summary.endswith("failed")
 
 
 def test_an_llm(tiny_pair):
     found = audit(LLM(tiny_pair.target, tiny_pair.draft, max_model_len=256), ["def f(", "x = 1"], budget=3.0)
-    assert not any(check.outcome is Outcome.FAILED for check in found.checks), found.to_dict()
+    assert not any(check.outcome is CheckOutcome.FAILED for check in found.checks), found.to_dict()
     assert found.subject["method"] == "draft_model"
 
 
-def check(name: str, outcome: Outcome) -> Check:
+def check(name: str, outcome: CheckOutcome) -> Check:
     return Check(name, outcome, "")
 
 
 def test_the_verdict_needs_the_control():
-    fine, control = check("a", Outcome.PASSED), check(CONTROL, Outcome.PASSED)
-    skipped, doubtful = check("b", Outcome.SKIPPED), check(CONTROL, Outcome.INCONCLUSIVE)
-    assert Audit({}, (fine, skipped, control), 1.0).outcome is Outcome.PASSED
-    assert Audit({}, (fine, doubtful), 1.0).outcome is Outcome.INCONCLUSIVE
-    assert Audit({}, (fine,), 1.0).outcome is Outcome.INCONCLUSIVE
-    assert Audit({}, (fine, doubtful, check("c", Outcome.FAILED)), 1.0).outcome is Outcome.FAILED
+    fine, control = check("a", CheckOutcome.PASSED), check(CONTROL, CheckOutcome.PASSED)
+    skipped, doubtful = check("b", CheckOutcome.SKIPPED), check(CONTROL, CheckOutcome.INCONCLUSIVE)
+    assert Audit({}, (fine, skipped, control), 1.0).outcome is CheckOutcome.PASSED
+    assert Audit({}, (fine, doubtful), 1.0).outcome is CheckOutcome.INCONCLUSIVE
+    assert Audit({}, (fine,), 1.0).outcome is CheckOutcome.INCONCLUSIVE
+    assert Audit({}, (fine, doubtful, check("c", CheckOutcome.FAILED)), 1.0).outcome is CheckOutcome.FAILED
 
 
 @pytest.mark.parametrize(

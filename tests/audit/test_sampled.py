@@ -11,7 +11,7 @@ from tests.audit.toys import drafting, subject, work
 from foretoken.audit.negative import hunt, negative
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.prefix import prefix
-from foretoken.audit.result import Outcome
+from foretoken.audit.result import CheckOutcome
 from foretoken.audit.sampled import drawn, sampled
 from foretoken.core.context import Exactness
 from foretoken.core.sampling import SamplingLaw
@@ -30,15 +30,15 @@ TOKENS = 4096
 
 @pytest.mark.parametrize("proposer", HONEST)
 def test_an_honest_engine_passes(proposer):
-    check, tally = sampled(work(subject(HONEST[proposer]())), most=1024)
-    assert check.outcome is Outcome.PASSED, check.evidence
-    assert tally.tokens == check.numbers["tokens"] == 1024 and tally.rounds > 0
+    check, tally = sampled(work(subject(HONEST[proposer]())), max_tokens=1024)
+    assert check.outcome is CheckOutcome.PASSED, check.evidence
+    assert tally.tokens == check.numbers["tokens"] == 1024 and tally.steps > 0
     assert "would have found" in check.evidence and "power 0.9" in check.evidence
 
 
 def test_seeded_texts_follow_the_law():
-    check, _ = sampled(work(subject()), Exactness.TRAJECTORY, most=1024)
-    assert check.outcome is Outcome.PASSED, check.evidence
+    check, _ = sampled(work(subject()), Exactness.TRAJECTORY, max_tokens=1024)
+    assert check.outcome is CheckOutcome.PASSED, check.evidence
     assert all(one["name"] != "first: toward the draft" for one in check.numbers["statistics"])
 
 
@@ -52,9 +52,9 @@ def test_a_wrong_rule_fails(error):
 @pytest.mark.parametrize("error", mutants.PROPOSERS)
 def test_a_proposer_that_lies_about_its_law_fails(error):
     tampered = mutants.Tampered(drafting(), mutants.PROPOSERS[error])
-    check, _ = sampled(work(subject(tampered)), most=1024)
-    assert check.outcome is Outcome.FAILED, check.evidence
-    assert "do not follow the target's law" in check.evidence
+    check, _ = sampled(work(subject(tampered)), max_tokens=1024)
+    assert check.outcome is CheckOutcome.FAILED, check.evidence
+    assert "do not follow the target's distribution" in check.evidence
 
 
 class Unfiltered(Foretoken):
@@ -68,19 +68,19 @@ class Unfiltered(Foretoken):
 
 
 def test_a_token_that_cannot_be_drawn_is_an_error():
-    check, tally = sampled(work(subject(kind=Unfiltered)), most=1024)
-    assert check.outcome is Outcome.FAILED and tally.impossible > 0
+    check, tally = sampled(work(subject(kind=Unfiltered)), max_tokens=1024)
+    assert check.outcome is CheckOutcome.FAILED and tally.impossible > 0
     assert "probability 0" in check.evidence
 
 
 def test_without_drafts_nothing_is_proved():
-    check, _ = sampled(work(subject(Proposer())), most=1024)
-    assert (check.outcome, check.evidence) == (Outcome.INCONCLUSIVE, "nothing was drafted")
+    check, _ = sampled(work(subject(Proposer())), max_tokens=1024)
+    assert (check.outcome, check.evidence) == (CheckOutcome.INCONCLUSIVE, "nothing was drafted")
 
 
 def test_prefixes_follow_their_joint_law():
     check = prefix(work(subject()), 800)
-    assert check.outcome is Outcome.PASSED, check.evidence
+    assert check.outcome is CheckOutcome.PASSED, check.evidence
     assert check.numbers["texts"] == 800 and check.numbers["fits"][0]["dof"] > 10
 
 
@@ -92,17 +92,17 @@ class Repeating(Foretoken):
 
 
 def test_texts_that_repeat_themselves_are_not_independent():
-    assert prefix(work(subject(kind=Repeating)), 480).outcome is Outcome.FAILED
+    assert prefix(work(subject(kind=Repeating)), 480).outcome is CheckOutcome.FAILED
 
 
 def test_a_few_texts_say_nothing():
     check = prefix(work(subject()), 64)
-    assert check.outcome is Outcome.INCONCLUSIVE and "64 texts are too few" in check.evidence
+    assert check.outcome is CheckOutcome.INCONCLUSIVE and "64 texts are too few" in check.evidence
 
 
 def test_the_control_finds_its_plants():
     check = negative(work(subject()), TOKENS)
-    assert check.outcome is Outcome.PASSED, check.evidence
+    assert check.outcome is CheckOutcome.PASSED, check.evidence
     assert all(0 < plant["tokens"] <= TOKENS for plant in check.numbers["plants"])
 
 
@@ -110,11 +110,11 @@ def test_a_control_that_finds_nothing_says_what_would():
     """A draft that is nearly the target hides every error."""
     near = drafting(strength=0.02)
     check = negative(work(subject(near)), 1024)
-    assert check.outcome is Outcome.INCONCLUSIVE
+    assert check.outcome is CheckOutcome.INCONCLUSIVE
     assert "not found in 1,024 tokens" in check.evidence
 
 
 def test_tally_counts_rounds():
     tally = drawn(work(subject(depth=2)), subject(depth=2), Exactness.DISTRIBUTION, 512, lambda _: False)
-    assert 0 < tally.whole < tally.rounds and tally.drafted <= 2 * tally.rounds
-    assert tally.behind[0].tokens == tally.rounds
+    assert 0 < tally.whole < tally.steps and tally.drafted <= 2 * tally.steps
+    assert tally.behind[0].tokens == tally.steps

@@ -6,7 +6,7 @@ from time import monotonic
 
 from foretoken.audit.chance import ALPHA
 from foretoken.audit.ours import Foretoken
-from foretoken.audit.work import Work
+from foretoken.audit.work import AuditTask
 from foretoken.control.fixed import Fixed
 from foretoken.engine.loop import Engine
 from foretoken.models.toy import ToyModel
@@ -29,6 +29,6 @@ def subject(
     return kind(Engine(TARGET, proposer or drafting(), Fixed(depth), rule=rule), lambda text: [*map(int, text)])
 
 
-def work(audited: Foretoken, seconds: float = 600.0, level: float = ALPHA, temperature: float = 1.0) -> Work:
+def work(audited: Foretoken, seconds: float = 600.0, level: float = ALPHA, temperature: float = 1.0) -> AuditTask:
     """With time for everything a test asks for, so that its figures are the same anywhere."""
-    return Work(audited, PROMPTS, temperature, seed=1, level=level, deadline=monotonic() + seconds)
+    return AuditTask(audited, PROMPTS, temperature, seed=1, level=level, deadline=monotonic() + seconds)

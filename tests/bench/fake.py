@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, serve
+from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, serve
 
 
 def load(setup: Setup) -> tuple[Complete, str]:
@@ -17,7 +17,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
         os._exit(3)
     print("a library that prints to standard output")
 
-    def complete(ask: Ask) -> Answer:
+    def complete(ask: PeerRequest) -> Answer:
         if ask.max_tokens == 13:
             raise ValueError("thirteen")
         if setup.method == "sleeps":

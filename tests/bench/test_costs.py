@@ -6,25 +6,25 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.clock import Spread, Task, interleaved
+from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
 from foretoken.bench.costs import Loaded, pass_costs, step_cost
 from foretoken.bench.floor import Floor, kv_bytes, matrices
 from foretoken.bench.law import surprise
-from foretoken.bench.rounds import rounds
+from foretoken.bench.step_times import step_times
 from foretoken.bench.workloads import FUNCTIONS, ragged
 from foretoken.core.errors import InvalidRequest
-from foretoken.train.scale_up import like
+from foretoken.train.widen.checkpoint import like
 
 
 def test_turns_are_interleaved_and_reset_is_not_timed():
     log: list[str] = []
-    tasks = {name: Task(lambda name=name: log.append(name), lambda: log.append("-")) for name in "abc"}
+    tasks = {name: TimedTask(lambda name=name: log.append(name), lambda: log.append("-")) for name in "abc"}
     spreads = interleaved(tasks, 3)
     runs = "".join(log).replace("-", "")
     assert runs == "abc" + "abc" + "bca" + "cab"
     assert log[1::2] == ["-"] * 12
     assert all(spread.turns == 3 for spread in spreads.values())
-    assert interleaved({"told": Task(lambda: 2.0, burst=3)}, 2)["told"] == Spread(2.0, 2.0, 2.0, 2)
+    assert interleaved({"told": TimedTask(lambda: 2.0, burst=3)}, 2)["told"] == TimeSpread(2.0, 2.0, 2.0, 2)
 
 
 def test_the_floor_streams_every_weight_of_the_model():
@@ -69,18 +69,18 @@ def test_the_floor_is_the_faster_of_two_bare_products(tiny_pair, own, taken):
 
 def test_a_step_beside_transformers(tiny_pair):
     cost = step_cost(Loaded.of(tiny_pair.draft), context=16, turns=2)
-    assert cost.ratio == cost.ours.median / cost.theirs.median > 0
+    assert cost.ratio == cost.foretoken.median / cost.transformers.median > 0
 
 
 def test_the_parts_of_a_round_add_up(tiny_pair):
     llm = LLM(tiny_pair.target, tiny_pair.draft)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, speculative_tokens=2)
-    found = rounds(llm, ["def f(", "class"], params)
-    assert found.rounds >= 2 and found.tokens <= 22
-    parts = found.per_round()
+    found = step_times(llm, ["def f(", "class"], params)
+    assert found.steps >= 2 and found.tokens <= 22
+    parts = found.per_step()
     total = parts.pop("total")
     assert sum(parts.values()) == pytest.approx(total)
-    assert min(parts["target"], parts["draft"], parts["rest"]) > 0
+    assert min(parts["target"], parts["draft"], parts["other"]) > 0
     assert 0 < found.outside < 1
     assert "score" not in vars(llm.engine.proposer.model)
 

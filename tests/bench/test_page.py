@@ -9,9 +9,9 @@ import pytest
 
 from foretoken.bench import tables
 from foretoken.bench.page import page
-from foretoken.bench.race import Row
+from foretoken.bench.race import RaceRow
 
-ROW = Row(
+ROW = RaceRow(
     "foretoken", "1", "draft_model", 4, "bf16", 0.0, 1, 50.0, (45.0, 55.0), 60.0, (55.0, 65.0), 0.1, 2.7, True, 6, 6, 3,
     best=True,
 )  # fmt: skip

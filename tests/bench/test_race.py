@@ -10,10 +10,10 @@ import pytest
 
 from foretoken.bench import entrants as entering
 from foretoken.bench.peers import registry
-from foretoken.bench.peers.protocol import Answer, Ask, Setup
+from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.worker import PeerError
 from foretoken.bench.pool import Pool
-from foretoken.bench.race import Course, Entrant, mark_best, race, ratios, summarise, turns
+from foretoken.bench.race import Course, Entrant, mark_best, race, ratios, summarize, turns
 from foretoken.core.errors import InvalidRequest
 
 
@@ -27,7 +27,7 @@ class Fake:
     best: int = 4
     closed: bool = False
 
-    def ask(self, question: Ask) -> Answer:
+    def ask(self, question: PeerRequest) -> Answer:
         if self.setup.method == "fails":
             raise PeerError("fake fails: out of luck")
         self.log.append((self.setup.system, question.depth))
@@ -82,13 +82,13 @@ def test_medians_spreads_and_texts_that_differ():
     repeats = [[answer(texts, s)] for s in (1.0, 4.0, 2.0)]
     repeats[2] = [answer([[1, 2, 3, 4], [5, 6, 7, 9]], 2.0)]
     course = Course([[[0], [0]]], 4, 0.0)
-    row = summarise(entrant("a", "draft_model", 3), "1", course, repeats, repeats[0])
+    row = summarize(entrant("a", "draft_model", 3), "1", course, repeats, repeats[0])
     assert row.tokens_per_second == 4
     assert row.tokens_per_second_spread == (2, 8)
     assert row.decode_tokens_per_second == 6
     assert (row.identical_texts, row.texts, row.identical_to_plain) == (1, 2, False)
     assert (row.batch, row.tokens_per_pass) == (2, 2)
-    drawn = summarise(entrant("a"), "1", replace(course, temperature=1.0), repeats, repeats[0])
+    drawn = summarize(entrant("a"), "1", replace(course, temperature=1.0), repeats, repeats[0])
     assert drawn.identical_to_plain is None and drawn.identical_texts is None
     json.dumps(vars(row))
 

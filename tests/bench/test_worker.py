@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.bench.peers.protocol import Ask, Setup, Watch
+from foretoken.bench.peers.protocol import PeerRequest, Setup, Watch
 from foretoken.bench.peers.registry import BOOT
-from foretoken.bench.peers.worker import PeerError, Worker
+from foretoken.bench.peers.worker import PeerError, PeerWorker
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake.py"))]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def worker(tmp_path: Path, method: str = "plain") -> Worker:
-    return Worker(FAKE, Setup("fake", method, "target", options=(("key", "1"),)), tmp_path / "fake.log")
+def worker(tmp_path: Path, method: str = "plain") -> PeerWorker:
+    return PeerWorker(FAKE, Setup("fake", method, "target", options=(("key", "1"),)), tmp_path / "fake.log")
 
 
 def state(pid: int) -> str:
@@ -36,7 +36,7 @@ def eventually(pid: int, wanted: str) -> None:
 def test_it_answers_whatever_its_libraries_print(tmp_path):
     with worker(tmp_path) as asked:
         assert asked.version == "1.0"
-        answer = asked.ask(Ask([[5], [1, 9]], 3, depth=1))
+        answer = asked.ask(PeerRequest([[5], [1, 9]], 3, depth=1))
         assert answer.tokens == [[5, 6, 7], [9, 10, 11]]
         assert answer.total == 6
         assert answer.seconds == 0.5
@@ -48,7 +48,7 @@ def test_it_sleeps_between_turns_and_is_gone_afterwards(tmp_path):
     asked = worker(tmp_path, "sleeps")
     pid = asked._process.pid
     eventually(pid, "T")
-    asked.ask(Ask([[1]], 2))
+    asked.ask(PeerRequest([[1]], 2))
     eventually(pid, "T")
     asked.close()
     asked.close()
@@ -62,8 +62,8 @@ def test_failures_are_one_line_and_what_can_answer_goes_on(tmp_path):
         worker(tmp_path, "crash")
     with worker(tmp_path) as asked:
         with pytest.raises(PeerError, match="thirteen"):
-            asked.ask(Ask([[1]], 13))
-        assert asked.ask(Ask([[1]], 2)).tokens == [[1, 2]]
+            asked.ask(PeerRequest([[1]], 13))
+        assert asked.ask(PeerRequest([[1]], 2)).tokens == [[1, 2]]
 
 
 @linux
@@ -72,8 +72,8 @@ def test_a_killed_race_leaves_no_sleeper(tmp_path):
         "import sys, time\n"
         "from pathlib import Path\n"
         "from foretoken.bench.peers.protocol import Setup\n"
-        "from foretoken.bench.peers.worker import Worker\n"
-        f"asked = Worker({FAKE!r}, Setup('fake', 'plain', 't'), Path({str(tmp_path / 'log')!r}))\n"
+        "from foretoken.bench.peers.worker import PeerWorker\n"
+        f"asked = PeerWorker({FAKE!r}, Setup('fake', 'plain', 't'), Path({str(tmp_path / 'log')!r}))\n"
         "print(asked._process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from foretoken.audit import Audit, Check, Outcome
+from foretoken.audit import Audit, Check, CheckOutcome
 
 
 def test_audit(run, pair, tmp_path):
@@ -29,9 +29,11 @@ def test_transformers(run, pair):
     assert "engine transformers" in result.out and "skipped" in result.out
 
 
-@pytest.mark.parametrize("outcome, code", [(Outcome.PASSED, 0), (Outcome.FAILED, 1), (Outcome.INCONCLUSIVE, 3)])
+@pytest.mark.parametrize(
+    "outcome, code", [(CheckOutcome.PASSED, 0), (CheckOutcome.FAILED, 1), (CheckOutcome.INCONCLUSIVE, 3)]
+)
 def test_the_verdict_is_the_exit_code(run, pair, monkeypatch, outcome, code):
-    checks = (Check("negative control", Outcome.PASSED, "found"), Check("a check", outcome, "some evidence"))
+    checks = (Check("negative control", CheckOutcome.PASSED, "found"), Check("a check", outcome, "some evidence"))
     monkeypatch.setattr("foretoken.audit.run.audit", lambda *_, **__: Audit({"model": "m"}, checks, 3.0))
     result = run("audit", "--color", "always")
     assert result.code == code

@@ -16,14 +16,14 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from foretoken.cli.chat import Session
-from foretoken.cli.chat_commands import Settings, names, parse
+from foretoken.cli.chat_commands import ChatSettings, names, parse
 from foretoken.cli.chat_commands import run as carry_out
 from foretoken.cli.chat_screen import TextScreen, state_folder, typed
 from foretoken.cli.conversation import Conversation
 from foretoken.cli.theme import ColorMode
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, WriteError
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.outputs import StreamPiece
 
@@ -186,7 +186,7 @@ def fake(*methods: str, llm: Any = None) -> Session:
         model="m",
         draft_model=None,
     )
-    settings = Settings(max_tokens=9, temperature=0.5)
+    settings = ChatSettings(max_tokens=9, temperature=0.5)
     return Session(told, Conversation(Letters(), 100, "m"), settings, TextScreen(ColorMode.NEVER))
 
 
@@ -234,7 +234,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(capsys):
 
     def stream(ids: list[int], params: Any) -> Iterator[StreamPiece]:
         for position, letter in enumerate("answer"):
-            step = Step(0, position, Draft.empty(), Verdict((), ord(letter)), (ord(letter),), Timings(0, 0, 0, 0, 1))
+            step = StepOutput(
+                0, position, Draft.empty(), Verdict((), ord(letter)), (ord(letter),), Timings(0, 0, 0, 0, 1)
+            )
             if position == 2:
                 signal.raise_signal(signal.SIGINT)
             yield StreamPiece(0, 0, letter, step.tokens, step)
@@ -261,7 +263,7 @@ def test_a_refused_request_is_taken_back(capsys):
 
 
 def test_every_answer_has_random_numbers_of_its_own():
-    settings = replace(Settings(max_tokens=9, temperature=0.5), seed=7)
+    settings = replace(ChatSettings(max_tokens=9, temperature=0.5), seed=7)
     assert [settings.params(turn).seed for turn in range(2)] == [7, 8]
 
 

@@ -1,4 +1,4 @@
-"""``foretoken convert`` and the heads that ``scale-up`` takes along."""
+"""``foretoken convert`` and the heads that ``widen`` takes along."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def test_refusals_are_one_line(run, tmp_path):
 def test_scale_up_takes_heads_along(run, tiny_pair, tmp_path):
     head = tiny.save(tmp_path / "head", *tiny.blockwise())
     sizes = ["--hidden", "128", "--intermediate", "96", "--layers", "3", "--heads", "8", "--kv-heads", "2"]
-    result = run("scale-up", str(tiny_pair.target), str(tmp_path / "wide"), *sizes, "--head", str(head))
+    result = run("widen", str(tiny_pair.target), str(tmp_path / "wide"), *sizes, "--head", str(head))
     assert result.code == 0, result.err
     assert _tensors(tmp_path / "wide" / "heads" / "blockwise")["heads.0.up.weight"].shape == (24, 128)

@@ -12,7 +12,7 @@ from rich.console import Console
 from foretoken.cli import demo as module
 from foretoken.cli import lanes
 
-SHORT = ("--like", "none", "--prompts", "2", "--max-tokens", "10", "--speculative-tokens", "3")
+SHORT = ("--size", "none", "--prompts", "2", "--max-tokens", "10", "--speculative-tokens", "3")
 
 
 def test_plain_blocks_without_a_terminal(run, pair):
@@ -44,7 +44,7 @@ def test_texts_that_differ_are_an_error(run, pair, monkeypatch):
 
 
 def test_an_unknown_size_is_one_line(run, pair):
-    result = run("demo", "--like", "99b", "--prompts", "1")
+    result = run("demo", "--size", "99b", "--prompts", "1")
     assert result.code == 1
     assert result.err == "foretoken: error: unknown size '99b'; known: 0.7b, 1b, 3b, 7b\n"
 

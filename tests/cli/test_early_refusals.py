@@ -52,7 +52,7 @@ CASES: list[tuple[str, str]] = [
     ("serve --request-timeout nan", "--request-timeout"),
     ("serve --replica-cpus nan --replicas 1", "--replica-cpus must be a finite number"),
     ("serve --log-level loud", "--log-level must be one of"),
-    ("serve --kv-memory lots", "--kv-memory must be a size"),
+    ("serve --kv-cache-memory-bytes lots", "--kv-cache-memory-bytes must be a size"),
     ("serve --max-replicas 2", "need --replicas"),
     ("serve --replicas 3 --max-replicas 2", "must be at least --replicas"),
     ("serve --replicas 2 --tensor-parallel-size 2", "cannot be combined"),

@@ -8,7 +8,7 @@ import torch
 from foretoken.cli.render import Origins, Span, legend, marked, styled, summary
 from foretoken.cli.theme import Origin
 from foretoken.core.draft import Draft
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.outputs import SpeculationStats, StreamPiece
 
@@ -23,12 +23,12 @@ class Letters:
         return b"".join(halves[i - 26] if i >= 26 else bytes([97 + i]) for i in token_ids).decode(errors="replace")
 
 
-def step(draft: Draft, path: tuple[int, ...], token: int, emitted: int | None = None) -> Step:
+def step(draft: Draft, path: tuple[int, ...], token: int, emitted: int | None = None) -> StepOutput:
     tokens = (*(draft.ids[i] for i in path), token)[:emitted]
-    return Step(0, 0, draft, Verdict(path, token), tokens, Timings(0, 0, 0, 0, 1))
+    return StepOutput(0, 0, draft, Verdict(path, token), tokens, Timings(0, 0, 0, 0, 1))
 
 
-def piece(text: str, of: Step) -> StreamPiece:
+def piece(text: str, of: StepOutput) -> StreamPiece:
     return StreamPiece(0, 0, text, of.tokens, of)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from foretoken.control.passes import Passes
 from foretoken.core.draft import Draft
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 
 
@@ -24,9 +24,9 @@ def learned(*sizes: int) -> Passes:
     return passes
 
 
-def step(rows: int, taken: float, position: int = 5) -> list[Step]:
+def step(rows: int, taken: float, position: int = 5) -> list[StepOutput]:
     draft = Draft.chain([0] * (rows - 1))
-    return [Step(0, position, draft, Verdict((), 0), (0,), Timings(0.5, taken, 0.0, 0.0, 1))]
+    return [StepOutput(0, position, draft, Verdict((), 0), (0,), Timings(0.5, taken, 0.0, 0.0, 1))]
 
 
 def test_nothing_is_known_at_first():

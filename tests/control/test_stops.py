@@ -15,13 +15,13 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.entropy import EntropyConfig, EntropyStop
 from foretoken.control.learned import AcceptanceHead, LearnedStop, features
-from foretoken.control.margin import Estimate, MarginConfig, MarginStop, logistic, margin
+from foretoken.control.margin import MarginConfig, MarginEstimate, MarginStop, logistic, margin
 from foretoken.control.stops import Stop, check, make
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.toy import ToyModel
@@ -37,9 +37,9 @@ def context(identifier: int = 0, grade: Exactness = Exactness.DISTRIBUTION, temp
     return Context(identifier, [1, 2], 2, SamplingLaw(temperature=temperature), Streams(0), grade)
 
 
-def step(drafted: int, accepted: int) -> Step:
+def step(drafted: int, accepted: int) -> StepOutput:
     verdict = Verdict(tuple(range(accepted)), 0)
-    return Step(0, 0, Draft.chain([1] * drafted), verdict, (1,) * accepted + (0,), Timings(0, 0, 0, 0, 1))
+    return StepOutput(0, 0, Draft.chain([1] * drafted), verdict, (1,) * accepted + (0,), Timings(0, 0, 0, 0, 1))
 
 
 # names and keys
@@ -115,14 +115,14 @@ def test_data_that_a_line_separates_and_no_data_give_finite_fits() -> None:
 
 
 def test_what_lies_below_a_rejection_is_unknown() -> None:
-    estimate = Estimate()
+    estimate = MarginEstimate()
     estimate.learn([1.0, 2.0, 3.0, 4.0], accepted=1)
     estimate.learn([5.0, 6.0], accepted=2)
     assert list(estimate.outcomes) == [(0, 1.0, True), (1, 2.0, False), (0, 5.0, True), (1, 6.0, True)]
 
 
 def test_every_depth_has_its_own_fit_around_the_common_one() -> None:
-    estimate, rng = Estimate(), np.random.default_rng(0)
+    estimate, rng = MarginEstimate(), np.random.default_rng(0)
     for _ in range(400):
         accepted = 0 if rng.random() < 0.1 else 1 if rng.random() < 0.7 else 2
         estimate.learn([1.0, 1.0], accepted)
@@ -130,7 +130,7 @@ def test_every_depth_has_its_own_fit_around_the_common_one() -> None:
     assert estimate.chance(1, 1.0) == pytest.approx(0.3, abs=0.07)
     assert 0.3 < estimate.chance(7, 1.0) < 0.9
     assert len(estimate.fits) == 2
-    deep = Estimate()
+    deep = MarginEstimate()
     for _ in range(16):
         deep.learn([1.0] * 40, 40)
     assert deep.chance(40, 1.0) == deep.chance(15, 1.0)

@@ -11,7 +11,7 @@ from foretoken.control.tempo import Tempo
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 
@@ -105,7 +105,7 @@ class World:
         while self.tokens < end:
             self.round()
 
-    def _emit(self, context: Context, budget: int, timings: Timings) -> Step:
+    def _emit(self, context: Context, budget: int, timings: Timings) -> StepOutput:
         position = context.generated
         accepted = 0
         while accepted < budget and self.right(context.id, position, accepted):
@@ -115,7 +115,7 @@ class World:
         if budget:
             self.seen[context.id] = len(context.tokens)
         draft = Draft.chain([0] * budget) if budget else Draft.empty()
-        return Step(context.id, position, draft, Verdict(tuple(range(accepted)), 0), tokens, timings)
+        return StepOutput(context.id, position, draft, Verdict(tuple(range(accepted)), 0), tokens, timings)
 
 
 def chance(share: float, seed: int = 0) -> Callable[[int, int, int], bool]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from foretoken.core.bad_words import BadWords
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import History, SamplingLaw
+from foretoken.core.history import History
+from foretoken.core.sampling import SamplingLaw
 
 tokens = st.integers(0, 3)
 texts = st.lists(tokens, max_size=6)

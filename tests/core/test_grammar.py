@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import History, SamplingLaw
+from foretoken.core.history import History
+from foretoken.core.sampling import SamplingLaw
 
 V = 6
 LOGITS = torch.randn(1, V, generator=torch.Generator().manual_seed(0))

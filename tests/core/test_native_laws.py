@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from foretoken.core import streams
+from foretoken.core.distributions import NodeDistributions
 from foretoken.core.native import laws as native
-from foretoken.core.sampling import Rows, SamplingLaw
+from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import residual
 
@@ -58,14 +59,17 @@ def test_no_top_k_wraps(vocabulary: int, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_a_chance_is_the_rows_own(vocabulary: int) -> None:
+def test_single_probabilities_equal_those_of_rows(vocabulary: int) -> None:
     logits = made(4, vocabulary)
     for number, (temperature, min_p, top_k, top_p) in enumerate(FILTERS):
         law = SamplingLaw(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
         tokens = [(number * 7919 + row) % vocabulary for row in range(3)] + [int(logits[3].argmax())]
         rows = law.probs(logits, ())
         assert law.chances(logits, (), tokens) == rows[range(4), tokens].tolist()
-        assert list(Rows(law, logits, pytest.fail).chances((1, 2), tokens[1:3])) == rows[[1, 2], tokens[1:3]].tolist()
+        assert (
+            list(NodeDistributions(law, logits, pytest.fail).chances((1, 2), tokens[1:3]))
+            == rows[[1, 2], tokens[1:3]].tolist()
+        )
 
 
 @pytest.mark.parametrize("parameters", [{}, {"top_p": 0.8}, {"top_k": 40}, {"min_p": 0.01, "temperature": 0.7}])
@@ -88,7 +92,7 @@ def test_bits_depend_on_the_row_alone(parameters: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("parameters", [{}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 3}])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_no_law_is_refused(parameters: dict[str, float], broken: float) -> None:
+def test_a_row_without_a_distribution_is_nan(parameters: dict[str, float], broken: float) -> None:
     logits = made(2, 5000)
     if broken == -math.inf:
         logits[1] = broken
@@ -140,7 +144,7 @@ def test_the_lowest_of_equal_scores_wins_and_zeros_never() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("vocabulary", [3, 4097, 151_936])
-def test_the_rest_is_that_of_torch(vocabulary: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_excess_is_that_of_torch(vocabulary: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = SamplingLaw().probs(made(2, vocabulary), ())
     p = p.double() if wide else p
     rest, mass = residual.excess(p, q, 0.8)
@@ -149,7 +153,7 @@ def test_the_rest_is_that_of_torch(vocabulary: int, wide: bool, monkeypatch: pyt
     assert torch.equal(rest, twin) and mass == pytest.approx(its_mass, rel=1e-12)
 
 
-def test_without_kernels_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_the_fallback_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, law = made(3, 5000), SamplingLaw(temperature=0.8, top_k=20, top_p=0.95)
     compiled, chances = law.probs(logits, ()), law.chances(logits, (), [1, 2, 3])
     monkeypatch.setattr(native, "kernels", lambda: None)

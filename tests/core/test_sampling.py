@@ -12,7 +12,9 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from foretoken.core import filters, sampling
-from foretoken.core.sampling import History, Rows, SamplingLaw
+from foretoken.core.distributions import NodeDistributions
+from foretoken.core.history import History
+from foretoken.core.sampling import SamplingLaw
 
 VOCAB = 6
 
@@ -121,7 +123,7 @@ def test_all_parameters_together(parameters, row, prompt, output, split):
     agrees(SamplingLaw(**parameters, end_ids=(1, 4)), row, prompt, output, split)
 
 
-def test_rows_are_judged_with_their_own_histories():
+def test_rows_use_their_own_histories():
     law = SamplingLaw(frequency_penalty=1.0, repetition_penalty=1.4, bad_words=((2, 3),), min_tokens=3, end_ids=(0,))
     logits = torch.randn(5, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     committed, others = [1, 2, 2], [4, 4, 4, 1]
@@ -192,7 +194,7 @@ def test_a_row_does_not_depend_on_how_many_share_the_pass(name, vocab, counts):
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_rows_are_laws(name):
+def test_rows_are_distributions(name):
     logits = 5 * torch.randn(4, 4096, generator=torch.Generator().manual_seed(3))
     probs = LAWS[name].probs(logits, [History([1], 1)] * 4)
     assert bool((probs >= 0).all())
@@ -239,14 +241,14 @@ def test_the_largest_are_those_that_no_k_others_exceed(vocab, k):
         assert filters.largest(row, k).tolist() == np.flatnonzero(row >= least).tolist()
 
 
-def test_a_row_of_nan_is_not_mended():
+def test_a_row_with_nan_stays_nan():
     logits = torch.randn(1, 4096)
     logits[0, 17] = torch.nan
     assert bool(SamplingLaw(top_k=50).probs(logits, [])[0].isnan().any())
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.3}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 1e-30}])
-def test_looking_at_few_tokens_changes_no_law(more, monkeypatch):
+def test_small_top_k_gives_the_probabilities_of_whole_rows(more, monkeypatch):
     law = SamplingLaw(top_k=20, **more)
     logits = tied_scores(4096)
     few = law.probs(logits, [])
@@ -261,7 +263,7 @@ def test_looking_at_few_tokens_changes_no_law(more, monkeypatch):
 def test_rows_read_like_the_tensor(name):
     logits = 3 * torch.randn(5, 300, generator=torch.Generator().manual_seed(4))
     histories = [History([1, 5, 5, 7], 2, tuple(range(i))) for i in range(5)]
-    whole, rows = LAWS[name].probs(logits, histories), Rows(LAWS[name], logits, histories.__getitem__)
+    whole, rows = LAWS[name].probs(logits, histories), NodeDistributions(LAWS[name], logits, histories.__getitem__)
     assert rows.shape == whole.shape
     for i in (3, 0, 4, 3):
         assert torch.equal(rows[i], whole[i])
@@ -272,11 +274,11 @@ def test_rows_read_like_the_tensor(name):
 def test_the_certain_token_is_the_lowest_of_the_best(dtype):
     logits = torch.zeros(2, 4096, dtype=dtype)
     logits[0, [7, 9, 4095]] = 5.0
-    rows = Rows(SamplingLaw(temperature=0.0), logits, lambda row: History([1], 1))
+    rows = NodeDistributions(SamplingLaw(temperature=0.0), logits, lambda row: History([1], 1))
     assert [rows.certain(0), rows.certain(1)] == [7, 0]
 
 
-def test_a_row_that_nobody_reads_costs_nothing():
+def test_rows_that_are_not_read_are_not_computed():
     asked: list[int] = []
 
     def history(row: int) -> History:
@@ -284,17 +286,17 @@ def test_a_row_that_nobody_reads_costs_nothing():
         return History([1, 2], 1, (3,) * row)
 
     logits = torch.zeros(6, VOCAB)
-    rows = Rows(SamplingLaw(presence_penalty=1.0), logits, history)
+    rows = NodeDistributions(SamplingLaw(presence_penalty=1.0), logits, history)
     assert rows[2] is rows[2]
     assert asked == [2]
-    Rows(SamplingLaw(), logits, history)[3]
-    Rows(SamplingLaw(temperature=0.0), logits, history).certain(3)
+    NodeDistributions(SamplingLaw(), logits, history)[3]
+    NodeDistributions(SamplingLaw(temperature=0.0), logits, history).certain(3)
     assert asked == [2]
 
 
 def test_the_certain_token_knows_its_own_history():
     law = SamplingLaw(temperature=0.0, bad_words=((2, 3),))
-    rows = Rows(law, torch.tensor([[0.0, 0.0, 0.0, 9.0]] * 2), lambda row: History([1], 1, (2,) * row))
+    rows = NodeDistributions(law, torch.tensor([[0.0, 0.0, 0.0, 9.0]] * 2), lambda row: History([1], 1, (2,) * row))
     assert [rows.certain(0), rows.certain(1)] == [3, 0]
 
 
@@ -312,6 +314,6 @@ def test_other_laws_than_ours_have_rows_too():
         def with_temperature(self, temperature: float) -> Plain:
             return self
 
-    rows = Rows(Plain(), torch.tensor([[0.0, 2.0, 1.0]]), lambda row: History([1], 1))
+    rows = NodeDistributions(Plain(), torch.tensor([[0.0, 2.0, 1.0]]), lambda row: History([1], 1))
     assert rows.certain(0) == 1
     assert rows[0].tolist() == [0.0, 1.0, 0.0]

@@ -193,7 +193,7 @@ def test_a_law_without_mass_is_an_error():
                 stream.categorical(weights, 0)
 
 
-def test_shared_noise_answers_no_coin():
+def test_shared_noise_refuses_bernoulli_draws():
     with pytest.raises(TypeError, match="categorical draws only"):
         Streams(0).shared(0).bernoulli(0.5, 0)
 
@@ -274,7 +274,7 @@ def test_a_race_without_mass_is_an_error_at_any_size(small):
                 Streams(0).shared(0).categorical(weights, 0)
 
 
-def test_what_is_kept_of_the_noise_cannot_be_changed_from_outside():
+def test_cached_noise_cannot_be_changed_from_outside():
     key = module._key(3, Purpose.SHARED, 4)
     before = Streams(3).shared(4).categorical(FLAT, 0)
     exponentials(key, 8).fill_(1.0)

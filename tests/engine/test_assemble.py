@@ -20,8 +20,8 @@ def test_pieces_hold_the_log_probabilities_of_their_own_tokens(tiny_pair: Any, d
     assert not depth or max(piece.step.accepted for piece in pieces) > 1
     for piece in pieces:
         assert piece.logprobs is not None and piece.explained is not None
-        assert len(piece.explained.came) == len(piece.token_ids) or piece.output is not None
-        for token, entries, came in zip(piece.token_ids, piece.logprobs, piece.explained.came, strict=False):
+        assert len(piece.explained.emitted_prob) == len(piece.token_ids) or piece.output is not None
+        for token, entries, came in zip(piece.token_ids, piece.logprobs, piece.explained.emitted_prob, strict=False):
             assert entries[token].logprob == pytest.approx(log(came), abs=1e-4)
     for index in range(2):
         own = [piece for piece in pieces if piece.index == index]

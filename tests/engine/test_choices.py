@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import History
+from foretoken.core.history import History
 from foretoken.engine.choices import Choices, TokenList
-from foretoken.engine.matching import LocalGrammar, Vocabulary
+from foretoken.engine.matching import GrammarVocabulary, LocalGrammar
 from foretoken.engine.structured import GrammarRestriction
 
 END = 0
@@ -75,7 +75,7 @@ def test_masks_are_those_of_llguidance(texts, data):
     """With the same choices as alternatives of a grammar."""
     lark = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     special = [i for i, piece in enumerate(SPELLED) if not piece]
-    vocabulary = Vocabulary(
+    vocabulary = GrammarVocabulary(
         [*(p or b"<[%d]>" % i for i, p in enumerate(SPELLED)), b"<[end]>"], [*special, len(SPELLED)]
     )
     oracle = GrammarRestriction(LocalGrammar(vocabulary.load(), {"grammar": lark}), vocabulary.end, VOCAB).follow([END])
@@ -89,7 +89,7 @@ def test_masks_are_those_of_llguidance(texts, data):
         tokens.append(data.draw(st.sampled_from(likely)))
 
 
-def test_an_end_comes_only_behind_a_whole_text():
+def test_an_end_id_is_allowed_only_after_a_complete_text():
     """Also where it is one of the texts' own tokens, and where the empty text is one of the choices."""
     grammar = Choices(["", "ab", "abb"], TOKENS).follow([END, 2])
     assert found(grammar.allowed(History([], 0))) == {END, 1, 2, 3, 5}

@@ -15,12 +15,13 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine import loop, sequence
-from foretoken.engine.assemble import Assembler, submit
+from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
+from foretoken.engine.sequence import OutputOptions
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.tolerant import Tolerant
+from foretoken.propose.fallback import FallbackProposer
 from foretoken.verify import choose
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=2.0)
@@ -46,7 +47,7 @@ class FailingText(Length):
     """Fails at the third token, where stop strings are looked for and text is decoded."""
 
     def push(self, token: int) -> str | None:
-        if self.room < 8:
+        if self.tokens_left < 8:
             raise Failure("text")
         return super().push(token)
 
@@ -71,7 +72,7 @@ def texts(fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[i
             raise Failure("verdict")
         return choose(draft.law, Exactness.TRAJECTORY)(draft, probs, stream)
 
-    engine = Engine(TARGET, Tolerant(DraftModel(TARGET.perturbed(0.3))), Fixed(3), rule=lambda *_: in_verdict)
+    engine = Engine(TARGET, FallbackProposer(DraftModel(TARGET.perturbed(0.3))), Fixed(3), rule=lambda *_: in_verdict)
     for i in range(3):
         prompt = [(7 * j + i) % 6 for j in range(LENGTH + i)]
         law = FailingLaw() if (i, fault) == (VICTIM, "law") else SamplingLaw()
@@ -79,15 +80,18 @@ def texts(fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[i
         stopping = (FailingText if (i, fault) == (VICTIM, "text") else Length)(10)
         if i == VICTIM:
             victim = context
-        wanted = {"logprobs": "logprobs", "prompt_logprobs": "prompt_logprobs"}.get(fault)
-        options: dict[str, Any] = {wanted: 2} if wanted and i == VICTIM else {}
-        engine.add(context, stopping, explain=fault == "explain", **options)
+        counted: dict[str, Any] = {fault: 2} if fault in ("logprobs", "prompt_logprobs") and i == VICTIM else {}
+        engine.add(context, stopping, OutputOptions(**counted, explain=fault == "explain"))
     if fault == "explain":
         monkeypatch.setattr(sequence, "explain", failing(sequence.explain, of_victim))
     if fault == "logprobs":
         monkeypatch.setattr(sequence, "token_logprobs", failing(sequence.token_logprobs, lambda *args: True))
     if fault == "prompt_logprobs":
-        monkeypatch.setattr(loop, "note_aloud", failing(loop.note_aloud, lambda one, _: one.context.id == VICTIM))
+        monkeypatch.setattr(
+            loop,
+            "record_prompt_logprobs",
+            failing(loop.record_prompt_logprobs, lambda one, _: one.context.id == VICTIM),
+        )
     while engine.busy:
         engine.step()
         engine.check_integrity()
@@ -144,8 +148,7 @@ def test_a_contradiction_at_a_rejected_node_is_explained_and_hurts_nobody(tiny_p
     assembler = Assembler(llm.engine, llm.tokenizer)
     built = [llm.requests.build("x =", odd), llm.requests.build("import os", plain)]
     for request, contexts in built:
-        assembler.add(request)
-        submit(llm.engine, request, contexts)
+        assembler.add(request, contexts)
     outputs = {}
     while llm.engine.busy:
         for step in llm.engine.step():
@@ -173,15 +176,14 @@ def test_what_came_before_the_error_is_streamed(tiny_pair, tokens):
     forbidden = tuple((ids[4], token) for token in range(llm.target.vocab_size))
     context.law = SamplingLaw(temperature=0.0, bad_words=forbidden)
     assembler = Assembler(llm.engine, llm.tokenizer)
-    assembler.add(request)
-    submit(llm.engine, request, contexts)
-    came: list[int] = []
+    assembler.add(request, contexts)
+    emitted: list[int] = []
 
     def run() -> None:
         while llm.engine.busy:
             for step in llm.engine.step():
-                came.extend(assembler.piece(step).token_ids)
+                emitted.extend(assembler.piece(step).token_ids)
 
     with pytest.raises(InvalidRequest, match="together forbid every token"):
         run()
-    assert came == ids[:5]
+    assert emitted == ids[:5]

@@ -10,12 +10,12 @@ from llguidance import LLMatcher  # noqa: F401  # the processes need it
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.engine.grammar_process import GrammarLimits, GrammarServer
-from foretoken.engine.matching import LocalGrammar, Vocabulary
+from foretoken.engine.matching import GrammarVocabulary, LocalGrammar
 
 if os.name != "posix":
     pytest.skip("needs fork", allow_module_level=True)
 
-VOCABULARY = Vocabulary([*(bytes([i]) for i in range(256)), *(b"x" * i for i in range(2, 9)), b"<[end]>"], [263])
+VOCABULARY = GrammarVocabulary([*(bytes([i]) for i in range(256)), *(b"x" * i for i in range(2, 9)), b"<[end]>"], [263])
 X = ord("x")
 LIMITS = GrammarLimits(compile_seconds=0.3, mask_seconds=0.2, text_seconds=0.4, token_seconds=0.01)
 SLOW_TO_COMPILE = {"json": {"type": "integer", "multipleOf": 1234567}}

@@ -13,8 +13,8 @@ from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
+from foretoken.engine.sequence import OutputOptions, TokenLogprobs
 from foretoken.engine.sequence import Sequence as Running
-from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
@@ -36,10 +36,11 @@ class Decoys(Proposer):
         return Draft(torch.tensor([wrong, first, first, second]), (-1, 0, -1, 2))
 
 
-def finished(proposer: Proposer, prompt: list[int], temperature: float, **wanted: int) -> tuple[Running, list[int]]:
+def finished(proposer: Proposer, prompt: list[int], temperature: float, **options: int) -> tuple[Running, list[int]]:
     """A sequence of 30 tokens with what was recorded of it, and the numbers of tokens accepted in its steps."""
     engine = Engine(TARGET, proposer, Fixed(4), prompt_rows=50)
-    engine.add(Context(0, list(prompt), len(prompt), SamplingLaw(temperature), Streams(5)), Length(30), **wanted)
+    context = Context(0, list(prompt), len(prompt), SamplingLaw(temperature), Streams(5))
+    engine.add(context, Length(30), OutputOptions(**options))
     accepted = []
     while engine.busy:
         accepted += [step.accepted for step in engine.step()]
@@ -79,6 +80,6 @@ def test_every_emitted_token_has_its_own_row(proposer: Proposer, temperature: fl
 def test_every_token_of_a_prompt_has_the_row_before_it(length: int) -> None:
     prompt = [(3 * i * i) % 7 for i in range(length)]
     sequence, _ = finished(Proposer(), prompt, 1.0, prompt_logprobs=2)
-    assert len(sequence.of_prompt) == length - 1
-    for place, recorded in enumerate(sequence.of_prompt, start=1):
+    assert len(sequence.prompt_recorded) == length - 1
+    for place, recorded in enumerate(sequence.prompt_recorded, start=1):
         check(recorded, prompt[:place], prompt[place], 2)

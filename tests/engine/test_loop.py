@@ -26,14 +26,14 @@ TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=2.0)
 class Length:
     """Stops at a length or at an end token."""
 
-    room: int
+    tokens_left: int
     end: int | None = None
     seen: list[int] = field(default_factory=list)
 
     def push(self, token: int) -> str | None:
         self.seen.append(token)
-        self.room -= 1
-        return "stop" if token == self.end else "length" if self.room == 0 else None
+        self.tokens_left -= 1
+        return "stop" if token == self.end else "length" if self.tokens_left == 0 else None
 
 
 def context(
@@ -109,7 +109,7 @@ def test_an_end_token_inside_a_block_ends_the_text(which: int) -> None:
     assert cut == long[: long.index(end) + 1]
 
 
-def test_aborting_gives_every_place_back() -> None:
+def test_aborting_frees_every_slot() -> None:
     target, draft = ToyModel(6, 2, 3), ToyModel(6, 2, 4)
     engine = Engine(target, DraftModel(draft), Fixed(3), max_sequences=2)
     for i in range(4):
@@ -154,7 +154,7 @@ def test_prompts_that_cannot_run_are_refused() -> None:
     assert not engine.busy
 
 
-def test_an_exception_in_a_round_leaves_the_engine_usable() -> None:
+def test_an_exception_in_a_step_leaves_the_engine_usable() -> None:
     class Flaky(DraftModel):
         fail = False
 
@@ -208,7 +208,7 @@ def test_tokens_that_an_end_cuts_off_an_accepted_block_are_not_counted() -> None
     assert stats.accepted == end + 1 - end // 5  # every fifth token is the target's own
 
 
-def test_a_draft_leaves_room_for_the_targets_own_token() -> None:
+def test_a_draft_leaves_a_position_for_the_targets_own_token() -> None:
     target = ToyModel(6, 2, 3, max_length=20)
     engine = Engine(target, DraftModel(ToyModel(6, 2, 3)), Fixed(6))
     for identifier, tokens in enumerate((8, 1000)):  # ended by max_tokens, and by the model's length

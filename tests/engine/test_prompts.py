@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from foretoken.core.errors import ContextLengthExceeded, InvalidRequest
-from foretoken.engine.prompts import ContextLimit, PromptReader
+from foretoken.engine.prompts import ContextLimit, PromptTokenizer
 from foretoken.engine.requests import RequestBuilder
 from foretoken.params import SamplingParams
 
@@ -56,8 +56,8 @@ def test_a_text_beyond_the_longest_tokens_is_refused_untokenized(
         f"has {len(text)} characters; the model's context length is {CONTEXT} tokens, which are {len(text) - 1} char"
     )
     for refused in (
-        lambda: builder.read(text),
-        lambda: builder.read({"prompt": text}),
+        lambda: builder.tokenize(text),
+        lambda: builder.tokenize({"prompt": text}),
         lambda: builder.rendered(text),
         lambda: builder.build("a", SamplingParams(prediction=text)),
     ):
@@ -72,12 +72,12 @@ def test_every_text_that_fits_is_taken(builder: RequestBuilder, tokenizer: Any, 
     token = max(tokenizer.get_vocab().values(), key=lambda id: len(tokenizer.decode([id])))
     text = tokenizer.decode([token] * CONTEXT)
     assert len(text) <= CONTEXT * longest
-    assert builder.read(text).tokens == tokenizer(text)["input_ids"]
+    assert builder.tokenize(text).tokens == tokenizer(text)["input_ids"]
 
 
 def test_ids_beyond_the_context_are_refused_unchecked(builder: RequestBuilder) -> None:
     for refused in (
-        lambda: builder.read([-1] * (CONTEXT + 1)),
+        lambda: builder.tokenize([-1] * (CONTEXT + 1)),
         lambda: builder.build("a", SamplingParams(prediction=[-1] * (CONTEXT + 1))),
         lambda: builder.build("a", SamplingParams(prediction="é" * (CONTEXT + 1))),
     ):
@@ -88,23 +88,23 @@ def test_ids_beyond_the_context_are_refused_unchecked(builder: RequestBuilder) -
 def test_an_encoder_decoder_limits_both_texts(counting: Counting, longest: int) -> None:
     vocabulary = len(counting.get_vocab())
     limits = ContextLimit(counting, CONTEXT), ContextLimit(counting, 2 * CONTEXT, "the encoder reads at most")
-    reader = PromptReader(counting, vocabulary, (0,), *limits)
+    reader = PromptTokenizer(counting, vocabulary, (0,), *limits)
     for name, words in (("encoder_prompt", "the encoder reads at most 40"), ("decoder_prompt", "context length is 20")):
         prompts = {"encoder_prompt": "a", "decoder_prompt": "b", name: "c" * (2 * CONTEXT * longest + 1)}
         with pytest.raises(ContextLengthExceeded, match=words):
-            reader.read(prompts)
-    assert len(reader.read({"encoder_prompt": [1] * 2 * CONTEXT}).source) == 2 * CONTEXT
+            reader.tokenize(prompts)
+    assert len(reader.tokenize({"encoder_prompt": [1] * 2 * CONTEXT}).source) == 2 * CONTEXT
 
 
 def test_without_a_limit_nothing_is_too_long(tokenizer: Any) -> None:
-    assert len(PromptReader(tokenizer, len(tokenizer)).read("a " * 5000).tokens) > 4000
+    assert len(PromptTokenizer(tokenizer, len(tokenizer)).tokenize("a " * 5000).tokens) > 4000
 
 
 @pytest.mark.parametrize("text", ["a\ud800", "\udcff"])
 def test_half_of_a_surrogate_pair_is_refused(builder: RequestBuilder, text: str) -> None:
     """What bytes that are not UTF-8 become on a command line; tokenizers raise a TypeError that says nothing."""
     for refused in (
-        lambda: builder.read(text),
+        lambda: builder.tokenize(text),
         lambda: builder.build("a", SamplingParams(prediction=text)),
         lambda: builder.build("a", SamplingParams(bad_words=[text])),
     ):

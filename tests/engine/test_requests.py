@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import History
+from foretoken.core.history import History
 from foretoken.core.streams import MAX_SEED, MIN_SEED, Purpose, SeedDomain, Streams, derived_seed
 from foretoken.engine.requests import RequestBuilder
 from foretoken.params import SamplingParams

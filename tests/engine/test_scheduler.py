@@ -17,10 +17,10 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import Timings
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
-from foretoken.engine.pace import Pace
-from foretoken.engine.scheduler import BLOCK
+from foretoken.engine.prefill_pace import PrefillPacer
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Handle, Scores
+from foretoken.models.state.pages import PAGE
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
@@ -78,14 +78,14 @@ def test_a_long_prompt_does_not_stop_the_others():
     one.step()
     one.add(context(1, 81), Length(4))
     rounds = 0
-    while 1 not in one.running or one.running[1].unread > 8:
+    while 1 not in one.running or one.running[1].num_uncomputed > 8:
         assert [step.sequence for step in one.step()] == [0]
         rounds += 1
     assert rounds == 9
     assert {step.sequence for step in one.step()} == {0, 1}
 
 
-def test_when_room_is_short_the_last_are_set_aside_and_nothing_is_lost():
+def test_the_last_sequences_are_preempted_when_the_kv_cache_is_full_and_resume():
     one = engine(capacity=192)
     for i in range(4):
         one.add(context(i, 30, seed=i), Length(60))
@@ -118,7 +118,7 @@ class Bounded(ToyModel):
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
         nodes = {id(handle): len(draft) for handle, draft in zip(handles, drafts, strict=True)}
         rows = [len(handle.tokens) + nodes.get(id(handle), 0) for handle in self.handles if handle.slot >= 0]
-        assert sum(-(-count // BLOCK) * BLOCK for count in rows) <= self.capacity
+        assert sum(-(-count // PAGE) * PAGE for count in rows) <= self.capacity
         self.drafted += sum(nodes.values())
         return super().score(handles, drafts, taps)
 
@@ -137,7 +137,7 @@ def test_rows_of_texts_and_drafts_never_exceed_the_capacity(capacity: int, promp
     assert target.drafted > 0
 
 
-def test_the_first_in_order_is_never_preempted_and_those_that_are_leave_the_draft_too():
+def test_preempted_sequences_leave_the_draft_too_and_the_first_is_never_preempted():
     draft = ToyModel(vocab_size=6, order=2, seed=3)
     one = Engine(TARGET, DraftModel(draft), Fixed(3), capacity=192)
     for i in range(4):
@@ -149,7 +149,7 @@ def test_the_first_in_order_is_never_preempted_and_those_that_are_leave_the_draf
     assert one.usage.preemptions > 0
 
 
-def test_who_matters_more_goes_first_and_takes_the_place_of_others():
+def test_higher_priority_runs_first_and_preempts_others():
     one = engine(max_sequences=1)
     one.add(context(0, 5), Length(50), priority=1)
     one.step()
@@ -161,7 +161,7 @@ def test_who_matters_more_goes_first_and_takes_the_place_of_others():
     assert order == [2, 0, 1]
 
 
-def test_equals_wait_for_their_turn():
+def test_equal_priorities_run_in_order_of_arrival():
     one = engine(max_sequences=2)
     for i in range(5):
         one.add(context(i, 5), Length(10))
@@ -205,15 +205,15 @@ def test_a_law_that_fails_ends_its_own_request_alone():
     assert finished(one) == finished(alone)
 
 
-def test_the_pace_of_prompts_follows_what_rows_take():
-    pace = Pace("auto")
+def test_prefill_pace_follows_measured_times():
+    pace = PrefillPacer("auto")
     assert pace.rows(0) == 512
     for rows in (0, 32, 0, 32):
         pace.observe(Timings(0.0, 0.05 + 0.001 * rows, 0.0, 0.0, 4, rows))
     assert 45 <= pace.rows(4) <= 55
-    assert Pace(100).rows(4) == 100 and Pace(None).rows(4) is None
+    assert PrefillPacer(100).rows(4) == 100 and PrefillPacer(None).rows(4) is None
     with pytest.raises(InvalidRequest, match="max_num_batched_tokens"):
-        Pace("fast")  # type: ignore[arg-type]
+        PrefillPacer("fast")  # type: ignore[arg-type]
 
 
 # on the bundled pair
@@ -227,12 +227,13 @@ def alone() -> list[str]:
 
 @pytest.mark.parametrize("options", [
     {"max_num_batched_tokens": 37, "enable_prefix_caching": True},
-    {"max_num_batched_tokens": "auto", "enable_prefix_caching": True, "kv_memory": 12_000_000, "max_num_seqs": 5},
+    {"max_num_batched_tokens": "auto", "enable_prefix_caching": True, "kv_cache_memory_bytes": 12_000_000,
+     "max_num_seqs": 5},
     {"methods": ["ngram", "prediction", {"method": "suffix"}]},
-    {"max_num_batched_tokens": 37, "enable_prefix_caching": True, "kv_memory": 16_000_000, "max_num_seqs": 4,
-     "speculative_config": {"method": "eagle3", "num_speculative_tokens": 5}},
+    {"max_num_batched_tokens": 37, "enable_prefix_caching": True, "kv_cache_memory_bytes": 16_000_000,
+     "max_num_seqs": 4, "speculative_config": {"method": "eagle3", "num_speculative_tokens": 5}},
 ], ids=["pieces", "memory", "methods", "head"])  # fmt: skip
-def test_real_texts_do_not_change_either(alone, options):
+def test_real_texts_do_not_depend_on_how_they_were_scheduled(alone, options):
     llm = LLM(dtype="float32", max_model_len=512, **options)
     for _ in range(2):
         assert [o.outputs[0].text for o in llm.generate(PROMPTS, PARAMS)] == alone
@@ -242,8 +243,8 @@ def test_real_texts_do_not_change_either(alone, options):
 
 
 def test_a_bound_that_cannot_hold_one_sequence_is_refused():
-    with pytest.raises(InvalidRequest, match="kv_memory of 1 MiB holds"):
-        LLM(kv_memory=2**20)
+    with pytest.raises(InvalidRequest, match="kv_cache_memory_bytes of 1 MiB holds"):
+        LLM(kv_cache_memory_bytes=2**20)
 
 
 def test_methods_are_chosen_by_request(alone):
@@ -255,7 +256,7 @@ def test_methods_are_chosen_by_request(alone):
         llm.generate("x", SamplingParams(speculative_method="medusa"))
 
 
-def test_prompts_say_what_the_model_thought_of_them():
+def test_prompt_logprobs_are_those_of_the_model():
     llm = LLM(dtype="float32")
     text = "import os\n" * 40
     (out,) = llm.generate(text, SamplingParams(max_tokens=3, prompt_logprobs=2, logprobs=2, temperature=0.0))
@@ -268,15 +269,15 @@ def test_prompts_say_what_the_model_thought_of_them():
     assert llm.generate("x", SamplingParams(max_tokens=1))[0].prompt_logprobs is None
 
 
-def test_explanations_hold_laws_of_drafted_and_emitted_tokens():
+def test_explanations_hold_probabilities_of_drafted_and_emitted_tokens():
     llm = LLM(dtype="float32")
     for piece in llm.stream("def f(x):\n", SamplingParams(max_tokens=30, explain=True, speculative_tokens=4)):
         said = piece.explained
         assert said is not None
         assert len(said.p) == len(said.q) == len(piece.step.draft)
-        assert len(said.came) >= len(piece.token_ids)
+        assert len(said.emitted_prob) >= len(piece.token_ids)
         assert all(0.0 <= p <= 1.0 for p in said.p) and all(q is None or 0.0 < q <= 1.0 for q in said.q)
-        assert all(p > 0.0 for p in said.came)
+        assert all(p > 0.0 for p in said.emitted_prob)
 
 
 def test_a_plain_engine_needs_no_proposer():

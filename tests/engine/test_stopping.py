@@ -45,7 +45,7 @@ def test_the_stop_string_can_be_kept(tokenizer: Any) -> None:
 
 @relaxed
 @given(text=st.text(alphabet="abcdef \n", max_size=40), stop=st.text(alphabet="abcdef ", min_size=1, max_size=4))
-def test_nothing_given_out_is_ever_taken_back(tokenizer: Any, text: str, stop: str) -> None:
+def test_streamed_text_is_never_retracted(tokenizer: Any, text: str, stop: str) -> None:
     stopping = make(tokenizer, stops=(stop,))
     _, given_out = run(stopping, tokenizer.encode(text, add_special_tokens=False))
     if stopping.finish_reason:
@@ -148,11 +148,11 @@ def test_a_stop_id_is_named(tokenizer: Any) -> None:
     assert (stopping.finish_reason, stopping.stop_reason) == ("stop", ids[-1])
 
 
-def test_length_and_room(tokenizer: Any) -> None:
+def test_length_and_tokens_left(tokenizer: Any) -> None:
     stopping = make(tokenizer, max_tokens=3)
-    assert stopping.room == 3
+    assert stopping.tokens_left == 3
     assert run(stopping, [50] * 9)[0] == 3
-    assert (stopping.finish_reason, stopping.room) == ("length", 0)
+    assert (stopping.finish_reason, stopping.tokens_left) == ("length", 0)
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: Any) -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import History
+from foretoken.core.history import History
 from foretoken.engine import matching
-from foretoken.engine.matching import LocalGrammar, Vocabulary
+from foretoken.engine.matching import GrammarVocabulary, LocalGrammar
 from foretoken.engine.requests import RequestBuilder
 from foretoken.engine.structured import Grammars, IsolatedGrammars, MatcherGrammar
 
@@ -101,7 +101,7 @@ def test_kind(grammars, kind, good, bad):
     assert not allows(grammars, kind, bad)
 
 
-def test_every_spelling_may_come(grammars, pair):
+def test_every_tokenization_is_allowed(grammars, pair):
     """Also where the text is forced and the tokenizer would have one token for it."""
     whole = pair.tokenizer.encode("return value", add_special_tokens=False)
     mask = ids(grammars.new({"choice": ["return value"]}, [END]).allowed(History([], 0)))
@@ -167,7 +167,7 @@ def test_masks_of_any_tree_in_any_order(grammars, local, kind, data):
         tokens += data.draw(st.sampled_from(keep)) if keep else ()
 
 
-def test_masks_are_computed_once_a_round(grammars, monkeypatch):
+def test_masks_are_computed_once_a_step(grammars, monkeypatch):
     grammar = grammars.new(KINDS["json"], [END])
     calls = []
     monkeypatch.setattr(MatcherGrammar, "_mask", _counted(MatcherGrammar._mask, calls))
@@ -190,7 +190,7 @@ def _counted(function: Any, calls: list[int]) -> Any:
     return counted
 
 
-def test_a_text_that_is_read_anew_is_judged_anew(grammars):
+def test_a_restarted_text_gets_new_masks(grammars):
     """Another list of tokens is another text, as is one that got shorter."""
     grammar = grammars.new(KINDS["lark"], [END])
     start = grammar.allowed(History([], 0))
@@ -200,7 +200,7 @@ def test_a_text_that_is_read_anew_is_judged_anew(grammars):
     assert torch.equal(grammar.allowed(History([ids(start)[0]], 0)), after)
 
 
-def test_what_is_compiled_once_is_kept(grammars, monkeypatch):
+def test_compiled_grammars_are_cached(grammars, monkeypatch):
     for wanted in ({"choice": ["compiled", "once"]}, {"regex": "compiled|once"}):
         grammars.new(wanted, [END])
         with monkeypatch.context() as without:
@@ -210,7 +210,7 @@ def test_what_is_compiled_once_is_kept(grammars, monkeypatch):
 
 def test_equal_spellings_are_both_allowed():
     """Sentencepiece has bytes beside letters."""
-    tokenizer = Vocabulary([b"a", b"b", b"a", b"<[end]>"], [3]).load()
+    tokenizer = GrammarVocabulary([b"a", b"b", b"a", b"<[end]>"], [3]).load()
     mask = LocalGrammar(tokenizer, {"grammar": 'start: "ab"'}).follower().allowed(())
     assert mask is not None and mask[0] == 0b101
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core.context import Context, Exactness
+from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled, WithoutReplacement
-from foretoken.core.sampling import Law, SamplingLaw
+from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Stream, Streams
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, ratio

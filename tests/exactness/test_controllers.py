@@ -18,7 +18,8 @@ from foretoken.control.guard import Guard
 from foretoken.control.memory import Memory, MemoryWatch
 from foretoken.control.tempo import Tempo
 from foretoken.core.context import Context, Exactness
-from foretoken.core.sampling import History, SamplingLaw
+from foretoken.core.history import History
+from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.engine import loop
 from foretoken.engine.loop import Engine

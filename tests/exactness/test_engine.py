@@ -8,13 +8,14 @@ import pytest
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
-from foretoken.core.sampling import History, SamplingLaw
+from foretoken.core.history import History
+from foretoken.core.sampling import SamplingLaw
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.growers import Shape
+from foretoken.propose.growers import TreeKind
 from foretoken.propose.lookup import Lookup
 from foretoken.verify import choose
 
@@ -25,7 +26,7 @@ LIMIT = 1e-12
 PROMPT: Text = (0, 1, 1, 0, 1)
 
 
-def tree_of(target: ToyModel, tree: Shape) -> DraftModel:
+def tree_of(target: ToyModel, tree: TreeKind) -> DraftModel:
     return DraftModel(target.perturbed(0.5), DraftModelConfig(tree=tree, top_k=2))
 
 

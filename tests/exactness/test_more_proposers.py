@@ -52,7 +52,7 @@ def mixture() -> Mixture:
     members = [
         Member("ngram", Lookup(), free=True),
         Member("recycling", Recycling(VOCAB, RecyclingConfig(top_k=2)), free=True),
-        Member("draft_model", DraftModel(TARGET.perturbed(0.5)), free=False, most=2, cost=0.1),
+        Member("draft_model", DraftModel(TARGET.perturbed(0.5)), free=False, max_nodes=2, cost=0.1),
     ]
     return Mixture(members)
 

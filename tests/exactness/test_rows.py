@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from foretoken.core.context import Context
+from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass, ProposalLaw, Sampled, TopPlusSampled, WithoutReplacement
-from foretoken.core.sampling import Rows, SamplingLaw
+from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import VERIFIERS
 
@@ -50,10 +51,10 @@ def draft_for(rule: str, shape: str, seed: int) -> Draft:
     return Draft(tokens, parents, law)
 
 
-def rows_of(law: SamplingLaw, draft: Draft, logits: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+def rows_of(law: SamplingLaw, draft: Draft, logits: torch.Tensor) -> tuple[torch.Tensor, NodeDistributions]:
     context = Context(0, [0, 1], 1, law, Streams(0))
     whole = law.probs(logits, context.histories(draft))
-    return whole, Rows(law, logits, lambda row: context.history_at(draft, row))
+    return whole, NodeDistributions(law, logits, lambda row: context.history_at(draft, row))
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -13,10 +13,10 @@ from tests.control.heads import random_head
 from foretoken.control import stops
 from foretoken.control.entropy import EntropyConfig, EntropyStop
 from foretoken.control.fixed import Fixed
-from foretoken.control.margin import Estimate, MarginStop
+from foretoken.control.margin import MarginEstimate, MarginStop
 from foretoken.core.context import Context, Exactness
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
@@ -57,7 +57,7 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Make]:
         assert isinstance(made.stop, MarginStop)
         for kind in ("greedy", "distribution", "trajectory"):
             # As if learned, and near a fit, so that what is verified in this very text moves the rule.
-            made.stop.estimates[kind] = Estimate(pooled=torch.tensor([1.5, -2.0]).numpy(), observed=15)
+            made.stop.estimates[kind] = MarginEstimate(pooled=torch.tensor([1.5, -2.0]).numpy(), observed=15)
         return made
 
     return {
@@ -76,7 +76,7 @@ def test_law_of_the_engine(rule, law, rejection, target, length, end, makers):
     lengths: set[tuple[int, int]] = set()  # drafted, and what there was room for
 
     class Noting(Fixed):
-        def observe(self, steps: list[Step]) -> None:
+        def observe(self, steps: list[StepOutput]) -> None:
             lengths.update((len(step.draft), min(depth, length - 1 - step.position)) for step in steps)
 
     def run(streams: Branching) -> Text:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Exactness
-from foretoken.core.sampling import History, SamplingLaw
+from foretoken.core.history import History
+from foretoken.core.sampling import SamplingLaw
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel

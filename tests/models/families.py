@@ -1,4 +1,4 @@
-"""Tiny modules of transformers' causal families, and how far a wrapped module is from the module alone."""
+"""Tiny modules of transformers' causal families, and the difference of a wrapped module from the module alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
-from foretoken.models.tiny_random import boundaries, tiny_of
+from foretoken.models.hf.tiny_random import boundaries, tiny_of
 
 TREE = Draft(torch.tensor([9, 8, 8, 7, 7]), (-1, -1, 0, 1, 1))  # tokens recur, in the tree and below one node
 DRAFTS = (TREE, Draft.chain([9, 8, 7]), Draft.empty(), TREE, Draft.chain([5]))

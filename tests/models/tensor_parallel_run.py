@@ -1,8 +1,8 @@
-"""What each rank of a test runs under torchrun: a model in two parts, held against the same model in one.
+"""The program of each rank in a test under torchrun: compares a model in two parts with the same model in one.
 
     torchrun --nproc-per-node 2 tests/models/tensor_parallel_run.py MODEL DRAFT OUT
 
-The first rank alone gets beyond the first lines of ``main`` and writes OUT.
+Only the first rank continues after the first lines of ``main``, and writes OUT.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from foretoken import LLM, SamplingParams
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model
+from foretoken.models.loading import load_model
 
 PROMPTS = ["def greet(name):", "for i in range(10):\n    print(i", "class"]
-LONG = 300  # tokens: the order to read them is longer than one message
+LONG = 300  # tokens: their order is longer than one message
 
 
 def texts(llm: LLM, **params: Any) -> list[str]:
@@ -30,7 +30,7 @@ def texts(llm: LLM, **params: Any) -> list[str]:
 
 
 def passes(model: Model) -> list[Tensor]:
-    """A long prompt in pieces, a tree of which the second path is kept, two sequences at once, taps, the head."""
+    """Chunked prefill, a tree whose second path is kept, two sequences at once, taps, and the head alone."""
     prompt = [5 + i % 80 for i in range(LONG)]
     handle, other = model.open(prompt), model.open(prompt[:4])
     tree = Draft(torch.tensor([5, 6, 6, 6]), (-1, 0, -1, 2))
@@ -47,17 +47,17 @@ def passes(model: Model) -> list[Tensor]:
 def main(path: str, draft: str, out: str) -> None:
     llm = LLM(path, draft, dtype="float32", tensor_parallel_size=2, speculative_config={"control": "goodput"})
     whole = load_model(path, "float32", backend="hf")
-    ours, theirs = passes(llm.target), passes(whole)
-    found = {
+    divided, single = passes(llm.target), passes(whole)
+    result = {
         "plain": texts(llm, temperature=0, speculative_tokens=0),
         "speculative": texts(llm, temperature=0, speculative_tokens=3),
         "controlled": texts(llm, temperature=0),
         "seeded plain": texts(llm, temperature=1, seed=3, speculative_tokens=0),
         "seeded": texts(llm, temperature=1, seed=3, speculative_tokens=3),
-        "difference": max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)),
-        "row bytes": [llm.target.row_bytes, whole.row_bytes],
+        "difference": max(float((a - b).abs().max()) for a, b in zip(divided, single, strict=True)),
+        "row bytes": [llm.target.kv_bytes_per_token, whole.kv_bytes_per_token],
     }
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    Path(out).write_text(json.dumps(result), encoding="utf-8")
     print("done")
 
 

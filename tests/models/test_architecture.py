@@ -1,4 +1,4 @@
-"""What config.json means where files of several ages say it in several ways, or say nothing."""
+"""The architecture of config.json files: old and new forms, and missing fields."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ import torch
 import transformers
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.models.architecture import Architecture, supports
+from foretoken.models.families.architecture import Architecture, supports
 
 from .tiny import ARCHITECTURES
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 FAMILIES = {
-    "llama": "Llama", "mistral": "Mistral", "phi3": "Phi3", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
-    "gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3Text",
-}  # fmt: skip
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "phi3": "Phi3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text",
+}
 
 
 def bare(family: str, **more: Any) -> dict[str, Any]:
@@ -31,8 +46,8 @@ def bare(family: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_file_leaves_out_is_what_transformers_takes(family: str) -> None:
-    """A file of sizes alone means the same as the full one that transformers writes of it."""
+def test_missing_fields_have_transformers_defaults(family: str) -> None:
+    """A file of sizes alone means the same as the full file that transformers writes."""
     config = getattr(transformers, f"{FAMILIES[family]}Config")(**SIZES)
     silent, full = Architecture.of(bare(family)), Architecture.of(json.loads(config.to_json_string(use_diff=False)))
     assert supports(bare(family)) and supports(config.to_dict())
@@ -43,7 +58,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(family: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(silent.frequencies, full.frequencies, strict=True))
 
 
-def test_the_older_form_of_gemma_3() -> None:
+def test_the_old_form_of_gemma_3_is_supported() -> None:
     old = bare(
         "gemma3_text", rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"rope_type": "linear", "factor": 8}
     )
@@ -54,8 +69,8 @@ def test_the_older_form_of_gemma_3() -> None:
     assert torch.allclose(a.frequencies[1], 1 / (2e4**exponents))
 
 
-def test_windows_and_positions_by_layer() -> None:
-    assert Architecture.of(bare("llama", sliding_window=8)).windows == (0,) * 7  # Llama has no such thing
+def test_windows_and_rotary_tables_by_layer() -> None:
+    assert Architecture.of(bare("llama", sliding_window=8)).windows == (0,) * 7  # Llama has no windows
     assert Architecture.of(bare("mistral", sliding_window=None)).windows == (0,) * 7
     assert Architecture.of(bare("qwen2", sliding_window=8)).windows == (0,) * 7
     some = bare("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=5)
@@ -81,18 +96,18 @@ def test_windows_and_positions_by_layer() -> None:
     ],
     ids=lambda c: str(c["model_type"]),
 )
-def test_what_is_not_computed_here_is_left_to_transformers(config: dict[str, Any]) -> None:
+def test_unsupported_architectures_are_left_to_transformers(config: dict[str, Any]) -> None:
     assert not supports(config)
 
 
-@pytest.mark.parametrize("lost", ["hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps"])
-def test_a_missing_size_is_named(lost: str) -> None:
-    with pytest.raises(ModelLoadError, match=f"config.json lacks '{lost}'"):
-        Architecture.of({k: v for k, v in bare("llama").items() if k != lost})
+@pytest.mark.parametrize("missing", ["hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps"])
+def test_a_missing_size_is_named(missing: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"config.json lacks '{missing}'"):
+        Architecture.of({k: v for k, v in bare("llama").items() if k != missing})
 
 
 def test_shapes_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
-    from foretoken.models.checkpoint import load_model
+    from foretoken.models.loading import load_model
 
     path = ARCHITECTURES["llama"].save(tmp_path / "llama")
     config = json.loads((path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole, sharded, missing, truncated or pickled; and what ``auto`` chooses."""
+"""Checkpoints that are whole, sharded, missing, truncated or pickled; the choices of ``auto``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError, InvalidRequest, ModelLoadError
-from foretoken.models.checkpoint import (
-    load_config,
-    load_model,
-    load_tokenizer,
-    open_weights,
-    resolve,
-    resolve_device,
-    resolve_dtype,
-)
 from foretoken.models.decoder import Decoder
+from foretoken.models.formats.checkpoint import load_config, load_tokenizer, open_weights, resolve
 from foretoken.models.heads.blockwise import read_blockwise
 from foretoken.models.heads.eagle import read_eagle
 from foretoken.models.heads.medusa import read_medusa
-from foretoken.models.hf import HFModel
+from foretoken.models.hf.model import HFModel
+from foretoken.models.loading import load_model, resolve_device, resolve_dtype
 
 from .heads import tiny as heads
 from .seq2seq import tiny as seq2seq
@@ -58,7 +51,7 @@ def plant(path: Path, name: str, value: float) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_auto_takes_the_native_decoder_where_it_fits(llama: Path, tmp_path: Path) -> None:
+def test_auto_uses_the_native_decoder_if_supported(llama: Path, tmp_path: Path) -> None:
     assert isinstance(load_model(llama, "float32", "cpu"), Decoder)
     assert isinstance(load_model(str(llama), "float32", "cpu", "hf"), HFModel)
     gpt2 = ARCHITECTURES["gpt2"].save(tmp_path / "gpt2")
@@ -69,7 +62,7 @@ def test_auto_takes_the_native_decoder_where_it_fits(llama: Path, tmp_path: Path
         load(gpt2, "fast")
 
 
-def test_dtype_and_length_are_taken(llama: Path) -> None:
+def test_dtype_and_maximum_length_are_respected(llama: Path) -> None:
     for backend in BACKENDS:
         model = load_model(llama, "bfloat16", "cpu", backend, max_length=40)
         assert (model.dtype, model.max_length, model.vocab_size) == (torch.bfloat16, 40, 101)
@@ -89,7 +82,7 @@ def test_sharded_equals_single(llama: Path, tmp_path: Path, backend: str) -> Non
     for path in (llama, sharded):
         model = load_model(path, "float32", "cpu", backend)
         rows.append(model.score([model.open([4, 5, 6])], [Draft.empty()])[0].logits)
-    if backend == "hf":  # its products may round by where a file was mapped; the weights were equal bit by bit
+    if backend == "hf":  # its products may round by the address of a mapping; the weights were bitwise equal
         torch.testing.assert_close(*rows)
     else:
         assert torch.equal(*rows)
@@ -103,7 +96,7 @@ def test_weights_are_a_lazy_mapping(llama: Path) -> None:
         weights["nope"]
 
 
-def test_unknown_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ("no-such-model-here", "someone/no-such-model", "./missing", str(tmp_path / "missing"), "a b!", ""):
         with pytest.raises(ModelLoadError) as error:
@@ -116,7 +109,7 @@ def test_unknown_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_broken_configs(llama: Path) -> None:
+def test_broken_configs_are_refused(llama: Path) -> None:
     (llama / "config.json").write_text("{not json")
     with pytest.raises(ModelLoadError, match="JSON") as error:
         load(llama)
@@ -130,7 +123,7 @@ def test_broken_configs(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_weights(llama: Path, backend: str) -> None:
+def test_a_folder_without_weights_is_refused(llama: Path, backend: str) -> None:
     (llama / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match="has no weights"):
         load(llama, backend)
@@ -148,7 +141,7 @@ def test_pickles_are_refused_with_the_way_to_convert(llama: Path, name: str) -> 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [0, 4, 500, -100])
-def test_truncated_weights(llama: Path, backend: str, size: int) -> None:
+def test_truncated_weights_are_refused(llama: Path, backend: str, size: int) -> None:
     file = llama / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(ModelLoadError, match="truncated") as error:
@@ -157,7 +150,7 @@ def test_truncated_weights(llama: Path, backend: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_missing_tensor(llama: Path, backend: str) -> None:
+def test_a_missing_tensor_is_named(llama: Path, backend: str) -> None:
     file = llama / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -210,7 +203,7 @@ def test_finite_weights_of_any_type_and_size_are_read(tmp_path: Path, dtype: tor
     assert weights["large"].dtype == dtype and weights["empty"].shape == (0, 3)
 
 
-def test_broken_shards(tmp_path: Path) -> None:
+def test_broken_shards_are_refused(tmp_path: Path) -> None:
     ARCHITECTURES["llama"].build().save_pretrained(tmp_path, max_shard_size="20KB")
     index = tmp_path / "model.safetensors.index.json"
     parsed = json.loads(index.read_text())
@@ -267,13 +260,13 @@ def test_models_that_cannot_be_speculated_on_are_refused(tiny: Tiny, reason: str
     one_line(error)
 
 
-def test_tokenizers(llama: Path) -> None:
+def test_tokenizers_load_or_are_refused(llama: Path) -> None:
     with pytest.raises(ModelLoadError, match="no tokenizer") as error:
         load_tokenizer(llama)
     one_line(error)
 
 
-def test_dtypes_and_devices() -> None:
+def test_dtypes_and_devices_are_resolved() -> None:
     assert resolve_dtype("bfloat16", CPU) == resolve_dtype(torch.bfloat16, CPU) == torch.bfloat16
     assert resolve_dtype("half", CPU) == torch.float16
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()

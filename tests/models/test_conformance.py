@@ -1,4 +1,4 @@
-"""One suite for every model: whatever was scored, in whatever company, equals transformers' own full forward."""
+"""Every model, whatever is scored and whatever shares the pass, equals transformers' full forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
-from foretoken.models.checkpoint import load_model
+from foretoken.models.loading import load_model
 
 from .tiny import ARCHITECTURES, VOCAB, only_runner
 from .trees import repeating
@@ -36,7 +36,7 @@ class Pair:
     def reference(self, paths: Sequence[Sequence[int]], layers: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits and hidden states after each path, [paths, ...], by plain causal forwards without any cache.
 
-        Paths are padded on the right in one batch; no mask is needed, as nobody sees what comes later.
+        Paths are padded on the right in one batch; no mask is needed, because rows do not attend to later ones.
         """
         width = max(map(len, paths))
         ids = torch.tensor([[*path] + [0] * (width - len(path)) for path in paths])
@@ -85,7 +85,7 @@ def rows(draft: Draft) -> list[int]:
     return list(range(-1, len(draft)))
 
 
-def test_alone(pair: Pair) -> None:
+def test_a_single_sequence_equals_transformers(pair: Pair) -> None:
     handle = pair.model.open(text(9, 0))
     (scores,) = pair.model.score([handle], [Draft.empty()])
     pair.check(handle, Draft.empty(), scores, [-1])
@@ -161,7 +161,7 @@ def test_a_tree_deeper_than_the_window(pair: Pair) -> None:
         pair.model.close(handle)
 
 
-def test_several_rounds_of_a_batch(pair: Pair) -> None:
+def test_several_steps_of_a_batch(pair: Pair) -> None:
     handles = [pair.model.open(text(n, 70 + n)) for n in (2, 8, 5)]
     for step in range(4):
         drafts = [tree(80 + step), Draft.chain(text(step, 81)), tree(90 + step, 3)]
@@ -219,7 +219,7 @@ def test_another_draft_replaces_the_first_and_starts_over(pair: Pair) -> None:
     pair.model.close(handle)
 
 
-def test_catching_up_after_sitting_out(pair: Pair) -> None:
+def test_catching_up_after_skipped_steps(pair: Pair) -> None:
     handles = [pair.model.open(text(5, 130)), pair.model.open(text(3, 131))]
     pair.model.score(handles, [Draft.chain(text(2, 132)), Draft.empty()])
     for step in range(3):

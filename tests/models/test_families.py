@@ -1,40 +1,96 @@
-"""Families of transformers behind the wrapper: what is served equals the module alone, what is refused says why."""
+"""Wrapped transformers modules of all families: results equal the module alone, refusals give the reason."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.models.hf import HFModel
+from foretoken.models.hf.model import HFModel
 
 from .families import difference, tiny
 
 # Every way of attending that transformers 5.23 has among served families; the others are run by benchmarks/families.py.
 SERVED = [
-    "bert", "codegen", "cohere2", "deepseek_v2", "exaone4", "gemma2", "gemma3", "gemma3n_text",
-    "gemma4_text", "gpt2", "gpt_bigcode", "gpt_oss", "gptj", "granite_swa", "hunyuan_v1_dense", "mimo_v2_flash",
-    "minicpm3", "mistral", "modernbert-decoder", "olmo3", "opt", "phi", "smollm3", "stablelm", "xglm",
-]  # fmt: skip
+    "bert",
+    "codegen",
+    "cohere2",
+    "deepseek_v2",
+    "exaone4",
+    "gemma2",
+    "gemma3",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_oss",
+    "gptj",
+    "granite_swa",
+    "hunyuan_v1_dense",
+    "mimo_v2_flash",
+    "minicpm3",
+    "mistral",
+    "modernbert-decoder",
+    "olmo3",
+    "opt",
+    "phi",
+    "smollm3",
+    "stablelm",
+    "xglm",
+]
 ROWS = "count the padded rows of a batch, so that a sequence's output would depend on its neighbours"
 CACHE = "continuing from its cache gives other logits"
 STATE = "keeps a state that cannot be rewound"
 REFUSED = {
-    "bart": ROWS, "gpt_neo": ROWS, "roformer": ROWS, "moshi": CACHE, "roberta": CACHE,
-    "bloom": "ALiBi", "mpt": "ALiBi", "mamba": STATE, "doge": CACHE, "recurrent_gemma": STATE, "qwen3_next": STATE,
-    "llama4_text": "chunked_attention", "deepseek_v32": "indexed_attention", "lfm3": "conv",
+    "bart": ROWS,
+    "gpt_neo": ROWS,
+    "roformer": ROWS,
+    "moshi": CACHE,
+    "roberta": CACHE,
+    "bloom": "ALiBi",
+    "mpt": "ALiBi",
+    "mamba": STATE,
+    "doge": CACHE,
+    "recurrent_gemma": STATE,
+    "qwen3_next": STATE,
+    "llama4_text": "chunked_attention",
+    "deepseek_v32": "indexed_attention",
+    "lfm3": "conv",
     "openai-gpt": "does not take an explicit mask, positions and cache",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_what_is_served_equals_the_module_alone(family: str) -> None:
+def test_served_modules_equal_the_module_alone(family: str) -> None:
     module = tiny(family)
     assert difference(HFModel(module), module) < 1e-3
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_is_refused_says_why(family: str) -> None:
+def test_refusals_name_the_reason(family: str) -> None:
     module = tiny(family)
     with pytest.raises(ModelLoadError, match=REFUSED[family]) as error:
         HFModel(module)
     assert str(error.value).startswith(type(module).__name__) and "\n" not in str(error.value)
+
+
+def _sections() -> dict[str, list[str]]:
+    """The families that each section of the documentation's table names, by the section's heading."""
+    page = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
+    parts = re.split(r"^### (.+)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    first_cells = [re.sub(r"^(\|[^|]*)\|.*$", r"\1", text, flags=re.MULTILINE) for text in parts[1::2]]
+    listed = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    lists = [[name for name in re.findall(r"`([\w.-]+)`", text) if name in listed] for text in first_cells]
+    return dict(zip(parts[0::2], lists, strict=True))
+
+
+def test_the_documentation_places_families_as_these_tests_do() -> None:
+    sections = _sections()
+    assert set(SERVED) <= {*sections["On our runtime"], *sections["Through transformers"]}
+    assert set(REFUSED) <= set(sections["Refused"])
+    if transformers.__version__.startswith("5.23."):
+        assert set().union(*sections.values()) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -1,4 +1,4 @@
-"""The runner for CUDA, tested without one: a stand-in for CUDA graphs runs the recorded work again on the CPU."""
+"""The CUDA runner, tested on the CPU: a stand-in for CUDA graphs repeats the captured work."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.models import graphs
-from foretoken.models.architecture import Architecture
 from foretoken.models.base import Handle, Scores
-from foretoken.models.checkpoint import load_config, open_weights
 from foretoken.models.decoder import Decoder
-from foretoken.models.graphs import Bucket, GraphRunner, States, ancestors
-from foretoken.models.plan import Plan
-from foretoken.models.runner import build
-from foretoken.models.torch_runner import TorchRunner
-from foretoken.models.weights import Layers, Source, read_ends
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.weights import Layers, Source, read_ends
+from foretoken.models.runners import choose, graphs
+from foretoken.models.runners.graphs import Bucket, GraphRunner, States, ancestors
+from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.runners.torch_runner import TorchRunner
 
 from .test_conformance import text, tree
 from .tiny import ARCHITECTURES, only_runner
@@ -31,7 +30,7 @@ from .trees import repeating
 
 CPU = torch.device("cpu")
 NATIVE = [name for name, tiny in ARCHITECTURES.items() if tiny.native]
-META = torch.device("meta")  # no data: whoever reads a value of it is refused, as in a capture
+META = torch.device("meta")  # no data: reading a value fails, as in a capture
 
 
 class NothingMixed(TorchDispatchMode):
@@ -41,8 +40,8 @@ class NothingMixed(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        found = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor) and t.ndim]
-        assert all(t.is_meta for t in found), f"{func.name()} reads the host's tensors"
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor) and t.ndim]
+        assert all(t.is_meta for t in tensors), f"{func.name()} reads the host's tensors"
         return result
 
 
@@ -92,7 +91,8 @@ class Two:
         self.recorders: list[Recorder] = []
         with only_runner("torch"):
             self.plain, self.graphed = (
-                Decoder.load(path, dtype, CPU, None, "int8" if quantise else None) for _ in "ab"
+                Decoder(load_config(path), open_weights(path), dtype, CPU, None, "int8" if quantise else None)
+                for _ in "ab"
             )
         assert isinstance(self.plain.runner, TorchRunner)
         architecture = Architecture.of(load_config(path))
@@ -155,7 +155,7 @@ def deep_tree(size: int, seed: int) -> Draft:
     return repeating(parents, 3 + seed % 30)
 
 
-def rounds(two: Two) -> None:
+def run_steps(two: Two) -> None:
     """A ragged batch of chains, trees and nothing, taps, commits that keep a tree's path, a tree that grows."""
     pairs = [two.open(text(n, n)) for n in (3, 12, 1, 7)]
     every = range(two.plain.num_layers + 1)
@@ -176,10 +176,10 @@ def rounds(two: Two) -> None:
 @pytest.mark.parametrize("name", NATIVE)
 def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
     two = Two(ARCHITECTURES[name].save(tmp_path))
-    rounds(two)
+    run_steps(two)
     assert two.captured > 0
     before = two.captured
-    rounds(two)
+    run_steps(two)
     assert two.captured == before and two.replayed >= 2 * 6  # the second time everything is known
 
 
@@ -189,10 +189,12 @@ def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
     ids=["float16", "bfloat16", "int8"],
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_other_numbers(name: str, dtype: torch.dtype, quantise: bool, tolerance: float, tmp_path: Path) -> None:
+def test_all_dtypes_equal_the_torch_runner(
+    name: str, dtype: torch.dtype, quantise: bool, tolerance: float, tmp_path: Path
+) -> None:
     two = Two(ARCHITECTURES[name].save(tmp_path), dtype, quantise)
     two.tolerance = tolerance
-    rounds(two)
+    run_steps(two)
 
 
 @pytest.mark.parametrize("size", [31, 32, 33, 60, 100])
@@ -235,7 +237,7 @@ def test_the_guard_itself_refuses(waits: Callable[[torch.Tensor], Any]) -> None:
         waits(torch.zeros(2, device=META))
 
 
-def test_what_a_pass_gave_outlives_later_passes(two: Two) -> None:
+def test_results_of_a_pass_outlive_later_passes(two: Two) -> None:
     pair = two.open(text(4, 1))
     kept = two.score([pair], [Draft.chain(text(3, 2))], (0, 1, 2))[0]
     copies = kept.logits.clone(), {layer: state.clone() for layer, state in kept.taps.items()}
@@ -245,7 +247,7 @@ def test_what_a_pass_gave_outlives_later_passes(two: Two) -> None:
     assert all(torch.equal(kept.taps[layer], copies[1][layer]) for layer in copies[1])
 
 
-def test_one_graph_a_bucket(two: Two) -> None:
+def test_each_bucket_is_captured_once(two: Two) -> None:
     pair = two.open(text(1, 1))
     for step, (nodes, captured) in enumerate([(1, 1), (0, 1), (2, 2), (3, 2), (1, 2), (4, 3), (7, 3), (0, 3)]):
         two.score([pair], [Draft.chain(text(nodes, step))])
@@ -275,12 +277,8 @@ def test_growing_buffers_drop_the_graphs(two: Two) -> None:
     assert len(two.recorders) == 3 and two.recorders[-1].captured == 1
 
 
-def test_pieces_of_prompts_and_long_passes_are_not_captured(two: Two) -> None:
+def test_prompt_chunks_and_long_passes_are_not_captured(two: Two) -> None:
     pairs = [two.open(text(n, n)) for n in (300, 40, 60)]
-    for pair in pairs:
-        for model, handle in zip((two.plain, two.graphed), pair, strict=True):
-            model._prefill(handle, ())
-    assert two.captured == 0
     two.score(pairs, [tree(1, 90), Draft.empty(), Draft.empty()])
     assert two.captured == 0
     two.score(pairs[:1], [tree(1, 60)])
@@ -292,14 +290,14 @@ def test_the_last_cache_row_stays_free(two: Two) -> None:
     pairs = [two.open(text(250, 1)), two.open(text(3, 2))]
     for step in range(12):
         two.score(pairs, [Draft.empty(), Draft.chain(text(2, step))])
-        assert two.runner._cache.rows > len(pairs[0][1].tokens)
+        assert two.runner.cache.rows > len(pairs[0][1].tokens)
         two.commit(pairs, [[step + 3], [step + 4]])
 
 
-def test_neighbours_keep_their_rows(two: Two) -> None:
+def test_other_sequences_keep_their_rows(two: Two) -> None:
     pairs = [two.open(text(n, n)) for n in (5, 9, 6)]
     two.score(pairs, [Draft.empty()] * 3)
-    cache = two.runner._cache
+    cache = two.runner.cache
     before = [buffer[1, :, : cache.rows - 1].clone() for buffer in (*cache.keys, *cache.values)]
     two.commit([pairs[0], pairs[2]], [[3], [4]])
     two.score([pairs[2], pairs[0]], [tree(1), Draft.chain(text(2, 2))])
@@ -307,8 +305,8 @@ def test_neighbours_keep_their_rows(two: Two) -> None:
     assert all(map(torch.equal, before, after))
 
 
-def test_many_graphs_are_forgotten(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+def test_too_many_graphs_are_dropped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     pair = two.open(text(1, 1))
     for step, (nodes, captured) in enumerate([(1, [1]), (3, [2]), (1, [2]), (3, [2]), (7, [2, 1]), (1, [2, 2])]):
         two.score([pair], [Draft.chain(text(nodes, step))])
@@ -316,10 +314,10 @@ def test_many_graphs_are_forgotten(two: Two, monkeypatch: pytest.MonkeyPatch) ->
         assert [recorder.captured for recorder in two.recorders] == captured
 
 
-def plan(*parts: tuple[int, int, int, Draft]) -> Plan:
+def plan(*parts: tuple[int, int, int, Draft]) -> PassPlan:
     """Of (slot, cached, pending, draft)."""
     handles = [Handle(slot, [5] * (cached + pending), cached) for slot, cached, pending, _ in parts]
-    return Plan.of(handles, [draft for *_, draft in parts], [0] * len(parts))
+    return PassPlan.of(handles, [draft for *_, draft in parts], [0] * len(parts))
 
 
 CHAIN = Draft.chain([3, 4, 5])
@@ -339,7 +337,7 @@ BUCKETS = [
 
 
 @pytest.mark.parametrize("plan, widths, expected", BUCKETS, ids=range(len(BUCKETS)))
-def test_buckets(plan: Plan, widths: Sequence[int], expected: Bucket | None) -> None:
+def test_the_smallest_bucket_is_chosen(plan: PassPlan, widths: Sequence[int], expected: Bucket | None) -> None:
     assert Bucket.of(plan, (), widths, 768) == expected
 
 
@@ -357,7 +355,7 @@ def test_ancestors_as_bits(window: int) -> None:
         assert [[bool(bits >> i & 1) for i in range(len(draft))] for bits in ancestors(draft, window)] == expected
 
 
-def test_widths_of_ones_own(path: Path) -> None:
+def test_custom_widths_are_used(path: Path) -> None:
     two = Two(path, widths=(5, 1))
     pair = two.open(text(1, 1))
     for step, nodes in enumerate((0, 4, 3, 0, 6)):
@@ -367,19 +365,19 @@ def test_widths_of_ones_own(path: Path) -> None:
 
 
 @pytest.mark.parametrize("widths", [(), (0, 2)])
-def test_widths_that_make_no_sense(path: Path, widths: tuple[int, ...]) -> None:
+def test_invalid_widths_are_refused(path: Path, widths: tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequest, match="width"):
         Two(path, widths=widths)
 
 
-def test_promises_no_independent_rows(two: Two) -> None:
-    assert not two.runner.rows_independent
+def test_graphs_are_not_batch_invariant(two: Two) -> None:
+    assert not two.runner.batch_invariant
 
 
 def test_cuda_takes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(graphs, "GraphRunner", lambda *arguments: made.append(arguments))
-    build(*[None] * 3, torch.float16, torch.device("cuda"))  # type: ignore[arg-type]
+    monkeypatch.setattr(choose, "GraphRunner", lambda *arguments: made.append(arguments))
+    choose.build_runner(*[None] * 3, torch.float16, torch.device("cuda"))  # type: ignore[arg-type]
     assert made == [(None, None, None, torch.float16, torch.device("cuda"))]
 
 
@@ -391,9 +389,9 @@ def cuda() -> torch.device:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2", "gemma3"])
-def test_on_cuda(name: str, cuda: torch.device, tmp_path: Path) -> None:
+def test_cuda_equals_the_torch_runner(name: str, cuda: torch.device, tmp_path: Path) -> None:
     two = Two(ARCHITECTURES[name].save(tmp_path))
-    two.graphed = Decoder.load(tmp_path, torch.float32, cuda)
+    two.graphed = Decoder(load_config(tmp_path), open_weights(tmp_path), torch.float32, cuda)
     assert isinstance(two.graphed.runner, GraphRunner)
     two.tolerance = 1e-3
     plain_score = two.plain.score
@@ -403,5 +401,5 @@ def test_on_cuda(name: str, cuda: torch.device, tmp_path: Path) -> None:
         return [Scores(s.logits.to(cuda), {i: t.to(cuda) for i, t in s.taps.items()}) for s in results]
 
     two.plain.score = score  # type: ignore[method-assign]
-    rounds(two)
-    rounds(two)
+    run_steps(two)
+    run_steps(two)

@@ -1,4 +1,4 @@
-"""A sequence's rows in a model: which of them stand when tokens are committed."""
+"""A sequence's cached rows: which of them are kept when tokens are committed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_tokens_match_the_nodes_of_their_own_path(node: int) -> None:
     assert scored(TREE).match([*tokens, 99]) == list(TREE.path(node))
 
 
-def test_a_token_that_stands_elsewhere_in_the_tree_does_not_match() -> None:
+def test_a_token_elsewhere_in_the_tree_does_not_match() -> None:
     assert scored(TREE).match([7]) == []
     assert scored(TREE).match([5, 5]) == [0]
     assert scored(TREE).match([5, 6, 7]) == [0, 1]
 
 
-def test_advancing_names_the_rows_of_the_path_and_drops_the_draft() -> None:
+def test_advance_returns_the_rows_of_the_path_and_drops_the_draft() -> None:
     handle = scored(repeating((-1, 0, -1)))
     assert handle.advance([6, 9]) == (3, [5])
     assert (handle.tokens, handle.cached, handle.pending) == ([1, 2, 3, 6, 9], 4, [9])

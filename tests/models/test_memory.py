@@ -1,4 +1,4 @@
-"""What a model takes: estimated before it is read, never much more than its weights while it is read."""
+"""Memory of a model: estimated before loading, and never much more than its weights while loading."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.native.build import SWITCH
-from foretoken.models import memory
-from foretoken.models.checkpoint import load_model, open_weights
-from foretoken.models.memory import check_fits, free_memory, weight_bytes
+from foretoken.models.formats import memory
+from foretoken.models.formats.checkpoint import open_weights
+from foretoken.models.formats.memory import check_fits, free_memory, weight_bytes
+from foretoken.models.loading import load_model
 
 from .tiny import ARCHITECTURES
 
@@ -26,7 +27,7 @@ LOAD = """
 import re, sys
 from pathlib import Path
 import torch
-from foretoken.models.checkpoint import load_model
+from foretoken.models.loading import load_model
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -42,7 +43,7 @@ print(status("VmHWM") - before, status("VmRSS") - before)
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 310 MB, thin and deep as real ones are: what is held twice is a layer."""
+    """A Llama of 310 MB, thin and deep as real ones are: one layer is held twice while loading."""
     path = tmp_path_factory.mktemp("large")
     wide = torch.full((INNER, HIDDEN), 0.01, dtype=torch.bfloat16)
     norm = torch.ones(HIDDEN, dtype=torch.bfloat16)
@@ -57,9 +58,15 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors[f"{at}.mlp.down_proj.weight"] = wide.T.contiguous()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+    }
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -67,21 +74,23 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure")
 @pytest.mark.parametrize("quantization", ["", "int8"])
 @pytest.mark.parametrize("native", ["0", "1"], ids=["torch", "compiled"])
-def test_peak_memory_while_loading(large: Path, tmp_path: Path, quantization: str, native: str) -> None:
+def test_peak_memory_while_loading_is_near_the_weights(
+    large: Path, tmp_path: Path, quantization: str, native: str
+) -> None:
     small = ARCHITECTURES["llama"].save(tmp_path / "small")
     command = [sys.executable, "-c", LOAD, str(small), str(large), quantization]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, SWITCH: native})
     assert not done.returncode, done.stderr
     peak, after = map(int, done.stdout.split())
     weights = weight_bytes(open_weights(large).shapes, torch.bfloat16, bool(quantization))
-    most = 1.3 if quantization else 1.2  # half the bytes beside a layer that is read in full, and this model is small
-    assert 0.9 * weights < peak < most * weights, f"{peak / weights:.2f}, {after / weights:.2f} afterwards"
+    limit = 1.3 if quantization else 1.2  # int8 halves the weights, but not the layer that is read in full
+    assert 0.9 * weights < peak < limit * weights, f"{peak / weights:.2f}, {after / weights:.2f} afterwards"
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_refused_before_reading(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr("foretoken.models.checkpoint.Weights.__getitem__", lambda _, name: read.append(name))
-    monkeypatch.setattr(memory, "_machine", lambda: 200_000_000)
+    monkeypatch.setattr("foretoken.models.formats.checkpoint.Weights.__getitem__", lambda _, name: read.append(name))
+    monkeypatch.setattr(memory, "machine_memory", lambda: 200_000_000)
     for backend in ("native", "hf"):
         with pytest.raises(
             ModelLoadError, match=r"needs 0\.3 GiB for its weights, but 0\.2 GiB are free on cpu"
@@ -90,18 +99,18 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(large: Path, mon
         assert "\n" not in str(error.value) and not read
 
 
-def test_weights_are_counted_as_they_will_be_held() -> None:
+def test_weight_bytes_counts_tied_heads_and_int8() -> None:
     shapes = {"model.embed_tokens.weight": (100, 8), "a_proj.weight": (16, 8), "norm.weight": (8,)}
     assert weight_bytes({**shapes, "lm_head.weight": (100, 8)}, torch.bfloat16, False) == 2 * (1600 + 128 + 8)
     assert weight_bytes(shapes, torch.float32, False) == 4 * (1600 + 128 + 8)
     assert weight_bytes(shapes, torch.bfloat16, True) == 1600 + 800 + 128 + 16
 
 
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_respects_a_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = free_memory(CPU)
     assert free is None or free > 0
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "_machine", lambda: 10_000)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "machine_memory", lambda: 10_000)
     assert free_memory(CPU) == 10_000
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("3000\n")
@@ -113,5 +122,5 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check_fits(10_000, CPU, "it")
     with pytest.raises(ModelLoadError, match="it needs"):
         check_fits(10_001, CPU, "it")
-    monkeypatch.setattr(memory, "_machine", lambda: None)
-    check_fits(10**18, CPU, "it")  # a system that does not say is not second-guessed
+    monkeypatch.setattr(memory, "machine_memory", lambda: None)
+    check_fits(10**18, CPU, "it")  # passes if the system reports no free memory

@@ -1,4 +1,4 @@
-"""The compiled kernels: every instruction set this machine has, beside float64; and what happens without them."""
+"""The compiled kernels: all instruction sets of this machine against float64, and the fallbacks without them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,37 @@ import torch
 
 from foretoken.core.draft import Draft
 from foretoken.core.native import build
-from foretoken.core.native.build import Unavailable
+from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
-from foretoken.models.native.build import Kind, _loaded, library
-from foretoken.models.native.memory import Arena, pack
-from foretoken.models.native.runner import NativeRunner
-from foretoken.models.torch_runner import TorchRunner
+from foretoken.models.runners.native.build import Kind, library, loaded_library
+from foretoken.models.runners.native.memory import Arena, pack
+from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.runners.torch_runner import TorchRunner
 
 from .trees import repeating
 
 VOCAB = 131  # no multiple of anything
 WITHOUT = {"everything": [], "no tiles": ["amx_tile"], "no bf16": ["amx_tile", "avx512_bf16"]}
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 72, "num_hidden_layers": 2, "intermediate_size": 88,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 48, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 72,
+    "num_hidden_layers": 2,
+    "intermediate_size": 88,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
 
 
 def available(kind: Kind = Kind.BFLOAT16) -> bool:
     try:
         library(kind, kind)
-    except Unavailable:
+    except KernelsUnavailable:
         return False
     return True
 
@@ -62,9 +70,15 @@ def weights() -> dict[str, torch.Tensor]:
     tensors = {"model.embed_tokens.weight": random(VOCAB, 72) * 5, "model.norm.weight": 1 + random(72)}
     for i in range(2):
         at = f"model.layers.{i}"
-        shapes = {"self_attn.q_proj": (288, 72), "self_attn.k_proj": (96, 72), "self_attn.v_proj": (96, 72),
-                  "self_attn.o_proj": (72, 288), "mlp.gate_proj": (88, 72), "mlp.up_proj": (88, 72),
-                  "mlp.down_proj": (72, 88)}  # fmt: skip
+        shapes = {
+            "self_attn.q_proj": (288, 72),
+            "self_attn.k_proj": (96, 72),
+            "self_attn.v_proj": (96, 72),
+            "self_attn.o_proj": (72, 288),
+            "mlp.gate_proj": (88, 72),
+            "mlp.up_proj": (88, 72),
+            "mlp.down_proj": (72, 88),
+        }
         tensors |= {f"{at}.{name}.weight": random(*shape) for name, shape in shapes.items()}
         norms = {"input_layernorm": 72, "post_attention_layernorm": 72, "self_attn.q_norm": 48, "self_attn.k_norm": 48}
         tensors |= {f"{at}.{name}.weight": 1 + random(size) for name, size in norms.items()}
@@ -108,15 +122,15 @@ def test_every_instruction_set_has_independent_rows(
     instructions: str, dtype: torch.dtype, quantization: str | None
 ) -> None:
     model = decoder(dtype, quantization)
-    assert model.rows_independent
-    prompt, rest = list(range(3, 50)), list(range(60, 100))
+    assert model.batch_invariant
+    prompt, continuation = list(range(3, 50)), list(range(60, 100))
     plain, handle = [], model.open(prompt)
-    for token in rest:
+    for token in continuation:
         plain.append(model.score([handle], [Draft.empty()])[0].logits[0])
         model.commit([handle], [[token]])
     for depth in (1, 3, 5, 14, 15, 16, 17, 31, 33, 39):
         other, handle = model.open(list(range(100))), model.open(prompt)
-        got = model.score([other, handle], [Draft.chain([1, 2, 3]), Draft.chain(rest[:depth])])[1].logits
+        got = model.score([other, handle], [Draft.chain([1, 2, 3]), Draft.chain(continuation[:depth])])[1].logits
         for row in range(depth + 1):
             assert torch.equal(got[row], plain[row]), (depth, row)
 
@@ -127,20 +141,20 @@ def test_every_number_of_rows_gives_the_same_bits(
     instructions: str, dtype: torch.dtype, quantization: str | None
 ) -> None:
     """Passes of 1 to 34 rows: one, two and more register tiles of every height, without a prompt's rows beside."""
-    model, rest = decoder(dtype, quantization), list(range(60, 93))
+    model, continuation = decoder(dtype, quantization), list(range(60, 93))
     handle = model.open(list(range(3, 50)))
     score_again(model, handle, [])
-    most = score_again(model, handle, rest)
-    for depth in range(len(rest)):
-        assert torch.equal(score_again(model, handle, rest[:depth]), most[: depth + 1]), depth
+    whole = score_again(model, handle, continuation)
+    for depth in range(len(continuation)):
+        assert torch.equal(score_again(model, handle, continuation[:depth]), whole[: depth + 1]), depth
 
 
 @needs_kernels
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_rows_that_nobody_asks_leave_before_the_last_layers_attention(
+def test_rows_without_logits_leave_before_the_last_layers_attention(
     instructions: str, quantization: str | None
 ) -> None:
-    """Beside a pass whose last states are wanted, of which no row leaves: the same bits, in this pass and the next."""
+    """Rows without logits leave the last layer unless its states are tapped: the bits are the same either way."""
     model, draft = decoder(torch.bfloat16, quantization), repeating((-1, 0, -1, 1))
     drafts = [draft, Draft.empty(), Draft.chain([9, 9])]
 
@@ -155,7 +169,7 @@ def test_rows_that_nobody_asks_leave_before_the_last_layers_attention(
 
 
 @needs_kernels
-def test_int8_is_near(instructions: str) -> None:
+def test_int8_is_near_float32(instructions: str) -> None:
     assert (scores(decoder(torch.bfloat16, "int8")) - scores(decoder(torch.float32))).abs().max() < 1.5
 
 
@@ -180,16 +194,16 @@ def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) 
     flat = torch.frombuffer(bytearray(ctypes.string_at(matrix.data, count * 4)), dtype=torch.float32)
     blocks = flat.view(-1, matrix.steps, 16).transpose(1, 2)  # [blocks, 16, steps]
     for number, part in enumerate(parts):
-        mine = blocks[number :: len(parts)] if interleave else blocks
-        rows = mine.reshape(-1, matrix.steps)
+        own = blocks[number :: len(parts)] if interleave else blocks
+        rows = own.reshape(-1, matrix.steps)
         assert torch.equal(rows[: part.shape[0], : part.shape[1]], part)
         assert not rows[: part.shape[0], part.shape[1] :].any()
 
 
 @pytest.mark.parametrize("flag", ["avx512f", "avx512bw"])
-def test_a_lesser_processor_takes_the_torch_runner(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_avx512_uses_the_torch_runner(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset())
-    with pytest.raises(Unavailable, match=flag):
+    with pytest.raises(KernelsUnavailable, match=flag):
         library(Kind.BFLOAT16, Kind.BFLOAT16)
     assert isinstance(decoder(torch.float32).runner, TorchRunner)
 
@@ -198,8 +212,8 @@ def test_a_lesser_processor_takes_the_torch_runner(flag: str, monkeypatch: pytes
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    _loaded.cache_clear()
-    with pytest.raises(Unavailable, match=r"no C\+\+ compiler"):
+    loaded_library.cache_clear()
+    with pytest.raises(KernelsUnavailable, match=r"no C\+\+ compiler"):
         library(Kind.BFLOAT16, Kind.BFLOAT16)
     assert isinstance(decoder(torch.bfloat16).runner, TorchRunner)
 
@@ -208,6 +222,6 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_compiler_that_fails_is_named_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "_FLAGS", ("-no-such-flag",))
-    with pytest.raises(Unavailable, match="does not compile"):
+    with pytest.raises(KernelsUnavailable, match="does not compile"):
         library(Kind.BFLOAT16, Kind.BFLOAT16)
     assert not list((tmp_path / "native").iterdir())

@@ -1,4 +1,4 @@
-"""Pages that prompts share: what is found is what was put there, nothing leaks, and nobody writes into another's."""
+"""Shared pages: a prefix hit has the right content, no page leaks, and no sequence writes into another's pages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from foretoken.models.native.bindings import PAGE
-from foretoken.models.native.pages import Pages
+from foretoken.models.state.pages import PAGE, Pages
 
 ROW = 8  # bytes of one row here
 BYTES = PAGE * ROW
@@ -52,19 +51,19 @@ def address(pages: Pages, slot: int, at: int) -> int:
 
 
 def holds(pages: Pages, slot: int, tokens: list[int]) -> bool:
-    wanted = rows(tokens)
-    starts = range(0, len(wanted), BYTES)
-    found = [ctypes.string_at(address(pages, slot, start // BYTES), BYTES) for start in starts]
-    return b"".join(found)[: len(wanted)] == wanted
+    expected = rows(tokens)
+    starts = range(0, len(expected), BYTES)
+    contents = [ctypes.string_at(address(pages, slot, start // BYTES), BYTES) for start in starts]
+    return b"".join(contents)[: len(expected)] == expected
 
 
 def text(*parts: int) -> list[int]:
     return [part for part in parts for _ in range(PAGE)]
 
 
-def test_a_prompt_finds_what_an_earlier_one_began_with():
+def test_a_prompt_reuses_the_prefix_of_an_earlier_one():
     pages = Pages(Memory().allocate, BYTES)
-    pages.keep(100 * BYTES)
+    pages.enable_prefix_cache(100 * BYTES)
     tokens = text(1, 2, 3)
     slot, known = pages.acquire(tokens)
     assert (slot, known) == (0, 0)
@@ -81,7 +80,7 @@ def test_a_prompt_finds_what_an_earlier_one_began_with():
 
 def test_prompts_of_another_salt_share_no_page():
     pages = Pages(Memory().allocate, BYTES)
-    pages.keep(100 * BYTES)
+    pages.enable_prefix_cache(100 * BYTES)
     tokens = text(1, 2)
     for slot, salt in enumerate(("a", "b", None)):
         assert pages.acquire([*tokens, 0], salt) == (slot, 0)
@@ -98,7 +97,7 @@ def test_prompts_of_another_salt_share_no_page():
 
 def test_a_slot_takes_the_salt_of_its_next_sequence():
     pages = Pages(Memory().allocate, BYTES)
-    pages.keep(100 * BYTES)
+    pages.enable_prefix_cache(100 * BYTES)
     tokens = text(1, 2)
     for salt in ("a", None):
         assert pages.acquire([*tokens, 0], salt) == (0, 0)
@@ -108,7 +107,7 @@ def test_a_slot_takes_the_salt_of_its_next_sequence():
     assert [pages.acquire([*tokens, 0], salt)[1] for salt in ("a", None, "b")] == [2 * PAGE, 2 * PAGE, 0]
 
 
-def test_without_a_bound_nothing_is_kept():
+def test_without_a_bound_no_pages_are_kept():
     pages = Pages(Memory().allocate, BYTES)
     tokens = text(1, 2)
     slot, _ = pages.acquire(tokens)
@@ -119,10 +118,10 @@ def test_without_a_bound_nothing_is_kept():
     pages.check()
 
 
-def test_the_longest_unused_ends_go_first():
+def test_least_recently_used_ends_are_evicted_first():
     memory = Memory()
     pages = Pages(memory.allocate, BYTES)
-    pages.keep(4 * BYTES)
+    pages.enable_prefix_cache(4 * BYTES)
     for part in (1, 2):
         tokens = text(part, part + 10)
         slot, _ = pages.acquire(tokens)
@@ -137,13 +136,14 @@ def test_the_longest_unused_ends_go_first():
     pages.check()
 
 
-def test_whoever_writes_into_a_shared_page_gets_a_copy():
+def test_writing_into_a_shared_page_copies_it():
     pages = Pages(Memory().allocate, BYTES)
-    pages.keep(100 * BYTES)
+    pages.enable_prefix_cache(100 * BYTES)
     tokens = text(1, 2)
     for slot in range(2):
-        assert pages.acquire([*tokens, 0])[0] == slot
-        filled(pages, slot, tokens, pages._slots[slot].known * PAGE)
+        acquired, known = pages.acquire([*tokens, 0])
+        assert acquired == slot
+        filled(pages, slot, tokens, known)
         pages.publish(slot, tokens, len(tokens))
     assert address(pages, 0, 1) == address(pages, 1, 1)
     changed = text(1, 5)
@@ -154,11 +154,11 @@ def test_whoever_writes_into_a_shared_page_gets_a_copy():
 
 def test_a_copy_keeps_the_rows_before_those_that_are_written():
     pages = Pages(Memory().allocate, BYTES)
-    pages.keep(100 * BYTES)
+    pages.enable_prefix_cache(100 * BYTES)
     tokens = text(1, 2)
     for slot in range(2):
-        pages.acquire([*tokens, 0])
-        filled(pages, slot, tokens, pages._slots[slot].known * PAGE)
+        _, known = pages.acquire([*tokens, 0])
+        filled(pages, slot, tokens, known)
         pages.publish(slot, tokens, len(tokens))
     changed = [*tokens[: PAGE + 9], 5, 5]
     filled(pages, 1, changed, PAGE + 9)
@@ -167,7 +167,7 @@ def test_a_copy_keeps_the_rows_before_those_that_are_written():
 
 def test_a_page_is_shared_once_its_last_row_is_computed():
     pages = Pages(Memory().allocate, BYTES)
-    pages.keep(100 * BYTES)
+    pages.enable_prefix_cache(100 * BYTES)
     tokens = text(1)
     slot, _ = pages.acquire(tokens)
     filled(pages, slot, tokens[:-1], 0)
@@ -180,7 +180,7 @@ def test_a_page_is_shared_once_its_last_row_is_computed():
 
 def test_a_rewritten_page_is_not_followed_by_the_pages_that_followed_its_old_content():
     pages = Pages(Memory().allocate, BYTES)
-    pages.keep(100 * BYTES)
+    pages.enable_prefix_cache(100 * BYTES)
     first, _ = pages.acquire([*text(1, 2), 0])
     filled(pages, first, text(1, 2), 0)
     pages.publish(first, text(1, 2), 2 * PAGE)
@@ -205,12 +205,13 @@ class History:
         self.draw = random.Random(seed)
         self.memory = Memory()
         self.pages = Pages(self.memory.allocate, BYTES)
-        self.limit = self.most = self.draw.choice([4, 12])
-        self.pages.keep(self.limit * BYTES)
+        self.limit = self.largest = self.draw.choice([4, 12])
+        self.pages.enable_prefix_cache(self.limit * BYTES)
         self.texts: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
+        self.shareable: dict[int, int] = {}  # leading rows of a slot that other sequences may share
         self.published: set[tuple[int, ...]] = set()
-        self.complete = True  # whatever was published is still there
+        self.complete = True  # no published page was evicted or rewritten
 
     def step(self) -> None:
         if not self.texts or self.draw.random() < 0.3:
@@ -229,9 +230,9 @@ class History:
         assert slot not in self.texts and known % PAGE == 0 and known < len(tokens)
         assert not known or tuple(tokens[:known]) in self.published
         if self.complete:
-            wanted = [at for at in range(PAGE, len(tokens), PAGE) if tuple(tokens[:at]) in self.published]
-            assert known == max(wanted, default=0)
-        self.texts[slot], self.computed[slot] = tokens, known
+            expected = [at for at in range(PAGE, len(tokens), PAGE) if tuple(tokens[:at]) in self.published]
+            assert known == max(expected, default=0)
+        self.texts[slot], self.computed[slot], self.shareable[slot] = tokens, known, known
         self.compute(slot)
 
     def rewrite(self, slot: int) -> None:
@@ -243,12 +244,13 @@ class History:
 
     def compute(self, slot: int) -> None:
         tokens, first = self.texts[slot][:-1], self.computed[slot]
-        self.complete &= first >= self.pages._slots[slot].known * PAGE
+        self.complete &= first >= self.shareable[slot]
         filled(self.pages, slot, tokens, first)
         self.computed[slot] = len(tokens)
-        self.most = max(self.most, self.pages.nbytes() // BYTES)
+        self.largest = max(self.largest, self.pages.nbytes() // BYTES)
         self.complete &= len(self.memory.held) < self.limit
         self.pages.publish(slot, self.texts[slot], len(tokens))
+        self.shareable[slot] = len(tokens) // PAGE * PAGE
         self.published |= {tuple(tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)}
 
     def end(self) -> int:
@@ -257,11 +259,11 @@ class History:
     def check(self) -> None:
         self.pages.check()
         assert all(holds(self.pages, slot, tokens[: self.computed[slot]]) for slot, tokens in self.texts.items())
-        assert len(self.memory.held) <= self.most
+        assert len(self.memory.held) <= self.largest
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_any_history_keeps_the_books_and_the_contents(seed: int) -> None:
+def test_any_history_keeps_bookkeeping_and_contents_consistent(seed: int) -> None:
     history = History(seed)
     for _ in range(60):
         history.step()

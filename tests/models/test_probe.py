@@ -1,4 +1,4 @@
-"""The check of a module on loading: it finds what differs from the module alone, at all lengths, and it is cheap."""
+"""The check of a module on loading: it detects differences from the module alone at all lengths, and is cheap."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM, MistralConfig, Mistral
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError
-from foretoken.models import hf
-from foretoken.models.hf import HFModel
-from foretoken.models.probe import agrees
-from foretoken.models.slots import Placement
+from foretoken.models.hf.model import HFModel
+from foretoken.models.hf.probe import agrees
+from foretoken.models.state.slots import Placement
 
 from .families import difference, tiny
 from .tiny import GROUPED, Tiny
@@ -22,9 +21,14 @@ from .tiny import GROUPED, Tiny
 LENGTHS = (40, 5, 2)
 ORIGINAL = 60  # longer than the texts of the check, shorter than a tiny module's maximum length
 LONGROPE: dict[str, Any] = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
-    "short_mscale": 1.0, "long_mscale": 1.3, "original_max_position_embeddings": ORIGINAL,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "short_mscale": 1.0,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": ORIGINAL,
+}
 
 
 def phimoe() -> Any:
@@ -59,7 +63,7 @@ class WithoutPositions(Unchecked):
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "modernbert-decoder", "gpt_oss", "olmo3"])
-def test_a_window_that_is_not_kept_is_found(family: str) -> None:
+def test_an_ignored_window_is_detected(family: str) -> None:
     module = tiny(family)
     assert agrees(Unchecked(module), LENGTHS)
     assert not agrees(WithoutWindows(module), LENGTHS)
@@ -67,23 +71,28 @@ def test_a_window_that_is_not_kept_is_found(family: str) -> None:
 
 @pytest.mark.parametrize("wrong", [WithoutTrees, WithoutPositions])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_tree_that_is_not_followed_is_found(family: str, wrong: type[Unchecked]) -> None:
+def test_an_ignored_tree_is_detected(family: str, wrong: type[Unchecked]) -> None:
     module = tiny(family)
     assert agrees(Unchecked(module), LENGTHS)
     assert not agrees(wrong(module), LENGTHS)
 
 
 @pytest.mark.parametrize("kinds", [["global", "local"], ["global"]])
-def test_attention_that_counts_rows_is_refused_where_a_lone_short_text_agrees(kinds: list[str]) -> None:
+def test_attention_that_counts_rows_is_refused_even_if_a_short_text_agrees(kinds: list[str]) -> None:
     config = GPTNeoConfig(
-        vocab_size=101, hidden_size=32, num_layers=2, num_heads=4, window_size=256, max_position_embeddings=512,
+        vocab_size=101,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        window_size=256,
+        max_position_embeddings=512,
         attention_types=[[kinds, 2 // len(kinds)]],
-    )  # fmt: skip
+    )
     with pytest.raises(ModelLoadError, match=r"GPTNeoForCausalLM cannot be served.*padded rows.*its neighbours"):
         HFModel(GPTNeoForCausalLM(config).eval())
 
 
-def test_what_holds_up_to_a_length_is_refused_beyond_it_and_says_so() -> None:
+def test_a_module_correct_up_to_a_length_is_refused_beyond_it() -> None:
     with pytest.raises(
         ModelLoadError, match=rf"original_max_position_embeddings of {ORIGINAL}.*max_model_len to at most"
     ):
@@ -111,15 +120,16 @@ def test_a_class_without_a_copy_is_checked_itself_up_to_its_window() -> None:
     assert HFModel(Two(config, 1).eval(), 1500).max_length == 1500
 
 
-def test_the_module_itself_computes_a_few_rows_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_module_itself_computes_a_few_rows_and_only_once() -> None:
     module = Tiny("Mistral", {**GROUPED, "sliding_window": 300}).build()
     rows = []
-    module.register_forward_pre_hook(lambda _, __, given: rows.append(given["input_ids"].numel()), with_kwargs=True)
+    module.register_forward_pre_hook(lambda _, __, inputs: rows.append(inputs["input_ids"].numel()), with_kwargs=True)
     HFModel(module)
     assert 0 < sum(rows) < 40
-    monkeypatch.setattr(hf, "check", lambda *_: pytest.fail("it was checked twice"))
+    checked = len(rows)
     HFModel(module)
     HFModel(module, 400)
+    assert len(rows) == checked
 
 
 def test_a_longer_maximum_that_goes_beyond_a_window_is_checked_again() -> None:

@@ -1,4 +1,4 @@
-"""Int8: what it does to numbers, what it refuses, and checkpoints that other libraries quantised."""
+"""Int8: its numbers, its limits, and checkpoints that other libraries quantized."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model
-from foretoken.models.linear import Int8Linear, Linear, can_pack_int8, exact_product
-from foretoken.models.quantize import Int8, quantise, quantise_rows
+from foretoken.models.formats.quantize import Int8, quantise, quantise_rows
+from foretoken.models.loading import load_model
+from foretoken.models.runners.linear import Int8Linear, Linear, can_pack_int8, exact_product
 
 from .tiny import ARCHITECTURES, only_runner
 
@@ -137,7 +137,7 @@ def test_exact_sums_do_not_round() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gemma2", "gemma3", "phi3"])
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
-def test_a_quantised_model_is_near_the_plain_one(name: str, runner: str, tmp_path: Path) -> None:
+def test_a_quantized_model_is_near_the_float_one(name: str, runner: str, tmp_path: Path) -> None:
     path = ARCHITECTURES[name].save(tmp_path / name)
     with only_runner(runner):
         plain = logits(load_model(path, "float32", "cpu", "native"))
@@ -146,7 +146,7 @@ def test_a_quantised_model_is_near_the_plain_one(name: str, runner: str, tmp_pat
     assert (plain - int8).abs().mean() < 0.12 * plain.std()
 
 
-def test_what_cannot_be_quantised_says_so(llama: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_be_quantized_are_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"quantization 'int3' is not known; known: int8"):
         load_model(llama, "float32", "cpu", quantization="int3")
     with pytest.raises(InvalidRequest, match="needs the native decoder"):
@@ -162,10 +162,10 @@ def test_what_cannot_be_quantised_says_so(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [COMPRESSED, TORCHAO], ids=["compressed-tensors", "torchao"])
 @pytest.mark.parametrize("skip", [(), ("lm_head",), ("lm_head", "layers.0")], ids=["all", "no-head", "some"])
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
-def test_stored_int8_computes_what_quantising_on_loading_does(
+def test_stored_int8_equals_quantizing_on_loading(
     llama: Path, settings: dict[str, Any], skip: tuple[str, ...], runner: str
 ) -> None:
-    """Quantising on loading makes the rest int8 as well, so both ways lead to one model, bit for bit."""
+    """Quantizing on loading makes the other matrices int8 too, so both ways give one model, bit for bit."""
     with only_runner(runner):
         expected = logits(load_model(llama, "float32", "cpu", quantization="int8"))
         plain = logits(load_model(llama, "float32", "cpu"))
@@ -192,7 +192,7 @@ def test_stored_int8_computes_what_quantising_on_loading_does(
 def test_other_compressed_tensors_are_refused(llama: Path, group: dict[str, Any], reason: str) -> None:
     base = COMPRESSED["config_groups"]["group_0"]
     store(llama, COMPRESSED | {"config_groups": {"group_0": {**base, **group}}})
-    with pytest.raises(ModelLoadError, match=rf"{reason}.*read are int8 weights"):
+    with pytest.raises(ModelLoadError, match=rf"{reason}.*supported are int8 weights"):
         load_model(llama, "float32", "cpu")
 
 
@@ -208,12 +208,12 @@ def test_other_quantisers_are_refused(llama: Path) -> None:
         (COMPRESSED | {"config_groups": {}}, "format int-quantized"),
     ):
         (llama / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-        with pytest.raises(ModelLoadError, match=rf"{reason}.*read are int8 weights") as error:
+        with pytest.raises(ModelLoadError, match=rf"{reason}.*supported are int8 weights") as error:
             load_model(llama, "float32", "cpu")
         assert "\n" not in str(error.value)
 
 
-def test_zero_points_and_torn_matrices_are_refused(llama: Path) -> None:
+def test_zero_points_and_partly_quantized_products_are_refused(llama: Path) -> None:
     store(llama, TORCHAO)
     file = llama / "model.safetensors"
     tensors, name = load_file(file), "model.layers.1.mlp.down_proj"

@@ -1,4 +1,4 @@
-"""Rotary factors that transformers would choose anew in every pass: one table serves all, alone and in batches."""
+"""Rotary factors that transformers chooses in every pass: our tables are fixed, alone and in batches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
-from foretoken.models.hf import HFModel
-from foretoken.models.rotary import FixedRope, longrope_length
+from foretoken.models.hf.model import HFModel
+from foretoken.models.hf.rotary import FixedRope, longrope_length
 
 from .tiny import GROUPED, Tiny
 
@@ -26,9 +26,13 @@ CONFIG: dict[str, Any] = {**GROUPED, "original_max_position_embeddings": ORIGINA
 
 def longrope(short: list[float] = SHORT, long: list[float] = LONG, **more: Any) -> dict[str, Any]:
     return {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short, "long_factor": long,
-        "original_max_position_embeddings": ORIGINAL, **more,
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": ORIGINAL,
+        **more,
+    }
 
 
 def family(name: str, long: bool | None = None) -> Any:
@@ -59,19 +63,19 @@ def alone(module: Any, text: list[int]) -> Tensor:
 def rows(model: Model, texts: list[list[int]], draft: Draft = TREE) -> list[Tensor]:
     """Logits of each text and its draft, all in one pass."""
     handles = [model.open(text) for text in texts]
-    found = [scores.logits for scores in model.score(handles, [draft] * len(handles))]
+    logits = [scores.logits for scores in model.score(handles, [draft] * len(handles))]
     for handle in handles:
         model.close(handle)
-    return found
+    return logits
 
 
 def check(model: Model, module: Any, texts: list[list[int]]) -> None:
     """A tree on each of ``texts``, in one pass, equals ``module`` on every path alone."""
-    for text, found in zip(texts, rows(model, texts), strict=True):
+    for text, logits in zip(texts, rows(model, texts), strict=True):
         for leaf in (2, 3):
             path = TREE.path(leaf)
             want = alone(module, [*text, *(TREE.ids[node] for node in path)])[len(text) - 1 :]
-            assert (found[[0, *(node + 1 for node in path)]] - want).abs().max() < 1e-4
+            assert (logits[[0, *(node + 1 for node in path)]] - want).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -99,7 +103,7 @@ def test_a_sequence_that_grows_over_the_original_length_keeps_its_factors(name: 
     assert len(handle.tokens) > ORIGINAL
 
 
-def test_the_module_itself_is_left_as_it_was() -> None:
+def test_the_module_does_not_change() -> None:
     module = family("Phi3")
     before = [alone(module, TEXT[:n]) for n in (4, 50)]
     check(HFModel(module), family("Phi3", long=True), [TEXT[:4], TEXT[:50]])
@@ -119,7 +123,7 @@ def test_dynamic_scaling_stays_as_it_is_within_the_models_positions() -> None:
     assert (scores.logits[0] - want).abs().max() < 1e-4
 
 
-def test_lengths_of_longrope_are_found_wherever_they_are_written() -> None:
+def test_original_lengths_of_longrope_are_found_in_every_format() -> None:
     assert longrope_length(longrope()) == ORIGINAL
     assert longrope_length({"full_attention": longrope(), "sliding_attention": {"rope_type": "default"}}) == ORIGINAL
     assert longrope_length({"rope_type": "yarn", "original_max_position_embeddings": 64}) == 0

@@ -1,4 +1,4 @@
-"""No row's logits may depend on what shares the pass: row counts, key lengths, trees, neighbours. Bit for bit."""
+"""Batch invariance, bit for bit: logits do not depend on row counts, key lengths, trees or the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
-from foretoken.models.linear import AMX_ROWS, can_pack
+from foretoken.models.runners.linear import AMX_ROWS, can_pack
 
 from .tiny import only_runner
 from .trees import repeating
@@ -61,11 +61,19 @@ def decoder(kind: str, heads: int = 4, kv_heads: int = 2, dim: int = 32, **chang
             f"{at}.mlp.down_proj.weight": random(hidden, width),
         }
     config = {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": hidden, "num_hidden_layers": layers,
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
         "intermediate_size": width,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 4096, "tie_word_embeddings": True, **changes,
-    }  # fmt: skip
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        **changes,
+    }
     if config["model_type"] == "gemma2":
         for i in range(layers):
             for at in ("pre_feedforward", "post_feedforward"):
@@ -78,10 +86,10 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def one_by_one(model: Decoder, prompt: list[int], rest: list[int]) -> list[torch.Tensor]:
+def one_by_one(model: Decoder, prompt: list[int], continuation: list[int]) -> list[torch.Tensor]:
     """The reference: plain decoding, alone, one row a pass."""
     handle, rows = model.open(prompt), []
-    for token in rest:
+    for token in continuation:
         rows.append(model.score([handle], [Draft.empty()])[0].logits[0])
         model.commit([handle], [[token]])
     model.close(handle)
@@ -97,46 +105,46 @@ def neighbours(model: Decoder, length: int) -> tuple[list[Handle], list[Draft]]:
 @pytest.mark.parametrize("length", [3, 300])
 def test_chains_equal_plain_decoding(kind: str, heads: tuple[int, int], length: int) -> None:
     model = decoder(kind, *heads)
-    prompt, rest = tokens(length), tokens(17, seed=9)
-    expected = one_by_one(model, prompt, rest)
+    prompt, continuation = tokens(length), tokens(17, seed=9)
+    expected = one_by_one(model, prompt, continuation)
     for depth in (1, 2, 3, 4, 7, 8, 16):
         handle = model.open(prompt)
-        got = model.score([handle], [Draft.chain(rest[:depth])])[0].logits
+        got = model.score([handle], [Draft.chain(continuation[:depth])])[0].logits
         model.close(handle)
         for row in range(depth + 1):
             assert torch.equal(got[row], expected[row]), (depth, row)
 
 
 @pytest.mark.parametrize("other", [5, 300, 1200])
-def test_neighbours_change_no_bit(kind: str, other: int) -> None:
+def test_other_sequences_change_no_bit(kind: str, other: int) -> None:
     model = decoder(kind)
-    prompt, rest = tokens(100), tokens(5, seed=9)
-    expected = one_by_one(model, prompt, rest)
+    prompt, continuation = tokens(100), tokens(5, seed=9)
+    expected = one_by_one(model, prompt, continuation)
     handles, drafts = neighbours(model, other)
-    mine = model.open(prompt)
-    got = model.score([*handles, mine], [*drafts, Draft.chain(rest[:4])])[-1].logits
+    last = model.open(prompt)
+    got = model.score([*handles, last], [*drafts, Draft.chain(continuation[:4])])[-1].logits
     for row in range(5):
         assert torch.equal(got[row], expected[row]), row
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_number_of_threads_changes_no_bit(kind: str, threads: int) -> None:
-    prompt, rest = tokens(300), tokens(5, seed=9)
-    expected = one_by_one(decoder(kind), prompt, rest)
+    prompt, continuation = tokens(300), tokens(5, seed=9)
+    expected = one_by_one(decoder(kind), prompt, continuation)
     torch.set_num_threads(threads)
     model = decoder(kind)
-    got = model.score([model.open(prompt)], [Draft.chain(rest[:4])])[0].logits
+    got = model.score([model.open(prompt)], [Draft.chain(continuation[:4])])[0].logits
     assert all(torch.equal(got[row], expected[row]) for row in range(5))
 
 
 def test_the_order_of_slots_does_not_matter(kind: str) -> None:
     """A sequence that joins late may take a lower slot than those before it in the batch."""
     model = decoder(kind)
-    prompts, rest = [tokens(20, seed=1), tokens(30, seed=2)], tokens(3, seed=9)
-    expected = [one_by_one(model, prompt, rest) for prompt in prompts]
+    prompts, continuation = [tokens(20, seed=1), tokens(30, seed=2)], tokens(3, seed=9)
+    expected = [one_by_one(model, prompt, continuation) for prompt in prompts]
     handles = [model.open(prompt) for prompt in prompts]
     for order in ([0, 1], [1, 0]):
-        got = model.score([handles[i] for i in order], [Draft.chain(rest[:2])] * 2)
+        got = model.score([handles[i] for i in order], [Draft.chain(continuation[:2])] * 2)
         for i, scores in zip(order, got, strict=True):
             assert all(torch.equal(scores.logits[row], expected[i][row]) for row in range(3))
         model.commit(handles, [[], []])
@@ -183,15 +191,15 @@ def test_growing_level_by_level_equals_one_pass(kind: str) -> None:
     assert torch.equal(torch.cat(rows), expected)
 
 
-def test_a_round_that_was_abandoned_leaves_no_trace(kind: str) -> None:
+def test_an_abandoned_step_leaves_no_trace(kind: str) -> None:
     model = decoder(kind)
-    prompt, rest = tokens(50), tokens(4, seed=9)
-    expected = one_by_one(model, prompt, rest)
+    prompt, continuation = tokens(50), tokens(4, seed=9)
+    expected = one_by_one(model, prompt, continuation)
     for left in (Draft.empty(), Draft.chain([3, 4, 5])):
         handle = model.open(prompt)
         model.score([handle], [left])
         model.commit([handle], [[]])
-        got = model.score([handle], [Draft.chain(rest[:3])])[0].logits
+        got = model.score([handle], [Draft.chain(continuation[:3])])[0].logits
         model.close(handle)
         assert got.shape[0] == 4
         for row in range(4):
@@ -213,10 +221,10 @@ def test_more_rows_than_one_kernel_takes(kind: str) -> None:
 def test_soft_caps_and_windows(kind: str) -> None:
     """What Gemma 2 adds: capped scores and logits, windows in every other layer, norms after the parts."""
     model = decoder(kind, model_type="gemma2", query_pre_attn_scalar=32, sliding_window=50, attn_logit_softcapping=5.0)
-    prompt, rest = tokens(100), tokens(9, seed=9)
-    expected = one_by_one(model, prompt, rest)
+    prompt, continuation = tokens(100), tokens(9, seed=9)
+    expected = one_by_one(model, prompt, continuation)
     handle = model.open(prompt)
-    got = model.score([handle], [Draft.chain(rest[:8])])[0].logits
+    got = model.score([handle], [Draft.chain(continuation[:8])])[0].logits
     assert all(torch.equal(got[row], expected[row]) for row in range(9))
 
 
@@ -240,8 +248,8 @@ def overflowing(kind: str) -> tuple[Decoder, int]:
 def test_values_that_are_not_finite_change_no_other_row(kind: str) -> None:
     """A weight of 0 times infinity is NaN, so such values must not meet the weights of rows that do not see them."""
     model, odd = overflowing(kind)
-    prompt, rest = [t for t in tokens(70) if t != odd], [1, 2, 3]
-    expected = one_by_one(model, prompt, rest)
+    prompt, continuation = [t for t in tokens(70) if t != odd], [1, 2, 3]
+    expected = one_by_one(model, prompt, continuation)
     assert all(row.isfinite().all() for row in expected)
     drafts = [
         Draft.chain([1, 2, odd, 4]),
@@ -255,4 +263,4 @@ def test_values_that_are_not_finite_change_no_other_row(kind: str) -> None:
         for row, place in enumerate(seen):
             assert torch.equal(got[place], expected[row]), (draft.parents, place)
         model.close(handle)
-        model.close(other)  # its places, values and all, are given to the next ones
+        model.close(other)  # its slot, values included, is given to the next sequence

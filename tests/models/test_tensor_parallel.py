@@ -1,4 +1,4 @@
-"""A model in two parts, on two processes that torchrun starts: the same logits, and text that drafts do not change."""
+"""Tensor parallelism on two processes: the same logits as one process, and the same text with and without drafts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from foretoken.cli.main import main
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Handle
-from foretoken.models.checkpoint import check_ranks, load_model
-from foretoken.models.ranks import Ranks
-from foretoken.models.sharded import _read, _read_part, _written
-from foretoken.models.slots import Placement
+from foretoken.models.hf.ranks import RankGroup
+from foretoken.models.hf.sharded import placement_from_json, placement_to_json, read_part
+from foretoken.models.loading import check_ranks, load_model
+from foretoken.models.state.slots import Placement
 
 from .tiny import ARCHITECTURES
 from .trees import repeating
@@ -33,45 +33,44 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Two ranks on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
-    )  # fmt: skip
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": PATIENCE}
+    return subprocess.run(command, env=environment, **options)
 
 
 @pytest.mark.slow
-def test_two_ranks(tiny_pair: Pair, tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
+def test_two_ranks_equal_one(tiny_pair: Pair, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
     done = torchrun(str(RUN), str(tiny_pair.target), str(tiny_pair.draft), str(out))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "done\n", "another rank than the first went on"
-    found: dict[str, Any] = json.loads(out.read_text())
-    assert found["difference"] < 1e-4
-    assert found["speculative"] == found["controlled"] == found["plain"] and all(found["plain"])
-    assert found["seeded"] == found["seeded plain"] != found["plain"]
-    mine, whole = found["row bytes"]
-    assert 2 * mine == whole
+    assert done.stdout == "done\n", "a rank other than the first continued"
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert result["difference"] < 1e-4
+    assert result["speculative"] == result["controlled"] == result["plain"] and all(result["plain"])
+    assert result["seeded"] == result["seeded plain"] != result["plain"]
+    part, whole = result["row bytes"]
+    assert 2 * part == whole
 
 
-def test_placements_travel() -> None:
+def test_placements_survive_json() -> None:
     tree = repeating((-1, 0, -1))
     handles = [Handle(1, [3, 4, 5], 1), Handle(0, [9], 0)]
     place = Placement.of(handles, [tree, Draft.empty()], [0, 0])
-    again = _read(json.loads(json.dumps(_written(place))))
+    again = placement_from_json(json.loads(json.dumps(placement_to_json(place))))
     assert torch.equal(again.visible(), place.visible()) and torch.equal(again.positions, place.positions)
     assert (again.slots, again.roots, again.reach) == (place.slots, place.roots, place.reach)
     assert torch.equal(again.tokens, place.tokens)
 
 
-def test_without_torchrun(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_refused(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(InvalidRequest, match=r"needs 2 processes and finds 1.*torchrun --nproc-per-node 2"):
         load_model(tiny_pair.target, "float32", "cpu", tensor_parallel_size=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InvalidRequest, match="needs 2 processes and finds 4"):
-        Ranks.join(2, torch.device("cpu"))
+        RankGroup.join(2, torch.device("cpu"))
 
 
-def test_what_cannot_be_divided(tmp_path: Path) -> None:
+def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="use backend='hf'"):
         check_ranks(2, "native", None)
     with pytest.raises(InvalidRequest, match="one rank"):
@@ -80,12 +79,12 @@ def test_what_cannot_be_divided(tmp_path: Path) -> None:
         check_ranks(0, "auto", None)
     assert not check_ranks(1, "native", "int8")
     with pytest.raises(ModelLoadError, match="no tensor-parallel plan for the type 'gpt2'"):
-        _read_part(ARCHITECTURES["gpt2"].save(tmp_path / "gpt2"), torch.float32, 2)
+        read_part(ARCHITECTURES["gpt2"].save(tmp_path / "gpt2"), torch.float32, 2)
     with pytest.raises(ModelLoadError, match="num_key_value_heads=2, which 4 ranks"):
-        _read_part(ARCHITECTURES["llama"].save(tmp_path / "llama"), torch.float32, 4)
+        read_part(ARCHITECTURES["llama"].save(tmp_path / "llama"), torch.float32, 4)
 
 
-def test_the_command_says_how(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_names_torchrun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit) as caught:
         main(["generate", "x", "--tensor-parallel-size", "2"])

@@ -1,4 +1,4 @@
-"""Tiny random copies: the boundaries they cross, and what they keep of the module."""
+"""Tiny random copies: the boundaries that they cross, and the properties of the module that they keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from foretoken.models.tiny_random import LENGTH, WINDOW, boundaries, tiny_of, tiny_random
+from foretoken.models.hf.tiny_random import LENGTH, WINDOW, boundaries, tiny_of, tiny_random
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "rope_theta": 1e4}
 
@@ -72,12 +72,12 @@ def test_a_copy_crosses_the_original_length_of_longrope() -> None:
 
 def test_every_parameter_is_random_and_the_same_every_time() -> None:
     first, second = (tiny("LlamaForCausalLM", LlamaConfig()) for _ in range(2))
-    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(ours, theirs) and ours.dtype == torch.float32 and ours.std() > 0
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other) and one.dtype == torch.float32 and one.std() > 0
 
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(2, 2), torch.nn.ModuleList()])
-def test_no_copy_of_what_is_not_transformers(module: Any) -> None:
+def test_no_copy_of_other_modules(module: Any) -> None:
     assert tiny_random(module, {}) is None
 
 

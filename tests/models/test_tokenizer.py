@@ -1,4 +1,4 @@
-"""The tokenizer that does without transformers says what transformers' own says."""
+"""The tokenizer without transformers gives the same results as transformers' own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from foretoken import zoo
-from foretoken.models.checkpoint import load_tokenizer
-from foretoken.models.tokenizer import PlainTokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.formats.tokenizer import PlainTokenizer
 
 TEXTS = [
     "",
@@ -33,44 +33,58 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def both() -> tuple[Any, Any]:
     path = zoo.path("target")
-    ours = load_tokenizer(path)
-    assert isinstance(ours, PlainTokenizer)
-    return ours, PreTrainedTokenizerFast.from_pretrained(path)
+    plain = load_tokenizer(path)
+    assert isinstance(plain, PlainTokenizer)
+    return plain, PreTrainedTokenizerFast.from_pretrained(path)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_encodes_and_decodes_as_transformers_does(both: tuple[Any, Any], text: str) -> None:
-    ours, theirs = both
-    ids = ours.encode(text)
-    assert ids == theirs.encode(text) == ours(text)["input_ids"] == theirs(text)["input_ids"]
-    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+    plain, full = both
+    ids = plain.encode(text)
+    assert ids == full.encode(text) == plain(text)["input_ids"] == full(text)["input_ids"]
+    assert plain.encode(text, add_special_tokens=False) == full.encode(text, add_special_tokens=False)
     for skip in (True, False):
-        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+        assert plain.decode(ids, skip_special_tokens=skip) == full.decode(ids, skip_special_tokens=skip)
     for at in range(len(ids)):  # unfinished characters
-        assert ours.decode(ids[: at + 1]) == theirs.decode(ids[: at + 1])
+        assert plain.decode(ids[: at + 1]) == full.decode(ids[: at + 1])
 
 
 PIECES = [
-    *TEXTS, "a", "  ", "\n", "é", "\u0301", "🙂🏽", "\u200d", "e\u0301", "日本", "_", "123", "\r\n", "'s", "|>",
+    *TEXTS,
+    "a",
+    "  ",
+    "\n",
+    "é",
+    "\u0301",
+    "🙂🏽",
+    "\u200d",
+    "e\u0301",
+    "日本",
+    "_",
+    "123",
+    "\r\n",
+    "'s",
+    "|>",
     "<|endoftext",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_long_texts_have_the_ids_of_the_whole(role: str) -> None:
+def test_long_texts_have_the_same_ids(role: str) -> None:
     """Long texts are encoded without the GIL: the ids are those of ``Tokenizer.encode`` on the whole text."""
-    ours = load_tokenizer(zoo.path(role))
+    plain = load_tokenizer(zoo.path(role))
     whole = Tokenizer.from_file(str(zoo.path(role) / "tokenizer.json"))
     for seed in range(20):
         rng = random.Random(seed)
         text = "".join(rng.choices(PIECES, k=rng.randint(1, 40)) * rng.randint(1, 400))
         for special in (True, False):
             ids = whole.encode(text, add_special_tokens=special).ids
-            assert ours.encode(text, special) == ours(text, add_special_tokens=special)["input_ids"] == ids
+            assert plain.encode(text, special) == plain(text, add_special_tokens=special)["input_ids"] == ids
 
 
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:
-    ours = load_tokenizer(zoo.path("target"))
+    plain = load_tokenizer(zoo.path("target"))
     text = "".join(f"def f{i}(x): return x + {i}\n" for i in range(60_000))
     gaps, done = [], threading.Event()
 
@@ -84,25 +98,25 @@ def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     watching = threading.Thread(target=watch)
     watching.start()
     began = time.perf_counter()
-    ours.encode(text)
+    plain.encode(text)
     seconds = time.perf_counter() - began
     done.set()
     watching.join()
     assert max(gaps) < seconds / 2, (max(gaps), seconds)
 
 
-def test_the_rest_is_transformers_own(both: tuple[Any, Any]) -> None:
-    ours, theirs = both
-    assert ours.get_vocab() == theirs.get_vocab() and len(ours) == len(theirs)
-    assert (ours.eos_token, ours.eos_token_id) == (theirs.eos_token, theirs.eos_token_id)
-    assert ours(["a", "def f"], padding=True)["input_ids"] == theirs(["a", "def f"], padding=True)["input_ids"]
-    assert ours.convert_ids_to_tokens([5, 6]) == theirs.convert_ids_to_tokens([5, 6])
-    assert ours.chat_template == theirs.chat_template is not None
+def test_everything_else_is_delegated_to_transformers(both: tuple[Any, Any]) -> None:
+    plain, full = both
+    assert plain.get_vocab() == full.get_vocab() and len(plain) == len(full)
+    assert (plain.eos_token, plain.eos_token_id) == (full.eos_token, full.eos_token_id)
+    assert plain(["a", "def f"], padding=True)["input_ids"] == full(["a", "def f"], padding=True)["input_ids"]
+    assert plain.convert_ids_to_tokens([5, 6]) == full.convert_ids_to_tokens([5, 6])
+    assert plain.chat_template == full.chat_template is not None
     with pytest.raises(AttributeError):
-        ours.no_such_thing  # noqa: B018
+        plain.no_such_thing  # noqa: B018
 
 
-def test_a_tokenizer_with_more_to_say_is_left_to_transformers(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_settings_is_left_to_transformers(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(zoo.path("target"), folder)
     file = folder / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""The toy keeps the contract and its law can be computed by hand."""
+"""The toy model fulfils the contract, and its distribution can be computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .trees import repeating
 TREE = repeating((-1, 0, -1, 2, 2), 1)  # 1, 2 below it, 2, and 2 and 3 below that
 
 
-def test_law_depends_on_the_last_tokens_alone() -> None:
+def test_the_distribution_depends_on_the_last_tokens_only() -> None:
     toy = ToyModel(vocab_size=5, order=2, seed=3)
     assert torch.equal(toy.probs([0, 1, 2]), toy.probs([4, 4, 1, 2]))
     assert not torch.equal(toy.probs([0, 1, 2]), toy.probs([0, 2, 2]))
@@ -29,7 +29,7 @@ def test_order_zero_ignores_history() -> None:
     assert torch.equal(toy.probs([1]), toy.probs([2, 0, 1]))
 
 
-def test_sharpness() -> None:
+def test_sharpness_scales_the_logits() -> None:
     assert torch.allclose(ToyModel(4, sharpness=0).probs([1]), torch.full((4,), 0.25, dtype=torch.float64))
     assert ToyModel(4, sharpness=200).probs([1]).max() > 0.999
 
@@ -45,7 +45,7 @@ def test_perturbed_is_near_when_weak_and_itself_at_zero() -> None:
         toy.perturbed(1.5)
 
 
-def test_scores_are_the_law_at_every_node() -> None:
+def test_scores_are_the_distributions_at_every_node() -> None:
     toy = ToyModel(vocab_size=5, order=3)
     handles = [toy.open([1, 2]), toy.open([3])]
     scores = toy.score(handles, [TREE, Draft.chain([0, 4])], taps=(0, 2))
@@ -59,7 +59,7 @@ def test_scores_are_the_law_at_every_node() -> None:
     assert not torch.equal(scores[0].taps[0], scores[0].taps[2])
 
 
-def test_bookkeeping_is_a_real_models() -> None:
+def test_cache_bookkeeping_follows_the_contract() -> None:
     toy = ToyModel(vocab_size=5)
     handle = toy.open([1, 2, 3])
     assert handle.pending == [1, 2, 3]
@@ -79,7 +79,7 @@ def test_bookkeeping_is_a_real_models() -> None:
     assert torch.equal(again.logits, scores.logits)
 
 
-def test_slots_and_refusals() -> None:
+def test_slots_are_reused_and_wrong_calls_refused() -> None:
     toy = ToyModel(vocab_size=5, max_length=4)
     first, second = toy.open([1]), toy.open([1, 2])
     assert (first.slot, second.slot) == (0, 1)

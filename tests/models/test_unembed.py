@@ -1,4 +1,4 @@
-"""The vocabulary head alone gives what a pass gives, on every runner."""
+"""The vocabulary head alone gives the same logits as a pass, on every runner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.models.tiny import ARCHITECTURES, only_runner
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model
+from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 
 IDS = [5, 9, 3, 77, 20]
@@ -22,14 +22,16 @@ IDS = [5, 9, 3, 77, 20]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2"])
-def test_the_head_alone(name: str, runner: str, dtype: str, quantization: Any, tmp_path: Path) -> None:
+def test_the_head_alone_gives_the_logits_of_a_pass(
+    name: str, runner: str, dtype: str, quantization: Any, tmp_path: Path
+) -> None:
     with only_runner(runner):
         model = load_model(ARCHITECTURES[name].save(tmp_path), dtype, "cpu", quantization=quantization)
     tolerance = 0.0 if runner == "compiled" else 1e-5 if dtype == "float32" and not quantization else 0.1
     _check(model, tolerance)
 
 
-def test_the_head_of_a_module_of_transformers(tmp_path: Path) -> None:
+def test_the_head_alone_of_a_transformers_module(tmp_path: Path) -> None:
     _check(load_model(ARCHITECTURES["gpt2"].save(tmp_path), "float32", "cpu"), 1e-5)
 
 
@@ -43,6 +45,6 @@ def _check(model: Model, tolerance: float) -> None:
     torch.testing.assert_close(one, again[-1:], rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_without_one_says_so() -> None:
+def test_a_model_without_a_head_refuses() -> None:
     with pytest.raises(InvalidRequest, match="ToyModel"):
         ToyModel().unembed(torch.zeros(1, 8))

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every architecture that is tested."""
+"""Tiny random checkpoints of every tested architecture."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from foretoken.core.native.build import SWITCH, Unavailable
-from foretoken.models.native.build import Kind, library
+from foretoken.core.native.build import SWITCH, KernelsUnavailable
+from foretoken.models.runners.native.build import Kind, library
 
 VOCAB = 101
 COMMON: dict[str, Any] = {
@@ -75,7 +75,7 @@ def only_runner(name: str) -> Iterator[None]:
         elif name == "compiled":
             try:
                 library(Kind.FLOAT32, Kind.FLOAT32)
-            except Unavailable as reason:
+            except KernelsUnavailable as reason:
                 pytest.skip(f"no compiled kernels here: {reason}")
         yield
 

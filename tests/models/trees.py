@@ -1,4 +1,4 @@
-"""Draft trees that repeat their tokens, in which a node is told from others by its parent alone."""
+"""Draft trees with repeated tokens, in which only the parent distinguishes some nodes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretoken.bench.clock import Spread
+from foretoken.bench.clock import TimeSpread
 from foretoken.bench.costs import Loaded, PassCost
 from foretoken.plan import costs as module
 from foretoken.plan.costs import Costs, identify, known, measured
@@ -16,7 +16,8 @@ from foretoken.plan.costs import Costs, identify, known, measured
 
 def passes(*points: tuple[int, float], batch: int = 1, context: int = 256) -> tuple[PassCost, ...]:
     return tuple(
-        PassCost(rows, context, batch, Spread(ms / 1e3, ms / 1e3, ms / 1e3, 3), None, 10, 1000) for rows, ms in points
+        PassCost(rows, context, batch, TimeSpread(ms / 1e3, ms / 1e3, ms / 1e3, 3), None, 10, 1000)
+        for rows, ms in points
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.elsewhere import LOCAL, WAYS, check, conditional, elsewhere
-from foretoken.plan.outcome import Plan, Row
+from foretoken.plan.outcome import Plan, PlanRow
 from foretoken.plan.pipelines import sequential_seconds
 from foretoken.plan.render import rendered
 from foretoken.report.plan import page
@@ -22,11 +22,11 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.plan.elsewhere.TOKENS", 150)
 
 
-def row(depth: int, target: float, step: float, name: str = "draft_model d", **changed: Any) -> Row:
+def row(depth: int, target: float, step: float, name: str = "draft_model d", **changed: Any) -> PlanRow:
     tokens = (1 - CHANCE ** (depth + 1)) / (1 - CHANCE)
     seconds = target + depth * step
     speedup = tokens * target / seconds
-    return Row(
+    return PlanRow(
         **{
             "name": name, "method": "draft_model", "temperature": 0.0, "batch": 1, "tokens_per_pass": tokens,
             "config": {"method": "draft_model", "model": "d", "num_speculative_tokens": depth},
@@ -38,7 +38,7 @@ def row(depth: int, target: float, step: float, name: str = "draft_model d", **c
     )  # fmt: skip
 
 
-def chain(target: float, step: float, **changed: Any) -> list[Row]:
+def chain(target: float, step: float, **changed: Any) -> list[PlanRow]:
     return [row(depth, target, step, **changed) for depth in range(1, 9)]
 
 

@@ -12,14 +12,15 @@ import pytest
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
-from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, candidates, head_method
 from foretoken.plan.exports import exports
-from foretoken.plan.outcome import Plan, Row, choices, mark
-from foretoken.plan.planner import Planner, Settings, spread, timed_depths
+from foretoken.plan.outcome import Plan, PlanRow, choices, mark
+from foretoken.plan.planner import Planner, PlanSettings, spread, timed_depths
 from foretoken.plan.replay import run
-from foretoken.plan.rounds import PLAIN, Lane, Timed, Turn, _in_turns, plain_pass, reading, timed
+from foretoken.plan.rounds import PLAIN, Timed, TimedBatch, Turn, _in_turns, plain_pass, reading, timed
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import write
 from foretoken.plan.times import Passes, Seen, Times, at_speed
@@ -32,8 +33,8 @@ TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
 WARM = SamplingLaw()
 
 
-def row(name: str, depth: int, speedup: float, temperature: float = 0.0, batch: int = 1, off: float = 0.1) -> Row:
-    return Row(
+def row(name: str, depth: int, speedup: float, temperature: float = 0.0, batch: int = 1, off: float = 0.1) -> PlanRow:
+    return PlanRow(
         name=name, method="ngram", config={"method": "ngram", "num_speculative_tokens": depth},
         temperature=temperature, batch=batch, tokens_per_pass=speedup, tokens_per_pass_low=speedup - off,
         tokens_per_pass_high=math.inf, speedup=speedup, low=speedup - off, high=speedup + off, end_to_end=speedup,
@@ -129,7 +130,7 @@ def test_reading_prompts_is_timed_beside_plain_reading(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr("foretoken.plan.rounds.Lane", Read)
+    monkeypatch.setattr("foretoken.plan.rounds.TimedBatch", Read)
     found = reading(TARGET, {"a": Lookup()}, [(1, 2, 3)], WARM)
     assert found.over_plain == {"a": 1.5} and found.seconds == 2.0
     assert order == [Proposer] + [Proposer, Lookup] * 3
@@ -190,7 +191,7 @@ def test_a_plan_listens_to_the_machine_between_all_its_steps(tiny_pair, tokenize
     monkeypatch.setattr("foretoken.plan.planner.plain_pass", plain_pass)
     target = load_model(tiny_pair.target)
     builder = Builder(target, load_tokenizer(tiny_pair.target), tiny_pair.target, load_model)
-    settings = Settings(temperatures=(0.0, 1.0), batches=(1, 3), max_tokens=12, turns=3)
+    settings = PlanSettings(temperatures=(0.0, 1.0), batches=(1, 3), max_tokens=12, turns=3)
     chosen = [Candidate("ngram", {"method": "ngram"}, (2, 4)), Candidate("suffix", {"method": "suffix"}, (3,))]
     Planner(target, builder.build, settings).plan([tokenizer.encode("def greet(")], chosen)
     assert heard == [1, 3] * 3 * 2
@@ -243,7 +244,7 @@ def test_lanes_go_on_where_a_sequence_ends():
     assert all(len(each.turns) == len(each.plain) == 30 for each in found.values())
     assert {turn.rows for turn in found["b"].plain} == {2}
     assert short._open == set()
-    lane = Lane(short, Proposer(), 0, [(1, 2, 3)] * 20, WARM)
+    lane = TimedBatch(short, Proposer(), 0, [(1, 2, 3)] * 20, WARM)
     assert lane.turn().rows == 20 and lane.prefill > 0
 
 
@@ -317,7 +318,7 @@ def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):
     target = load_model(tiny_pair.target)
     builder = Builder(target, load_tokenizer(tiny_pair.target), tiny_pair.target, load_model)
     shares: list[float] = []
-    settings = Settings(temperatures=(0.0, 1.0), batches=(1, 3), max_tokens=12, turns=3)
+    settings = PlanSettings(temperatures=(0.0, 1.0), batches=(1, 3), max_tokens=12, turns=3)
     planner = Planner(target, builder.build, settings, (), lambda what, share: shares.append(share))
     chosen = [
         Candidate("draft", {"method": "draft_model", "model": str(tiny_pair.draft)}, tuple(range(1, 8))),

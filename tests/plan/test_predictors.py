@@ -14,7 +14,7 @@ from foretoken.plan.predictors import (
     CONSTANT,
     STATISTICS,
     SURPRISE,
-    Rows,
+    TextDistributions,
     calibration_error,
     entropy_overlap,
     fitted,
@@ -25,13 +25,13 @@ from foretoken.plan.predictors import (
 )
 
 
-def request(seed: int, noise: float, length: int = 150, vocab: int = 12) -> Rows:
+def request(seed: int, noise: float, length: int = 150, vocab: int = 12) -> TextDistributions:
     """A text drawn from p, with a draft that is off by ``noise``."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(length, vocab, generator=generator, dtype=torch.float64)
     p = logits.softmax(-1)
     q = (logits + noise * torch.randn(length, vocab, generator=generator, dtype=torch.float64)).softmax(-1)
-    return Rows(p, q, torch.multinomial(p, 1, generator=generator).squeeze(1).tolist())
+    return TextDistributions(p, q, torch.multinomial(p, 1, generator=generator).squeeze(1).tolist())
 
 
 REQUESTS = [request(seed, 0.2 + 0.15 * seed) for seed in range(16)]
@@ -69,7 +69,7 @@ def test_calibration_error():
 
 
 def test_a_divergence_without_end_is_cut():
-    rows = Rows(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), [0])
+    rows = TextDistributions(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), [0])
     assert statistics(rows)["KL divergence"] == SURPRISE
     assert text_acceptance(rows) == 0.0
 
@@ -127,8 +127,8 @@ def test_predictions_are_chances():
     [
         (lambda: predictors(REQUESTS[:2]), "three requests"),
         (lambda: predictors(REQUESTS[:4], [0.1]), "one acceptance"),
-        (lambda: Rows(torch.ones(2, 3), torch.ones(2, 4), [0, 1]), r"\[n, V\]"),
-        (lambda: Rows(torch.ones(2, 3), torch.ones(2, 3), [0]), "1 tokens"),
+        (lambda: TextDistributions(torch.ones(2, 3), torch.ones(2, 4), [0, 1]), r"\[n, V\]"),
+        (lambda: TextDistributions(torch.ones(2, 3), torch.ones(2, 3), [0]), "1 tokens"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong, message):

@@ -10,10 +10,10 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.models.checkpoint import load_model
+from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.recorded import Recorded, Recording, record
-from foretoken.plan.texts import Text, told, write
+from foretoken.plan.texts import SampledText, told, write
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
 WARM = SamplingLaw()
@@ -50,7 +50,7 @@ def test_a_law_makes_its_rows_one_hot_whatever_it_asks():
 
 
 def test_texts_of_one_prompt_take_turns_and_others_are_refused():
-    texts = [Text((1,), (2, 3), 4), Text((1,), (4, 5), 4)]
+    texts = [SampledText((1,), (2, 3), 4), SampledText((1,), (4, 5), 4)]
     model = Recorded(TARGET, record(TARGET, texts))
     firsts = [int(model.score([model.open([1])], [Draft.empty()])[0].logits.argmax()) for _ in range(3)]
     assert firsts == [2, 4, 2]
@@ -72,7 +72,7 @@ def test_states_of_a_prompt_are_read_where_its_rows_are_known(tiny_pair):
     """A target that keeps prompts would leave out the rows that it has."""
     prompt = [7 + i % 50 for i in range(150)]
     first, kept = load_model(tiny_pair.target), load_model(tiny_pair.target)
-    if not kept.keep(1 << 30):
+    if not kept.enable_prefix_cache(1 << 30):
         pytest.skip("no compiled kernels here")
     (text,) = write(kept, [prompt], WARM, 20)
     again = kept.open(text.prompt)

@@ -9,9 +9,9 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.models.toy import ToyModel
 from foretoken.plan.chains import Ratios, accepted, expected, ratios, rows
 from foretoken.plan.recorded import record
-from foretoken.plan.replay import Drawn, replayed, run
+from foretoken.plan.replay import NotReplayable, replayed, run
 from foretoken.plan.statistics import ratio_interval
-from foretoken.plan.texts import Text, write
+from foretoken.plan.texts import SampledText, write
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
 from foretoken.propose.suffix import Suffix
@@ -59,7 +59,7 @@ def test_a_greedy_replay_is_the_run(proposer, depth):
 
 def test_drawn_drafts_are_refused_by_the_record():
     texts = write(TARGET, PROMPTS[:2], WARM, LIMIT)
-    with pytest.raises(Drawn):
+    with pytest.raises(NotReplayable):
         replayed(TARGET, record(TARGET, texts), DraftModel(DRAFT), WARM, 3)
 
 
@@ -98,7 +98,7 @@ def test_survival_on_a_text_by_enumeration(rejection):
     """Sum over drafts of q(draft) P(accept k | draft), restricted to those that spell the text, over p(text)."""
     p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
     for tokens in [(a, b) for a in (0, 1) for b in (0, 1)]:
-        text = Text((0,), tokens, 5)
+        text = SampledText((0,), tokens, 5)
         survival = accepted(Ratios(text, p[list(tokens)], q[list(tokens)], fixed=False), 2, rejection)
         w, by_hand = 1.0, [1.0]
         mass_q = mass_p = 1.0
@@ -109,7 +109,9 @@ def test_survival_on_a_text_by_enumeration(rejection):
         assert survival[:, 0] == pytest.approx(by_hand)
     printed = {"token": 10 / 9, "block": 11 / 9}  # accepted tokens of the toy of 2403.10444
     total = sum(
-        p[a] * p[b] * accepted(Ratios(Text((0,), (a, b), 5), p[[a, b]], q[[a, b]], False), 2, rejection)[1:, 0].sum()
+        p[a]
+        * p[b]
+        * accepted(Ratios(SampledText((0,), (a, b), 5), p[[a, b]], q[[a, b]], False), 2, rejection)[1:, 0].sum()
         for a in (0, 1) for b in (0, 1)
     )  # fmt: skip
     assert total == pytest.approx(printed[rejection])

@@ -9,21 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.bench.peers.protocol import Ask
-from foretoken.bench.peers.vllm_rounds import Depths, Rounds, timed
+from foretoken.bench.peers.protocol import PeerRequest
+from foretoken.bench.peers.vllm_rounds import Depths, VllmStepTimes, timed
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.vllm import CHAIN, COPIED, PLAIN, Lane, Run, foretold, planned, record
+from foretoken.plan.vllm import CHAIN, COPIED, PLAIN, VllmCandidate, VllmRun, foretold, planned, record
 from foretoken.plan.vllm_runs import Bench, answers, grouped, runs
 
-DRAFT = Lane.of({"method": "draft_model", "model": "some/draft"})
-OURS = Lane.of({"method": "custom_class", "model": "a.B"}, "ours", {"foretoken": {"method": "suffix"}})
+DRAFT = VllmCandidate.of({"method": "draft_model", "model": "some/draft"})
+OURS = VllmCandidate.of({"method": "custom_class", "model": "a.B"}, "ours", {"foretoken": {"method": "suffix"}})
 
 
-def run(lane: str, depth: int, seconds: float, emitted: tuple[int, ...], beside: str | None = None) -> Run:
+def run(lane: str, depth: int, seconds: float, emitted: tuple[int, ...], beside: str | None = None) -> VllmRun:
     """Two requests alike."""
     tokens, passes = sum(n * count for n, count in enumerate(emitted, 1)), sum(emitted)
-    return Run(
+    return VllmRun(
         lane=lane, depth=depth, beside=lane if beside is None else beside, temperature=0.0, batch=1,
         tokens=(tokens, tokens), passes=(passes, passes), rounds=(passes, passes), seconds=(seconds, seconds),
         emitted=tuple(2 * count for count in emitted), first_seconds=(seconds, seconds),
@@ -38,13 +38,13 @@ def geometric(rate: float, depth: int, passes: int = 10**6) -> tuple[int, ...]:
 
 def test_lanes_from_vllms_own_words():
     assert (DRAFT.name, DRAFT.depths) == ("draft_model draft", CHAIN)
-    assert Lane.of({"method": "ngram"}).depths == COPIED
-    assert Lane.of({"method": "ngram", "num_speculative_tokens": 3}).depths == (3,)
-    assert Lane.of({"method": "medusa"}, most=3).depths == (1, 2, 3)
+    assert VllmCandidate.of({"method": "ngram"}).depths == COPIED
+    assert VllmCandidate.of({"method": "ngram", "num_speculative_tokens": 3}).depths == (3,)
+    assert VllmCandidate.of({"method": "medusa"}, most=3).depths == (1, 2, 3)
     assert OURS.at(4) == {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 4}
     for wrong in ({}, {"method": 3}, {"method": "ngram", "num_speculative_tokens": 0}):
         with pytest.raises(InvalidRequest):
-            Lane.of(wrong)
+            VllmCandidate.of(wrong)
 
 
 def test_depths_between_those_that_were_run():
@@ -82,7 +82,7 @@ def test_a_plan_weighs_tokens_against_time():
     assert plan.choices[0].sure
     found = record(plan, [DRAFT, OURS], [plain, *rows])
     assert found["exports"] == {"vllm": plan.best} and found["additional_config"] == {}
-    read = [Run.read(each) for each in json.loads(json.dumps(found, allow_nan=False))["runs"]]
+    read = [VllmRun.read(each) for each in json.loads(json.dumps(found, allow_nan=False))["runs"]]
     assert read == [plain, *rows]
 
 
@@ -94,30 +94,30 @@ def test_plain_decoding_measured_alone_serves_all():
 
 
 def test_one_request_leaves_the_interval_open_and_disturbed_rounds_do_not_count():
-    answer = Rounds([[1] * 9], [4], [0.1, 0.1, 0.1, 5.0], [2, 2, 2, 2], 0.3)
-    found = Run.of([answer], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
+    answer = VllmStepTimes([[1] * 9], [4], [0.1, 0.1, 0.1, 5.0], [2, 2, 2, 2], 0.3)
+    found = VllmRun.of([answer], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
     assert found.rounds == (3,) and found.round_seconds == pytest.approx(0.1)
     assert found.tokens_per_pass == 2.0 and found.emitted == (0, 4)
     assert math.isinf(found.tokens_width) and found.seconds_width == 0.0
     with pytest.raises(InvalidRequest, match="no round"):
-        Run.of([Rounds([[1]], [0], [], [], 0.3)], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
+        VllmRun.of([VllmStepTimes([[1]], [0], [], [], 0.3)], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
 
 
 class Fake:
     """A process that keeps what it was asked."""
 
-    def __init__(self, lane: Lane | None, log: list[str]) -> None:
+    def __init__(self, lane: VllmCandidate | None, log: list[str]) -> None:
         self.name, self.log = lane.name if lane else "plain", log
-        self.asked: list[Ask] = []
+        self.asked: list[PeerRequest] = []
         log.append(f"start {self.name}")
 
-    def rounds(self, question: Ask) -> Rounds:
+    def rounds(self, question: PeerRequest) -> VllmStepTimes:
         self.asked.append(question)
         passes = (question.max_tokens - 1) // (1 + question.depth) or 1
         each = 0.1 * (1 + 0.1 * question.depth)
         tokens = [[0] * question.max_tokens for _ in question.prompts]
         brought = [1 + question.depth] * passes * len(question.prompts)
-        return Rounds(tokens, [passes] * len(question.prompts), [each] * passes, brought, 0.2)
+        return VllmStepTimes(tokens, [passes] * len(question.prompts), [each] * passes, brought, 0.2)
 
     def close(self) -> None:
         if f"close {self.name}" not in self.log:
@@ -130,7 +130,7 @@ def test_every_lane_takes_turns_with_plain_decoding(alone):
     started: dict[str, Fake] = {}
     said: list[float] = []
 
-    def start(lane: Lane | None) -> Fake:
+    def start(lane: VllmCandidate | None) -> Fake:
         made = Fake(lane, log)
         started[made.name] = made
         return made
@@ -150,7 +150,7 @@ def test_every_lane_takes_turns_with_plain_decoding(alone):
 
 
 def test_what_vllm_does_not_run_is_left_out_or_an_error():
-    def start(lane: Lane | None) -> Fake:
+    def start(lane: VllmCandidate | None) -> Fake:
         if lane is OURS:
             raise PeerError("no")
         return Fake(lane, [])
@@ -237,7 +237,7 @@ def test_who_learns_does_so_for_every_depth_apart_and_forgets_when_told(method):
 
 
 def test_rounds_are_those_in_which_all_take_part():
-    found = timed(Steps(), Ask([[1], [2]], 5), None)
+    found = timed(Steps(), PeerRequest([[1], [2]], 5), None)
     assert found.tokens == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert found.passes == [2, 2] and found.emitted == [2, 1, 3, 1]
     assert len(found.seconds) == 1 and found.first_seconds > 0

@@ -42,28 +42,28 @@ def test_the_draft_learns(taught: LLM) -> None:
 def test_requests_with_a_salt_teach_nothing(tiny_pair: Any) -> None:
     llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", adapt=FAST)
 
-    def lessons(salt: str | None) -> int:
+    def samples(salt: str | None) -> int:
         params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, cache_salt=salt)
         llm.generate([PROMPTS[0]], params)
-        return len(proposer(llm)._lessons)
+        return len(proposer(llm).samples)
 
-    assert lessons("secret") == 0
-    assert lessons(None) > 0
+    assert samples("secret") == 0
+    assert samples(None) > 0
 
 
-def test_text_is_the_same_for_every_version(taught: LLM, tiny_pair: Any) -> None:
+def test_the_text_does_not_depend_on_the_version_of_the_draft(taught: LLM, tiny_pair: Any) -> None:
     params = SamplingParams(max_tokens=40, seed=7, ignore_eos=True)
     plain = LLM(tiny_pair.target, dtype="float32").generate(PROMPTS[:4], params)
-    ours = taught.generate(PROMPTS[:4], params)
-    assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in plain]
+    adapted = taught.generate(PROMPTS[:4], params)
+    assert [o.outputs[0].token_ids for o in adapted] == [o.outputs[0].token_ids for o in plain]
 
 
-def test_what_was_learned_can_be_kept(taught: LLM, tiny_pair: Any, tmp_path: Path) -> None:
+def test_an_adapted_draft_can_be_saved(taught: LLM, tiny_pair: Any, tmp_path: Path) -> None:
     taught.save_draft(tmp_path / "draft")
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, speculative_tokens=4)
     again = LLM(tiny_pair.target, tmp_path / "draft", dtype="float32").generate(PROMPTS[:4], params)
-    ours = taught.generate(PROMPTS[:4], params)
-    assert [o.stats.accepted for o in again] == [o.stats.accepted for o in ours]
+    adapted = taught.generate(PROMPTS[:4], params)
+    assert [o.stats.accepted for o in again] == [o.stats.accepted for o in adapted]
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match="cannot write"):
         taught.save_draft(tmp_path / "file" / "draft")
@@ -90,23 +90,23 @@ def test_an_update_that_does_worse_is_rolled_back(tiny_pair: Any, monkeypatch: p
 
 def test_the_buffer_is_bounded(taught: LLM) -> None:
     adaptive = proposer(taught)
-    kept = [lesson for lesson, _ in adaptive._lessons]
-    assert sum(map(len, kept)) == adaptive._rows <= FAST["buffer"]
-    assert all(len(lesson) <= len(lesson.tokens) <= FAST["window"] for lesson in kept)
-    assert {held_out for _, held_out in adaptive._lessons} == {True, False}
+    kept = [sample for sample, _ in adaptive.samples]
+    assert sum(map(len, kept)) == adaptive.num_rows <= FAST["buffer"]
+    assert all(len(sample) <= len(sample.tokens) <= FAST["window"] for sample in kept)
+    assert {held_out for _, held_out in adaptive.samples} == {True, False}
 
 
-def test_lessons_are_the_targets_own_laws(tiny_pair: Any) -> None:
+def test_samples_are_the_targets_own_distributions(tiny_pair: Any) -> None:
     llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", adapt=FAST)
     llm.generate(PROMPTS[1], SamplingParams(max_tokens=20, ignore_eos=True))
-    ((lesson, _),) = proposer(llm)._lessons
-    assert len(lesson) == 20
+    ((sample, _),) = proposer(llm).samples
+    assert len(sample) == 20
     for row in range(20):
-        handle = llm.target.open(lesson.tokens[: len(lesson.tokens) - 19 + row].tolist())
+        handle = llm.target.open(sample.tokens[: len(sample.tokens) - 19 + row].tolist())
         (scores,) = llm.target.score([handle], [Draft.empty()])
         llm.target.close(handle)
         law = scores.logits[0].log_softmax(-1)
-        torch.testing.assert_close(law[torch.from_numpy(lesson.ids[row])], torch.from_numpy(lesson.log_p[row]))
+        torch.testing.assert_close(law[torch.from_numpy(sample.ids[row])], torch.from_numpy(sample.log_p[row]))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_lessons_are_the_targets_own_laws(tiny_pair: Any) -> None:
         ({"learning_rate": 0}, "learning_rate of adapt"),
     ],
 )
-def test_bad_settings(adapt: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(adapt: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         AdaptConfig.of(adapt)
 

@@ -9,57 +9,58 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.propose.toys import TrackedToy
 
 from foretoken.control.base import Controller
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Handle, Scores
 from foretoken.models.resumable import Resumable
 from foretoken.models.toy import ToyModel
-from foretoken.propose.ahead import Drafter, likely_path
+from foretoken.propose.ahead import DraftingWorker, likely_path
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.links import Line, Lost, Threaded
+from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.remote import Remote
 from foretoken.propose.suffix import Suffix
-from foretoken.propose.tolerant import Tolerant
+from foretoken.propose.transports import ThreadTransport, WorkerEndpoint, WorkerLost
 
-TARGET = ToyModel(vocab_size=7, order=2, seed=3, sharpness=2.5)
+TARGET = TrackedToy(vocab_size=7, order=2, seed=3, sharpness=2.5)
 DISTRIBUTION, TRAJECTORY = Exactness.DISTRIBUTION, Exactness.TRAJECTORY
 
 
 class Slow(Resumable):
-    """A target whose passes take a while, so that the worker gets somewhere meanwhile."""
+    """A target with slow passes, so that the worker drafts ahead meanwhile."""
 
     def __init__(self, inner: ToyModel, seconds: float = 0.004) -> None:
         super().__init__(inner, lambda: time.sleep(seconds))
 
 
 class Varied(Controller):
-    """Budgets that nobody foresees, the same in every run: they depend on the text alone."""
+    """Unpredictable budgets, the same in every run: they depend on the text alone."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
         return [
-            max(0, min(room, random.Random(f"{c.id},{len(c.tokens)}").choice((0, 1, self.most, self.most))))
+            max(0, min(room, random.Random(f"{c.id},{len(c.tokens)}").choice((0, 1, self.budget, self.budget))))
             for c, room in zip(contexts, rooms, strict=True)
         ]
 
 
 class Steady(Controller):
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
 
     def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
-        return [max(0, min(self.most, room)) for room in rooms]
+        return [max(0, min(self.budget, room)) for room in rooms]
 
 
 def inner(config: DraftModelConfig, strength: float = 0.3) -> tuple[Proposer, Resumable]:
@@ -68,11 +69,11 @@ def inner(config: DraftModelConfig, strength: float = 0.3) -> tuple[Proposer, Re
 
 
 def remote(config: DraftModelConfig, ahead: int, strength: float = 0.3) -> Remote:
-    def work(line: Line) -> None:
+    def work(endpoint: WorkerEndpoint) -> None:
         proposer, model = inner(config, strength)
-        Drafter(proposer, line, ahead, [model]).run()
+        DraftingWorker(proposer, endpoint, ahead, [model]).run()
 
-    return Remote(Threaded(work))
+    return Remote(ThreadTransport(work))
 
 
 def contexts(law: SamplingLaw, grade: Exactness, count: int = 5) -> list[Context]:
@@ -82,13 +83,13 @@ def contexts(law: SamplingLaw, grade: Exactness, count: int = 5) -> list[Context
 
 def run(
     proposer: Proposer, law: SamplingLaw, grade: Exactness, controller: Controller, tokens: int = 16, slow: float = 0.0
-) -> tuple[list[list[int]], list[Step]]:
-    """Ragged requests that join and leave, one of which is cancelled. -> texts, steps"""
+) -> tuple[list[list[int]], list[StepOutput]]:
+    """Runs requests of different lengths, one of which is aborted. Returns texts and steps."""
     engine = Engine(Slow(TARGET, slow) if slow else TARGET, proposer, controller, max_sequences=3)
     own = contexts(law, grade)
     for context in own:
         engine.add(context, Length(tokens - 2 * context.id))
-    steps: list[Step] = []
+    steps: list[StepOutput] = []
     while engine.busy:
         steps += engine.step()
         if sum(step.sequence == 1 for step in steps) == 3:
@@ -96,18 +97,18 @@ def run(
     return [context.tokens for context in own], steps
 
 
-def to_the_end(elsewhere: Remote) -> None:
+def to_the_end(drafting: Remote) -> None:
     while True:
-        elsewhere.link.receive(1.0)
+        drafting.endpoint.receive(1.0)
 
 
 def whole(texts: list[list[int]]) -> list[list[int]]:
-    """Without the one that was cancelled, which is as long as its drafts were lucky."""
+    """Leaves out the aborted request, whose length depends on what was accepted."""
     return texts[:1] + texts[2:]
 
 
-def facts(steps: Sequence[Step]) -> list[object]:
-    """What two runs have to have in common, drafts bit by bit."""
+def facts(steps: Sequence[StepOutput]) -> list[object]:
+    """Returns what two runs must have in common, drafts bit by bit."""
     return [(s.sequence, s.position, s.tokens, s.verdict, s.draft.ids, s.draft.parents, law(s.draft)) for s in steps]
 
 
@@ -139,33 +140,33 @@ def test_drafts_and_texts_are_those_of_one_worker(kind: str, shape: str) -> None
     config = SHAPES[shape]
     for controller, ahead, slow in PLANS:
         texts, steps = run(inner(config)[0], sampling, grade, controller)
-        elsewhere = remote(config, ahead)
-        found, own = run(elsewhere, sampling, grade, controller, slow=slow)
-        assert found == texts
+        drafting = remote(config, ahead)
+        result, own = run(drafting, sampling, grade, controller, slow=slow)
+        assert result == texts
         assert facts(own) == facts(steps)
-        elsewhere.close()
+        drafting.close()
 
 
 @pytest.mark.parametrize("kind", LAWS)
-def test_rounds_whose_guess_came_true_find_their_draft(kind: str) -> None:
-    """The draft is the target itself: of greedy and of seeded requests every guess is right."""
+def test_correct_predictions_have_their_draft_ready(kind: str) -> None:
+    """The draft is the target itself, so every prediction for greedy and seeded requests is right."""
     sampling, grade = LAWS[kind]
-    elsewhere = remote(DraftModelConfig(), ahead=2, strength=0.0)
-    texts, _ = run(elsewhere, sampling, grade, Steady(3), tokens=40, slow=0.02)
+    drafting = remote(DraftModelConfig(), ahead=2, strength=0.0)
+    texts, _ = run(drafting, sampling, grade, Steady(3), tokens=40, slow=0.02)
     assert texts == run(inner(DraftModelConfig(), 0.0)[0], sampling, grade, Steady(3), tokens=40)[0]
-    assert elsewhere.rounds > elsewhere.ready
-    assert elsewhere.ready > elsewhere.rounds // (2 if kind != "drawn" else 10)
+    assert drafting.drafts_needed > drafting.drafts_ready
+    assert drafting.drafts_ready > drafting.drafts_needed // (2 if kind != "drawn" else 10)
 
 
-def test_a_proposer_that_learns_is_told_everything_in_order() -> None:
-    def work(line: Line) -> None:
-        Drafter(Suffix(), line, ahead=2).run()
+def test_a_learning_proposer_observes_every_step_in_order() -> None:
+    def work(endpoint: WorkerEndpoint) -> None:
+        DraftingWorker(Suffix(), endpoint, ahead=2).run()
 
     sampling, grade = LAWS["seeded"]
-    elsewhere = Remote(Threaded(work))
-    assert elsewhere.learns
+    drafting = Remote(ThreadTransport(work))
+    assert drafting.learns
     _, steps = run(Suffix(), sampling, grade, Varied(4))
-    assert facts(run(elsewhere, sampling, grade, Varied(4))[1]) == facts(steps)
+    assert facts(run(drafting, sampling, grade, Varied(4))[1]) == facts(steps)
 
 
 def test_a_chain_that_ends_early_is_that_of_one_worker() -> None:
@@ -175,15 +176,15 @@ def test_a_chain_that_ends_early_is_that_of_one_worker() -> None:
     assert facts(run(remote(config, 2), sampling, grade, Steady(6))[1]) == facts(steps)
 
 
-def test_long_texts_are_read_in_the_same_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.propose.draft_model.PIECE", 8)
+def test_long_texts_are_prefilled_in_the_same_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.propose.draft_model.PREFILL_CHUNK", 8)
     sampling, grade = LAWS["drawn"]
     _, steps = run(inner(DraftModelConfig())[0], sampling, grade, Varied(3))
     assert facts(run(remote(DraftModelConfig(), 2), sampling, grade, Varied(3), slow=0.002)[1]) == facts(steps)
 
 
 class Dying(DraftModel):
-    """Ends its worker in the middle of a round."""
+    """Ends its worker in the middle of a step."""
 
     left = 6
 
@@ -195,16 +196,16 @@ class Dying(DraftModel):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_decoding_goes_on_when_the_worker_dies(caplog: pytest.LogCaptureFixture) -> None:
-    def work(line: Line) -> None:
-        Drafter(Dying(TARGET.perturbed(0.3)), line).run()
+def test_decoding_continues_when_the_worker_dies(caplog: pytest.LogCaptureFixture) -> None:
+    def work(endpoint: WorkerEndpoint) -> None:
+        DraftingWorker(Dying(TARGET.perturbed(0.3)), endpoint).run()
 
     sampling, grade = LAWS["seeded"]
     texts, _ = run(Proposer(), sampling, grade, Steady(4))
     before = set(threading.enumerate())
-    elsewhere = Remote(Threaded(work))
-    found, steps = run(elsewhere, sampling, grade, Steady(4))
-    assert whole(found) == whole(texts)
+    drafting = Remote(ThreadTransport(work))
+    result, steps = run(drafting, sampling, grade, Steady(4))
+    assert whole(result) == whole(texts)
     assert any(len(step.draft) for step in steps) and not len(steps[-1].draft)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "goes on without drafts" in caplog.text
@@ -213,14 +214,14 @@ def test_decoding_goes_on_when_the_worker_dies(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_worker_that_hangs_is_not_waited_for_again(caplog: pytest.LogCaptureFixture) -> None:
-    def work(line: Line) -> None:
+    def work(endpoint: WorkerEndpoint) -> None:
         proposer, model = inner(DraftModelConfig())
         model.before = lambda: time.sleep(2.0)
-        Drafter(proposer, line, 0).run()
+        DraftingWorker(proposer, endpoint, 0).run()
 
-    elsewhere = Remote(Threaded(work), timeout=0.05)
+    drafting = Remote(ThreadTransport(work), timeout=0.05)
     started = time.perf_counter()
-    texts, _ = run(elsewhere, *LAWS["seeded"], Steady(4))
+    texts, _ = run(drafting, *LAWS["seeded"], Steady(4))
     assert texts == run(Proposer(), *LAWS["seeded"], Steady(4))[0]
     assert time.perf_counter() - started < 1.0
     assert "gave none in 0.05 s" in caplog.text
@@ -231,36 +232,36 @@ class Failing(DraftModel):
         raise ZeroDivisionError("on purpose")
 
 
-def test_what_fails_there_is_told_here(caplog: pytest.LogCaptureFixture) -> None:
-    def work(line: Line) -> None:
-        Drafter(Failing(TARGET.perturbed(0.3)), line).run()
+def test_an_exception_in_the_worker_is_raised_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    def work(endpoint: WorkerEndpoint) -> None:
+        DraftingWorker(Failing(TARGET.perturbed(0.3)), endpoint).run()
 
-    elsewhere = Tolerant(Remote(Threaded(work)))
-    texts, _ = run(elsewhere, *LAWS["seeded"], Steady(4))
+    drafting = FallbackProposer(Remote(ThreadTransport(work)))
+    texts, _ = run(drafting, *LAWS["seeded"], Steady(4))
     assert texts == run(Proposer(), *LAWS["seeded"], Steady(4))[0]
-    assert elsewhere.failures == 3 and "ZeroDivisionError: on purpose" in caplog.text
+    assert drafting.failures == 3 and "ZeroDivisionError: on purpose" in caplog.text
 
 
-def test_nothing_is_drafted_where_no_token_can_come() -> None:
-    """It is the target's pass that ends the request with an error."""
+def test_nothing_is_drafted_when_no_token_is_possible() -> None:
+    """The target's pass ends the request with an error."""
     impossible = SamplingLaw(bad_words=tuple((token,) for token in range(7)))
-    elsewhere = remote(DraftModelConfig(), 1)
+    drafting = remote(DraftModelConfig(), 1)
     own = contexts(impossible, DISTRIBUTION, 1)
-    assert len(elsewhere.propose(own, [3])[0]) == 0
-    elsewhere.forget(own[0])
+    assert len(drafting.propose(own, [3])[0]) == 0
+    drafting.forget(own[0])
     fine = contexts(SamplingLaw(), DISTRIBUTION, 1)
-    assert len(elsewhere.propose(fine, [3])[0]) == 3
+    assert len(drafting.propose(fine, [3])[0]) == 3
 
 
 class Letters:
-    """A grammar of which the draft knows nothing."""
+    """A grammar that the draft does not know."""
 
     def allowed(self, history: object) -> torch.Tensor:
         return torch.tensor([True] * 5 + [False] * 2)
 
 
 @pytest.mark.parametrize("grade", [DISTRIBUTION, TRAJECTORY])
-def test_a_grammar_stays_here_and_holds(grade: Exactness) -> None:
+def test_a_grammar_is_not_sent_and_holds(grade: Exactness) -> None:
     sampling = SamplingLaw(grammar=Letters())
     texts, steps = run(remote(DraftModelConfig(), 1), sampling, grade, Steady(4))
     assert any(len(step.draft) for step in steps)
@@ -269,46 +270,47 @@ def test_a_grammar_stays_here_and_holds(grade: Exactness) -> None:
         assert whole(texts) == whole(run(Proposer(), sampling, grade, Steady(4))[0])
 
 
-def test_what_is_forgotten_leaves_nothing_behind() -> None:
+def test_forgotten_sequences_free_the_workers_memory() -> None:
     models: list[Resumable] = []
 
-    def work(line: Line) -> None:
+    def work(endpoint: WorkerEndpoint) -> None:
         proposer, model = inner(DraftModelConfig())
         models.append(model)
-        Drafter(proposer, line, 2, [model]).run()
+        DraftingWorker(proposer, endpoint, 2, [model]).run()
 
-    elsewhere = Remote(Threaded(work))
-    run(elsewhere, *LAWS["drawn"], Varied(4), slow=0.002)
+    drafting = Remote(ThreadTransport(work))
+    run(drafting, *LAWS["drawn"], Varied(4), slow=0.002)
     toy = models[0].inner
-    assert isinstance(toy, ToyModel) and not elsewhere._seats and not elsewhere._serials
+    assert isinstance(toy, TrackedToy) and drafting.num_sessions == 0
     until = time.monotonic() + 5.0
-    while toy._open and time.monotonic() < until:
+    while toy.open_slots and time.monotonic() < until:
         time.sleep(0.01)
-    assert not toy._open and not models[0]._waiting
-    elsewhere.close()
-    with pytest.raises(Lost):
-        to_the_end(elsewhere)
+    assert not toy.open_slots  # a sequence that waits to be resumed would be open
+    drafting.close()
+    with pytest.raises(WorkerLost):
+        to_the_end(drafting)
 
 
-def test_a_path_that_is_likely_ends_in_a_leaf() -> None:
+def test_the_likely_path_ends_in_a_leaf() -> None:
     tree = Draft(torch.tensor([1, 2, 3, 4]), (-1, -1, 1, 1), scores=torch.tensor([-2.0, -1.0, -3.0, -1.5]))
     assert likely_path(tree) == [2, 4]
     assert likely_path(Draft.chain([5, 6])) == [5, 6]
     assert likely_path(Draft.empty()) == []
 
 
-def test_a_closed_sequence_is_gone_on_from_where_it_was_left() -> None:
+def test_a_closed_sequence_resumes_with_its_cached_rows() -> None:
     computed: list[int] = []
 
-    class Counting(ToyModel):
+    class Counting(TrackedToy):
         def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
             computed.append(sum(len(handle.pending) for handle in handles))
             return super().score(handles, drafts, taps)
 
-    model = Resumable(Counting(vocab_size=7))
+    toy = Counting(vocab_size=7)
+    model = Resumable(toy)
     first = model.open([1, 2, 3, 4, 5])
     model.score([first], [Draft.chain([6])])
-    with model.aside(1):
+    with model.parked(1):
         model.close(first)
         model.close(first)
     again = model.open([1, 2, 3, 0, 6])
@@ -317,9 +319,9 @@ def test_a_closed_sequence_is_gone_on_from_where_it_was_left() -> None:
     model.score([other], [Draft.empty()])
     assert computed == [5, 3, 3]
     model.close(again)
-    with model.aside(2):
+    with model.parked(2):
         model.close(other)
     model.release(1)
-    assert model.inner._open  # type: ignore[attr-defined]
+    assert toy.open_slots
     model.release(2)
-    assert not model.inner._open  # type: ignore[attr-defined]
+    assert not toy.open_slots

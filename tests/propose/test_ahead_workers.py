@@ -15,10 +15,20 @@ from foretoken.core.errors import ForetokenError, InvalidRequest, ModelLoadError
 from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.propose.links import Process
+from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.remote import Remote, RemoteConfig
-from foretoken.propose.tolerant import Tolerant
-from foretoken.propose.wire import Ask, Commit, Frame, Hello, Made, Opening, Trouble, decode, encode
+from foretoken.propose.transports import ProcessTransport
+from foretoken.propose.wire import (
+    Commit,
+    DraftReply,
+    DraftRequest,
+    EngineMessage,
+    OpenSession,
+    WorkerError,
+    WorkerReady,
+    decode,
+    encode,
+)
 
 PROMPTS = ["def greet(name):\n", "class Ün", "for i in range(10):\n    print("]
 PARAMS = {
@@ -36,13 +46,13 @@ def opened(tiny_pair: Any, config: dict[str, Any]) -> LLM:
     return LLM(tiny_pair.target, speculative_config=config | {"num_speculative_tokens": 3}, dtype="float32")
 
 
-def elsewhere(tiny_pair: Any, **keys: Any) -> LLM:
+def remote_llm(tiny_pair: Any, **keys: Any) -> LLM:
     return opened(tiny_pair, {"method": "remote", "member": member(tiny_pair), **keys})
 
 
 def remote_of(llm: LLM) -> Remote:
     proposer = llm.engine.proposer
-    assert isinstance(proposer, Tolerant) and isinstance(proposer.inner, Remote)
+    assert isinstance(proposer, FallbackProposer) and isinstance(proposer.inner, Remote)
     return proposer.inner
 
 
@@ -60,15 +70,15 @@ def one_worker(tiny_pair: Any) -> tuple[dict[str, list[tuple[int, ...]]], list[A
     return texts(llm), accepted(llm)
 
 
-def test_a_thread_writes_what_one_worker_writes(tiny_pair: Any, one_worker: Any) -> None:
-    llm = elsewhere(tiny_pair, transport="thread", ahead=2, threads=1)
+def test_a_thread_gives_the_text_of_one_worker(tiny_pair: Any, one_worker: Any) -> None:
+    llm = remote_llm(tiny_pair, transport="thread", ahead=2, threads=1)
     assert (texts(llm), accepted(llm)) == one_worker
-    assert remote_of(llm).rounds > 0
+    assert remote_of(llm).drafts_needed > 0
     remote_of(llm).close()
 
 
 @pytest.mark.parametrize("method", ["vocabulary", "ngram", "suffix"])
-def test_other_members_draft_what_they_draft_here(tiny_pair: Any, method: str) -> None:
+def test_other_methods_draft_the_same_remotely(tiny_pair: Any, method: str) -> None:
     own = {"method": method} | ({"model": str(tiny_pair.draft)} if method == "vocabulary" else {})
     there = opened(tiny_pair, {"method": "remote", "member": own, "transport": "thread"})
     here = opened(tiny_pair, own)
@@ -79,48 +89,48 @@ def test_other_members_draft_what_they_draft_here(tiny_pair: Any, method: str) -
 def test_a_mixture_may_have_a_remote_member(tiny_pair: Any, one_worker: Any) -> None:
     own = {"method": "remote", "member": member(tiny_pair), "transport": "thread"}
     llm = opened(tiny_pair, {"method": "mixture", "members": [{"method": "suffix"}, own]})
-    found = texts(llm)
-    assert {name: found[name] for name in ("greedy", "seeded")} == {
+    result = texts(llm)
+    assert {name: result[name] for name in ("greedy", "seeded")} == {
         name: one_worker[0][name] for name in ("greedy", "seeded")
     }
 
 
-def test_a_process_writes_what_one_worker_writes_and_may_die(
+def test_a_process_gives_the_text_of_one_worker_and_may_die(
     tiny_pair: Any, one_worker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = elsewhere(tiny_pair)
+    llm = remote_llm(tiny_pair)
     assert (texts(llm), accepted(llm)) == one_worker
-    link = remote_of(llm).link
-    assert isinstance(link, Process) and link.process.poll() is None
+    endpoint = remote_of(llm).endpoint
+    assert isinstance(endpoint, ProcessTransport) and endpoint.process.poll() is None
     pieces = llm.stream(PROMPTS[0], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
     next(pieces)
-    link.process.kill()
-    link.process.wait()
+    endpoint.process.kill()
+    endpoint.process.wait()
     assert next(reversed(list(pieces))).output is not None
     assert caplog.text.count("goes on without drafts") == 1
     assert texts(llm)["greedy"] == one_worker[0]["greedy"]
     llm.engine.check_integrity()
-    link.close()
-    link.close()
+    endpoint.close()
+    endpoint.close()
 
 
 def test_a_worker_ends_with_its_engine(tiny_pair: Any) -> None:
-    llm = elsewhere(tiny_pair)
-    process = remote_of(llm).link.process  # type: ignore[attr-defined]
+    llm = remote_llm(tiny_pair)
+    process = remote_of(llm).endpoint.process  # type: ignore[attr-defined]
     assert process.poll() is None
     remote_of(llm).close()
     assert process.poll() is not None
 
 
 @pytest.mark.slow
-def test_a_ray_actor_writes_what_one_worker_writes_and_may_die(
+def test_a_ray_actor_gives_the_text_of_one_worker_and_may_die(
     tiny_pair: Any, one_worker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     ray = pytest.importorskip("ray")
     try:
-        llm = elsewhere(tiny_pair, transport="ray", ahead=2)
+        llm = remote_llm(tiny_pair, transport="ray", ahead=2)
         assert (texts(llm), accepted(llm)) == one_worker
-        ray.kill(remote_of(llm).link._actor)  # type: ignore[attr-defined]
+        ray.kill(remote_of(llm).endpoint.actor)  # type: ignore[attr-defined]
         assert texts(llm) == one_worker[0] | {"drawn": texts(llm)["drawn"]}
         assert caplog.text.count("goes on without drafts") == 1
     finally:
@@ -155,7 +165,7 @@ def test_bad_configurations_are_refused(keys: dict[str, Any], says: str) -> None
         ({"method": "medusa", "model": "ZOO"}, InvalidRequest, "needs the target itself"),
     ],
 )
-def test_what_a_worker_cannot_load_is_said_here(
+def test_loading_errors_of_a_worker_are_raised_in_the_engine(
     tiny_pair: Any, own: dict[str, Any], error: type[ForetokenError], says: str
 ) -> None:
     from foretoken import zoo
@@ -168,37 +178,41 @@ def test_what_a_worker_cannot_load_is_said_here(
 
 def test_models_of_its_own_and_live_targets_are_refused(tiny_pair: Any) -> None:
     with pytest.raises(InvalidRequest, match="name it in its 'member'"):
-        elsewhere(tiny_pair, model=str(tiny_pair.draft))
+        remote_llm(tiny_pair, model=str(tiny_pair.draft))
 
 
-def test_messages_survive_the_way() -> None:
+def test_messages_are_decoded_unchanged() -> None:
     law = SamplingLaw(temperature=0.1 + 0.2, top_k=3, logit_bias=((4, -0.3),), bad_words=((1, 2), (3,)), end_ids=(5,))
     context = Context(9, [1, 2, 3], 2, law, Streams(2**127 + 5), Exactness.TRAJECTORY, prediction=(7, 8), source=(6,))
-    opening = Opening.of(4, context)
+    opening = OpenSession.of(4, context)
     assert opening is not None
-    frame = Frame((1, 2), (opening,), (Commit(4, (5, 6), 3, (0,), "stop"), Commit(4, (7,), 0)), (Ask(4, 2),))
-    back = Frame.decode(frame.encode())
-    assert (back.forgotten, back.committed, back.asked) == (frame.forgotten, frame.committed, frame.asked)
+    commits = Commit(4, (5, 6), 3, (0,), "stop"), Commit(4, (7,), 0)
+    message = EngineMessage((1, 2), (opening,), commits, (DraftRequest(4, 2),))
+    back = EngineMessage.decode(message.encode())
+    assert (back.closed, back.committed, back.requested) == (message.closed, message.committed, message.requested)
     twin = back.opened[0].context()
     assert (twin.id, twin.tokens, twin.prompt_length, twin.law) == (4, [1, 2, 3], 2, law)
     assert (twin.streams, twin.exactness, twin.prediction, twin.source) == (
-        context.streams, context.exactness, context.prediction, context.source,
-    )  # fmt: skip
-    assert decode(encode(Hello(True, False))) == Hello(True, False)
-    assert decode(encode(Trouble("ValueError", "ü"))) == Trouble("ValueError", "ü")
-    json.loads(encode(Hello(True, False))[8:])
+        context.streams,
+        context.exactness,
+        context.prediction,
+        context.source,
+    )
+    assert decode(encode(WorkerReady(True, False))) == WorkerReady(True, False)
+    assert decode(encode(WorkerError("ValueError", "ü"))) == WorkerError("ValueError", "ü")
+    json.loads(encode(WorkerReady(True, False))[8:])
 
 
 @pytest.mark.parametrize("kind", [None, Sampled, WithoutReplacement, TopPlusSampled])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_drafts_cross_bit_by_bit(kind: Any, dtype: torch.dtype) -> None:
+def test_drafts_are_decoded_bit_by_bit(kind: Any, dtype: torch.dtype) -> None:
     rows = torch.tensor([[0.1, 0.2, 0.7], [1 / 3, 1 / 3, 1 / 3], [0.0, 0.0, 1.0]], dtype=dtype)
     draft = Draft(torch.tensor([2, 0, 2]), (-1, -1, 0), PointMass() if kind is None else kind(rows), rows[0])
-    (back,) = decode(encode((Made(3, 5, (4,), 3, draft),)))  # type: ignore[misc]
-    assert (back.serial, back.length, back.tail, back.budget) == (3, 5, (4,), 3)
+    (back,) = decode(encode((DraftReply(3, 5, (4,), 3, draft),)))  # type: ignore[misc]
+    assert (back.session_id, back.length, back.assumed, back.budget) == (3, 5, (4,), 3)
     assert (back.draft.ids, back.draft.parents, type(back.draft.law)) == (draft.ids, draft.parents, type(draft.law))
     assert torch.equal(back.draft.scores, rows[0])
     if kind is not None:
         assert torch.equal(back.draft.law.probs, rows) and back.draft.law.probs.dtype == dtype
-    (empty,) = decode(encode((Made(3, 5, (), 3, Draft.empty()),)))  # type: ignore[misc]
+    (empty,) = decode(encode((DraftReply(3, 5, (), 3, Draft.empty()),)))  # type: ignore[misc]
     assert not len(empty.draft)

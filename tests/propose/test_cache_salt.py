@@ -11,26 +11,26 @@ import torch
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Handle, Scores
 from foretoken.models.heads.eagle_net import HeadHandle
 from foretoken.models.toy import ToyModel
-from foretoken.propose.ahead import Drafter
+from foretoken.propose.ahead import DraftingWorker
 from foretoken.propose.base import Observation, Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.eagle import Eagle
-from foretoken.propose.links import Line, Threaded
+from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.lookup import Lookup
 from foretoken.propose.mixture import Member, Mixture
+from foretoken.propose.per_request import PerRequestProposer
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.prediction import Prediction
 from foretoken.propose.recycling import Recycling, RecyclingConfig
 from foretoken.propose.remote import Remote
-from foretoken.propose.selection import Selection
 from foretoken.propose.suffix import Suffix
-from foretoken.propose.tolerant import Tolerant
+from foretoken.propose.transports import ThreadTransport, WorkerEndpoint
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig
 
 VOCAB, BUDGET = 100, 12
@@ -45,17 +45,19 @@ def mixture() -> Mixture:
 
 
 def remote() -> Remote:
-    def work(line: Line) -> None:
-        Drafter(Suffix(), line).run()
+    def work(endpoint: WorkerEndpoint) -> None:
+        DraftingWorker(Suffix(), endpoint).run()
 
-    return Remote(Threaded(work))
+    return Remote(ThreadTransport(work))
 
 
 LEARNING: dict[str, Callable[[], Proposer]] = {
     "suffix": Suffix,
     "recycling": lambda: Recycling(VOCAB, RecyclingConfig(top_k=3)),
     "mixture": mixture,
-    "several methods, and a failing one": lambda: Tolerant(Selection({"suffix": Suffix(), "none": Proposer()})),
+    "several methods, and a failing one": lambda: FallbackProposer(
+        PerRequestProposer({"suffix": Suffix(), "none": Proposer()})
+    ),
     "remote": remote,
 }
 
@@ -66,7 +68,7 @@ def request(identifier: int, cache_salt: str | None, prompt: Sequence[int] = PRO
 
 
 def emit(proposer: Proposer, context: Context, text: Sequence[int]) -> list[Draft]:
-    """Let a target write ``text``, one token a round, whose rows rank the next ids likeliest. -> what was drafted"""
+    """Emits ``text``, one token a step, from rows that rank the next ids highest. Returns the drafts."""
     drafts = []
     for place, token in enumerate(text):
         (draft,) = proposer.propose([context], [BUDGET])
@@ -77,7 +79,7 @@ def emit(proposer: Proposer, context: Context, text: Sequence[int]) -> list[Draf
         position = context.generated
         context.tokens.append(token)
         reason = "length" if place == len(text) - 1 else None
-        step = Step(context.id, position, draft, Verdict((), token), (token,), Timings(0, 0.01, 0, 0, 1), reason)
+        step = StepOutput(context.id, position, draft, Verdict((), token), (token,), Timings(0, 0.01, 0, 0, 1), reason)
         proposer.observe([context], [Observation(step, Scores(logits))])
     proposer.forget(context)
     return drafts
@@ -88,14 +90,14 @@ def drafted(drafts: Sequence[Draft]) -> set[int]:
 
 
 @pytest.mark.parametrize("name", LEARNING)
-@pytest.mark.parametrize("theirs, ours", [("a", "b"), ("a", None), (None, "b")])
-def test_a_secret_text_is_never_drafted_in_another_scope(name: str, theirs: str | None, ours: str | None) -> None:
+@pytest.mark.parametrize("salt, other_salt", [("a", "b"), ("a", None), (None, "b")])
+def test_a_secret_text_is_never_drafted_in_another_scope(name: str, salt: str | None, other_salt: str | None) -> None:
     proposer = LEARNING[name]()
-    emit(proposer, request(1, theirs), SECRET)
-    same = drafted(emit(proposer, request(2, theirs), [*SECRET[:4], *PLAIN]))
+    emit(proposer, request(1, salt), SECRET)
+    same = drafted(emit(proposer, request(2, salt), [*SECRET[:4], *PLAIN]))
     assert same & set(SECRET[4:]), "the control: requests of one scope do learn from each other"
-    other = drafted(emit(proposer, request(3, ours), PLAIN))
-    begun = drafted(emit(proposer, request(4, ours, [*PROMPT, *SECRET[:4]]), PLAIN))
+    other = drafted(emit(proposer, request(3, other_salt), PLAIN))
+    begun = drafted(emit(proposer, request(4, other_salt, [*PROMPT, *SECRET[:4]]), PLAIN))
     assert not other & set(SECRET)
     assert not begun & set(SECRET[4:]), "a client that guesses the beginning of a secret text learns nothing of its end"
 
@@ -150,5 +152,5 @@ def test_a_heads_own_cache_is_opened_with_the_salt() -> None:
             opened.append(cache_salt)
             return HeadHandle(0, [])
 
-    Eagle(Net(), (1,)).join(request(1, "a"))  # type: ignore[arg-type]
+    Eagle(Net(), (1,)).reusable_prefix_len(request(1, "a"))  # type: ignore[arg-type]
     assert opened == ["a"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.law import PointMass
-from foretoken.propose.continuations import likeliest
+from foretoken.propose.continuations import candidate_tree
 
 ROWS = st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=12)
 
@@ -31,7 +31,7 @@ def probabilities(rows) -> dict[tuple[int, ...], float]:
 
 @given(ROWS, st.integers(1, 20), st.integers(1, 3))
 def test_the_likeliest_nodes_with_their_shares(rows, budget, steps):
-    guess = likeliest(Counter(rows), budget, steps, top_k=3)
+    guess = candidate_tree(Counter(rows), budget, steps, top_k=3)
     every = {path: p for path, p in probabilities(rows).items() if len(path) <= steps}
     chosen = node_paths(guess)
     assert len(chosen) == len(guess.tokens) == min(budget, len(every))
@@ -42,7 +42,7 @@ def test_the_likeliest_nodes_with_their_shares(rows, budget, steps):
 
 @given(ROWS)
 def test_one_child_each_makes_a_chain_of_commonest_tokens(rows):
-    guess = likeliest(Counter(rows), 10, 3, top_k=1)
+    guess = candidate_tree(Counter(rows), 10, 3, top_k=1)
     assert guess.draft().is_chain
     matching = rows
     for depth, token in enumerate(guess.tokens):
@@ -52,11 +52,11 @@ def test_one_child_each_makes_a_chain_of_commonest_tokens(rows):
 
 
 def test_ended_continuations_count_but_are_not_drafted():
-    guess = likeliest({(1, -1): 3.0, (1, 2): 1.0}, 8, 8, 4)
+    guess = candidate_tree({(1, -1): 3.0, (1, 2): 1.0}, 8, 8, 4)
     assert (guess.tokens, guess.probs) == ([1, 2], [1.0, 0.25])
-    assert likeliest({(1, -1): 3.0, (1, 2): 1.0}, 8, 8, 4, least=0.3).tokens == [1]
+    assert candidate_tree({(1, -1): 3.0, (1, 2): 1.0}, 8, 8, 4, min_prob=0.3).tokens == [1]
 
 
-def test_nothing_to_continue_with():
-    assert len(likeliest({}, 4, 4, 4).draft()) == 0
-    assert len(likeliest({(-1,): 1.0}, 4, 4, 4).draft()) == 0
+def test_no_continuations_make_an_empty_tree():
+    assert len(candidate_tree({}, 4, 4, 4).draft()) == 0
+    assert len(candidate_tree({(-1,): 1.0}, 4, 4, 4).draft()) == 0

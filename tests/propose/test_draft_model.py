@@ -4,6 +4,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from tests.propose.toys import TrackedToy
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
@@ -11,7 +12,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplacement
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.engine.loop import Engine
@@ -20,7 +21,7 @@ from foretoken.models.base import Scores
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Observation, Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
-from foretoken.propose.growers import Shape
+from foretoken.propose.growers import TreeKind
 
 DRAFT = ToyModel(vocab_size=7, order=2, seed=1, sharpness=2.0)
 
@@ -29,7 +30,7 @@ def context(identifier: int = 0, grade: Exactness = Exactness.DISTRIBUTION, **la
     return Context(identifier, [1, 2, 3], 3, SamplingLaw(**law), Streams(5), grade)  # type: ignore[arg-type]
 
 
-def test_the_rows_are_the_laws_the_tokens_were_drawn_from() -> None:
+def test_drafts_carry_the_distributions_they_were_drawn_from() -> None:
     c = context(top_k=3, temperature=0.7, presence_penalty=0.5)
     draft = DraftModel(DRAFT).propose([c], [4])[0]
     assert isinstance(draft.law, Sampled)
@@ -64,25 +65,25 @@ def test_each_sequence_has_its_own_depth() -> None:
     assert drafts[3].ids == alone.ids
 
 
-def test_a_full_draft_model_sits_out() -> None:
+def test_a_text_beyond_the_context_window_is_not_drafted_for() -> None:
     short = ToyModel(vocab_size=7, max_length=5)
     assert [len(d) for d in DraftModel(short).propose([context(), context(1)], [2, 3])] == [2, 0]
 
 
-def test_forgetting_is_safe_and_frees_the_place() -> None:
-    model = ToyModel(vocab_size=7)
+def test_forgetting_twice_is_safe_and_frees_the_slot() -> None:
+    model = TrackedToy(vocab_size=7)
     proposer = DraftModel(model)
     c = context()
     proposer.forget(c)
     proposer.propose([c], [2])
-    assert model._open
+    assert model.open_slots
     proposer.forget(c)
     proposer.forget(c)
-    assert not model._open
+    assert not model.open_slots
 
 
-@pytest.mark.parametrize("shape", get_args(Shape))
-def test_after_any_verdict_it_drafts_as_if_it_had_read_the_text_at_once(shape: str) -> None:
+@pytest.mark.parametrize("shape", get_args(TreeKind))
+def test_after_any_verdict_it_drafts_as_after_one_prefill(shape: str) -> None:
     config, c = DraftModelConfig(tree=shape), context()  # type: ignore[arg-type]
     proposer, draft = DraftModel(DRAFT, config), DraftModel(DRAFT, config).propose([context()], [6])[0]
     proposer.propose([c], [6])
@@ -90,7 +91,7 @@ def test_after_any_verdict_it_drafts_as_if_it_had_read_the_text_at_once(shape: s
         path = draft.path(max(range(len(draft)), key=lambda node: draft.depths[node]))[:accepted]
         tokens = (*(draft.ids[node] for node in path), (c.tokens[-1] + 1) % 7)
         c.tokens += tokens
-        step = Step(c.id, c.generated, draft, Verdict(path, tokens[-1]), tokens, Timings(0, 0, 0, 0, 1))
+        step = StepOutput(c.id, c.generated, draft, Verdict(path, tokens[-1]), tokens, Timings(0, 0, 0, 0, 1))
         proposer.observe([c], [Observation(step, Scores(torch.zeros(1, 7)))])
         draft = proposer.propose([c], [6])[0]
         fresh = DraftModel(DRAFT, config).propose([c], [6])[0]
@@ -100,7 +101,7 @@ def test_after_any_verdict_it_drafts_as_if_it_had_read_the_text_at_once(shape: s
             assert torch.equal(draft.law.probs, fresh.law.probs)
 
 
-TREES = get_args(Shape)[1:]
+TREES = get_args(TreeKind)[1:]
 
 
 def tree(shape: str, budget: int = 6, c: Context | None = None, **config: int) -> Draft:
@@ -109,7 +110,7 @@ def tree(shape: str, budget: int = 6, c: Context | None = None, **config: int) -
 
 
 @pytest.mark.parametrize("shape", TREES)
-def test_every_node_of_a_tree_is_judged_with_its_own_history(shape: str) -> None:
+def test_every_node_of_a_tree_has_its_own_history(shape: str) -> None:
     c = context(top_k=5, presence_penalty=0.5)
     draft = tree(shape, c=c)
     assert len(draft) == 6
@@ -122,7 +123,7 @@ def test_every_node_of_a_tree_is_judged_with_its_own_history(shape: str) -> None
             assert torch.equal(draft.law.probs[node + 1], expected)
 
 
-def test_the_law_of_each_tree_says_how_it_was_made() -> None:
+def test_the_proposal_law_of_each_tree_matches_its_kind() -> None:
     kinds = {"top_k": PointMass, "sampled": WithoutReplacement, "greedy_multi": TopPlusSampled}
     for shape, kind in kinds.items():
         assert isinstance(tree(shape).law, kind)
@@ -131,7 +132,7 @@ def test_the_law_of_each_tree_says_how_it_was_made() -> None:
 
 
 @pytest.mark.parametrize("shape", TREES)
-def test_depth_and_siblings_have_their_limits(shape: str) -> None:
+def test_depth_and_siblings_are_bounded(shape: str) -> None:
     draft = tree(shape, budget=9, num_steps=2, top_k=3)
     assert max(draft.depths) == 2
     assert max(map(len, draft.children)) <= 3
@@ -172,7 +173,7 @@ def test_bad_configurations_are_refused(keys: dict[str, Any], says: str) -> None
 
 
 @pytest.mark.parametrize("wide", [5, 9])
-def test_other_row_widths_are_fitted(wide: int) -> None:
+def test_rows_of_another_width_are_fitted(wide: int) -> None:
     proposer = DraftModel(ToyModel(vocab_size=wide, sharpness=0.1), vocab_size=7)
     draft = proposer.propose([context()], [6])[0]
     assert isinstance(draft.law, Sampled)
@@ -180,8 +181,8 @@ def test_other_row_widths_are_fitted(wide: int) -> None:
     assert all(token < min(wide, 7) for token in draft.ids)
 
 
-def test_a_long_text_is_read_in_pieces_and_drafted_for_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.propose.draft_model.PIECE", 8)
+def test_a_long_text_is_prefilled_in_chunks_before_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.propose.draft_model.PREFILL_CHUNK", 8)
     target = ToyModel(vocab_size=7, order=2, seed=4)
     prompt = [(3 * i) % 7 for i in range(40)]
 
@@ -196,5 +197,5 @@ def test_a_long_text_is_read_in_pieces_and_drafted_for_at_its_end(monkeypatch: p
 
     tokens, drafted = run(DraftModel(DRAFT))
     assert tokens == run(Proposer())[0]
-    # The text grows by a token a round meanwhile, so the sixth piece has its end.
+    # The text grows by a token a step meanwhile, so the sixth chunk holds its end.
     assert drafted[:5] == [0] * 5 and drafted[5] == 3

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.models.linear import can_pack
+from foretoken.models.runners.linear import can_pack
 from foretoken.speculation import Builder, SpeculativeConfig
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def texts(llm: LLM, nodes: int, prompts: tuple[str, ...], **params: Any) -> list
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("params", [{"temperature": 0.8, "seed": 1}, {"temperature": 0.0}], ids=["seeded", "greedy"])
-def test_one_text(dtype: str, params: dict[str, Any]) -> None:
+def test_texts_do_not_depend_on_the_draft(dtype: str, params: dict[str, Any]) -> None:
     llm = bundled(dtype)
     if not can_pack(llm.target.dtype, llm.target.device):
         pytest.skip(f"rows are not promised to be independent in {dtype} on this machine")
@@ -58,11 +58,11 @@ def test_one_text(dtype: str, params: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 2}], ids=["greedy", "seeded"])
-def test_trees_accept_more_than_chains_of_as_many_nodes(params: dict[str, Any]) -> None:
+def test_trees_accept_more_than_chains_of_the_same_size(params: dict[str, Any]) -> None:
     llm = bundled("float32")
 
-    def rounds(config: dict[str, Any]) -> int:
+    def num_steps(config: dict[str, Any]) -> int:
         settings = SamplingParams(max_tokens=64, ignore_eos=True, speculative_tokens=8, **params)
         return sum(o.stats.rounds for o in speculating(llm, config).generate(FUNCTIONS, settings))
 
-    assert rounds({"tree": "top_k"}) < 0.97 * rounds({})
+    assert num_steps({"tree": "top_k"}) < 0.97 * num_steps({})

@@ -11,14 +11,14 @@ import torch
 from tests.control.heads import random_head
 
 from foretoken import LLM, SamplingParams
-from foretoken.control.margin import Estimate, MarginStop
+from foretoken.control.margin import MarginEstimate, MarginStop
 from foretoken.control.stops import Stop
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, Sampled
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
@@ -49,7 +49,7 @@ def rules(tmp_path: Path) -> dict[str, Callable[[], DraftModel]]:
         made = drafter({"rule": "margin", "warmup": 0, "probe": 10_000, "threshold": 0.3})
         assert isinstance(made.stop, MarginStop)
         for kind in ("greedy", "distribution", "trajectory"):  # as if learned: only wide margins are to be trusted
-            made.stop.estimates[kind] = Estimate(pooled=torch.tensor([2.0, -2.0]).numpy())
+            made.stop.estimates[kind] = MarginEstimate(pooled=torch.tensor([2.0, -2.0]).numpy())
         return made
 
     head = random_head(tmp_path / "head", DRAFT.hidden_size, scale=1.0)
@@ -69,7 +69,7 @@ RULES = ["entropy", "margin", "learned"]
     [{}, {"temperature": 0.0}, {"grade": Exactness.TRAJECTORY}, {"temperature": 0.7, "presence_penalty": 0.5}],
     ids=["drawn", "greedy", "trajectory", "penalised"],
 )
-def test_a_stopped_chain_begins_as_the_whole_one(rule: str, settings: dict[str, Any], rules: Any) -> None:
+def test_a_stopped_chain_is_a_prefix_of_the_whole_one(rule: str, settings: dict[str, Any], rules: Any) -> None:
     lengths = set()
     for i in range(len(PROMPTS)):
         whole = DraftModel(DRAFT).propose([context(i, **settings)], [DEPTH])[0]
@@ -112,7 +112,7 @@ def test_a_draft_may_end_before_it_begins() -> None:
     assert isinstance(draft.law, PointMass)
 
 
-def test_a_rule_sees_the_law_that_will_be_drawn_from_and_a_greedy_ones_at_temperature_one() -> None:
+def test_a_rule_sees_the_drawn_distribution_and_of_greedy_requests_temperature_one() -> None:
     seen: list[torch.Tensor] = []
 
     class Watching(Stop):
@@ -133,32 +133,32 @@ def test_a_rule_sees_the_law_that_will_be_drawn_from_and_a_greedy_ones_at_temper
     assert torch.equal(seen[1], DRAFT.probs([*PROMPTS[1], *draft.ids[:1]]))
 
 
-def test_only_what_became_of_its_own_draft_is_told() -> None:
-    told: list[Draft] = []
+def test_a_rule_observes_only_its_own_drafts() -> None:
+    observed: list[Draft] = []
 
     class Listening(Stop):
-        def observe(self, context: Context, step: Step) -> None:
-            told.append(step.draft)
+        def observe(self, context: Context, step: StepOutput) -> None:
+            observed.append(step.draft)
 
     proposer, c = DraftModel(DRAFT), context()
     proposer.stop = Listening()
     nothing = Scores(torch.zeros(1, 7))
 
     def observe(draft: Draft) -> None:
-        step = Step(0, 0, draft, Verdict((), 1), (1,), Timings(0, 0, 0, 0, 1))
+        step = StepOutput(0, 0, draft, Verdict((), 1), (1,), Timings(0, 0, 0, 0, 1))
         c.tokens.append(1)
         proposer.observe([c], [Observation(step, nothing)])
 
     own = proposer.propose([c], [3])[0]
     observe(own)
-    observe(own)  # a round that it sat out
+    observe(own)  # a step without its draft
     proposer.propose([c], [3])
     observe(Draft.chain([1, 2]))
-    assert told == [own]
+    assert observed == [own]
     proposer.forget(c)
 
 
-def test_trees_have_no_such_end() -> None:
+def test_trees_take_no_stopping_rule() -> None:
     with pytest.raises(InvalidRequest, match="draft_stop ends chains, and tree is 'top_k'"):
         DraftModelConfig(tree="top_k", draft_stop="entropy")
     for config in (EarlyExitConfig, VocabularyConfig):
@@ -168,8 +168,8 @@ def test_trees_have_no_such_end() -> None:
 
 def test_every_draft_with_hidden_states_takes_every_rule(tiny_pair: Any, tmp_path: Path) -> None:
     """A model, the target's own first layers, and a draft of another vocabulary; the text is the target's."""
-    wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    plain = LLM(tiny_pair.target, dtype="float32").generate("def greet", wanted)[0].outputs[0].token_ids
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    plain = LLM(tiny_pair.target, dtype="float32").generate("def greet", params)[0].outputs[0].token_ids
     methods = (("draft_model", 32), ("early_exit", 64), ("vocabulary", 32))
     for method, hidden in methods:
         config = {"method": method, "num_speculative_tokens": 6}
@@ -180,7 +180,7 @@ def test_every_draft_with_hidden_states_takes_every_rule(tiny_pair: Any, tmp_pat
         head = str(random_head(tmp_path / method, hidden))
         for stop in ("entropy", "margin", {"rule": "learned", "model": head, "threshold": 0.8}):
             llm = LLM(tiny_pair.target, speculative_config=config | {"draft_stop": stop}, dtype="float32")
-            output = llm.generate("def greet", wanted)[0]
+            output = llm.generate("def greet", params)[0]
             assert output.outputs[0].token_ids == plain
             seeded = SamplingParams(max_tokens=12, ignore_eos=True)
             llm.generate(["def greet", "for i"], seeded)

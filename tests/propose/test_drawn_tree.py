@@ -58,20 +58,20 @@ def test_siblings_come_in_the_order_and_with_the_law_of_drawing_without_replacem
         assert abs(count / draws - expected) < 4.5 * (expected / draws) ** 0.5
 
 
-def test_where_the_draft_is_sure_the_tree_is_deep_and_else_it_is_wide() -> None:
+def test_confident_drafts_grow_deep_trees_and_others_wide_ones() -> None:
     sure, unsure = grow(tree(steps=8), sharpness=60.0).finished(), grow(tree(steps=8), sharpness=0.0).finished()
     assert max(sure.depths) > max(unsure.depths)
     assert len(sure.children[0]) < len(unsure.children[0])
 
 
-def test_a_law_with_few_tokens_is_not_drawn_from_more_often() -> None:
+def test_no_more_siblings_are_drawn_than_tokens_are_possible() -> None:
     growth = tree(width=4)
     growth.expand(torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
     assert growth.tokens == [1]
     assert len(tree(budget=0).finished()) == 0
 
 
-def test_how_many_are_drawn_does_not_depend_on_what_is_drawn() -> None:
+def test_the_number_of_draws_does_not_depend_on_the_draws() -> None:
     probs = law_at(())[None]
     counts = set()
     for seed in range(50):

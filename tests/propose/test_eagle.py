@@ -1,4 +1,4 @@
-"""EAGLE as a proposer: what it is given, what it drafts, and that nothing it drafts shows in the text."""
+"""EAGLE as a proposer: its input, its drafts, and that the text does not depend on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.law import PointMass, Sampled
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams, random_seed_from
 from foretoken.core.verdict import Verdict
 from foretoken.engine.loop import Engine
@@ -31,7 +31,7 @@ from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Observation
 from foretoken.propose.eagle import Eagle, EagleConfig
-from foretoken.propose.growers import Shape
+from foretoken.propose.growers import TreeKind
 
 CLOCK = Timings(0, 0, 0, 0, 1)
 
@@ -48,9 +48,9 @@ def context(identifier: int, tokens: list[int], grade: Exactness = Exactness.DIS
 
 
 def seen(tokens: tuple[int, ...], draft: Draft, path: tuple[int, ...], first: int, computed: int) -> Observation:
-    """A round whose hidden states say where they were computed."""
+    """A step whose hidden states encode their position."""
     taps = {layer: states(range(first, first + computed), layer) for layer in (1, 2)}
-    step = Step(0, 0, draft, Verdict(path, tokens[-1]), tokens, CLOCK)
+    step = StepOutput(0, 0, draft, Verdict(path, tokens[-1]), tokens, CLOCK)
     return Observation(step, Scores(torch.zeros(1, 101), taps, first))
 
 
@@ -63,8 +63,8 @@ def features(proposer: Eagle, rows: list[int]) -> torch.Tensor:
     return proposer.net.features(torch.cat([states(rows, layer) for layer in (1, 2, 2)], -1))
 
 
-def test_rows_are_made_of_a_token_and_the_states_before_it(tmp_path: Path) -> None:
-    """After any number of rounds the next draft is that of a head which saw the true text at once."""
+def test_features_pair_a_token_with_the_states_before_it(tmp_path: Path) -> None:
+    """After any steps the next draft equals that of a head that saw the text at once."""
     proposer = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2))
     c = context(0, [1, 2, 3, 4], temperature=0.0)
     assert proposer.propose([c], [4]) == [Draft.empty()]
@@ -72,19 +72,19 @@ def test_rows_are_made_of_a_token_and_the_states_before_it(tmp_path: Path) -> No
     proposer.observe([c], [seen((5,), Draft.empty(), (), 0, 4)])
     first = proposer.propose([c], [6])[0]
     assert 0 < len(first) <= 6
-    # A tree of four nodes, of which nodes 2 and 3 stand: rows 0 (the root), 3 and 4 of this pass are the truth's.
+    # A tree of four nodes. Nodes 2 and 3 are accepted: rows 0 (the root), 3 and 4 of this pass belong to the text.
     tree = repeating((-1, 0, -1, 2), 7)
     c.tokens += [8, 8, 11]
     proposer.observe([c], [seen((8, 8, 11), tree, (2, 3), 4, 5)])
-    # A round without a draft, cut short by nobody.
+    # A step without a draft.
     c.tokens += [12]
     proposer.observe([c], [seen((12,), Draft.empty(), (), 7, 1)])
     draft = proposer.propose([c], [6])[0]
 
     fresh = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2))
-    handle = fresh._handles[0] = fresh.net.open()
-    fresh._known[0] = len(c.tokens) - 1
-    fresh.net.extend(handle, c.tokens[1:], features(fresh, [0, 1, 2, 3, 4, 7, 8, 7]))
+    rows = [0, 1, 2, 3, 4, 7, 8, 7]
+    scores = Scores(torch.zeros(1, 101), {layer: states(rows, layer) for layer in (1, 2)})
+    fresh.observe([c], [Observation(seen((12,), Draft.empty(), (), 0, 1).step, scores)])
     expected = fresh.propose([c], [6])[0]
     assert draft.ids == expected.ids and draft.parents == expected.parents
     assert draft.scores is not None and expected.scores is not None
@@ -94,8 +94,8 @@ def test_rows_are_made_of_a_token_and_the_states_before_it(tmp_path: Path) -> No
 def test_budgets_and_steps_bound_the_tree(tmp_path: Path) -> None:
     proposer = eagle(tmp_path, EagleConfig(num_steps=3, top_k=4))
     contexts = [context(i, [1, 2, 3], temperature=0.0) for i in range(4)]
-    rounds = [seen((3,), Draft.empty(), (), 0, 2) for _ in contexts]
-    proposer.observe(contexts, rounds)
+    steps = [seen((3,), Draft.empty(), (), 0, 2) for _ in contexts]
+    proposer.observe(contexts, steps)
     drafts = proposer.propose(contexts, [1, 0, 9, 2])
     assert [len(d) for d in drafts] == [1, 0, 9, 2]
     assert max(drafts[2].depths) <= 3
@@ -108,7 +108,7 @@ def test_budgets_and_steps_bound_the_tree(tmp_path: Path) -> None:
     assert proposer.propose(contexts, [3] * 4) == [Draft.empty()] * 4
 
 
-def test_drawn_drafts_carry_the_law_of_the_targets_vocabulary(tmp_path: Path) -> None:
+def test_drawn_drafts_carry_distributions_over_the_targets_vocabulary(tmp_path: Path) -> None:
     proposer = eagle(tmp_path, EagleConfig(tree="chain"))
     c = context(0, [1, 2, 3], temperature=0.8, top_k=5)
     proposer.observe([c], [seen((3,), Draft.empty(), (), 0, 2)])
@@ -135,7 +135,7 @@ TOY = ToyModel(3, order=2, seed=9, sharpness=1.0)
 
 
 @pytest.mark.parametrize("tree", ["chain", "top_k", "sampled", "greedy_multi"])
-def test_texts_follow_the_targets_law(tree: Shape, tmp_path: Path) -> None:
+def test_texts_follow_the_targets_distribution(tree: TreeKind, tmp_path: Path) -> None:
     length, prompt = 4, list(PROMPT)
     proposer = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2, tree=tree), 3, 8, draft_vocab=2)
     engine = Engine(TOY, proposer, Fixed(3), max_sequences=64)
@@ -152,16 +152,20 @@ def test_texts_follow_the_targets_law(tree: Shape, tmp_path: Path) -> None:
     assert result.p_value > 1e-3, result
 
 
-def test_texts_that_are_too_long_for_the_head_cost_it_nothing(tmp_path: Path) -> None:
+def test_texts_that_are_too_long_for_the_head_cost_it_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = eagle(tmp_path, EagleConfig())
+    used: list[str] = []
+    for name in ("open", "features", "extend"):
+        method = getattr(proposer.net, name)
+        monkeypatch.setattr(proposer.net, name, lambda *a, m=method, n=name: (used.append(n), m(*a))[1])
     c = context(0, [i % 101 for i in range(600)], temperature=0.0)
-    assert proposer.join(c) == 600  # whatever the target knows of it may be left out
-    proposer.read([c], [seen((5,), Draft.empty(), (), 0, 256).scores])
+    assert proposer.reusable_prefix_len(c) == 600  # whatever the target knows of it may be left out
+    proposer.prefill([c], [seen((5,), Draft.empty(), (), 0, 256).scores])
     c.tokens += [5]
     proposer.observe([c], [seen((5,), Draft.empty(), (), 256, 344)])
-    assert proposer.propose([c], [4]) == [Draft.empty()] and not proposer._handles and not proposer._unread
+    assert proposer.propose([c], [4]) == [Draft.empty()] and not used
     long = context(1, [i % 101 for i in range(510)], temperature=0.0)
-    assert proposer.join(long) == 0
+    assert proposer.reusable_prefix_len(long) == 0
     long.tokens += [5]
     proposer.observe([long], [seen((5,), Draft.empty(), (), 0, 510)])
     assert proposer.propose([long], [4]) == [Draft.empty()] and len(proposer.propose([long], [1])[0]) == 1
@@ -199,9 +203,11 @@ def test_heads_in_the_targets_folder_are_found_and_change_nothing(version, tiny_
     for file in tiny_pair.target.iterdir():
         (target / file.name).symlink_to(file)
     plain = LLM(target, dtype="float32")
-    written = tiny.eagle3(vocab=plain.target.vocab_size, embedding=False) if version == 3 else tiny.eagle1(
-        vocab=plain.target.vocab_size
-    )  # fmt: skip
+    written = (
+        tiny.eagle3(vocab=plain.target.vocab_size, embedding=False)
+        if version == 3
+        else tiny.eagle1(vocab=plain.target.vocab_size)
+    )
     tiny.save(target / "heads" / "eagle3", *written)
     prompts = ["def greet(name):", "class", "for i in range(10):\n    print(", "x", "€", "1", "if", "import os\n"]
     for temperature, tree in ((0.0, "sampled"), (1.0, "sampled"), (1.0, "chain")):
@@ -224,34 +230,34 @@ def bundled(**options: object) -> LLM:
     return LLM(dtype="float32", speculative_config=HEAD, max_model_len=1024, **options)  # type: ignore[arg-type]
 
 
-def test_what_is_kept_of_a_conversation_is_known_to_the_head_too() -> None:
+def test_a_prefix_cache_hit_covers_the_head_too() -> None:
     """Each turn reads only what is new of it, and is drafted for as if all had been read."""
     kept, whole = bundled(enable_prefix_caching=True, max_num_batched_tokens=48), bundled()
-    keeps = kept.engine.target.keep(2**30)  # the compiled runtime; elsewhere there is nothing to share
+    keeps = kept.engine.target.enable_prefix_cache(2**30)  # the compiled runtime; elsewhere there is nothing to share
     text, computed = list(kept.tokenizer(SYSTEM)["input_ids"]), 0
     for turn, temperature in enumerate((0.0, 1.0, 0.0, 0.8)):
         params = SamplingParams(max_tokens=70, temperature=temperature, seed=turn, ignore_eos=True)
         (one,), (other,) = (llm.generate(text, params) for llm in (kept, whole))
-        mine, theirs = one.outputs[0], other.outputs[0]
-        assert mine.token_ids == theirs.token_ids and mine.stats.accepted == theirs.stats.accepted
-        assert mine.stats.cached == (computed // 64 * 64 if keeps else 0)
-        text += mine.token_ids
+        first, second = one.outputs[0], other.outputs[0]
+        assert first.token_ids == second.token_ids and first.stats.accepted == second.stats.accepted
+        assert first.stats.cached == (computed // 64 * 64 if keeps else 0)
+        text += first.token_ids
         computed = len(text) - 1
         text += kept.tokenizer(f"\n\n\ndef another_{turn}(items):\n")["input_ids"]
     kept.engine.check_integrity()
 
 
-def test_a_beginning_that_nobody_drafted_behind_is_read_again() -> None:
+def test_a_cached_prefix_without_head_states_is_computed_again() -> None:
     llm = bundled(enable_prefix_caching=True, methods=["ngram"])
-    if not llm.engine.target.keep(2**30):
+    if not llm.engine.target.enable_prefix_cache(2**30):
         pytest.skip("no compiled kernels here")
     expected = bundled().generate(SYSTEM, SamplingParams(max_tokens=30, temperature=0.0))[0].outputs[0]
-    found = []
+    hits = []
     for method in ("ngram", None, "ngram", None):
         params = SamplingParams(max_tokens=30, temperature=0.0, speculative_method=method)
         output = llm.generate(SYSTEM, params)[0].outputs[0]
         assert output.token_ids == expected.token_ids
         assert method or output.stats.accepted == expected.stats.accepted
-        found.append(output.stats.cached > 0)
-    assert found == [False, False, True, True]
+        hits.append(output.stats.cached > 0)
+    assert hits == [False, False, True, True]
     llm.engine.check_integrity()

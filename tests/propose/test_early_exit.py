@@ -13,12 +13,13 @@ from tests.models.trees import repeating
 from foretoken import LLM
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.models.checkpoint import load_model, open_weights
 from foretoken.models.decoder import Decoder
 from foretoken.models.early_exit import EarlyExit, Exit
-from foretoken.models.graphs import GraphRunner
-from foretoken.models.weights import Layers, Source, read_ends
-from foretoken.propose.base import Workshop
+from foretoken.models.formats.checkpoint import open_weights
+from foretoken.models.formats.weights import Layers, Source, read_ends
+from foretoken.models.loading import load_model
+from foretoken.models.runners.graphs import GraphRunner
+from foretoken.propose.base import BuildContext
 from foretoken.propose.early_exit import EarlyExitConfig, build
 
 PROMPT = [5, 9, 40, 7, 300, 12]
@@ -52,8 +53,8 @@ def trained(folder: Path, hidden: int = 64, layer: int = 2, **config: Any) -> Pa
     return folder
 
 
-def workshop(target: Any, model: Path | None = None) -> Workshop:
-    return Workshop(target, None, None, model, lambda path: target, lambda config: None)  # type: ignore[arg-type, return-value]
+def workshop(target: Any, model: Path | None = None) -> BuildContext:
+    return BuildContext(target, None, None, model, lambda path: target, lambda config: None)  # type: ignore[arg-type, return-value]
 
 
 def rows(model: Decoder, tokens: list[int], draft: Draft, taps: tuple[int, ...] = ()) -> Any:
@@ -71,9 +72,9 @@ def test_the_first_layers_are_the_targets(target: Decoder, tmp_path: Path) -> No
     assert loaded.norm is not None and loaded.adapter is not None
     normed = torch.nn.functional.rms_norm(states[2].float(), (64,), loaded.norm, target.architecture.eps)
     expected = target.unembed(normed + normed @ loaded.adapter.T)
-    found = rows(EarlyExit(target, loaded), PROMPT, draft, (1,))
-    assert torch.allclose(found.logits, expected[-4:], atol=1e-4)
-    assert list(found.taps) == [1]
+    result = rows(EarlyExit(target, loaded), PROMPT, draft, (1,))
+    assert torch.allclose(result.logits, expected[-4:], atol=1e-4)
+    assert list(result.taps) == [1]
     plain = rows(EarlyExit(target, Exit(2)), PROMPT, draft, (2,))
     assert torch.allclose(plain.logits, target.unembed(plain.taps[2])[-4:], atol=1e-4)
 
@@ -120,14 +121,14 @@ def test_one_text_with_a_trained_exit(tiny_pair: Any, tmp_path: Path) -> None:
     assert llms[1].engine.proposer.name == "early_exit"
 
 
-def test_the_exit_is_half_way_unless_something_says_where(tiny_pair: Any, tmp_path: Path) -> None:
+def test_the_default_exit_is_half_way(tiny_pair: Any, tmp_path: Path) -> None:
     model = load_model(tiny_pair.target, dtype="float32", device="cpu")
     assert build(EarlyExitConfig(), workshop(model)).model.num_layers == 1
     assert build(EarlyExitConfig(exit_layer=2), workshop(model)).model.num_layers == 2
     assert build(EarlyExitConfig(), workshop(model, trained(tmp_path / "exit"))).model.num_layers == 2
 
 
-def test_what_does_not_fit_is_refused(tiny_pair: Any, tmp_path: Path) -> None:
+def test_exits_that_do_not_fit_are_refused(tiny_pair: Any, tmp_path: Path) -> None:
     model = load_model(tiny_pair.target, dtype="float32", device="cpu")
     for layer in (3, 9):
         with pytest.raises(InvalidRequest, match="exit_layer must be from 1 to 2"):

@@ -17,7 +17,7 @@ from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.datastore import Datastore
 from foretoken.propose.lookup import Lookup
-from foretoken.propose.occurrences import SortedText
+from foretoken.propose.matches import SuffixArray
 from foretoken.propose.prediction import Prediction
 from foretoken.propose.retrieval import Retrieval
 from foretoken.propose.suffix import Suffix, SuffixConfig
@@ -30,11 +30,16 @@ def run(proposer: Proposer, batch: int, grade: Exactness, temperature: float, de
     engine = Engine(TARGET, proposer, Fixed(depth), max_sequences=batch)
     contexts = [
         Context(
-            i, [1, 2, i % VOCAB], 3, SamplingLaw(temperature), Streams(50 + i // 2), grade,
+            i,
+            [1, 2, i % VOCAB],
+            3,
+            SamplingLaw(temperature),
+            Streams(50 + i // 2),
+            grade,
             prediction=tuple((i * j) % VOCAB for j in range(50)),
         )
         for i in range(10)
-    ]  # fmt: skip
+    ]
     for context in contexts:
         engine.add(context, Length(LENGTH))
     while engine.busy:
@@ -44,7 +49,7 @@ def run(proposer: Proposer, batch: int, grade: Exactness, temperature: float, de
 
 def datastore() -> Datastore:
     text = [token for row in run(Proposer(), 8, Exactness.TRAJECTORY, 1.0) for token in row]
-    return Datastore([SortedText.build(np.array(text, np.int32), 32)], len(text))
+    return Datastore([SuffixArray.build(np.array(text, np.int32), 32)], len(text))
 
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
@@ -65,19 +70,19 @@ def test_the_text_does_not_depend_on_the_proposer_or_the_batch(name, grade, temp
 
 
 @pytest.mark.parametrize("name", ["lookup", "suffix", "retrieval"])
-def test_something_is_accepted(name):
+def test_every_proposer_has_accepted_tokens(name):
     engine = Engine(TARGET, PROPOSERS[name](), Fixed(8))
     context = Context(0, [1, 2, 3], 3, SamplingLaw(0.0), Streams(0))
     engine.add(context, Length(LENGTH))
-    rounds = 0
+    num_steps = 0
     while engine.busy:
-        rounds += len(engine.step())
-    assert rounds < LENGTH // 2
+        num_steps += len(engine.step())
+    assert num_steps < LENGTH // 2
 
 
-def test_the_store_serves_the_next_request():
+def test_stored_outputs_serve_the_next_request():
     engine = Engine(TARGET, Suffix(), Fixed(24))
-    rounds = []
+    num_steps = []
     for identifier in range(2):
         engine.add(
             Context(identifier, [1, 2, 3], 3, SamplingLaw(1.0), Streams(7), Exactness.TRAJECTORY), Length(LENGTH)
@@ -85,5 +90,5 @@ def test_the_store_serves_the_next_request():
         count = 0
         while engine.busy:
             count += len(engine.step())
-        rounds.append(count)
-    assert rounds[1] < rounds[0] / 2
+        num_steps.append(count)
+    assert num_steps[1] < num_steps[0] / 2

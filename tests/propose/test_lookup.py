@@ -18,7 +18,7 @@ def guess(tokens: list[int], budget: int, config: LookupConfig | None = None) ->
     return Lookup(config).propose([context(tokens)], [budget])[0].ids
 
 
-def test_the_longest_ending_wins_over_a_later_short_one() -> None:
+def test_the_longest_match_wins_over_a_later_short_one() -> None:
     assert guess([1, 2, 3, 9, 9, 3, 7, 1, 2, 3], 2) == (9, 9)
 
 
@@ -26,17 +26,17 @@ def test_the_latest_occurrence_wins() -> None:
     assert guess([5, 1, 5, 2, 5], 1) == (2,)
 
 
-def test_a_period_goes_on() -> None:
+def test_periodic_text_continues_its_period() -> None:
     assert guess([1, 2, 1, 2], 5) == (1, 2, 1, 2, 1)
 
 
-def test_nothing_to_copy() -> None:
+def test_texts_without_a_match_are_not_drafted_for() -> None:
     assert guess([1, 2, 3], 4) == ()
     assert guess([1], 4) == ()
     assert guess([1, 1], 0) == ()
 
 
-def test_shortest_is_honoured() -> None:
+def test_the_minimum_match_length_holds() -> None:
     assert guess([4, 1, 5, 1], 2, LookupConfig(2, 3)) == ()
 
 

@@ -18,7 +18,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
@@ -39,7 +39,7 @@ def unembed(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("own", [0, 1, 3])
-def test_medusa_is_what_the_paper_says(own: int, layers: int, tmp_path: Path) -> None:
+def test_medusa_heads_follow_the_paper(own: int, layers: int, tmp_path: Path) -> None:
     config, t = tiny.medusa(own=own, layers=layers)
     config["original_lm_head"] = own < 3
     heads = read_medusa(tiny.save(tmp_path, config, t))
@@ -55,7 +55,7 @@ def test_medusa_is_what_the_paper_says(own: int, layers: int, tmp_path: Path) ->
             torch.testing.assert_close(logits[:, i], y @ matrix.T, rtol=1e-4, atol=1e-4)
 
 
-def test_a_reduced_vocabulary_is_spread(tmp_path: Path) -> None:
+def test_a_reduced_vocabulary_is_mapped_to_the_targets(tmp_path: Path) -> None:
     config, tensors = tiny.medusa(own=3)
     ids = torch.tensor([5, 1, 77])
     tensors = {n: t[ids].clone() if n.startswith("lm_heads") else t for n, t in tensors.items()} | {"token_map": ids}
@@ -68,7 +68,7 @@ def test_a_reduced_vocabulary_is_spread(tmp_path: Path) -> None:
     assert int((logits > -torch.inf).sum()) == 18
 
 
-def test_blockwise_is_what_the_paper_says(tmp_path: Path) -> None:
+def test_blockwise_heads_follow_the_paper(tmp_path: Path) -> None:
     config, t = tiny.blockwise()
     net = BlockwiseNet(read_blockwise(tiny.save(tmp_path, config, t)), F32, CPU, unembed)
     for rows in (1, 5):
@@ -90,11 +90,11 @@ class Table:
 
 def observed(proposer: Parallel, c: Context, draft: Draft, path: tuple[int, ...], tokens: tuple[int, ...]) -> None:
     rows = F.one_hot(torch.arange(2 + len(draft)) % 6, 8).float() * 5  # one pending row, the root, the nodes
-    step = Step(c.id, 0, draft, Verdict(path, tokens[-1]), tokens, Timings(0, 0, 0, 0, 1))
+    step = StepOutput(c.id, 0, draft, Verdict(path, tokens[-1]), tokens, Timings(0, 0, 0, 0, 1))
     proposer.observe([c], [Observation(step, Scores(torch.zeros(1, 6), {4: rows}))])
 
 
-def test_heads_read_the_row_that_gave_the_newest_token() -> None:
+def test_heads_use_the_row_that_emitted_the_newest_token() -> None:
     proposer = Parallel("medusa", Table(), 4, MedusaConfig(top_k=1))
     c = Context(0, [1, 2], 2, SamplingLaw(temperature=0.0), Streams(1))
     assert proposer.propose([c], [3]) == [Draft.empty()]

@@ -15,17 +15,17 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
+from foretoken.propose.acceptance import BucketedMeans, DecayingMean, MemberRecord, NodeRates, PendingDraft
 from foretoken.propose.base import Needs, Proposer
-from foretoken.propose.credit import Account, Guess, Ladder, Mean, Rates
 from foretoken.propose.mixture import Member, Mixture, MixtureConfig
-from foretoken.propose.pace import Pace
-from foretoken.propose.union import Union
+from foretoken.propose.pace import DraftingCosts
+from foretoken.propose.union import DraftUnion
 
 TARGET = ToyModel(vocab_size=8, order=2, seed=3, sharpness=6.0)
 
@@ -51,76 +51,76 @@ class Oracle(Proposer):
 
 
 def run(proposer: Proposer, tokens: int = 400, requests: int = 1, nodes: int = 4) -> tuple[list[list[int]], int]:
-    """-> texts, passes of the target"""
-    engine, rounds = Engine(TARGET, proposer, Fixed(nodes), max_sequences=requests), 0
+    """Returns texts, and the number of target passes."""
+    engine, num_steps = Engine(TARGET, proposer, Fixed(nodes), max_sequences=requests), 0
     contexts = [Context(i, [1, 2, i], 3, SamplingLaw(temperature=0.0), Streams(i)) for i in range(requests)]
     for context in contexts:
         engine.add(context, Length(tokens))
     while engine.busy:
         engine.step()
-        rounds += 1
-    return [c.tokens[3:] for c in contexts], rounds
+        num_steps += 1
+    return [c.tokens[3:] for c in contexts], num_steps
 
 
 def free(name: str, proposer: Proposer) -> Member:
     return Member(name, proposer, free=True)
 
 
-def test_each_stretch_goes_to_who_knows_it() -> None:
-    """Two members that are right in turn: with room for one guess a round, the mixture is right nearly everywhere."""
+def test_each_stretch_of_text_goes_to_the_member_that_predicts_it() -> None:
+    """Two members that are right in turn: with a budget of one node, the mixture is right nearly everywhere."""
     mixture = Mixture([free("one", Oracle((0,))), free("other", Oracle((1,)))])
-    texts, rounds = run(mixture, nodes=1)
+    texts, num_steps = run(mixture, nodes=1)
     assert texts == run(Proposer())[0]
     alone = min(run(Oracle((0,)), nodes=1)[1], run(Oracle((1,)), nodes=1)[1])
-    assert rounds < 0.8 * alone
+    assert num_steps < 0.8 * alone
 
 
 @pytest.mark.parametrize("cost, used", [(0.05, True), (50.0, False)])
 def test_a_costly_member_is_used_where_it_pays(cost: float, used: bool) -> None:
     good, poor = Oracle(), Oracle((0, 1))
-    mixture = Mixture([free("poor", poor), Member("good", good, free=False, most=4, cost=cost)])
-    texts, rounds = run(mixture)
+    mixture = Mixture([free("poor", poor), Member("good", good, free=False, max_nodes=4, cost=cost)])
+    texts, num_steps = run(mixture)
     assert texts == run(Proposer())[0]
     if used:
-        assert rounds < 100
-        assert good.calls > 0.9 * rounds
+        assert num_steps < 100
+        assert good.calls > 0.9 * num_steps
     else:
-        assert good.calls < 0.15 * rounds  # tried, and tried again ever more seldom
+        assert good.calls < 0.15 * num_steps  # tried, and tried again ever more seldom
 
 
 def test_fixed_candidates_of_a_costly_member_join_the_tree() -> None:
     """Each knows what the other does not, so together they are right everywhere."""
-    one, other = free("one", Oracle((0,))), Member("other", Oracle((1,)), free=False, most=4, cost=0.05)
+    one, other = free("one", Oracle((0,))), Member("other", Oracle((1,)), free=False, max_nodes=4, cost=0.05)
     mixture = Mixture([one, other])
-    texts, rounds = run(mixture, nodes=8)
+    texts, num_steps = run(mixture, nodes=8)
     assert texts == run(Proposer())[0]
-    assert rounds < 0.7 * min(run(Oracle((0,)), nodes=4)[1], run(Oracle((1,)), nodes=4)[1])
+    assert num_steps < 0.7 * min(run(Oracle((0,)), nodes=4)[1], run(Oracle((1,)), nodes=4)[1])
     context = Context(9, [1, 2, 3], 3, SamplingLaw(temperature=0.0), Streams(0))
-    mixture = Mixture([one, Member("other", Oracle((1,)), free=False, most=4, cost=0.05)])
+    mixture = Mixture([one, Member("other", Oracle((1,)), free=False, max_nodes=4, cost=0.05)])
     draft = mixture.propose([context], [8])[0]
     assert not draft.is_chain and mixture.last_member[9].count("other") == 4 and "one" in mixture.last_member[9]
 
 
-def test_a_costly_member_s_draws_take_the_tree_s_place() -> None:
+def test_a_costly_members_drawn_draft_replaces_the_tree() -> None:
     class Drawn(Proposer):
         def propose(self, contexts, budgets):
             return [Draft.chain([1], Sampled(torch.ones(1, 8) / 8)) for _ in contexts]
 
     context = Context(0, [1, 2, 3], 3, SamplingLaw(), Streams(0))
-    mixture = Mixture([free("fixed", Oracle()), Member("drawn", Drawn(), free=False, most=1)])
+    mixture = Mixture([free("fixed", Oracle()), Member("drawn", Drawn(), free=False, max_nodes=1)])
     draft = mixture.propose([context], [4])[0]
     assert isinstance(draft.law, Sampled) and mixture.last_member[0] == ("drawn",)
 
 
-def test_what_one_request_taught_serves_the_next() -> None:
-    mixture = Mixture([free("poor", Oracle((0, 1))), Member("good", Oracle(), free=False, most=4, cost=0.05)])
+def test_a_request_starts_from_what_others_learned() -> None:
+    mixture = Mixture([free("poor", Oracle((0, 1))), Member("good", Oracle(), free=False, max_nodes=4, cost=0.05)])
     run(mixture)
     calls = mixture.costly[0].proposer.calls
-    _, rounds = run(mixture, tokens=50)
-    assert mixture.costly[0].proposer.calls - calls >= rounds - 1
+    _, num_steps = run(mixture, tokens=50)
+    assert mixture.costly[0].proposer.calls - calls >= num_steps - 1
 
 
-def test_batches_and_viewers() -> None:
+def test_last_member_names_the_member_of_each_node() -> None:
     mixture = Mixture([free("a", Oracle((1,))), free("b", Oracle((0,)))])
     texts, _ = run(mixture, tokens=40, requests=4)
     assert texts == run(Proposer(), tokens=40, requests=4)[0]
@@ -132,7 +132,7 @@ def test_batches_and_viewers() -> None:
     assert mixture.propose([context], [0])[0].ids == ()
 
 
-def test_taps_of_all_members() -> None:
+def test_needs_are_those_of_all_members() -> None:
     members = [free("a", Oracle(needs=Needs((2, 5)))), Member("b", Oracle(needs=Needs((5, 1))), free=False)]
     assert Mixture(members).needs.taps == (1, 2, 5)
 
@@ -157,7 +157,7 @@ def test_drawn_drafts_do_not_join() -> None:
         ([{"method": "ngram", "cost": -1}], "cost"),
     ],
 )
-def test_bad_members(members: object, message: str) -> None:
+def test_bad_members_are_refused(members: object, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         MixtureConfig(members)  # type: ignore[arg-type]
 
@@ -165,55 +165,55 @@ def test_bad_members(members: object, message: str) -> None:
 # judging
 
 
-def test_a_guess_is_followed_as_the_text_comes() -> None:
-    rates = Rates()
-    guess = Guess(Draft(torch.tensor([5, 6, 7, 8]), (-1, 0, 1, 0)), start=2)
+def test_a_pending_draft_follows_the_text() -> None:
+    rates = NodeRates()
+    guess = PendingDraft(Draft(torch.tensor([5, 6, 7, 8]), (-1, 0, 1, 0)), start=2)
     assert not guess.follow([1, 2], rates)
     assert not guess.follow([1, 2, 5], rates)
     assert guess.depth == 1 and not guess.missed([1, 2, 5])
     assert guess.follow([1, 2, 5, 9], rates)
     assert guess.depth == 1 and guess.missed([1, 2, 5, 9])
-    right = Guess(Draft.chain([5, 6]), start=2)
+    right = PendingDraft(Draft.chain([5, 6]), start=2)
     assert right.follow([1, 2, 5, 6, 4]) and right.depth == 2 and not right.missed([1, 2, 5, 6, 4])
 
 
-def test_rates_are_not_bent_by_texts_that_end() -> None:
+def test_rates_are_unbiased_by_texts_that_end() -> None:
     """Chains right with probability 0.8 a token, but only two tokens of each are ever known."""
     generator = torch.Generator().manual_seed(0)
-    account = Account(Rates(memory=1e9))
+    account = MemberRecord(NodeRates(memory=1e9))
     for _ in range(3000):
         right = (torch.rand(4, generator=generator) < 0.8).tolist()
-        account.open = [Guess(Draft.chain([1, 1, 1, 1]), start=0)]
+        account.open = [PendingDraft(Draft.chain([1, 1, 1, 1]), start=0)]
         account.settle([1 if right[0] else 0, 1 if right[1] else 0])
     rates = account.rates.of((0, 0), Draft.chain([1, 1, 1, 1]))
     assert rates[0] == pytest.approx(0.8, abs=0.03)
     assert rates[1] == pytest.approx(0.8, abs=0.03)
 
 
-def test_streaks() -> None:
-    account = Account(Rates())
-    account.guess(Draft.chain([1, 2]), 0)
+def test_a_streak_ends_with_the_first_miss() -> None:
+    account = MemberRecord(NodeRates())
+    account.add(Draft.chain([1, 2]), 0)
     account.settle([1, 2, 3])
     assert account.streak == 2
-    account.guess(Draft.chain([4, 5]), 3)
+    account.add(Draft.chain([4, 5]), 3)
     account.settle([1, 2, 3, 4, 9])
     assert account.streak == 0
 
 
-def test_means_begin_at_their_prior() -> None:
-    shared = Mean()
+def test_means_start_from_their_prior() -> None:
+    shared = DecayingMean()
     for _ in range(50):
         shared.add(3.0)
-    own = Mean(shared)
+    own = DecayingMean(shared)
     assert own.value == pytest.approx(3.0)
     for _ in range(50):
         own.add(0.0)
     assert own.value < 0.5
 
 
-def test_a_ladder_tells_promises_apart() -> None:
-    everywhere = Ladder()
-    own = Ladder(everywhere, strength=8.0)
+def test_bucketed_means_separate_promises() -> None:
+    everywhere = BucketedMeans()
+    own = BucketedMeans(everywhere, strength=8.0)
     for _ in range(50):
         own.at(0.5).add(3.0)
         own.at(8.0).add(0.0)
@@ -222,8 +222,8 @@ def test_a_ladder_tells_promises_apart() -> None:
     assert own.at(2.0).value == pytest.approx(1.5, abs=0.3)  # nothing seen there: the mean of all
 
 
-def test_union() -> None:
-    union = Union()
+def test_a_union_merges_shared_paths() -> None:
+    union = DraftUnion()
     assert union.add(Draft.chain([1, 2, 3]), [0.9, 0.8, 0.5], "a") == [0, 1, 2]
     assert union.add(Draft(torch.tensor([1, 4, 2]), (-1, -1, 0)), [0.5, 0.5, 0.9], "b") == [0, 3, 1]
     assert union.tokens == [1, 2, 3, 4] and union.parents == [-1, 0, 1, -1]
@@ -235,7 +235,7 @@ def test_union() -> None:
 
 
 def test_a_union_keeps_one_token_below_different_parents_apart() -> None:
-    union, tree = Union(), repeating((-1, 0, -1, 2))
+    union, tree = DraftUnion(), repeating((-1, 0, -1, 2))
     assert union.add(tree, [0.5, 0.9, 0.4, 0.8], "a") == [0, 1, 2, 3]
     assert union.add(Draft.chain([6, 6]), [0.6, 0.7], "b") == [2, 3]
     draft = union.draft(range(4), union.weights())
@@ -244,14 +244,14 @@ def test_a_union_keeps_one_token_below_different_parents_apart() -> None:
 
 
 class Counting(Oracle):
-    """Remembers the nodes that it was asked for."""
+    """Records the budgets of its drafts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[int] = []
+        self.budgets: list[int] = []
 
     def propose(self, contexts, budgets):
-        self.asked += budgets
+        self.budgets += budgets
         return super().propose(contexts, budgets)
 
 
@@ -266,27 +266,27 @@ class Known(Passes):
         pass
 
 
-@pytest.mark.parametrize("cliff, most", [(1.1, 16), (4.0, 4)])
-def test_a_costly_member_drafts_as_deep_as_pays(cliff: float, most: int) -> None:
+@pytest.mark.parametrize("cliff, expected", [(1.1, 16), (4.0, 4)])
+def test_a_costly_member_drafts_as_deep_as_pays(cliff: float, expected: int) -> None:
     """It is always right; its sixth row costs three passes, or nothing."""
     passes = Known({1: 1.0, 5: 1.05, 6: cliff, 17: cliff + 0.5})
     good = Counting()
     mixture = Mixture([free("poor", Oracle((0, 1))), Member("good", good, free=False, cost=0.1)], passes)
     texts, _ = run(mixture, nodes=16)
     assert texts == run(Proposer())[0]
-    assert max(good.asked[-10:]) == most
+    assert max(good.budgets[-10:]) == expected
 
 
 # what rows cost
 
 
-def steps(rows: int, seconds: float, position: int = 5) -> list[Step]:
+def steps(rows: int, seconds: float, position: int = 5) -> list[StepOutput]:
     draft = Draft.chain([0] * (rows - 1))
-    return [Step(0, position, draft, Verdict((), 0), (0,), Timings(0.0, seconds, 0.0, 0.0, 1))]
+    return [StepOutput(0, position, draft, Verdict((), 0), (0,), Timings(0.0, seconds, 0.0, 0.0, 1))]
 
 
 def test_pace_learns_what_a_row_costs() -> None:
-    pace = Pace()
+    pace = DraftingCosts()
     for i in range(200):
         rows = 1 + i % 8
         pace.observe(steps(rows, 1.0 + 0.1 * (rows - 1)))
@@ -302,8 +302,8 @@ def test_pace_learns_what_a_row_costs() -> None:
 
 
 def test_pace_before_anything_is_known() -> None:
-    assert Pace().worthwhile([0.5, 0.001], 8, 1) == [0]
-    assert Pace().worthwhile([], 8, 1) == []
+    assert DraftingCosts().worthwhile([0.5, 0.001], 8, 1) == [0]
+    assert DraftingCosts().worthwhile([], 8, 1) == []
 
 
 # with real models

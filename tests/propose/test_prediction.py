@@ -14,7 +14,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.propose.prediction import METHOD, Follower, Prediction
+from foretoken.propose.prediction import METHOD, Prediction, ReferencePosition
 
 REFERENCE = tuple(range(10, 60))
 
@@ -33,24 +33,24 @@ def accepted(draft: Draft, truth: list[int]) -> int:
     return count
 
 
-def rounds(reference, output, budget=16, proposer: Prediction | None = None) -> int:
-    """Passes until ``output`` is written, each with a draft of at most ``budget``."""
+def count_steps(reference, output, budget=16, proposer: Prediction | None = None) -> int:
+    """Returns the number of passes until ``output`` is written, each with a draft of at most ``budget``."""
     proposer, c, passes = proposer or Prediction(), context(reference), 0
     while c.generated < len(output):
         draft = proposer.propose([c], [budget])[0]
         assert len(draft) <= budget
         assert isinstance(draft.law, PointMass)
-        rest = list(output[c.generated :])
-        c.tokens.extend(rest[: accepted(draft, rest) + 1])
+        remaining = list(output[c.generated :])
+        c.tokens.extend(remaining[: accepted(draft, remaining) + 1])
         passes += 1
     return passes
 
 
-def test_a_text_as_predicted():
+def test_a_correct_prediction_is_drafted_whole():
     draft = Prediction().propose([context(REFERENCE)], [16])[0]
     assert draft.ids == REFERENCE[:16]
     assert draft.is_chain
-    assert rounds(REFERENCE, REFERENCE) == 3
+    assert count_steps(REFERENCE, REFERENCE) == 3
 
 
 @pytest.mark.parametrize(
@@ -65,38 +65,38 @@ def test_a_text_as_predicted():
         (*REFERENCE, 90, 91, 92),  # and after
     ],
 )
-def test_an_edit_costs_few_rounds(output):
-    assert rounds(REFERENCE, output, 50) <= 6
+def test_an_edit_costs_few_steps(output):
+    assert count_steps(REFERENCE, output, 50) <= 6
 
 
 def test_a_rename_is_learnt_once():
     body = [[20 + i, 5, 30 + i, 31 + i] for i in range(0, 60, 6)]
     reference = [t for piece in body for t in piece]
     renamed = [u for t in reference for u in ((7, 8) if t == 5 else (t,))]
-    learning = rounds(reference, renamed, 16)
+    learning = count_steps(reference, renamed, 16)
     assert learning <= 2 + len(renamed) // 17 + 2
-    assert learning < rounds(reference, renamed, 16, Prediction(METHOD.config(replay_edits=False))) - 3
+    assert learning < count_steps(reference, renamed, 16, Prediction(METHOD.config(replay_edits=False))) - 3
 
 
 def test_a_replacement_that_does_not_come_again_is_dropped():
-    follower = Follower((1, 5, 2, 3, 5, 4, 6, 5, 8))
+    follower = ReferencePosition((1, 5, 2, 3, 5, 4, 6, 5, 8))
     follower.follow([1, 7, 2, 3])
-    assert follower.guess(3).ids == (7, 4, 6)
+    assert follower.draft(3).ids == (7, 4, 6)
     follower.follow([5])
-    assert follower.guess(3).ids == (4, 6, 5)
+    assert follower.draft(3).ids == (4, 6, 5)
 
 
 def test_moved_text_is_found_again():
     output = (*REFERENCE[30:], *REFERENCE[:30])
-    assert rounds(REFERENCE, output, 50) <= 9
+    assert count_steps(REFERENCE, output, 50) <= 9
 
 
 def test_nothing_in_common_is_plain_decoding_after_a_while():
-    follower = Follower(REFERENCE)
+    follower = ReferencePosition(REFERENCE)
     follower.follow([200 + i for i in range(100)])
-    assert len(follower.guess(16)) == 0
+    assert len(follower.draft(16)) == 0
     follower.follow(REFERENCE[10:14])
-    assert follower.guess(3).ids == REFERENCE[14:17]
+    assert follower.draft(3).ids == REFERENCE[14:17]
 
 
 def test_without_a_prediction_nothing_is_proposed():
@@ -106,7 +106,7 @@ def test_without_a_prediction_nothing_is_proposed():
     proposer.forget(context(()))
 
 
-def test_sequences_that_sit_out_catch_up():
+def test_sequences_without_a_budget_catch_up():
     proposer, c = Prediction(), context(REFERENCE)
     assert len(proposer.propose([c], [0])[0]) == 0
     c.tokens.extend(REFERENCE[:9])
@@ -117,22 +117,22 @@ def test_sequences_that_sit_out_catch_up():
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40), st.integers(1, 20))
 def test_any_text_against_any_reference(reference, output, budget):
-    """Drafts are whole, and a follower that sees the text at once stands where one that sees it in pieces does."""
-    assert rounds(reference, output, budget) <= max(1, len(output)) or not output
-    at_once, in_pieces = Follower(tuple(reference)), Follower(tuple(reference))
+    """Seeing the text at once and seeing it in pieces lead to the same draft."""
+    assert count_steps(reference, output, budget) <= max(1, len(output)) or not output
+    at_once, in_pieces = ReferencePosition(tuple(reference)), ReferencePosition(tuple(reference))
     at_once.follow(output)
     for token in output:
         in_pieces.follow([token])
-    assert at_once.guess(budget).ids == in_pieces.guess(budget).ids
+    assert at_once.draft(budget).ids == in_pieces.draft(budget).ids
 
 
 def test_long_references_stay_cheap():
     words = random.Random(0)
     reference = tuple(words.randrange(50) for _ in range(100_000))
-    follower = Follower(reference, replay=False)
+    follower = ReferencePosition(reference, replay=False)
     follower.follow([words.randrange(50) for _ in range(500)])
     follower.follow(reference[70_000:70_020])
-    assert follower.guess(8).ids == reference[70_020:70_028]
+    assert follower.draft(8).ids == reference[70_020:70_028]
 
 
 def test_bad_keys_are_named():

@@ -15,12 +15,12 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
 from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
 from foretoken.propose.base import Observation
-from foretoken.propose.recycling import Ranks, Recycling, RecyclingConfig, load_table, top
+from foretoken.propose.recycling import RankAcceptance, Recycling, RecyclingConfig, load_table, top
 
 VOCAB = 20
 
@@ -37,10 +37,11 @@ def logits(*rows: list[int]) -> torch.Tensor:
     return made
 
 
-def observe(proposer: Recycling, text: list[int], draft: Draft, path: tuple[int, ...], emitted: list[int],
-            *rows: list[int]) -> None:  # fmt: skip
+def observe(
+    proposer: Recycling, text: list[int], draft: Draft, path: tuple[int, ...], emitted: list[int], *rows: list[int]
+) -> None:
     c = context([*text, *emitted])
-    step = Step(0, 0, draft, Verdict(path, emitted[-1]), tuple(emitted), Timings(0, 0, 0, 0, 1))
+    step = StepOutput(0, 0, draft, Verdict(path, emitted[-1]), tuple(emitted), Timings(0, 0, 0, 0, 1))
     proposer.observe([c], [Observation(step, Scores(logits(*rows)))])
 
 
@@ -55,7 +56,7 @@ def test_rows_are_recycled_with_the_emitted_token_in_front() -> None:
     assert proposer.table[4].tolist() == [9, 5, 3]  # a rejected node replaces nothing
 
 
-def test_accepted_nodes_teach_their_own_rows_wherever_they_stand() -> None:
+def test_accepted_nodes_teach_their_own_rows_at_any_index() -> None:
     proposer = Recycling(VOCAB, RecyclingConfig(top_k=3))
     draft = repeating((-1, 0, -1, 2), 4)  # 4, 5 below it, and beside them 5 with 5 below it
     observe(proposer, [1, 2], draft, (2, 3), [5, 5, 9], [4, 5, 6], [11, 12, 13], [14, 15, 16], [5, 7, 8], [1, 3, 9])
@@ -86,8 +87,8 @@ def test_unknown_tokens_end_a_path_and_prompts_teach() -> None:
     assert proposer.propose([context([1, 2, 3, 1])], [0])[0].ids == ()
 
 
-def test_rates_follow_the_text() -> None:
-    ranks = Ranks(4)
+def test_rates_adapt_to_the_text() -> None:
+    ranks = RankAcceptance(4)
     for _ in range(4000):
         ranks.add(2)
         ranks.add(None)
@@ -97,12 +98,12 @@ def test_rates_follow_the_text() -> None:
 
 @pytest.mark.parametrize("size", [5, 4096, 20_000, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_top(size: int, dtype: torch.dtype) -> None:
+def test_top_equals_topk(size: int, dtype: torch.dtype) -> None:
     rows = torch.randn(3, size, generator=torch.Generator().manual_seed(size)).to(dtype)
-    found = top(rows, 8)
-    assert found.shape == (3, min(8, size))
-    assert torch.equal(rows.gather(1, found), rows.topk(min(8, size)).values)
-    assert all(len(set(row)) == len(row) for row in found.tolist())
+    result = top(rows, 8)
+    assert result.shape == (3, min(8, size))
+    assert torch.equal(rows.gather(1, result), rows.topk(min(8, size)).values)
+    assert all(len(set(row)) == len(row) for row in result.tolist())
 
 
 def test_a_saved_table_starts_another(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_saved_table_starts_another(tmp_path: Path) -> None:
     assert second.table[3].tolist() == [5, 6, -1, -1]
 
 
-def test_tables_of_others_are_refused(tmp_path: Path) -> None:
+def test_unfit_tables_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "table.safetensors"
     with pytest.raises(ModelLoadError, match="cannot read"):
         load_table(file, VOCAB)
@@ -131,12 +132,12 @@ def test_tables_of_others_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key, value", [("top_k", 0), ("num_steps", 1.5), ("top_k", True)])
-def test_bad_keys(key: str, value: object) -> None:
+def test_bad_keys_are_named(key: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=key):
         RecyclingConfig(**{key: value})
 
 
-def test_it_pays_on_the_bundled_target() -> None:
+def test_it_accepts_tokens_on_the_bundled_target() -> None:
     """Far under what is measured (1.9 at 8 nodes), so that a broken table or rate is noticed; trees beat chains."""
 
     def length(**keys: int) -> float:

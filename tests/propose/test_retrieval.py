@@ -13,7 +13,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
-from foretoken.propose.base import Proposer, Workshop
+from foretoken.propose.base import BuildContext, Proposer
 from foretoken.propose.datastore import MANIFEST, Datastore, DatastoreWriter, fingerprint
 from foretoken.propose.retrieval import METHOD, Retrieval, RetrievalConfig
 
@@ -60,7 +60,7 @@ def test_the_longest_context_decides_first(store):
     assert propose(store, [9, 2, 3], 3, top_k=1, base=1e6).ids == (7, 8)
 
 
-def test_counts_decide_where_contexts_are_alike(store):
+def test_counts_decide_between_equal_contexts(store):
     draft = propose(store, [30, 2, 3], 4)
     assert isinstance(draft.law, PointMass)
     assert draft.ids[0] == 7
@@ -68,7 +68,7 @@ def test_counts_decide_where_contexts_are_alike(store):
     assert float(draft.scores[0].exp()) == pytest.approx(2 / 3)
 
 
-def test_shorter_contexts_fill_what_the_longest_leaves(store):
+def test_shorter_contexts_fill_the_remaining_budget(store):
     draft = propose(store, [1, 2, 3], 16)
     assert draft.ids[:3] == (4, 5, 6)
     assert 7 in {draft.ids[node] for node in draft.children[0]}
@@ -78,13 +78,13 @@ def test_the_sequences_own_text_counts(store):
     assert propose(store, [40, 41, 42, 43, 40, 41], 2, top_k=1).ids == (42, 43)
 
 
-def test_nothing_alike(store):
+def test_texts_without_a_match_are_not_drafted(store):
     assert propose(store, [77], 4).ids == ()
     assert propose(store, [], 4).ids == ()
     assert propose(store, [1, 2, 3], 0).ids == ()
 
 
-def test_shards_are_one_datastore(tmp_path):
+def test_shards_act_as_one_datastore(tmp_path):
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 30, 50).tolist() for _ in range(40)]
     whole = write(tmp_path / "whole", documents)
@@ -95,7 +95,7 @@ def test_shards_are_one_datastore(tmp_path):
         assert one == other == tuple(document[30:38])
 
 
-def test_a_document_larger_than_a_shard(tmp_path):
+def test_a_document_larger_than_a_shard_is_split(tmp_path):
     store = write(tmp_path / "store", [list(range(90))], shard_tokens=32)
     assert propose(store, [40, 41, 42], 4, top_k=1).ids == (43, 44, 45, 46)
 
@@ -139,13 +139,13 @@ def test_a_broken_manifest_is_named(store, text):
         Datastore.open(store, Vocabulary())
 
 
-def test_what_is_no_datastore(tmp_path):
+def test_other_folders_are_refused(tmp_path):
     with pytest.raises(ModelLoadError, match="is no datastore"):
         Datastore.open(tmp_path, Vocabulary())
 
 
 def test_the_method_needs_a_datastore():
-    workshop = Workshop(None, Vocabulary(), None, None, lambda path: None, lambda config: Proposer())  # type: ignore
+    workshop = BuildContext(None, Vocabulary(), None, None, lambda path: None, lambda config: Proposer())  # type: ignore
     with pytest.raises(InvalidRequest, match="build-datastore"):
         METHOD.build(RetrievalConfig(), workshop)
 

@@ -15,12 +15,12 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
 from foretoken.propose.base import Observation
-from foretoken.propose.continuations import likeliest
+from foretoken.propose.continuations import candidate_tree
 from foretoken.propose.suffix import METHOD, Suffix, SuffixConfig
 
 
@@ -39,13 +39,15 @@ def guess(tokens, budget, **options) -> Draft:
 
 def finish(proposer: Suffix, c: Context, reason: str | None, draft: Draft | None = None) -> None:
     timings = Timings(0.0, 0.0, 0.0, 0.0, 1)
-    step = Step(c.id, c.generated, draft or Draft.empty(), Verdict((), c.tokens[-1]), (c.tokens[-1],), timings, reason)
+    step = StepOutput(
+        c.id, c.generated, draft or Draft.empty(), Verdict((), c.tokens[-1]), (c.tokens[-1],), timings, reason
+    )
     proposer.observe([c], [Observation(step, Scores(torch.zeros(1, 4)))])
     proposer.forget(c)
     proposer.store.settle()
 
 
-def by_definition(tokens, budget, factor, least, depth) -> tuple[float, int]:
+def by_definition(tokens, budget, factor, min_prob, depth) -> tuple[float, int]:
     """Best (score, match length) over all lengths, counting by plain search in a text that repeats itself."""
     best = (0.0, 0)
     for length in range(1, min(depth, len(tokens) - 1) + 1):
@@ -54,7 +56,7 @@ def by_definition(tokens, budget, factor, least, depth) -> tuple[float, int]:
         if not ends or not steps:
             continue
         rows = Counter(tuple(tokens[e + i % (len(tokens) - e)] for i in range(budget)) for e in reversed(ends))
-        best = max(best, (likeliest(rows, budget, steps, 1, least).score, length))
+        best = max(best, (candidate_tree(rows, budget, steps, 1, min_prob).score, length))
     return best
 
 
@@ -64,9 +66,9 @@ def by_definition(tokens, budget, factor, least, depth) -> tuple[float, int]:
     st.sampled_from([0.5, 1.0, 2.0]),
     st.sampled_from([0.0, 0.1, 0.6]),
 )
-def test_the_best_score_wins(tokens, budget, factor, least):
-    draft = guess(tokens, budget, max_spec_factor=factor, min_token_prob=least, top_k=1, max_tree_depth=8)
-    score, length = by_definition(tokens, budget, factor, least, 8)
+def test_the_best_score_wins(tokens, budget, factor, min_prob):
+    draft = guess(tokens, budget, max_spec_factor=factor, min_token_prob=min_prob, top_k=1, max_tree_depth=8)
+    score, length = by_definition(tokens, budget, factor, min_prob, 8)
     assert len(draft) <= min(budget, int(factor * length))
     assert isinstance(draft.law, PointMass)
     total = float(draft.scores.exp().sum()) if len(draft) else 0.0
@@ -113,20 +115,20 @@ def test_rejected_tokens_are_not_stored():
     assert proposer.propose([context([9, 50, 51], identifier=2)], [4])[0].ids == ()
 
 
-def test_of_a_long_prompt_only_the_end_is_stored():
+def test_only_the_end_of_a_long_prompt_is_stored():
     proposer = Suffix(config(max_tree_depth=4))
     finish(proposer, context(range(100), prompt=90), "length")
     assert len(proposer.store) == 4 + 10 + 1
 
 
-def test_a_forgotten_sequence_that_goes_on_is_learnt_again():
+def test_a_forgotten_sequence_that_resumes_is_indexed_again():
     proposer, c = Suffix(), context([1, 2, 3, 1, 2])
     before = proposer.propose([c], [3])[0].ids
     proposer.forget(c)
     assert proposer.propose([c], [3])[0].ids == before
 
 
-def test_a_prompt_of_a_hundred_thousand_tokens():
+def test_a_prompt_of_a_hundred_thousand_tokens_is_fast():
     pattern = [i * i % 4001 for i in range(100_000)]
     proposer, c = Suffix(), context([*pattern, *pattern[:30]])
     started = time.process_time()

@@ -1,11 +1,11 @@
-"""The bound, what is searchable while parts are sorted, and that order of age survives merging."""
+"""The bound, what is searchable while segments are sorted, and that order of age survives merging."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from foretoken.propose.occurrences import BREAK
+from foretoken.propose.matches import BREAK
 from foretoken.propose.suffix_store import STORE_TOKENS, SuffixStore, SuffixStores
 
 
@@ -16,12 +16,12 @@ def output(number: int, length: int = 40) -> list[int]:
 
 def finds(store: SuffixStore, tokens: list[int]) -> bool:
     tail = np.array(tokens[:8], np.int32)
-    found = store.occurrences(tail, 4, least=8)
-    return bool(len(found.lengths)) and found.following[0].tolist() == tokens[8:12]
+    result = store.find_matches(tail, 4, min_length=8)
+    return bool(len(result.lengths)) and result.following[0].tolist() == tokens[8:12]
 
 
 @pytest.mark.parametrize("settled", [False, True])
-def test_the_bound_holds_and_the_oldest_go(settled):
+def test_the_bound_holds_and_the_oldest_are_evicted(settled):
     store = SuffixStore(24, max_tokens=4000, max_requests=10_000)
     for number in range(400):
         store.add(output(number))
@@ -47,7 +47,7 @@ def test_bytes_per_token():
 
 
 @pytest.mark.parametrize("bound", [1, 2, 7, 50])
-def test_the_bound_on_requests(bound):
+def test_the_bound_on_requests_holds(bound):
     store = SuffixStore(24, max_tokens=100_000, max_requests=bound)
     for number in range(60):
         store.add(output(number))
@@ -56,25 +56,28 @@ def test_the_bound_on_requests(bound):
     assert finds(store, output(59))
 
 
-def test_few_parts_however_many_outputs():
+def test_many_outputs_make_few_segments(monkeypatch):
+    monkeypatch.setattr("foretoken.propose.suffix_store.FRESH_TOKENS", 64)
     store = SuffixStore(24, max_tokens=1_000_000, max_requests=1_000_000)
-    store._fresh_tokens = 64
     for number in range(2000):
         store.add(output(number))
     store.settle()
-    assert store.parts < 12
+    assert store.segments < 12
     assert all(finds(store, output(number)) for number in range(0, 2000, 37))
 
 
-def test_an_output_beyond_the_bound_leaves_its_end():
+def test_an_output_beyond_the_bound_keeps_its_end():
     store = SuffixStore(24, max_tokens=20, max_requests=5)
     store.add(output(3, 90))
     assert len(store) == 20
-    assert store._parts[0].text.tokens().tolist() == [*output(3, 90)[-19:], BREAK]
+    *_, dropped, first = output(3, 90)[:-18]
+    matches = store.find_matches(np.array([dropped, first], np.int32), 19)
+    assert matches.lengths.tolist() == [1]  # the token before is gone
+    assert matches.following.tolist() == [[*output(3, 90)[-18:], BREAK]]
 
 
 @pytest.mark.parametrize("tokens, requests", [(0, 10), (1, 10), (100, 0)])
-def test_a_store_of_nothing(tokens, requests):
+def test_a_store_with_bound_zero_keeps_nothing(tokens, requests):
     store = SuffixStore(24, tokens, requests)
     store.add(output(1))
     store.add([])
@@ -87,8 +90,8 @@ def test_short_contexts_are_left_out_beside_long_ones():
     store = SuffixStore(24, 1000, 1000)
     store.add([9, 9, 9, 9, 9, 5, 1])
     store.add([5, 2])
-    assert store.occurrences(np.array([5], np.int32), 1).following[:, 0].tolist() == [2, 1]
-    assert store.occurrences(np.array([9, 9, 9, 5], np.int32), 1).lengths.tolist() == [4, 1]
+    assert store.find_matches(np.array([5], np.int32), 1).following[:, 0].tolist() == [2, 1]
+    assert store.find_matches(np.array([9, 9, 9, 5], np.int32), 1).lengths.tolist() == [4, 1]
 
 
 def test_all_salts_together_keep_within_the_bounds_of_one():
@@ -99,9 +102,9 @@ def test_all_salts_together_keep_within_the_bounds_of_one():
         assert stores.requests <= stores.max_requests
         assert len(stores) == 4 * stores.requests
     assert stores.scopes > 10
-    found = stores.occurrences(np.array([199], np.int32), 1, cache_salt=str(199 % 90))
-    assert found.following.tolist() == [[200]]
-    assert not len(stores.occurrences(np.array([199], np.int32), 1, cache_salt="another").lengths)
+    result = stores.find_matches(np.array([199], np.int32), 1, cache_salt=str(199 % 90))
+    assert result.following.tolist() == [[200]]
+    assert not len(stores.find_matches(np.array([199], np.int32), 1, cache_salt="another").lengths)
 
 
 def test_the_least_recently_used_salt_loses_its_oldest_outputs_first():
@@ -110,17 +113,19 @@ def test_the_least_recently_used_salt_loses_its_oldest_outputs_first():
         for number in range(3 if salt == "new" else 2):
             stores.add([1, number + 10], salt)
     tail = np.array([1], np.int32)
-    stores.occurrences(tail, 1, cache_salt="old")  # used again, so "read" goes first
+    stores.find_matches(tail, 1, cache_salt="old")  # used again, so "read" goes first
     stores.add([1, 20], "new")
     stores.add([1, 21], "new")
-    left = {salt: stores.occurrences(tail, 1, cache_salt=salt).following.flatten().tolist()
-            for salt in ("old", "read", "new")}  # fmt: skip
+    left = {
+        salt: stores.find_matches(tail, 1, cache_salt=salt).following.flatten().tolist()
+        for salt in ("old", "read", "new")
+    }
     assert sorted(left["old"]) == [10, 11]
     assert len(left["read"]) < 2 and sorted(left["new"]) == [10, 11, 12, 20, 21]
 
 
 @pytest.mark.parametrize("tokens, requests", [(0, 10), (10, 0)])
-def test_without_room_no_salt_leaves_anything(tokens, requests):
+def test_stores_with_bound_zero_keep_nothing(tokens, requests):
     stores = SuffixStores(24, tokens, requests)
     for number in range(10):
         stores.add([1, 2, 3], str(number))

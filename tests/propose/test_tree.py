@@ -22,9 +22,13 @@ LEVELS = st.lists(
 def test_best_first_takes_the_best_nodes_of_the_whole_product(levels: list[list[float]], budget: int) -> None:
     draft = best_first(torch.tensor(levels, dtype=torch.float64), torch.arange(3).expand(len(levels), 3) + 10, budget)
     everything = sorted(
-        (sum(levels[d][rank] for d, rank in enumerate(path)) for depth in range(1, len(levels) + 1)
-         for path in product(range(3), repeat=depth)), reverse=True,
-    )  # fmt: skip
+        (
+            sum(levels[d][rank] for d, rank in enumerate(path))
+            for depth in range(1, len(levels) + 1)
+            for path in product(range(3), repeat=depth)
+        ),
+        reverse=True,
+    )
     assert draft.scores is not None
     assert len(draft) == min(budget, len(everything))
     assert draft.scores.tolist() == pytest.approx(everything[:budget], abs=1e-5)
@@ -34,7 +38,7 @@ def test_best_first_takes_the_best_nodes_of_the_whole_product(levels: list[list[
     assert len({draft.path(node) for node in range(len(draft))}) == len(draft)
 
 
-def test_best_first_leaves_out_what_is_impossible() -> None:
+def test_best_first_leaves_out_impossible_candidates() -> None:
     draft = best_first(torch.tensor([[0.0, -torch.inf], [-1.0, -torch.inf]]), torch.tensor([[5, 6], [7, 8]]), 10)
     assert draft.ids == (5, 7)
     assert isinstance(draft.law, PointMass)
@@ -46,7 +50,7 @@ def row(*probs: float) -> torch.Tensor:
 
 
 def grown(rows: dict[tuple[int, ...], torch.Tensor], width: int, budget: int, steps: int) -> tuple[Tree, int]:
-    """A tree over a table of laws by path. -> and the passes it took"""
+    """Returns a tree grown from distributions by path, and the number of passes."""
     tree, passes = Tree(), 0
     while tree.frontier and passes < steps:
         assert tree.growing().ids == tuple(tree.tokens[node] for node in tree.scored)
@@ -66,7 +70,7 @@ def test_a_tree_keeps_the_best_nodes_of_all_levels() -> None:
     assert {path: exp(score) for path, score in paths.items()} == pytest.approx(expected, abs=1e-6)
 
 
-def test_kept_nodes_hang_below_their_own_parents_where_others_are_left_out() -> None:
+def test_kept_nodes_keep_their_parents_when_others_are_pruned() -> None:
     halves = row(0.5, 0.5, 0.0)
     rows = {(): row(0.8, 0.15, 0.05), (0,): halves, (0, 0): row(0.9, 0.1, 0.0), (0, 1): row(0.9, 0.1, 0.0)}
     tree, _ = grown(rows, width=2, budget=5, steps=3)
@@ -94,19 +98,19 @@ def test_racing_leaders_are_what_plain_decoding_emits() -> None:
     probs = torch.rand(6, 50).softmax(-1)
     for seed, depth in product(range(5), range(3)):
         stream = Streams(seed).shared(7)
-        found = racing(probs, 3, stream, depth)
-        assert found.ids[:, 0].tolist() == [stream.categorical(p, depth) for p in probs]
-        assert bool((found.scores.exp().sum(-1) < 1.0).all())
-        assert bool((found.scores.diff(dim=-1) <= 0.0).all())
+        candidates = racing(probs, 3, stream, depth)
+        assert candidates.ids[:, 0].tolist() == [stream.categorical(p, depth) for p in probs]
+        assert bool((candidates.scores.exp().sum(-1) < 1.0).all())
+        assert bool((candidates.scores.diff(dim=-1) <= 0.0).all())
     with pytest.raises(TypeError, match="shared noise"):
         racing(probs, 3, Streams(0).private(1, 0), 0)  # type: ignore[arg-type]
 
 
 def test_candidates_of_small_vocabularies_and_impossible_tokens() -> None:
-    found = likeliest(row(0.75, 0.25, 0.0), 9)
-    assert isinstance(found, Candidates)
-    assert found.ids.shape == (1, 3)
-    assert found.scores[0, :2].tolist() == pytest.approx([log(0.75), log(0.25)])
+    candidates = likeliest(row(0.75, 0.25, 0.0), 9)
+    assert isinstance(candidates, Candidates)
+    assert candidates.ids.shape == (1, 3)
+    assert candidates.scores[0, :2].tolist() == pytest.approx([log(0.75), log(0.25)])
     tree = Tree()
-    tree.expand(found, 9, 9)
+    tree.expand(candidates, 9, 9)
     assert tree.tokens == [0, 1]

@@ -18,10 +18,10 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.toy import ToyModel
 from foretoken.propose.pieces import Pieces, Script
-from foretoken.propose.vocabulary import Reader, Translated, VocabularyConfig, continued
+from foretoken.propose.vocabulary import RetokenizedSequence, SharedTokenModel, VocabularyConfig, continued
 from foretoken.train.data import Corpus, train_tokenizer
 
 TARGET = zoo.path("target")
@@ -85,14 +85,14 @@ def other_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["tokenizer", "other", "metaspace"])
 @given(text=TEXTS, ends=ENDS)
 @settings(max_examples=40, deadline=None)
-def test_any_bytes_survive(request: pytest.FixtureRequest, name: str, text: str, ends: tuple[int, int]) -> None:
+def test_any_bytes_round_trip(request: pytest.FixtureRequest, name: str, text: str, ends: tuple[int, int]) -> None:
     """Also those that begin or end within a character."""
     pieces = Pieces(request.getfixturevalue(name))
     data = text.encode()[min(ends) : max(ends)]
     assert pieces.spell(pieces.encode(data)) == data
 
 
-def test_pieces_are_the_tokenizer_without_its_manners(tokenizer: Any, metaspace: Any) -> None:
+def test_pieces_add_no_space_and_no_special_token(tokenizer: Any, metaspace: Any) -> None:
     text = TEXT[1]
     assert Pieces(tokenizer).encode(text.encode()) == tokenizer.encode(text)
     pieces = Pieces(metaspace)
@@ -102,7 +102,7 @@ def test_pieces_are_the_tokenizer_without_its_manners(tokenizer: Any, metaspace:
     assert pieces.specials == {0: "<unk>", 1: "<s>"}
 
 
-def test_the_name_of_a_special_token_is_a_text(tokenizer: Any) -> None:
+def test_the_name_of_a_special_token_is_plain_text(tokenizer: Any) -> None:
     pieces = Pieces(tokenizer)
     end = tokenizer.eos_token
     assert tokenizer.eos_token_id in pieces.specials
@@ -113,7 +113,7 @@ def test_the_name_of_a_special_token_is_a_text(tokenizer: Any) -> None:
 def test_tokenizers_that_lose_text_are_refused() -> None:
     backend = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}))
     backend.decoder = decoders.WordPiece()
-    with pytest.raises(InvalidRequest, match="cannot be told"):
+    with pytest.raises(InvalidRequest, match="are not known"):
         Pieces(PreTrainedTokenizerFast(tokenizer_object=backend))
     with pytest.raises(InvalidRequest, match=r"no tokenizer\.json"):
         Pieces(object())
@@ -140,7 +140,7 @@ def test_a_script_grows_as_the_text_does(request: pytest.FixtureRequest, pair: t
     assert len(script.ids) <= len(own.encode(own.spell(script.ids))) * 1.05
 
 
-def test_special_tokens_meet_their_twins(tokenizer: Any, metaspace: Any, other: Any) -> None:
+def test_special_tokens_map_by_content(tokenizer: Any, metaspace: Any, other: Any) -> None:
     source, end = Pieces(tokenizer), tokenizer.eos_token_id
     same = Script(source, Pieces(other), [end, *source.encode(b"a "), end, *source.encode(b"b")])
     assert same.ids == [other.eos_token_id, *other.encode("a "), other.eos_token_id, *other.encode("b")]
@@ -150,7 +150,7 @@ def test_special_tokens_meet_their_twins(tokenizer: Any, metaspace: Any, other: 
     assert Pieces(metaspace).spell(without.ids) == b" an"
 
 
-def test_continuations_are_cut_with_what_stands_before(tokenizer: Any) -> None:
+def test_continuations_are_tokenized_with_the_preceding_tokens(tokenizer: Any) -> None:
     pieces = Pieces(tokenizer)
     for text, more in (("for i in range(10):\n   ", " print(i, i"), ("größ", "e 5 €'\n"), ("日本", "語 emoji")):
         before = pieces.encode(text.encode())
@@ -162,11 +162,11 @@ def test_continuations_are_cut_with_what_stands_before(tokenizer: Any) -> None:
 # a draft with another tokenizer
 
 
-def test_readers_keep_what_they_can(tokenizer: Any, other: Any) -> None:
+def test_the_draft_keeps_its_unchanged_tokens(tokenizer: Any, other: Any) -> None:
     source, own = Pieces(tokenizer), Pieces(other)
     model = ToyModel(len(other), max_length=200)
     tokens = source.encode("".join(TEXT).encode() * 4)
-    reader = Reader(model, source, own, tokens[:20])
+    reader = RetokenizedSequence(model, source, own, tokens[:20])
     for at in range(20, len(tokens)):
         model.score([reader.handle], [Draft.chain([3, 4])])
         reader.commit(tokens[at : at + 1])
@@ -179,7 +179,7 @@ def test_readers_keep_what_they_can(tokenizer: Any, other: Any) -> None:
 def test_rows_are_the_drafts_own_on_shared_tokens(tokenizer: Any, other: Any) -> None:
     source, own = Pieces(tokenizer), Pieces(other)
     model = ToyModel(len(other))
-    translated = Translated(model, source, own, len(tokenizer))
+    translated = SharedTokenModel(model, source, own, len(tokenizer))
     handle = translated.open(source.encode(b"for i in"))
     row = translated.score([handle], [Draft.chain([])])[0].logits[0]
     expected = model.logits(own.encode(b"for i in"))
@@ -224,4 +224,4 @@ def test_it_needs_a_draft_and_a_known_algorithm(other_draft: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     strange = Pieces(PreTrainedTokenizerFast(tokenizer_object=backend))
     with pytest.raises(InvalidRequest, match="no token in common"):
-        Translated(ToyModel(1), tokenizer, strange, 4096)
+        SharedTokenModel(ToyModel(1), tokenizer, strange, 4096)

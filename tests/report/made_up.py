@@ -9,7 +9,7 @@ import torch
 
 from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.outputs import CompletionOutput, Logprob, SpeculationStats, StreamPiece
 
@@ -106,8 +106,8 @@ def audit(outcome: str = "failed") -> dict[str, Any]:
          "tokens": 1024, "diverged": 2, "not_ties": 2, "divergences": divergences if outcome == "failed" else []}),
         ("self-draft control", "passed", "drafts of the target itself accepted whole: greedy 100.0%",
          {"rounds": 412, "accepted_whole": {"greedy": 1.0, "drawn": 1.0, "seeded": 1.0}, "least": 1.0}),
-        ("sampled law", "passed", "40,960 tokens, 15 statistics, the most surprising p = 0.02", law),
-        ("prefix law", "passed", "first 3 tokens of 8,192 texts", {"texts": 8192, "length": 3,
+        ("sampled distribution", "passed", "40,960 tokens, 15 statistics, the most surprising p = 0.02", law),
+        ("prefix distribution", "passed", "first 3 tokens of 8,192 texts", {"texts": 8192, "length": 3,
          "fits": [{"g": 80.2, "dof": 77, "p_value": 0.38, "finds": 0.04},
                   {"g": None, "dof": 0, "p_value": 0.0, "finds": 0.0}]}),
         ("negative control", "passed", "found, after 4,096 tokens", {"plants": [
@@ -115,7 +115,7 @@ def audit(outcome: str = "failed") -> dict[str, Any]:
              "found": {"first: toward the draft": 9.2}, "impossible": 0},
             {"error": "drafts are accepted with 2 p/q", "tokens": 40960, "needed": 120000, "found": {},
              "impossible": 0}]}),
-        ("seeded law", "skipped", "it does not promise one text for one seed", {}),
+        ("seeded distribution", "skipped", "it does not promise one text for one seed", {}),
     ]  # fmt: skip
     return {
         "outcome": outcome, "seconds": 118.2,
@@ -157,7 +157,7 @@ def pieces(tokenizer: Letters, rounds: int = 12, finish: str | None = "length", 
         tokens = (*ids[:landed], own)
         last = number == rounds - 1
         timings = Timings(0.001, 0.03 if number == 0 else 0.004, 0.0005, 0.0002, 1)
-        step = Step(
+        step = StepOutput(
             0, len(emitted), draft, Verdict(tuple(range(landed)), own), tokens, timings, finish if last else None
         )
         emitted += tokens

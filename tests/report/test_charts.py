@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from foretoken.report.axes import WIDTH, Axis, Scale, frame, tick, ticks
+from foretoken.report.axes import WIDTH, Axis, AxisScale, frame, tick, ticks
 from foretoken.report.charts import POINTS, Bar, Point, Series, bars, lines, scatter
 from foretoken.report.document import ROWS, table
 from foretoken.report.intervals import wilson
@@ -45,9 +45,9 @@ def test_tick_numbers():
 
 
 def test_scales():
-    assert Scale(0, 10, 0, 100)(2.5) == 25
-    assert Scale(1, 100, 0, 100, log=True)(10) == pytest.approx(50)
-    assert Scale(0, 10, 0, 100).clamped(99) == 100
+    assert AxisScale(0, 10, 0, 100)(2.5) == 25
+    assert AxisScale(1, 100, 0, 100, log=True)(10) == pytest.approx(50)
+    assert AxisScale(0, 10, 0, 100).clamped(99) == 100
     box = frame(Axis("rows", log=True), Y, [1, 2, 32], [0.2])
     assert (box.x.low, box.x.high, box.y.low) == (1, 32, 0)
 

@@ -9,7 +9,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.draft import Draft
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.report.tokens import page, visible
 from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Tracer
@@ -85,7 +85,7 @@ def test_an_end_mark_is_named():
     tokenizer = Letters()
     piece = pieces(tokenizer, rounds=1, finish="stop")[0]
     end = len(tokenizer.words) - 1
-    step = Step(0, 0, Draft.empty(), Verdict((), end), (end,), Timings(0, 0.1, 0, 0, 1), "stop")
+    step = StepOutput(0, 0, Draft.empty(), Verdict((), end), (end,), Timings(0, 0.1, 0, 0, 1), "stop")
     tracer = Tracer(tokenizer, [0])
     tracer.push(replace(piece, token_ids=(end,), step=step, text=""))
     (token,) = tracer.trace().tokens
@@ -95,11 +95,11 @@ def test_an_end_mark_is_named():
 def test_the_longest_refused_path_of_a_tree():
     timings = Timings(0, 0, 0, 0, 1)
     tree = Draft(torch.arange(6), (-1, -1, 0, 0, 3, 1))
-    assert Step(0, 0, tree, Verdict((0,), 9), (0, 9), timings).rejected == (3, 4)
-    assert Step(0, 0, tree, Verdict((), 9), (9,), timings).rejected == (0, 3, 4)
-    assert Step(0, 0, tree, Verdict((0, 3, 4), 9), (0, 3, 4, 9), timings).rejected == ()
-    assert Step(0, 0, tree, Verdict((0, 3, 4), 9), (0,), timings, "stop").rejected == ()
-    assert Step(0, 0, Draft.empty(), Verdict((), 9), (9,), timings).rejected == ()
+    assert StepOutput(0, 0, tree, Verdict((0,), 9), (0, 9), timings).rejected == (3, 4)
+    assert StepOutput(0, 0, tree, Verdict((), 9), (9,), timings).rejected == (0, 3, 4)
+    assert StepOutput(0, 0, tree, Verdict((0, 3, 4), 9), (0, 3, 4, 9), timings).rejected == ()
+    assert StepOutput(0, 0, tree, Verdict((0, 3, 4), 9), (0,), timings, "stop").rejected == ()
+    assert StepOutput(0, 0, Draft.empty(), Verdict((), 9), (9,), timings).rejected == ()
 
 
 def test_signs_for_blanks():

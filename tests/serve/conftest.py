@@ -15,7 +15,7 @@ import pytest
 
 from foretoken import LLM
 from foretoken.serve.app import create_app
-from foretoken.serve.limits import Settings
+from foretoken.serve.limits import ServerSettings
 from foretoken.serve.run import Server, bind
 from foretoken.serve.worker import Worker
 
@@ -50,7 +50,7 @@ class Running:
 
 
 @contextmanager
-def running(llm: LLM, settings: Settings | None = None, max_waiting: int = 256) -> Iterator[Running]:
+def running(llm: LLM, settings: ServerSettings | None = None, max_waiting: int = 256) -> Iterator[Running]:
     worker = Worker(llm, max_waiting=max_waiting)
     app = create_app(worker, settings)
     server = Server(app, worker, drain_timeout=PATIENCE)
@@ -87,7 +87,7 @@ def spare() -> LLM:
 
 @pytest.fixture(scope="module")
 def server(llm: LLM) -> Iterator[Running]:
-    with running(llm, Settings(model_names=("stdlib", "other"), max_n=8)) as found:
+    with running(llm, ServerSettings(model_names=("stdlib", "other"), max_n=8)) as found:
         yield found
 
 

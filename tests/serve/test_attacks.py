@@ -16,7 +16,7 @@ from tests.serve.conftest import running
 
 from foretoken import LLM
 from foretoken.serve.hosts import AllowedHosts
-from foretoken.serve.limits import Settings
+from foretoken.serve.limits import ServerSettings
 
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -29,7 +29,7 @@ def attacks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_attacks_are_measured(attacks: Any, spare: LLM) -> None:
     names = ["128 prompts, n=64", "foreign host"]
-    with running(spare, Settings(hosts=AllowedHosts(()))) as server:
+    with running(spare, ServerSettings(hosts=AllowedHosts(()))) as server:
         outcomes = asyncio.run(
             attacks.measure(server.url, os.getpid(), names, streams=1, times=2, quiet=0.3, settle=0.1, steady=0.0)
         )

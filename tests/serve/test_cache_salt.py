@@ -11,7 +11,7 @@ import pytest
 from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM
-from foretoken.serve.limits import Settings, effective_salt
+from foretoken.serve.limits import ServerSettings, effective_salt
 
 LONG = "class Ünïcode:\n    x = 1  # größe 🙂\n" * 12
 SECRET = "def greet(name):\n    return '日本語 17 i * i'\n"
@@ -27,7 +27,7 @@ def new_llm(pair: Any) -> LLM:
 
 
 def served(pair: Any, **settings: Any) -> Iterator[Running]:
-    with running(new_llm(pair), Settings(chat_template=TEMPLATE, **settings)) as found:
+    with running(new_llm(pair), ServerSettings(chat_template=TEMPLATE, **settings)) as found:
         yield found
 
 

@@ -47,7 +47,7 @@ def test_keys_share_a_cache_where_the_operator_says_so(
 
 @pytest.mark.parametrize("arguments, words", [
     (["--host", "no.such.host.invalid"], "cannot listen"),
-    (["--port", "0", "--kv-memory", "lots"], "--kv-memory must be a size such as 2GiB"),
+    (["--port", "0", "--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes must be a size such as 2GiB"),
     (["--port", "0", "--chat-template", "/no/such/file"], "cannot read the chat template"),
     (["--port", "0", "--speculative-config", "{"], "not JSON"),
     (["--port", "0", "--log-level", "loud"], "--log-level"),
@@ -72,13 +72,13 @@ def test_without_the_extra() -> None:
     ("2GiB", 2**31), ("512MB", 2**29), ("1k", 1024), ("1.5 g", 3 * 2**29), ("1000", 1000),
 ])  # fmt: skip
 def test_sizes(text: str, size: int) -> None:
-    assert command._bytes("--kv-memory", text) == size
+    assert command._bytes("--kv-cache-memory-bytes", text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "2 parsecs", "GiB"])
 def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="--kv-memory must be a size"):
-        command._bytes("--kv-memory", text)
+    with pytest.raises(InvalidRequest, match="--kv-cache-memory-bytes must be a size"):
+        command._bytes("--kv-cache-memory-bytes", text)
 
 
 @pytest.mark.parametrize("host, keys, warned", [("0.0.0.0", "a b", False), ("0.0.0.0", "", True)])

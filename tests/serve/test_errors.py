@@ -12,7 +12,7 @@ import pytest
 from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM
-from foretoken.serve.limits import Settings
+from foretoken.serve.limits import ServerSettings
 
 OK = {"prompt": "x = ", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -207,7 +207,7 @@ def test_paths(server: Running) -> None:
         assert "create_app" not in httpx.get(f"{server.url}{path}").text
 
 
-LIMITED = Settings(
+LIMITED = ServerSettings(
     model_names=("stdlib",), api_keys=("secret", "größe"), origins=("https://page.example",), max_body=10_000,
     max_concurrency=2, timeout=1.0, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
 )  # fmt: skip

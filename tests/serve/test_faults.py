@@ -22,7 +22,7 @@ from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.errors import Overloaded, RequestFailed, Unavailable
+from foretoken.serve.errors import Overloaded, RequestFailed, ServerUnavailable
 from foretoken.serve.worker import Worker
 
 LONG = {"prompt": "x = ", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
@@ -169,7 +169,7 @@ def test_worker_in_process(spare: LLM) -> None:
             await worker.submit(["x", ""], params)
         left = await worker.submit(["x = "], SamplingParams(max_tokens=1000, ignore_eos=True))
         worker.abandon()
-        with pytest.raises(Unavailable):
+        with pytest.raises(ServerUnavailable):
             [piece async for piece in left]
         assert not worker.busy
 

@@ -11,7 +11,7 @@ from tests.serve.conftest import Running, running
 from foretoken import LLM
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.hosts import AllowedHosts, allowed_hosts
-from foretoken.serve.limits import Settings
+from foretoken.serve.limits import ServerSettings
 
 LOOPBACK = AllowedHosts(())
 
@@ -60,7 +60,7 @@ def test_when_hosts_are_checked() -> None:
 
 @pytest.fixture(scope="module")
 def guarded(spare: LLM) -> Iterator[Running]:
-    with running(spare, Settings(hosts=LOOPBACK)) as found:
+    with running(spare, ServerSettings(hosts=LOOPBACK)) as found:
         yield found
 
 

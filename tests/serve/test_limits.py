@@ -18,7 +18,7 @@ from tests.serve.test_errors import OK, error_of
 from foretoken import LLM
 from foretoken.serve.bodies import Bodies
 from foretoken.serve.errors import ApiError
-from foretoken.serve.limits import MAX_HEADERS, Settings
+from foretoken.serve.limits import MAX_HEADERS, ServerSettings
 from foretoken.serve.protocol import HttpProtocol
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -27,7 +27,7 @@ BODY = json.dumps({**OK, "prompt": "é" * 10}).encode()
 
 @pytest.fixture(scope="module")
 def limited(spare: LLM) -> Iterator[Running]:
-    with running(spare, Settings(max_body=10_000, body_timeout=1.0, max_concurrency=2)) as found:
+    with running(spare, ServerSettings(max_body=10_000, body_timeout=1.0, max_concurrency=2)) as found:
         yield found
 
 

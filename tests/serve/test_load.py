@@ -32,7 +32,7 @@ def test_each_text_is_its_own() -> None:
     ]  # fmt: skip
     leaving = [rng.randint(1, 4) if rng.random() < 0.2 else None for _ in bodies]
     llm = LLM(
-        dtype="float32", methods=("ngram",), max_num_seqs=6, max_model_len=768, kv_memory=2600 * 13_000,
+        dtype="float32", methods=("ngram",), max_num_seqs=6, max_model_len=768, kv_cache_memory_bytes=2600 * 13_000,
         enable_prefix_caching=True, max_num_batched_tokens=48,
     )  # fmt: skip
     with running(llm) as server:

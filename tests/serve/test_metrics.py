@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from foretoken.core.draft import Draft
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.serve.metrics import Metrics, SpeculationRecord
 
@@ -26,16 +26,16 @@ PLAIN = Draft.empty()
 
 def step(
     draft: Draft, path: tuple[int, ...], cut: int | None = None, sequence: int = 0, end: str | None = None
-) -> Step:
+) -> StepOutput:
     tokens = (*(draft.ids[node] for node in path), 99)[:cut]
-    return Step(sequence, 0, draft, Verdict(path, 99), tokens, TIMINGS, end)
+    return StepOutput(sequence, 0, draft, Verdict(path, 99), tokens, TIMINGS, end)
 
 
-def chain(drafted: int, accepted: int, **more: Any) -> Step:
+def chain(drafted: int, accepted: int, **more: Any) -> StepOutput:
     return step(Draft.chain(range(drafted)) if drafted else PLAIN, tuple(range(accepted)), **more)
 
 
-def record(*steps: Step, configured: int = 0, detailed: bool = False) -> dict[str, Any]:
+def record(*steps: StepOutput, configured: int = 0, detailed: bool = False) -> dict[str, Any]:
     kept = SpeculationRecord(configured)
     for each in steps:
         kept.add(each)
@@ -242,7 +242,7 @@ def named(text: str) -> set[str]:
 
 
 def test_dashboard_names_what_there_is(metrics: Metrics) -> None:
-    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    dashboard = json.loads((DOCS / "reference" / "grafana.json").read_text())
     used = set().union(*map(named, expressions(dashboard)))
     assert used <= names(metrics)
     assert "foretoken:spec_decode_num_accepted_tokens_per_pos_total" in used
@@ -254,7 +254,7 @@ def test_dashboard_names_what_there_is(metrics: Metrics) -> None:
 
 
 def test_documentation_names_what_there_is_and_all_of_it(metrics: Metrics) -> None:
-    text = (DOCS / "metrics.md").read_text()
+    text = (DOCS / "reference" / "metrics.md").read_text()
     there = names(metrics)
     written = named(text)
     page = metrics.render()[0].decode()

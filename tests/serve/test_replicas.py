@@ -19,10 +19,10 @@ from tests.serve import test_chat, test_completions, test_errors, test_tools
 from tests.serve.conftest import Running
 
 from foretoken import LLM, SamplingParams
-from foretoken.serve.limits import Settings
+from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.front import Front, create_front
-from foretoken.serve.replicas.replica import Engine
-from foretoken.serve.replicas.scale import Scale
+from foretoken.serve.replicas.replica import ReplicaConfig
+from foretoken.serve.replicas.scale import ReplicaScale
 from foretoken.serve.run import Server, bind
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -33,7 +33,7 @@ ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 
 
 pytestmark = pytest.mark.slow
 PATIENCE = 240.0  # seconds: nine processes share the cores with other tests
-SETTINGS = Settings(model_names=("stdlib", "other"), max_n=8)
+SETTINGS = ServerSettings(model_names=("stdlib", "other"), max_n=8)
 OPTIONS = {
     "dtype": "float32", "methods": ("prediction", "ngram"), "max_num_seqs": 8, "seed": 1, "enable_prefix_caching": True,
     "speculative_config": {"num_speculative_tokens": 4},  # so many engines on few cores might measure that none pays
@@ -86,8 +86,8 @@ def server(cluster: str) -> Iterator[Distant]:
     """The front, in a thread, before two replicas a node."""
     from foretoken.serve.replicas.deploy import replicas
 
-    scale = Scale(replicas=4, address=cluster)
-    with replicas(Engine(options=OPTIONS, settings=SETTINGS, created=1), scale, 10.0) as answering:
+    scale = ReplicaScale(replicas=4, address=cluster)
+    with replicas(ReplicaConfig(options=OPTIONS, settings=SETTINGS, created=1), scale, 10.0) as answering:
         front = Front(answering, SETTINGS)
         ending = Server(create_front(front, SETTINGS), front)
         with bind("127.0.0.1", 0) as listening:

@@ -20,14 +20,14 @@ from tests.serve.test_replicas_replay import completion, texts
 from foretoken import LLM, SamplingParams
 from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
-from foretoken.serve.limits import Settings
+from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.forwarded import BLOCK, BLOCKS, Forwarded, ReplicaLost, beginnings, parse, repeatable
 from foretoken.serve.replicas.front import Front, create_front
 from foretoken.serve.replicas.gathered import Gathered
 from foretoken.serve.replicas.relay import LOSSES
-from foretoken.serve.replicas.replica import Engine, Replica, _seed
+from foretoken.serve.replicas.replica import Replica, ReplicaConfig, _seed
 from foretoken.serve.replicas.routing import Beginnings, Ledger, ranked
-from foretoken.serve.replicas.scale import Scale, share
+from foretoken.serve.replicas.scale import ReplicaScale, share
 
 SYSTEM = "You are brief. " * 100
 
@@ -48,7 +48,7 @@ def test_prompts_of_another_scope_have_no_beginning_in_common() -> None:
 
     def sent(key: str, shared: bool = False, **extra: Any) -> tuple[int, ...]:
         replicas = Scripted(WHOLE)
-        settings = Settings(api_keys=keys, share_cache_across_keys=shared)
+        settings = ServerSettings(api_keys=keys, share_cache_across_keys=shared)
         asked(replicas, {**body, **extra}, settings, {"Authorization": f"Bearer {key}"})
         return replicas.asked[0].beginnings
 
@@ -147,9 +147,12 @@ END = part(b"data: [DONE]\n\n", False)
 
 
 def asked(
-    replicas: Scripted, body: dict[str, Any], settings: Settings | None = None, headers: dict[str, str] | None = None
+    replicas: Scripted,
+    body: dict[str, Any],
+    settings: ServerSettings | None = None,
+    headers: dict[str, str] | None = None,
 ) -> tuple[httpx.Response, Front]:
-    settings = settings or Settings()
+    settings = settings or ServerSettings()
     front = Front(replicas, settings)
 
     async def ask() -> httpx.Response:
@@ -219,7 +222,7 @@ def test_a_stream_that_cannot_go_on_says_so(body: dict[str, Any], again: list[An
 
 def test_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.serve.replicas.relay.GRACE", 0.05)
-    quick = Settings(timeout=0.05)
+    quick = ServerSettings(timeout=0.05)
     assert asked(Scripted([None]), {"prompt": "x"}, quick)[0].json()["error"]["code"] == "timeout"
     answer, _ = asked(Scripted([start(), part(completion(0, "a")), None]), {"stream": True}, quick)
     assert answer.content.startswith(completion(0, "a")) and b'"code":"timeout"' in answer.content
@@ -227,16 +230,16 @@ def test_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_front_refuses_itself() -> None:
     replicas = Scripted()
-    assert asked(replicas, {"prompt": "x"}, Settings(api_keys=("k",)))[0].status_code == 401
-    assert asked(replicas, {"prompt": "x" * 99}, Settings(max_body=20))[0].status_code == 413
-    assert asked(replicas, {"prompt": "x"}, Settings(max_concurrency=0))[0].status_code == 429
+    assert asked(replicas, {"prompt": "x"}, ServerSettings(api_keys=("k",)))[0].status_code == 401
+    assert asked(replicas, {"prompt": "x" * 99}, ServerSettings(max_body=20))[0].status_code == 413
+    assert asked(replicas, {"prompt": "x"}, ServerSettings(max_concurrency=0))[0].status_code == 429
     assert not replicas.asked
 
 
 def test_draining_and_abandoning() -> None:
     replicas = Scripted([start(), part(completion(0, "a")), None], WHOLE)
-    front = Front(replicas, Settings())
-    transport = httpx.ASGITransport(create_front(front, Settings()))
+    front = Front(replicas, ServerSettings())
+    transport = httpx.ASGITransport(create_front(front, ServerSettings()))
 
     async def use() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
@@ -275,7 +278,7 @@ def test_one_page_of_metrics() -> None:
 def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
     """Whole, streamed, cancelled; and once its engine is dead, nothing it says of that gets out."""
     options = {"dtype": "float32", "max_num_seqs": 4, "seed": 5}
-    replica = Replica(Engine(options=options, settings=Settings(api_keys=("k",)), created=7), "here")
+    replica = Replica(ReplicaConfig(options=options, settings=ServerSettings(api_keys=("k",)), created=7), "here")
     asking = {"prompt": "x = ", "max_tokens": 12, "temperature": 0}
 
     def forwarded(path: str = "/v1/completions", method: str = "POST", **more: Any) -> Forwarded:
@@ -350,4 +353,4 @@ def test_a_fair_share_of_cores(nodes: list[float], count: int, each: float) -> N
 @pytest.mark.parametrize("wrong", [{"most": 1}, {"cpus": 0.0}])
 def test_scales_that_are_none(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
-        Scale(replicas=2, **wrong)
+        ReplicaScale(replicas=2, **wrong)

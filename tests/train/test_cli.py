@@ -45,7 +45,7 @@ def test_target_draft_card_and_scale_up(texts: Path, tmp_path: Path) -> None:
     assert str(draft / "README.md") in invoke("train", "card", target, "--draft", draft, "--corpus", texts).stdout
     assert "--corpus FILES" in (draft / "README.md").read_text()
     sizes = ["--hidden", "64", "--intermediate", "96", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
-    assert json.loads(invoke("scale-up", target, wide, *sizes, "--json").stdout)["parameters"] > 20_000
+    assert json.loads(invoke("widen", target, wide, *sizes, "--json").stdout)["parameters"] > 20_000
 
 
 def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,5 +76,5 @@ def test_what_cannot_be_done_is_refused_before_any_work(texts: Path, tmp_path: P
     with pytest.raises(InvalidRequest, match="choose one"):
         invoke("train", "target", tmp_path / "t", "--steps", 2, "--minutes", 1)
     with pytest.raises(InvalidRequest, match="same folder"):
-        invoke("scale-up", tmp_path / "t", tmp_path / "t")
+        invoke("widen", tmp_path / "t", tmp_path / "t")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["mine", "texts"]

@@ -19,7 +19,7 @@ from foretoken.train.data import Corpus
 from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.train.heads import HeadConfig, train_head
 from foretoken.train.lessons import Lesson, Teacher
-from foretoken.train.parallel_heads import BlockwiseConfig, EarlyExitConfig, MedusaConfig
+from foretoken.train.parallel_heads import BlockwiseTrainConfig, EarlyExitTrainConfig, MedusaTrainConfig
 from foretoken.train.target import Shape, train_target
 from foretoken.train.trainer import TrainConfig
 
@@ -29,9 +29,9 @@ CONFIG = replace(STEPS, steps=3, batch=2, window=24)
 DATA = HeadConfig(windows=8, held_out=2, generated_share=0.75)
 SETTINGS = {
     "eagle3": Eagle3Config(intermediate=48, vocabulary=100, depths=3, single_share=0.0),
-    "medusa": MedusaConfig(3, 2),
-    "blockwise": BlockwiseConfig(2, 16),
-    "early-exit": EarlyExitConfig(2),
+    "medusa": MedusaTrainConfig(3, 2),
+    "blockwise": BlockwiseTrainConfig(2, 16),
+    "early-exit": EarlyExitTrainConfig(2),
 }
 
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_done_is_refused(
     with pytest.raises(InvalidRequest, match="taps"):
         train_head("eagle3", tmp_path / "e", target, corpus, Eagle3Config(taps=(1, 2, 9)), CONFIG, DATA)
     with pytest.raises(InvalidRequest, match="exit_layer 4"):
-        train_head("early-exit", tmp_path / "e", target, corpus, EarlyExitConfig(4), CONFIG, DATA)
+        train_head("early-exit", tmp_path / "e", target, corpus, EarlyExitTrainConfig(4), CONFIG, DATA)
     with pytest.raises(InvalidRequest, match="lower --window"):
         train("medusa", tmp_path / "m", target, corpus, replace(CONFIG, window=65))
     train("medusa", tmp_path / "m", target, corpus, lessons=tmp_path / "lessons")

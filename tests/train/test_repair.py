@@ -14,7 +14,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.train import repair
 from foretoken.train.data import Corpus
 from foretoken.train.faults import FAULTS, plant
-from foretoken.train.repair import IGNORED, Task
+from foretoken.train.repair import IGNORED, RepairTask
 
 TEXT = """class Clock:
     def tick(self, number):
@@ -72,7 +72,7 @@ def test_batches_resume_and_end_with_the_end_token(corpus: Corpus, tokenizer: An
 
 
 def test_a_question_that_does_not_fit_its_row_is_left_unspoilt(tokenizer: Any) -> None:
-    labels, source, mask = repair.batch(tokenizer, [Task("x = 1\n" * 20, "x = 1")], 16)
+    labels, source, mask = repair.batch(tokenizer, [RepairTask("x = 1\n" * 20, "x = 1")], 16)
     assert torch.equal(source[mask], labels[labels != IGNORED])
 
 

@@ -116,7 +116,7 @@ def test_exactness_counts_whole_answers(target: Path, corpus: Corpus) -> None:
             return torch.cat([torch.zeros_like(source[:, :1]), source], dim=1)
 
     tasks = repair.held_out(6, 0, corpus, window=64)
-    copied = [repair.Task(task.right, task.right) for task in tasks[:3]] + tasks[3:]
+    copied = [repair.RepairTask(task.right, task.right) for task in tasks[:3]] + tasks[3:]
     model: Any = Copier()
     assert exactness(model, copied, 64) == {"exact_repairs": 0.5, "tasks_written": 6.0}
 
@@ -142,8 +142,8 @@ def test_the_commands(corpus: Corpus, tmp_path: Path) -> None:
     done = invoke("train", "seq2seq-card", target, "--draft", draft, "--corpus", texts).stdout
     assert str(draft / "README.md") in done
     larger = ["--hidden", 64, "--intermediate", 96, "--layers", 2, "--heads", 4]
-    assert json.loads(invoke("scale-up", target, wide, *larger, "--json").stdout)["parameters"] > 20_000
+    assert json.loads(invoke("widen", target, wide, *larger, "--json").stdout)["parameters"] > 20_000
     with pytest.raises(InvalidRequest, match="no key heads"):
-        invoke("scale-up", target, tmp_path / "x", "--kv-heads", 2)
+        invoke("widen", target, tmp_path / "x", "--kv-heads", 2)
     with pytest.raises(InvalidRequest, match="t5-large"):
-        invoke("scale-up", target, tmp_path / "x", "--like", "0.7b")
+        invoke("widen", target, tmp_path / "x", "--size", "0.7b")

@@ -8,8 +8,8 @@ import pytest
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
-from foretoken.train import scale_up as up
-from foretoken.train.scale_up import scaled
+from foretoken.train.widen import checkpoint as up
+from foretoken.train.widen.checkpoint import scaled
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_scaled_model_is_built_once(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(up.PRESETS, "0.7b", (128, 160, 4))
     first = scaled("0.7b")
-    monkeypatch.setattr(up, "scale_up", lambda *a: pytest.fail("built twice"))
+    monkeypatch.setattr(up, "widen_checkpoint", lambda *a: pytest.fail("built twice"))
     assert scaled("0.7b") == first
     assert (first / "model.safetensors").exists()
     assert first.is_relative_to(shelf.parent / "cache")

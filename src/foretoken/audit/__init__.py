@@ -1,7 +1,7 @@
-"""Is my pair exact? A statistical verdict with its power, and a control that must fail."""
+"""Audits whether a pair decodes exactly: statistical tests with stated power, and a control that must fail."""
 
-from foretoken.audit.result import Audit, Check, Outcome
+from foretoken.audit.result import Audit, Check, CheckOutcome
 from foretoken.audit.run import audit
-from foretoken.audit.subject import Ask, Audited, Round, Text
+from foretoken.audit.subject import Audited, AuditedCompletion, AuditStep, CompletionSettings
 
-__all__ = ["Ask", "Audit", "Audited", "Check", "Outcome", "Round", "Text", "audit"]
+__all__ = ["Audit", "AuditStep", "Audited", "AuditedCompletion", "Check", "CheckOutcome", "CompletionSettings", "audit"]

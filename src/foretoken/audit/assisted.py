@@ -1,4 +1,4 @@
-"""transformers' assisted generation audited, with its defaults: an assistant model, or prompt lookup."""
+"""Audits transformers' assisted generation with its defaults: an assistant model, or prompt lookup."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.audit.subject import Ask, Audited, Ids, Text
+from foretoken.audit.subject import Audited, AuditedCompletion, CompletionSettings, Ids
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
-from foretoken.models.checkpoint import load_tokenizer, resolve
+from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.speculation import SpeculativeConfig
 
-LOOKUP = 10  # tokens, as transformers' documentation has it
+LOOKUP = 10  # draft tokens, as in transformers' documentation
 TEMPERED = 1.25
 BLEND = 0.5
 
 
 class Assisted:
-    """``generate`` of transformers, one sequence at a time, as that is all it can assist.
+    """transformers' ``generate``, one sequence at a time, since assisted generation has no batches.
 
-    All settings are the checkpoint's or transformers' own, the target's top-k and the assistant's confidence threshold
-    included; ``law`` has the same filters. Only the end-of-sequence tokens are held back where texts of one length are
-    drawn. Raises InvalidRequest for methods that it does not have.
+    All settings are the checkpoint's or transformers' own, including the target's top-k and the assistant's confidence
+    threshold; ``law`` has the same filters. End-of-sequence tokens are disabled where texts of one length are sampled.
+
+    Raises:
+        InvalidRequest: transformers does not have the configured method.
     """
 
     bit_equal = False
@@ -80,8 +82,8 @@ class Assisted:
         defaults = own._get_default_generation_params() if hasattr(own, "_get_default_generation_params") else {}
 
         def setting(name: str, neutral: Any) -> Any:
-            given = getattr(own, name, None)
-            chosen = defaults.get(name) if given is None else given
+            configured = getattr(own, name, None)
+            chosen = defaults.get(name) if configured is None else configured
             return neutral if chosen is None else chosen
 
         return SamplingLaw(
@@ -92,10 +94,10 @@ class Assisted:
             repetition_penalty=setting("repetition_penalty", 1.0),
         )
 
-    def generate(self, prompts: Sequence[Ids], ask: Ask) -> list[Text]:
+    def generate(self, prompts: Sequence[Ids], ask: CompletionSettings) -> list[AuditedCompletion]:
         return [self._one(prompt, seed, ask) for prompt, seed in zip(prompts, ask.seeds, strict=True)]
 
-    def _one(self, prompt: Ids, seed: int, ask: Ask) -> Text:
+    def _one(self, prompt: Ids, seed: int, ask: CompletionSettings) -> AuditedCompletion:
         options: dict[str, Any] = {"do_sample": not ask.law.greedy}
         if not ask.law.greedy:
             options["temperature"] = ask.law.temperature * self.temper
@@ -115,26 +117,26 @@ class Assisted:
             )
         tokens = tuple(out.sequences[0, len(prompt) :].tolist())
         rows = torch.cat(out.logits)[: len(tokens)].float() if ask.keep else None
-        return Text(tokens, rows=rows)
+        return AuditedCompletion(tokens, rows=rows)
 
     def logits(self, prompt: Ids, text: Ids) -> Tensor:
         return _rows(self.model, prompt, text)
 
     def reference(self, prompt: Ids, text: Ids, law: SamplingLaw) -> Tensor | None:
-        """The assistant's law along the text, where there is an assistant with the target's vocabulary."""
+        """Returns the assistant's distributions along the text, None without an assistant of the same vocabulary."""
         if self.draft is None or self.draft.config.vocab_size != self.model.config.vocab_size:
             return None
         plain = SamplingLaw(temperature=law.temperature, top_k=law.top_k, top_p=law.top_p, min_p=law.min_p)
         return plain.probs(_rows(self.draft, prompt, text).double().cpu(), [])
 
     def planted(self) -> Mapping[str, Audited]:
-        """transformers' own lossy blend of the two laws, where it has one; else another temperature."""
+        """Plants transformers' own lossy blend of both distributions where it exists, else another temperature."""
         other = copy(self)
         if self.draft is not None and hasattr(self.model.generation_config, "assistant_ensemble_weight"):
             other.options = self.options | {"assistant_ensemble_weight": BLEND}
-            return {f"drafts are judged by a blend of both laws (assistant_ensemble_weight={BLEND})": other}
+            return {f"drafts are verified by a blend of both distributions (assistant_ensemble_weight={BLEND})": other}
         other.temper = TEMPERED
-        return {f"texts are drawn at {TEMPERED} times the temperature": other}
+        return {f"texts are sampled at {TEMPERED} times the temperature": other}
 
     def self_drafting(self) -> Audited | None:
         return None
@@ -144,7 +146,7 @@ class Assisted:
 
 
 def _rows(model: Any, prompt: Ids, text: Ids) -> Tensor:
-    """[n, V]: the logits that each token of ``text`` [n] is drawn from, in one pass."""
+    """Returns the logits [n, V] that each token of ``text`` [n] is sampled from, in one forward pass."""
     ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
     with torch.inference_mode():
         rows: Tensor = model(ids).logits[0, len(prompt) - 1 :].float()
@@ -152,13 +154,15 @@ def _rows(model: Any, prompt: Ids, text: Ids) -> Tensor:
 
 
 def _ends(model: Any) -> tuple[int, ...]:
-    found = model.generation_config.eos_token_id
-    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (int(found),)
+    configured = model.generation_config.eos_token_id
+    return (
+        tuple(configured) if isinstance(configured, list | tuple) else () if configured is None else (int(configured),)
+    )
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """transformers draws from torch's own generators, which are put back afterwards."""
+    """Seeds torch's global generators, from which transformers samples, and restores them afterwards."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed % (1 << 63))

@@ -1,6 +1,6 @@
-"""How surprising a figure is, and which error it would have shown: normal and chi-square tails, the G-test, power.
+"""Normal and chi-square tails, the G-test, and the power of these tests.
 
-Power is stated for the level the test is used at, a Bonferroni share of ``ALPHA``.
+Power is stated at the level at which a test is used, a Bonferroni share of ``ALPHA``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-ALPHA = 1e-3  # of calling an exact implementation wrong, over all tests of an audit
+ALPHA = 1e-3  # probability of failing an exact implementation, over all tests of an audit
 POWER = 0.9
 
 
@@ -20,8 +20,8 @@ POWER = 0.9
 class Fit:
     """A G-test. statistic: 2 sum O log(O/E). moved: the total variation between cells that it finds with ``POWER``.
 
-    n draws from a law at total variation d have noncentrality at least 4 n d^2 (Cauchy-Schwarz), so ``moved`` holds
-    for every wrong law at that distance.
+    n samples from a distribution at total variation d have noncentrality at least 4 n d^2 (Cauchy-Schwarz), so
+    ``moved`` holds for every wrong distribution at that distance.
     """
 
     statistic: float
@@ -31,9 +31,10 @@ class Fit:
 
 
 def g_test(observed: Sequence[float], expected: Sequence[float], level: float) -> Fit:
-    """Cells that expect fewer than 5 draws are pooled, with the smallest other if they are too few even so.
+    """Returns the G-test of ``observed`` counts against ``expected`` ones.
 
-    A draw where none can be has p-value 0.
+    Cells that expect fewer than 5 samples are pooled, if necessary with the next smallest. A sample in a cell that
+    expects none has p-value 0.
     """
     if any(o and e <= 0.0 for o, e in zip(observed, expected, strict=True)):
         return Fit(math.inf, 0, 0.0, 0.0)
@@ -54,32 +55,32 @@ def g_test(observed: Sequence[float], expected: Sequence[float], level: float) -
 
 
 def normal_tail(z: float) -> float:
-    """Two-sided."""
+    """Returns the two-sided p-value of a standard normal ``z``."""
     return math.erfc(abs(z) / math.sqrt(2.0))
 
 
 @cache
 def detectable(level: float) -> float:
-    """Standard errors of a shift that a two-sided z-test finds with ``POWER``."""
+    """Returns the shift, in standard errors, that a two-sided z-test at ``level`` finds with ``POWER``."""
     critical = _root(lambda z: level - normal_tail(z), 0.0, 40.0)
     return critical + _root(lambda z: 1.0 - POWER - normal_tail(z) / 2.0, 0.0, 9.0)
 
 
 def chi2_tail(statistic: float, dof: int) -> float:
-    """P(chi-square with ``dof`` degrees of freedom > ``statistic``)."""
+    """Returns P(chi-square with ``dof`` degrees of freedom > ``statistic``)."""
     half = torch.tensor([dof / 2.0, statistic / 2.0], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 @cache
 def noncentrality(dof: int, level: float) -> float:
-    """What a chi-square test at ``level`` finds with ``POWER``."""
+    """Returns the noncentrality that a chi-square test at ``level`` finds with ``POWER``."""
     critical = _root(lambda x: level - chi2_tail(x, dof), 0.0, 10.0 * dof + 200.0)
     return _root(lambda shift: _noncentral_tail(critical, dof, shift) - POWER, 0.0, 10.0 * critical + 200.0)
 
 
 def _noncentral_tail(statistic: float, dof: int, shift: float) -> float:
-    """A Poisson mixture of central tails."""
+    """Returns the tail of a noncentral chi-square: a Poisson mixture of central tails."""
     mean = shift / 2.0
     spread = 12.0 * math.sqrt(mean) + 40.0
     counts = torch.arange(max(0, int(mean - spread)), int(mean + spread), dtype=torch.float64)
@@ -89,7 +90,7 @@ def _noncentral_tail(statistic: float, dof: int, shift: float) -> float:
 
 
 def _root(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function crosses 0."""
+    """Returns the root of an increasing function by bisection."""
     for _ in range(60):
         middle = (low + high) / 2.0
         low, high = (low, middle) if rising(middle) > 0.0 else (middle, high)

@@ -1,8 +1,8 @@
-"""Wrong verifiers, to be found: an audit that does not find one cannot vouch for anything.
+"""Wrong verifiers for the negative control: an audit that does not find them proves nothing.
 
-All are one rule with one part replaced. It judges children one after another, as recursive rejection does (2305.09781),
-whatever the draft's law: a fixed candidate counts as drawn from the one-hot law, so it is accepted with p(x) and leaves
-p without x. As it stands it is exact.
+All of them are one exact rule with one part replaced. The rule verifies children one after another, as recursive
+rejection sampling does (2305.09781), for every kind of draft: a fixed candidate x counts as sampled from a one-hot
+distribution, so it is accepted with probability p(x), and x is removed from p when it is rejected.
 """
 
 from __future__ import annotations
@@ -27,39 +27,44 @@ Reshape = Callable[[Tensor], Tensor]
 
 
 def fair(p: float, q: float) -> float:
-    """min(1, p/q)."""
+    """Returns min(1, p/q)."""
     return min(1.0, ratio(p, q))
 
 
-def rest_of(p: Tensor, q: Tensor) -> Tensor:
-    """norm((p - q)+); p where nothing is left."""
-    rest, mass = excess(p, q)
-    return rest / mass if mass > 0.0 else p
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Returns norm((p - q)+), or p where no mass is left."""
+    left, mass = excess(p, q)
+    return left / mass if mass > 0.0 else p
 
 
-def own_number(stream: Stream, p: float, child: int, depth: int) -> bool:
-    """A number that nothing else reads."""
+def independent_draw(stream: Stream, p: float, child: int, depth: int) -> bool:
+    """Accepts with probability ``p`` by a random number that nothing else uses."""
     return stream.bernoulli(p, index=child)
 
 
 def unchanged(row: Tensor) -> Tensor:
-    """The law as it is."""
+    """Returns ``row`` unchanged."""
     return row
 
 
 def sequential(
     *,
     accept: Accept = fair,
-    rest: Callable[[Tensor, Tensor], Tensor] = rest_of,
-    decide: Callable[[Stream, float, int, int], bool] = own_number,
+    reject: Callable[[Tensor, Tensor], Tensor] = residual,
+    decide: Callable[[Stream, float, int, int], bool] = independent_draw,
     target: Reshape = unchanged,
     drafted: Reshape = unchanged,
     bonus: Reshape = unchanged,
 ) -> Verifier:
-    """The rule with replaceable parts.
+    """Returns the rule with replaceable parts.
 
-    accept: (p(x), q(x)) -> probability. rest: (p, q) -> what is drawn from after a rejection. decide: how the
-    probability becomes a decision. target, drafted, bonus: what p, q and the row below the last node are taken for.
+    Args:
+        accept: (p(x), q(x)) -> acceptance probability.
+        reject: (p, q) -> distribution to sample from after a rejection.
+        decide: Turns the probability into a decision.
+        target: Transforms p.
+        drafted: Transforms q.
+        bonus: Transforms the distribution of the bonus token.
     """
 
     def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
@@ -75,7 +80,7 @@ def sequential(
                 if decide(stream, accept(float(p[token]), float(q[token])), child, depth):
                     chosen = child
                     break
-                p = rest(p, q)
+                p = reject(p, q)
             if chosen is None:
                 return Verdict(draft.path(node), stream.categorical(p, index=depth))
             node, depth = chosen, depth + 1
@@ -84,7 +89,7 @@ def sequential(
 
 
 def _law_of(draft: Draft, node: int, at: int, p: Tensor) -> Tensor:
-    """[V], float64: what the child number ``at`` of ``node`` was drawn from, its earlier siblings known."""
+    """Returns the distribution of child number ``at`` of ``node`` given its earlier siblings, float64 [V]."""
     tokens = [draft.ids[child] for child in draft.children[node + 1]]
     law = draft.law
     if isinstance(law, PointMass) or (isinstance(law, TopPlusSampled) and at < len(tokens) - 1):
@@ -96,12 +101,12 @@ def _law_of(draft: Draft, node: int, at: int, p: Tensor) -> Tensor:
 
 
 def tempered(power: float) -> Reshape:
-    """norm(row ^ power): the law at another temperature."""
+    """Returns a function row -> norm(row ^ power), the distribution at another temperature."""
     return lambda row: normalised(row**power)
 
 
 def planted(verifier: Verifier) -> Rule:
-    """``verifier`` where the distribution is promised, the right rule elsewhere."""
+    """Returns a rule that uses ``verifier`` in the distribution grade and the right verifier elsewhere."""
 
     def rule(law: ProposalLaw, exactness: Exactness) -> Verifier:
         return verifier if exactness is Exactness.DISTRIBUTION else choose(law, exactness)
@@ -110,7 +115,7 @@ def planted(verifier: Verifier) -> Rule:
 
 
 PLANTS: Mapping[str, Rule] = {
-    "a rejected token is replaced by a draw from p": planted(sequential(rest=lambda p, q: p)),
+    "a rejected token is replaced by a draw from p": planted(sequential(reject=lambda p, q: p)),
     "drafts are accepted with 2 p/q": planted(sequential(accept=lambda p, q: min(1.0, 2.0 * ratio(p, q)))),
 }
-"""What an audit plants: the commonest mistake, and the commonest temptation."""
+"""The errors that an audit plants: the commonest mistake, and the commonest shortcut."""

@@ -1,4 +1,4 @@
-"""Where two texts that should be one part, and whether a tie between the best two tokens explains it."""
+"""Finds where two texts that should be equal diverge, and whether a tie between the best two tokens explains it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import Tensor
 
-from foretoken.audit.result import Check, Outcome
-from foretoken.audit.subject import Ask, Audited, Ids
+from foretoken.audit.result import Check, CheckOutcome
+from foretoken.audit.subject import Audited, CompletionSettings, Ids
 from foretoken.core.context import Exactness
 from foretoken.core.streams import SharedStream
 
@@ -17,8 +17,11 @@ from foretoken.core.streams import SharedStream
 class Divergence:
     """The first token that differs.
 
-    prompt, position: which, and tokens before it. margin: between the best two scores of the plain pass. moved: the
-    largest difference of a score between the two passes. Both None where the divergence did not come a second time.
+    Attributes:
+        prompt: Index of the prompt.
+        position: Number of tokens before the divergence.
+        margin: Difference between the best two scores of the plain pass. None if the divergence was not reproduced.
+        moved: Largest difference of a score between the two passes. None if the divergence was not reproduced.
     """
 
     prompt: int
@@ -28,7 +31,7 @@ class Divergence:
 
     @property
     def tie(self) -> bool:
-        """Two scores that each moved by ``moved`` can have changed places."""
+        """Whether two scores that each moved by ``moved`` can have swapped."""
         return self.margin is not None and self.moved is not None and self.margin <= 2.0 * self.moved
 
     def __str__(self) -> str:
@@ -39,34 +42,39 @@ class Divergence:
         return f"{where}, {kind}: the best two lie {self.margin:.3g} apart and the passes {self.moved:.3g}"
 
 
-def parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first position at which two texts differ, in a token or in being over."""
-    for at, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
-        if mine != other:
-            return at
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+def parting(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Returns the first position at which two texts differ, in a token or in length; None if they are equal."""
+    for position, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return position
+    return None if len(left) == len(right) else min(len(left), len(right))
 
 
 def explained(
-    subject: Audited, prompts: Sequence[Ids], index: int, position: int, plain: Ask, speculative: Ask
+    subject: Audited,
+    prompts: Sequence[Ids],
+    index: int,
+    position: int,
+    plain: CompletionSettings,
+    speculative: CompletionSettings,
 ) -> Divergence:
-    """Generates both texts again, with their rows. ``plain`` and ``speculative`` are for all of ``prompts``."""
+    """Generates both texts again with their logits, and compares these. Settings are for all of ``prompts``."""
     alone = replace(plain, seeds=(plain.seeds[index],), keep=True)
-    here = subject.generate([prompts[index]], alone)[0]
-    there = subject.generate(prompts, replace(speculative, keep=True))[index]
-    found = parting(here.tokens, there.tokens)
-    if found != position or here.rows is None or there.rows is None or position >= len(here.rows):
+    plain_text = subject.generate([prompts[index]], alone)[0]
+    other_text = subject.generate(prompts, replace(speculative, keep=True))[index]
+    again = parting(plain_text.tokens, other_text.tokens)
+    if again != position or plain_text.rows is None or other_text.rows is None or position >= len(plain_text.rows):
         return Divergence(index, position)
-    mine = _scores(here.rows[position], plain, plain.seeds[index], position)
-    other = there.rows[min(position, len(there.rows) - 1)]
-    best = mine.topk(2).values
+    scores = _scores(plain_text.rows[position], plain, plain.seeds[index], position)
+    other_row = other_text.rows[min(position, len(other_text.rows) - 1)]
+    best = scores.topk(2).values
     temperature = plain.law.temperature or 1.0
-    moved = float((here.rows[position] - other).abs().max()) / temperature
+    moved = float((plain_text.rows[position] - other_row).abs().max()) / temperature
     return Divergence(index, position, float(best[0] - best[1]), moved)
 
 
-def _scores(row: Tensor, ask: Ask, seed: int, position: int) -> Tensor:
-    """What the largest of is emitted: logits, in the trajectory grade with their noise, log p + G."""
+def _scores(row: Tensor, ask: CompletionSettings, seed: int, position: int) -> Tensor:
+    """Returns the scores whose argmax is emitted: logits, or in the trajectory grade log p + Gumbel noise."""
     if ask.grade is not Exactness.TRAJECTORY or ask.law.greedy:
         return row
     probs = ask.law.probs(row[None], [])[0]
@@ -74,24 +82,34 @@ def _scores(row: Tensor, ask: Ask, seed: int, position: int) -> Tensor:
 
 
 def parity(
-    name: str, found: Sequence[Divergence], promised: bool, ways: Mapping[str, int], tokens: int, note: str = ""
+    name: str, divergences: Sequence[Divergence], promised: bool, ways: Mapping[str, int], tokens: int, note: str = ""
 ) -> Check:
-    """The verdict on texts that should be equal. ways: how many were compared, by how they were made.
+    """Returns the check of texts that should be equal.
 
-    promised: rows are promised to be bit-equal, so that even a tie breaks a promise. tokens: of the plain texts.
+    Args:
+        name: Name of the check.
+        divergences: The texts that differ.
+        promised: Whether passes are batch-invariant, so that even a tie is an error.
+        ways: Number of compared texts, by how they were generated.
+        tokens: Tokens of the plain texts.
+        note: Added to the evidence.
     """
-    wrong = [one for one in found if promised or not one.tie]
+    wrong = [one for one in divergences if promised or not one.tie]
     compared = ", ".join(f"{count} {way}" for way, count in ways.items())
-    if not found:
+    if not divergences:
         evidence = f"token for token the plain text: {compared}"
     else:
-        evidence = f"{len(found)} of {sum(ways.values())} texts part from the plain one ({compared}); first: {found[0]}"
+        share = f"{len(divergences)} of {sum(ways.values())}"
+        evidence = f"{share} texts differ from the plain one ({compared}); first: {divergences[0]}"
         if not wrong:
             evidence += "; all ties, as its passes are not promised to be bit-equal"
         elif wrong[0].tie:
             evidence += "; its passes are promised to be bit-equal, so even a tie is an error"
     numbers = {
-        "texts": dict(ways), "tokens": tokens, "diverged": len(found), "not_ties": sum(not one.tie for one in found),
-        "divergences": [asdict(one) | {"tie": one.tie} for one in found[:20]],
-    }  # fmt: skip
-    return Check(name, Outcome.FAILED if wrong else Outcome.PASSED, evidence + note, numbers)
+        "texts": dict(ways),
+        "tokens": tokens,
+        "diverged": len(divergences),
+        "not_ties": sum(not one.tie for one in divergences),
+        "divergences": [asdict(one) | {"tie": one.tie} for one in divergences[:20]],
+    }
+    return Check(name, CheckOutcome.FAILED if wrong else CheckOutcome.PASSED, evidence + note, numbers)

@@ -1,4 +1,4 @@
-"""Greedy parity: with speculation the same text as without, alone and among neighbours of other lengths."""
+"""Greedy parity: the same text with and without speculation, alone and in a ragged batch."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ from dataclasses import replace
 
 from foretoken.audit.divergence import Divergence, explained, parity, parting
 from foretoken.audit.result import Check
-from foretoken.audit.subject import Ask, Text
-from foretoken.audit.work import Work
+from foretoken.audit.subject import AuditedCompletion, CompletionSettings
+from foretoken.audit.work import AuditTask
 
 NAME = "greedy parity"
 TOKENS, PROMPTS = 64, 16
 
 
-def greedy(work: Work) -> Check:
-    """Prompts one after another while there is time, then all of them in one batch, if batches there are."""
+def greedy(work: AuditTask) -> Check:
+    """Compares prompts one at a time until the deadline, then all of them in one batch where supported."""
     subject = work.subject
-    ask = Ask(subject.law(0.0), TOKENS, (0,), subject.depth, ends=subject.ends, batch=1)
-    plain: list[Text] = []
-    alone: list[Text] = []
+    ask = CompletionSettings(subject.law(0.0), TOKENS, (0,), subject.depth, ends=subject.ends, batch=1)
+    plain: list[AuditedCompletion] = []
+    alone: list[AuditedCompletion] = []
     for index in work.portions(min(PROMPTS, len(work.prompts))):
         prompt = [work.prompts[index]]
         plain += subject.generate(prompt, replace(ask, depth=0))
         alone += subject.generate(prompt, ask)
     prompts = work.prompts[: len(plain)]
     every = replace(ask, seeds=(0,) * len(prompts), batch=subject.batch)
-    found = _compare(work, plain, alone, replace(every, batch=1))
+    divergences = _compare(work, plain, alone, replace(every, batch=1))
     ways = {"alone": len(plain)}
     if subject.batch > 1 and len(prompts) > 1:
         for way, depth in (("in a batch", subject.depth), ("in a batch as controlled", None)):
-            found += _compare(work, plain, subject.generate(prompts, each := replace(every, depth=depth)), each)
+            divergences += _compare(work, plain, subject.generate(prompts, each := replace(every, depth=depth)), each)
             ways[way] = len(plain)
-    return parity(NAME, found, subject.bit_equal, ways, sum(len(text.tokens) for text in plain))
+    return parity(NAME, divergences, subject.bit_equal, ways, sum(len(text.tokens) for text in plain))
 
 
-def _compare(work: Work, plain: Sequence[Text], texts: Sequence[Text], ask: Ask) -> list[Divergence]:
+def _compare(
+    work: AuditTask, plain: Sequence[AuditedCompletion], texts: Sequence[AuditedCompletion], ask: CompletionSettings
+) -> list[Divergence]:
     prompts = work.prompts[: len(plain)]
     parts = [parting(here.tokens, there.tokens) for here, there in zip(plain, texts, strict=True)]
     alone = replace(ask, depth=0, batch=1)

@@ -1,4 +1,4 @@
-"""Negative control: the same test, on as many tokens at most, where an error was planted. It must find it."""
+"""Negative control: the same test, on at most as many tokens, must find errors that are planted."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import partial
 from time import monotonic
 
 from foretoken.audit.chance import noncentrality
-from foretoken.audit.result import CONTROL, Check, Outcome
-from foretoken.audit.sampled import MOST, drawn, leveled, told
+from foretoken.audit.result import CONTROL, Check, CheckOutcome
+from foretoken.audit.sampled import MAX_TOKENS, drawn, leveled, most_significant
 from foretoken.audit.subject import Audited
-from foretoken.audit.tally import Statistic, Tally
-from foretoken.audit.work import Work
+from foretoken.audit.tally import Statistic, TokenTally
+from foretoken.audit.work import AuditTask
 from foretoken.core.context import Exactness
 
-FEWEST = 256  # tokens before the first look
+FEWEST = 256  # tokens before the first test
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """One planted error. found: by which statistics. needed: tokens that would have found it, None if none would."""
+    """One planted error. found: the tests that found it. needed: tokens needed to find it, None if unknown."""
 
     error: str
     tokens: int
@@ -29,46 +29,52 @@ class Plant:
     needed: int | None
 
 
-def negative(work: Work, most: int = MOST) -> Check:
-    """Every planted error in turn, each until it is found, its share of the time is over, or ``most`` tokens are."""
+def negative(work: AuditTask, max_tokens: int = MAX_TOKENS) -> Check:
+    """Samples each planted error until it is found, its share of the time is over, or ``max_tokens`` are reached."""
     plants = work.subject.planted()
     results: list[Plant] = []
     for index, (error, subject) in enumerate(plants.items()):
         share = (work.deadline - monotonic()) / (len(plants) - index)
-        results.append(hunt(replace(work, deadline=monotonic() + share), error, subject, most))
+        results.append(hunt(replace(work, deadline=monotonic() + share), error, subject, max_tokens))
     numbers = {
         "plants": [
             {
-                "error": one.error, "tokens": one.tokens, "needed": one.needed,
-                "found": {s.name: s.value for s in one.found}, "impossible": one.impossible,
-            } for one in results
+                "error": one.error,
+                "tokens": one.tokens,
+                "needed": one.needed,
+                "found": {s.name: s.value for s in one.found},
+                "impossible": one.impossible,
+            }
+            for one in results
         ]
-    }  # fmt: skip
+    }
     missed = [one for one in results if not one.found and not one.impossible]
     if not missed and results:
         evidence = "; ".join(f"found, after {one.tokens:,} tokens: {one.error} ({_how(one)})" for one in results)
-        return Check(CONTROL, Outcome.PASSED, evidence, numbers)
-    evidence = "; ".join(f"not found in {one.tokens:,} tokens: {one.error} ({_wanted(one)})" for one in missed)
-    return Check(CONTROL, Outcome.INCONCLUSIVE, evidence or "no error could be planted", numbers)
+        return Check(CONTROL, CheckOutcome.PASSED, evidence, numbers)
+    evidence = "; ".join(f"not found in {one.tokens:,} tokens: {one.error} ({_effort(one)})" for one in missed)
+    return Check(CONTROL, CheckOutcome.INCONCLUSIVE, evidence or "no error could be planted", numbers)
 
 
-def hunt(work: Work, error: str, subject: Audited, most: int) -> Plant:
-    """Draws from ``subject`` until its error shows, or there are ``most`` tokens, or no time."""
-    tally = drawn(work, subject, Exactness.DISTRIBUTION, most, partial(_caught, level=work.level))
+def hunt(work: AuditTask, error: str, subject: Audited, max_tokens: int) -> Plant:
+    """Samples from ``subject`` until its error is found, ``max_tokens`` are reached, or the deadline has passed."""
+    tally = drawn(work, subject, Exactness.DISTRIBUTION, max_tokens, partial(_caught, level=work.level))
     statistics, level = leveled(tally, work.level)
-    found = tuple(one for one in statistics if one.p_value < level)
-    return Plant(error, tally.tokens, found, tally.impossible, None if found else _needed(statistics, tally, level))
+    significant = tuple(one for one in statistics if one.p_value < level)
+    return Plant(
+        error, tally.tokens, significant, tally.impossible, None if significant else _needed(statistics, tally, level)
+    )
 
 
-def _caught(tally: Tally, level: float) -> bool:
+def _caught(tally: TokenTally, level: float) -> bool:
     if tally.tokens < FEWEST:
         return False
     statistics, each = leveled(tally, level)
     return tally.impossible > 0 or any(one.p_value < each for one in statistics)
 
 
-def _needed(statistics: list[Statistic], tally: Tally, level: float) -> int | None:
-    """Deviations grow with the square root of the tokens, noncentralities with the tokens themselves."""
+def _needed(statistics: list[Statistic], tally: TokenTally, level: float) -> int | None:
+    """Estimates the tokens needed: deviations grow with the square root of their number, noncentralities linearly."""
     factors = []
     for one in statistics:
         seen = one.value - one.dof if one.dof else one.value**2 - 1.0
@@ -78,10 +84,10 @@ def _needed(statistics: list[Statistic], tally: Tally, level: float) -> int | No
 
 
 def _how(plant: Plant) -> str:
-    return told(plant.found) if plant.found else f"{plant.impossible} tokens of probability 0"
+    return most_significant(plant.found) if plant.found else f"{plant.impossible} tokens of probability 0"
 
 
-def _wanted(plant: Plant) -> str:
+def _effort(plant: Plant) -> str:
     if plant.needed is None:
         return "no sign of it"
     return f"about {plant.needed:,} would show it, a budget {plant.needed / plant.tokens:.1f} times as long"

@@ -1,4 +1,4 @@
-"""Foretoken audited by itself: the engine of an ``LLM``, and its target's plain rows."""
+"""Audits Foretoken itself: the engine of an ``LLM``, with its target's plain forward pass as the reference."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.audit.controls import PLANTS
-from foretoken.audit.subject import Ask, Ids, Round, Text
+from foretoken.audit.subject import AuditedCompletion, AuditStep, CompletionSettings, Ids
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
-from foretoken.engine.loop import Engine, draining
+from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.llm import LLM, eos_ids
-from foretoken.models.checkpoint import resolve
+from foretoken.models.formats.checkpoint import resolve
 from foretoken.propose.base import Observation, Proposer, Wrapper
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import NONE
 
-_IDENTIFIERS = count(1 << 40)  # beyond those of requests that the same proposer knows
+_IDENTIFIERS = count(1 << 40)  # above the ids of requests that the same proposer knows
 
 
 class Foretoken:
-    """An engine as it is configured. While it is audited, nothing else may run on it.
+    """An engine as configured. Nothing else may run on it during the audit.
 
-    encode: text to token ids. depth: a configured number of drafted tokens, for rounds in which the engine's controller
-    is not asked. start: how the decoder of an encoder-decoder begins, whose encoder reads the prompts.
-    ends: end-of-sequence tokens. facts: what the report says of it.
-    float32: loads the same in that precision; None where that cannot be had.
+    Args:
+        engine: The engine.
+        encode: Converts a text to token ids.
+        depth: Configured number of draft tokens, for steps in which the engine's controller is bypassed.
+        ends: End-of-sequence token ids.
+        facts: Description for the report.
+        float32: Loads the same engine in float32, None where that is impossible.
+        start: First decoder tokens of an encoder-decoder, whose encoder receives the prompts.
     """
 
     batch = 16
@@ -58,12 +62,12 @@ class Foretoken:
         self.target, self.proposer = engine.target, engine.proposer
         self.controller, self.rule = engine.controller, engine.rule
         self.encode, self.depth, self.ends, self.facts = encode, depth, tuple(ends), facts or {}
-        self.bit_equal = engine.target.rows_independent
+        self.bit_equal = engine.target.batch_invariant
         self._float32, self._start = float32, tuple(start)
 
     @classmethod
     def of(cls, llm: LLM) -> Foretoken:
-        """The engine of ``llm``. For float32 its pair is loaded once more, unquantised."""
+        """Wraps the engine of ``llm``. For float32 its pair is loaded once more, unquantized."""
         config, target = llm.speculative_config, llm.target
 
         def again() -> Foretoken:
@@ -88,43 +92,47 @@ class Foretoken:
     def law(self, temperature: float) -> SamplingLaw:
         return SamplingLaw(temperature=temperature)
 
-    def generate(self, prompts: Sequence[Ids], ask: Ask) -> list[Text]:
+    def generate(self, prompts: Sequence[Ids], ask: CompletionSettings) -> list[AuditedCompletion]:
         proposer = _Keeping(self.proposer) if ask.keep else self.proposer
         engine = Engine(self.target, proposer, self.controller, rule=self.rule, max_sequences=ask.batch)
         contexts = [
             Context(
-                next(_IDENTIFIERS), list(tokens), len(tokens), ask.law, Streams(seed), ask.grade, ask.depth,
+                next(_IDENTIFIERS),
+                list(tokens),
+                len(tokens),
+                ask.law,
+                Streams(seed),
+                ask.grade,
+                ask.depth,
                 source=tuple(source),
             )
-            for (tokens, source), seed in zip(map(self._given, prompts), ask.seeds, strict=True)
-        ]  # fmt: skip
-        steps: dict[int, list[Step]] = {context.id: [] for context in contexts}
-        with draining(engine, list(steps)):
-            for context in contexts:
-                engine.add(context, Length(ask.max_tokens, ask.ends))
-            while engine.busy:
-                for step in engine.step_or_raise():
-                    steps[step.sequence].append(step)
+            for (tokens, source), seed in zip(map(self._prompt_and_source, prompts), ask.seeds, strict=True)
+        ]
+        steps: dict[int, list[StepOutput]] = {context.id: [] for context in contexts}
+        for step in engine.run((context, Length(ask.max_tokens, ask.ends)) for context in contexts):
+            steps[step.sequence].append(step)
         kept = proposer.rows if isinstance(proposer, _Keeping) else {}
         return [self._text(context, steps[context.id], kept.get(context.id)) for context in contexts]
 
-    def _given(self, prompt: Ids) -> tuple[Ids, Ids]:
-        """What the decoder goes on from, and what an encoder reads."""
+    def _prompt_and_source(self, prompt: Ids) -> tuple[Ids, Ids]:
+        """Returns the decoder's prompt and the encoder's source."""
         return (self._start, prompt) if self._start else (prompt, ())
 
-    def _text(self, context: Context, steps: Sequence[Step], rows: list[Tensor] | None) -> Text:
-        """q is left out where drafting shared the verdict's noise."""
+    def _text(self, context: Context, steps: Sequence[StepOutput], rows: list[Tensor] | None) -> AuditedCompletion:
+        """Builds the completion. ``q`` is left out where drafting and verification share random numbers."""
         known = context.exactness is Exactness.DISTRIBUTION
-        rounds = tuple(
-            Round(step.position, max(step.draft.depths), _whole(step), self._first_law(step.draft) if known else None)
+        audited = tuple(
+            AuditStep(
+                step.position, max(step.draft.depths), _whole(step), self._first_law(step.draft) if known else None
+            )
             for step in steps
             if len(step.draft)
         )
         tokens = tuple(context.tokens[context.prompt_length :])
-        return Text(tokens, rounds, torch.cat(rows) if rows else None)
+        return AuditedCompletion(tokens, audited, torch.cat(rows) if rows else None)
 
     def _first_law(self, draft: Draft) -> Tensor:
-        """[V]: what the root's children were drawn from; of fixed candidates, all alike."""
+        """Returns the distribution of the root's children, [V]; uniform over fixed candidates."""
         if not isinstance(draft.law, PointMass):
             return draft.law.probs[0].clone()
         tokens = torch.tensor([draft.ids[child] for child in draft.children[0]])
@@ -133,7 +141,7 @@ class Foretoken:
 
     @torch.inference_mode()
     def logits(self, prompt: Ids, text: Ids) -> Tensor:
-        handle = self.target.open(*self._given(prompt))
+        handle = self.target.open(*self._prompt_and_source(prompt))
         try:
             return self.target.score([handle], [Draft.chain(list(text[:-1]))])[0].logits
         finally:
@@ -159,7 +167,7 @@ class Foretoken:
 
 
 class _Keeping(Wrapper):
-    """Another proposer, whose observations are kept: the rows that tokens came from, by sequence."""
+    """Records the logits that each token was sampled from, by sequence."""
 
     def __init__(self, inner: Proposer) -> None:
         super().__init__(inner)
@@ -176,6 +184,6 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, verbose=False)["input_ids"])
 
 
-def _whole(step: Step) -> bool:
-    """Accepted down to the draft's depth, whatever was cut off behind."""
+def _whole(step: StepOutput) -> bool:
+    """Whether a path of the draft's full depth was accepted, even if the text ended inside it."""
     return len(step.verdict.path) == max(step.draft.depths)

@@ -1,4 +1,4 @@
-"""What an audit says: a verdict for each check, its figures, and the evidence in one line."""
+"""The result of an audit: an outcome, figures and one line of evidence per check."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from enum import StrEnum
 from typing import Any
 
 
-class Outcome(StrEnum):
-    """What became of a check, or of all of them."""
+class CheckOutcome(StrEnum):
+    """The outcome of one check, or of the whole audit."""
 
     PASSED = "passed"
     FAILED = "failed"
-    INCONCLUSIVE = "inconclusive"  # nothing wrong was seen, and too little could have been
+    INCONCLUSIVE = "inconclusive"  # no error was found, and the data are too few to find one
     SKIPPED = "skipped"  # does not apply
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. numbers: its figures, as JSON has them. evidence: a line for people. seconds: what it took."""
+    """One check. numbers: its figures, JSON-serializable. evidence: one line for people. seconds: its duration."""
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     evidence: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
@@ -30,46 +30,53 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The verdict on one implementation. subject: what was audited, and with which settings."""
+    """The verdict on one implementation. subject: what was audited, with its settings."""
 
     subject: Mapping[str, Any]
     checks: tuple[Check, ...]
     seconds: float
 
     @property
-    def outcome(self) -> Outcome:
-        """Failed if any check failed; passed if none is in doubt and a planted error was found by the same test."""
+    def outcome(self) -> CheckOutcome:
+        """Failed if any check failed; passed if none is inconclusive and the planted errors were found."""
         outcomes = {check.outcome for check in self.checks}
-        if Outcome.FAILED in outcomes:
-            return Outcome.FAILED
-        controlled = any(c.name == CONTROL and c.outcome is Outcome.PASSED for c in self.checks)
-        return Outcome.INCONCLUSIVE if Outcome.INCONCLUSIVE in outcomes or not controlled else Outcome.PASSED
+        if CheckOutcome.FAILED in outcomes:
+            return CheckOutcome.FAILED
+        controlled = any(c.name == CONTROL and c.outcome is CheckOutcome.PASSED for c in self.checks)
+        return (
+            CheckOutcome.INCONCLUSIVE
+            if CheckOutcome.INCONCLUSIVE in outcomes or not controlled
+            else CheckOutcome.PASSED
+        )
 
     @property
     def summary(self) -> str:
         """The verdict in one sentence."""
-        named = {outcome: _names(self.checks, outcome) for outcome in Outcome}
+        named = {outcome: _names(self.checks, outcome) for outcome in CheckOutcome}
         match self.outcome:
-            case Outcome.FAILED:
-                return f"not exact: {named[Outcome.FAILED]} failed"
-            case Outcome.INCONCLUSIVE:
-                doubtful = named[Outcome.INCONCLUSIVE] or f"{CONTROL} (not run)"
-                return f"nothing wrong was seen, but too little could have been: {doubtful} inconclusive"
+            case CheckOutcome.FAILED:
+                return f"not exact: {named[CheckOutcome.FAILED]} failed"
+            case CheckOutcome.INCONCLUSIVE:
+                doubtful = named[CheckOutcome.INCONCLUSIVE] or f"{CONTROL} (not run)"
+                return f"no error was found, but the data are too few: {doubtful} inconclusive"
             case _:
-                ran = sum(check.outcome is Outcome.PASSED for check in self.checks)
-                return f"exact as far as {ran} checks can tell, and they found the error planted to test them"
+                ran = sum(check.outcome is CheckOutcome.PASSED for check in self.checks)
+                return f"no error found by {ran} checks, which did find the errors planted to test them"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; ``outcome`` and ``summary`` included."""
+        """Returns a JSON-serializable dictionary, ``outcome`` and ``summary`` included."""
         checks = [asdict(check) | {"outcome": str(check.outcome)} for check in self.checks]
         return {
-            "outcome": str(self.outcome), "summary": self.summary, "seconds": self.seconds,
-            "subject": dict(self.subject), "checks": checks,
-        }  # fmt: skip
+            "outcome": str(self.outcome),
+            "summary": self.summary,
+            "seconds": self.seconds,
+            "subject": dict(self.subject),
+            "checks": checks,
+        }
 
 
 CONTROL = "negative control"
 
 
-def _names(checks: Sequence[Check], outcome: Outcome) -> str:
+def _names(checks: Sequence[Check], outcome: CheckOutcome) -> str:
     return ", ".join(check.name for check in checks if check.outcome is outcome)

@@ -1,4 +1,4 @@
-"""``audit``: all checks in turn, within a budget of time."""
+"""``audit``: runs all checks within a time budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foretoken.audit.selfdraft import self_draft
 from foretoken.audit.subject import Audited
 from foretoken.audit.trajectory import NAME as TRAJECTORY
 from foretoken.audit.trajectory import trajectory
-from foretoken.audit.work import Work, noise
+from foretoken.audit.work import AuditTask, noise
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.checks import integer, number
 from foretoken.core.context import Exactness
@@ -38,12 +38,12 @@ SHARES = {
     PREFIX: 0.15,
     CONTROL: 0.15,
 }
-"""Of the budget, in this order; what a check leaves is the later ones'."""
+"""Shares of the budget, in the order of the checks. Time that a check leaves goes to the later ones."""
 
-STATISTICAL = 3  # checks that share ``ALPHA``
+STATISTICAL = 3  # number of checks that share ``ALPHA``
 
 Watch = Callable[[str, float], None]
-"""Called with the check at work and the share of the budget that is spent."""
+"""Called with the name of the running check and the share of the budget that is spent."""
 
 
 def audit(
@@ -56,11 +56,19 @@ def audit(
     float32: bool = True,
     watch: Watch | None = None,
 ) -> Audit:
-    """Is this speculation exact? See ``docs/audit.md`` for what is checked and what a verdict means.
+    """Audits whether speculative decoding is exact.
 
-    subject: an ``LLM``, which does nothing else meanwhile, or anything ``Audited``. prompts: texts like the user's;
-    None takes our own functions. budget: seconds, not counting loading; more find smaller errors. temperature: above 0.
-    float32: compare seeded texts in that precision too, which loads the models once more.
+    Args:
+        subject: An ``LLM``, which must not be used meanwhile, or any ``Audited`` implementation.
+        prompts: Texts like the user's; None takes a bundled set of Python functions.
+        budget: Seconds, loading excluded. A larger budget finds smaller errors.
+        temperature: Sampling temperature, above 0.
+        seed: All random numbers of the audit are derived from it.
+        float32: Also compare seeded texts in float32, which loads the models once more.
+        watch: Called with the running check and the share of the budget that is spent.
+
+    Raises:
+        InvalidRequest: An argument is out of range, or a prompt is empty.
     """
     number("budget", budget, 1.0)
     number("temperature", temperature, 0.05)
@@ -68,25 +76,29 @@ def audit(
     audited: Audited = Foretoken.of(subject) if isinstance(subject, LLM) else subject
     ids = _ids(audited, FUNCTIONS if prompts is None else prompts)
     started, watch = monotonic(), watch or (lambda check, share: None)
-    work = Work(audited, ids, temperature, seed, ALPHA / STATISTICAL, started, noise(audited, ids[:1]))
+    shared = AuditTask(audited, ids, temperature, seed, ALPHA / STATISTICAL, started, noise(audited, ids[:1]))
     checks: list[Check] = []
     spent = 0.0
     for name, run in _checks(float32).items():
         spent += SHARES[name]
         begun = monotonic()
-        mine = replace(work, deadline=started + spent * budget, tick=_tick(watch, name, started, budget))
-        mine.tick()
-        checks.append(replace(run(mine), seconds=monotonic() - begun))
+        task = replace(shared, deadline=started + spent * budget, tick=_tick(watch, name, started, budget))
+        task.tick()
+        checks.append(replace(run(task), seconds=monotonic() - begun))
     facts = dict(audited.facts) | {
-        "temperature": temperature, "prompts": len(ids), "seed": seed, "budget": budget, "noise": work.noise,
-    }  # fmt: skip
+        "temperature": temperature,
+        "prompts": len(ids),
+        "seed": seed,
+        "budget": budget,
+        "noise": shared.noise,
+    }
     return Audit(facts, tuple(checks), monotonic() - started)
 
 
-def _checks(float32: bool) -> Mapping[str, Callable[[Work], Check]]:
+def _checks(float32: bool) -> Mapping[str, Callable[[AuditTask], Check]]:
     tokens: list[int] = []
 
-    def law(work: Work, grade: Exactness) -> Check:
+    def law(work: AuditTask, grade: Exactness) -> Check:
         check, tally = sampled(work, grade)
         tokens.append(tally.tokens)
         return check
@@ -98,7 +110,7 @@ def _checks(float32: bool) -> Mapping[str, Callable[[Work], Check]]:
         NAMES[Exactness.DISTRIBUTION]: partial(law, grade=Exactness.DISTRIBUTION),
         NAMES[Exactness.TRAJECTORY]: partial(law, grade=Exactness.TRAJECTORY),
         PREFIX: prefix,
-        # No more tokens than the law itself was judged by: what they do not show, it could not have shown either.
+        # As many tokens as the distribution check had: it cannot find an error that these do not show.
         CONTROL: lambda work: negative(work, tokens[0]),
     }
 
@@ -110,7 +122,7 @@ def _tick(watch: Watch, name: str, started: float, budget: float) -> Callable[[]
 def _ids(audited: Audited, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     if isinstance(prompts, str) or not prompts:
         raise InvalidRequest("prompts must be a list of one text at least")
-    found = tuple(tuple(audited.encode(prompt)) for prompt in prompts)
-    if empty := [at for at, ids in enumerate(found, 1) if not ids]:
+    encoded = tuple(tuple(audited.encode(prompt)) for prompt in prompts)
+    if empty := [at for at, ids in enumerate(encoded, 1) if not ids]:
         raise InvalidRequest(f"prompt {empty[0]} is empty; give at least one token to continue from")
-    return found
+    return encoded

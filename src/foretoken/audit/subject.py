@@ -1,4 +1,4 @@
-"""Whoever is audited: texts with and without speculation, and the rows of one plain pass of the target."""
+"""The interface of an audited implementation: completions with and without speculation, and the target's logits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ Ids = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionSettings:
     """How to complete prompts.
 
-    seeds: one for each prompt; the same seed, the same text.
-    depth: drafted tokens a round, 0 plain decoding, None what its own controller says.
-    ends: tokens after which a text is over. batch: sequences at once. keep: also return the rows tokens came from.
+    Attributes:
+        law: The sampling parameters.
+        max_tokens: Tokens per completion.
+        seeds: One seed per prompt.
+        depth: Draft tokens per step; 0 is plain decoding, None leaves the number to the subject's controller.
+        grade: The exactness grade that is requested.
+        ends: Token ids that end a completion.
+        batch: Number of sequences that run at once.
+        keep: Also return the logits that each token was sampled from.
     """
 
     law: SamplingLaw
@@ -34,12 +40,15 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One round of a text.
+class AuditStep:
+    """One decode step of a completion.
 
-    position: tokens before it. drafted: the draft's depth. whole: it was accepted down to that depth.
-    q: [V], the law its first token was drafted by (a fixed candidate's is one-hot), where that is known and was made
-    with other random numbers than the verdict.
+    Attributes:
+        position: Tokens generated before the step.
+        drafted: Depth of the draft.
+        whole: Whether a path of that depth was accepted.
+        q: [V], the distribution of the first draft token (one-hot for a fixed candidate). None where it is unknown or
+            where drafting and verification shared random numbers.
     """
 
     position: int
@@ -49,21 +58,26 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """One completion. rounds: empty where they cannot be seen. rows: [n, V] logits, as the pass had them."""
+class AuditedCompletion:
+    """One completion. steps: empty where they are not visible. rows: logits [n, V] as computed while decoding."""
 
     tokens: tuple[int, ...]
-    rounds: tuple[Round, ...] = ()
+    steps: tuple[AuditStep, ...] = ()
     rows: Tensor | None = None
 
 
 class Audited(Protocol):
-    """An implementation of speculative decoding, and its own target's plain pass to hold it to.
+    """An implementation of speculative decoding, and its target's plain forward pass as the reference.
 
-    bit_equal: it promises that no row's logits depend on what shares its pass.
-    batch: sequences it can complete at once. seeded: it has the trajectory grade. open: its rounds can be seen.
-    depth: drafted tokens a round to ask for where drafting is wanted, None where that cannot be asked for.
-    facts: what is audited, for the report. encode: text to token ids. ends: end-of-sequence tokens.
+    Attributes:
+        bit_equal: Whether its logits are batch-invariant.
+        batch: Number of sequences that it can complete at once.
+        seeded: Whether it has the trajectory grade: one text per seed.
+        open: Whether its decode steps are visible.
+        depth: Draft tokens per step to request, None where that cannot be requested.
+        ends: End-of-sequence token ids.
+        facts: What is audited, for the report.
+        encode: Converts a text to token ids.
     """
 
     bit_equal: bool
@@ -80,29 +94,29 @@ class Audited(Protocol):
     def encode(self) -> Callable[[str], Sequence[int]]: ...
 
     def law(self, temperature: float) -> SamplingLaw:
-        """The law it promises at ``temperature``, with its default filters."""
+        """Returns the distribution that it promises at ``temperature``, with its default filters."""
         ...
 
-    def generate(self, prompts: Sequence[Ids], ask: Ask) -> list[Text]:
-        """One completion for each prompt."""
+    def generate(self, prompts: Sequence[Ids], ask: CompletionSettings) -> list[AuditedCompletion]:
+        """Returns one completion per prompt."""
         ...
 
     def logits(self, prompt: Ids, text: Ids) -> Tensor:
-        """[n, V]: of ``text`` [n] after ``prompt``, in one plain pass of the target."""
+        """Returns logits [n, V] of ``text`` [n] after ``prompt``, from one forward pass of the target."""
         ...
 
     def reference(self, prompt: Ids, text: Ids, law: SamplingLaw) -> Tensor | None:
-        """[n, V]: the law a draft would have along ``text``; None where ``Round.q`` tells it, or nothing."""
+        """Returns the draft's distributions [n, V] along ``text``, None if ``AuditStep.q`` has them or none exist."""
         ...
 
     def planted(self) -> Mapping[str, Audited]:
-        """The same, with an error: what the test must find."""
+        """Returns copies with a planted error, by description. The audit must find each of them."""
         ...
 
     def self_drafting(self) -> Audited | None:
-        """The same target as its own draft."""
+        """Returns the subject with its target as its own draft, None where that is impossible."""
         ...
 
     def in_float32(self) -> Audited | None:
-        """The same in float32; None where it is, or where that cannot be had."""
+        """Returns the subject in float32, None where it is already or where that is impossible."""
         ...

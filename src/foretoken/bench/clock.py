@@ -1,4 +1,4 @@
-"""Several things timed in one run, in turns that each begin with another, so that all see the same machine."""
+"""Interleaved timing of several tasks in one run. The order rotates, so that drift of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Task:
-    """run: what is timed; if it returns seconds, those count instead. reset: what puts things back, untimed.
+class TimedTask:
+    """A task to time.
 
-    burst: runs in a turn, for things so short that the turn before would show.
+    Attributes:
+        run: The timed function. If it returns seconds, these count instead of the measured ones.
+        reset: Restores the state after a run, untimed.
+        burst: Runs per turn, for tasks so short that the previous turn's cache effects would show.
     """
 
     run: Callable[[], float | None]
@@ -23,19 +26,19 @@ class Task:
     burst: int = 1
 
     def seconds(self) -> float:
-        """One turn. -> seconds of one run"""
+        """Runs one turn. Returns the mean seconds of a run."""
         total = 0.0
         for _ in range(self.burst):
             started = perf_counter()
-            told = self.run()
-            total += perf_counter() - started if told is None else told
+            reported = self.run()
+            total += perf_counter() - started if reported is None else reported
             self.reset()
         return total / self.burst
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Seconds of one thing over its turns."""
+class TimeSpread:
+    """Seconds of a task over its turns."""
 
     median: float
     low: float
@@ -43,16 +46,16 @@ class Spread:
     turns: int
 
     @staticmethod
-    def of(seconds: Sequence[float]) -> Spread:
-        return Spread(median(seconds), min(seconds), max(seconds), len(seconds))
+    def of(seconds: Sequence[float]) -> TimeSpread:
+        return TimeSpread(median(seconds), min(seconds), max(seconds), len(seconds))
 
 
 def interleaved(
-    tasks: Mapping[Key, Task],
+    tasks: Mapping[Key, TimedTask],
     turns: int,
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
-) -> dict[Key, Spread]:
-    """Every task once untimed, then ``turns`` times. ``track`` shows how far it is."""
+) -> dict[Key, TimeSpread]:
+    """Runs every task once untimed, then ``turns`` times in rotating order. ``track`` wraps the turns for progress."""
     keys = list(tasks)
     seconds: dict[Key, list[float]] = {key: [] for key in keys}
     for key in keys:
@@ -61,4 +64,4 @@ def interleaved(
         for i in range(len(keys)):
             key = keys[(i + turn) % len(keys)]
             seconds[key].append(tasks[key].seconds())
-    return {key: Spread.of(values) for key, values in seconds.items()}
+    return {key: TimeSpread.of(values) for key, values in seconds.items()}

@@ -1,4 +1,4 @@
-"""What a pass costs by rows and context, beside its floor and beside transformers' own step."""
+"""Cost of a forward pass by rows and context, compared with its memory-bound floor and with transformers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 
-from foretoken.bench.clock import Spread, Task, interleaved
+from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
 from foretoken.bench.floor import Floor, kv_bytes, matrices
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model
-from foretoken.models.checkpoint import load_config, load_model
+from foretoken.models.formats.checkpoint import load_config
+from foretoken.models.loading import load_model
 
-SMALL = 200_000_000  # bytes of weights under which a step is timed in bursts
+SMALL = 200_000_000  # bytes of weights below which a step is timed in bursts
 BURST = 8
 Track = Callable[[Sequence[int]], Iterable[int]]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model beside what its folder says of it."""
+    """A model with its path and configuration."""
 
     path: Path
     model: Model
@@ -46,17 +47,17 @@ class Loaded:
 
     @property
     def weights_bytes(self) -> int:
-        """What the products of one pass read."""
+        """Bytes of weights that the matrix products of one pass read."""
         size = 1 if self.quantization == "int8" else self.model.dtype.itemsize
         return size * sum(rows * columns for rows, columns in matrices(self.config))
 
     def open(self, length: int) -> Handle:
-        """A sequence of ``length`` tokens, behind a source as long where there is an encoder."""
+        """Opens a sequence of ``length`` tokens, with a source of the same length if there is an encoder."""
         tokens = self.prompt(length)
         return self.model.open(tokens, tokens if self.model.takes_source else ())
 
     def prompt(self, length: int) -> list[int]:
-        """Any ``length`` tokens."""
+        """Returns ``length`` arbitrary token ids."""
         if length >= self.model.max_length:
             raise InvalidRequest(f"a context of {length} does not fit: {self.path.name} takes {self.model.max_length}")
         return [(7 * i) % (self.config["vocab_size"] - 1) + 1 for i in range(length)]
@@ -64,17 +65,19 @@ class Loaded:
 
 @dataclass(frozen=True)
 class PassCost:
-    """One pass over ``rows`` rows of each of ``batch`` sequences behind ``context`` tokens.
+    """Cost of a pass over ``rows`` rows of each of ``batch`` sequences behind ``context`` tokens.
 
-    floor: the bare products over as many rows, in the same run; None where there is no bare kernel to time.
-    kv_bytes: keys and values that the pass reads beside ``weights_bytes`` of products.
+    Attributes:
+        floor: Seconds of the bare matrix products, in the same run. None where there is no bare kernel to time.
+        kv_bytes: Bytes of KV cache that the pass reads.
+        weights_bytes: Bytes of weights that the pass reads.
     """
 
     rows: int
     context: int
     batch: int
-    seconds: Spread
-    floor: Spread | None
+    seconds: TimeSpread
+    floor: TimeSpread | None
     kv_bytes: int
     weights_bytes: int
 
@@ -84,7 +87,7 @@ class PassCost:
 
     @property
     def over_read(self) -> float | None:
-        """Over weights and keys and values read at the bandwidth at which the floor reads its weights."""
+        """Ratio to reading weights and KV cache at the bandwidth at which the floor reads its weights."""
         ratio = self.over_floor
         return ratio / (1 + self.kv_bytes / self.weights_bytes) if ratio else None
 
@@ -92,17 +95,17 @@ class PassCost:
 def pass_costs(
     loaded: Loaded, rows: Sequence[int], contexts: Sequence[int], turns: int = 20, batch: int = 1, track: Track = iter
 ) -> list[PassCost]:
-    """Medians of ``turns`` interleaved passes through ``Model.score``, contexts held constant by rewinding."""
+    """Times ``turns`` interleaved passes through ``Model.score``. Rewinding keeps contexts constant."""
     model, config = loaded.model, loaded.config
     with ExitStack() as stack:
-        tasks: dict[tuple[int, int], Task] = {}
+        tasks: dict[tuple[int, int], TimedTask] = {}
         for context in contexts:
             handles = [loaded.open(context) for _ in range(batch)]
             for handle in handles:
                 stack.callback(model.close, handle)
             tasks |= {(context, m): _scoring(model, handles, m, loaded.burst) for m in rows}
         for number, bare in enumerate(_bare(loaded), start=1):
-            tasks |= {(-number, m): Task(partial(bare, m * batch), burst=loaded.burst) for m in rows}
+            tasks |= {(-number, m): TimedTask(partial(bare, m * batch), burst=loaded.burst) for m in rows}
         spreads = interleaved(tasks, turns, track)
     return [
         PassCost(
@@ -119,56 +122,58 @@ def pass_costs(
     ]
 
 
-def _scoring(model: Model, handles: list[Any], rows: int, burst: int) -> Task:
-    """The newest token's row and ``rows - 1`` drafted ones of each sequence, abandoned afterwards."""
+def _scoring(model: Model, handles: list[Any], rows: int, burst: int) -> TimedTask:
+    """Scores the newest token and ``rows - 1`` draft tokens of each sequence, then rewinds."""
     drafts = [Draft.chain(list(range(1, rows))) if rows > 1 else Draft.empty()] * len(handles)
 
     def run() -> None:
         model.score(handles, drafts)
 
-    return Task(run, lambda: model.commit(handles, [()] * len(handles)), burst)
+    return TimedTask(run, lambda: model.commit(handles, [()] * len(handles)), burst)
 
 
 def _bare(loaded: Loaded) -> list[Callable[[int], float | None]]:
-    """The bare products that there are: the compiled runner's own, and oneDNN's. The faster is the floor."""
+    """Returns the available bare products: the compiled runner's and oneDNN's. The faster is the floor."""
     own = getattr(getattr(loaded.model, "runner", None), "floor", None)
-    found: list[Callable[[int], float | None]] = [] if own is None else [own]
+    products: list[Callable[[int], float | None]] = [] if own is None else [own]
     if loaded.model.device.type == "cpu" and not loaded.quantization:
-        found.append(Floor(matrices(loaded.config), loaded.model.dtype))
-    return found
+        products.append(Floor(matrices(loaded.config), loaded.model.dtype))
+    return products
 
 
-def _median(spread: Spread) -> float:
+def _median(spread: TimeSpread) -> float:
     return spread.median
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """One token of one sequence: our pass and transformers', behind the same context."""
+    """Cost of decoding one token of one sequence, in Foretoken and in transformers, behind the same context."""
 
     name: str
     context: int
-    ours: Spread
-    theirs: Spread
+    foretoken: TimeSpread
+    transformers: TimeSpread
 
     @property
     def ratio(self) -> float:
-        return self.ours.median / self.theirs.median
+        return self.foretoken.median / self.transformers.median
 
 
 def step_cost(loaded: Loaded, context: int = 512, turns: int = 20, track: Track = iter) -> StepCost:
-    """Interleaved with ``transformers`` in the same dtype, greedy decoding's pass without its ``generate``."""
+    """Times a pass interleaved with transformers' forward pass (without ``generate``) in the same dtype."""
     handle = loaded.open(context)
     try:
-        ours = _scoring(loaded.model, [handle], 1, loaded.burst)
-        theirs = _transformers_step(loaded, context)
-        spreads = interleaved({"ours": ours, "theirs": theirs}, turns, track)
+        tasks = {
+            "foretoken": _scoring(loaded.model, [handle], 1, loaded.burst),
+            "transformers": _transformers_step(loaded, context),
+        }
+        spreads = interleaved(tasks, turns, track)
     finally:
         loaded.model.close(handle)
-    return StepCost(loaded.path.name, context, spreads["ours"], spreads["theirs"])
+    return StepCost(loaded.path.name, context, spreads["foretoken"], spreads["transformers"])
 
 
-def _transformers_step(loaded: Loaded, context: int) -> Task:
+def _transformers_step(loaded: Loaded, context: int) -> TimedTask:
     from transformers import AutoModelForCausalLM, DynamicCache
 
     if loaded.model.takes_source:
@@ -189,4 +194,4 @@ def _transformers_step(loaded: Loaded, context: int) -> Task:
     def run() -> None:
         module(tokens[:, -1:], past_key_values=cache, use_cache=True)
 
-    return Task(run, lambda: cache.crop(-1), loaded.burst)
+    return TimedTask(run, lambda: cache.crop(-1), loaded.burst)

@@ -1,7 +1,7 @@
-"""The editing workload: a function in the prompt, and the same with a rename and a fix as the output to follow.
+"""The editing workload: the prompt holds a function, the output is the same function with a rename and a fix.
 
-The bundled target completes code and does not take orders, so the output is dictated: its law is one-hot on the edited
-text, as a grammar's would be that allows one text. Passes, rows, caches and verification cost what they always cost.
+The bundled target completes code and does not follow instructions, so the output is forced: the sampling distribution
+is one-hot on the edited text, as under a grammar that allows one text. Passes, caches and verification cost the same.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from foretoken.bench.edits import EDITS
-from foretoken.core.sampling import History, SamplingLaw
+from foretoken.core.history import History
+from foretoken.core.sampling import SamplingLaw
 
 
 class EditingTask(NamedTuple):
-    """Token ids: what is asked, the client's prediction (the code as it was), and what is to come out."""
+    """Token ids of the prompt, of the client's prediction (the original code) and of the output."""
 
     prompt: list[int]
     reference: list[int]
@@ -26,7 +27,7 @@ class EditingTask(NamedTuple):
 
 
 def editing_tasks(tokenizer: Any) -> list[EditingTask]:
-    """``EDITS`` in a tokenizer's ids."""
+    """Returns ``EDITS`` as token ids of a tokenizer."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -36,9 +37,9 @@ def editing_tasks(tokenizer: Any) -> list[EditingTask]:
 
 @dataclass(frozen=True)
 class Dictated:
-    """The law that gives ``output`` [n] and nothing else, one-hot by position; after its end the last token repeats.
+    """A sampling distribution that forces ``output`` [n]: one-hot by position; the last token repeats at the end.
 
-    It looks at the logits as greedy decoding does, so that what a row costs is what it costs there.
+    It reads the logits as greedy decoding does, so that a row costs the same.
     """
 
     output: Sequence[int]

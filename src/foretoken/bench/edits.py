@@ -1,4 +1,4 @@
-"""Our own Python to be edited: each piece with a name to change and a fault to mend."""
+"""Python functions for the editing workload, each with a name to change and a bug to fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Edit:
-    """A piece of code, a name to be changed throughout, and a fault with its remedy."""
+    """A piece of code, a name to change throughout, and a bug with its fix."""
 
     source: str
     rename: tuple[str, str]

@@ -1,4 +1,4 @@
-"""From what the user asks for to who runs: our configurations and each peer, plain and at every depth."""
+"""Builds the entrants of a race: our configurations and each peer, plain and at every depth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretoken.speculation import SpeculativeConfig
 
 @dataclass(frozen=True)
 class Pairing:
-    """The models and how they are asked. quantization "" is bf16."""
+    """The models of a race and its settings. quantization "" is bf16."""
 
     target: Path
     draft: Path
@@ -44,7 +44,7 @@ Config = dict[str, object]  # a speculative_config, as users write it
 
 
 def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
-    """Plain decoding once, and every configuration at its own depth or at all of them. Raises InvalidRequest."""
+    """Returns plain decoding once, and every configuration at its own depth or at all depths. Raises InvalidRequest."""
     entrants: list[Entrant] = []
     methods = list(map(_method, configs))
     for method, config in zip(methods, configs, strict=True):
@@ -61,28 +61,28 @@ def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
 
 
 def peers(
-    pairing: Pairing, configs: Sequence[Config], wanted: Sequence[Peer], say: Callable[[str], None]
+    pairing: Pairing, configs: Sequence[Config], candidates: Sequence[Peer], say: Callable[[str], None]
 ) -> list[Entrant]:
-    """Each peer plain and with the methods that it shares with us; ``say`` hears why one sits out."""
+    """Returns each peer, plain and with the methods that it shares. ``say`` receives the reason why one is left out."""
     entrants: list[Entrant] = []
     depths: dict[str, tuple[int, ...]] = {}
     for config in configs:  # a peer has one way to use a method, so it races at the first configuration's depths
         depths.setdefault(_method(config), _depths(config, pairing.depths))
-    for peer in wanted:
+    for peer in candidates:
         if refusal := peer.refusal(pairing.batch, pairing.quantization):
             say(refusal)
             continue
         try:
-            theirs = _converted(pairing) if peer.name == "openvino" else pairing
+            converted = _converted(pairing) if peer.name == "openvino" else pairing
         except ForetokenError as error:
             say(f"{error}. Racing without it.")
             continue
-        entrants += _entrants(peer, theirs, {m: d for m, d in depths.items() if m in peer.methods})
+        entrants += _entrants(peer, converted, {m: d for m, d in depths.items() if m in peer.methods})
     return entrants
 
 
 def _entrants(peer: Peer, pairing: Pairing, depths: dict[str, tuple[int, ...]]) -> list[Entrant]:
-    """A process can be shared where it takes the depth with every question, and plain decoding is depth 0."""
+    """Entrants share a process where the depth is part of each request; plain decoding is then depth 0."""
     shared = not peer.fixed_depth and peer.name != "openvino"  # OpenVINO's pipeline with a draft always drafts
     plain = pairing.setup(peer, next(iter(depths)) if shared and depths else "plain")
     entrants = [Entrant(peer.name, "plain", 0, plain)]
@@ -95,7 +95,7 @@ def _entrants(peer: Peer, pairing: Pairing, depths: dict[str, tuple[int, ...]]) 
 
 
 def _converted(pairing: Pairing) -> Pairing:
-    """The pair as OpenVINO reads it; only the target is quantised, as ours."""
+    """Returns the pair in OpenVINO's format. Only the target is quantized, as ours."""
     return replace(
         pairing, target=exported(pairing.target, pairing.quantization or "fp16"), draft=exported(pairing.draft)
     )
@@ -107,12 +107,14 @@ def _method(config: Config) -> str:
 
 
 def _label(config: Config) -> str:
-    """The method and what else tells this configuration from others of it."""
-    said = ("method", "model", "num_speculative_tokens")
-    return " ".join([_method(config), *(f"{key}={value}" for key, value in sorted(config.items()) if key not in said)])
+    """Returns the method and the options that distinguish this configuration."""
+    hidden = ("method", "model", "num_speculative_tokens")
+    return " ".join(
+        [_method(config), *(f"{key}={value}" for key, value in sorted(config.items()) if key not in hidden)]
+    )
 
 
 def _depths(config: Config, depths: tuple[int, ...]) -> tuple[int, ...]:
-    """A configuration that names its depth is raced at that one."""
-    given = config.get("num_speculative_tokens")
-    return (int(str(given)),) if given is not None else depths
+    """Returns the depths to race: the configuration's own if it names one."""
+    depth = config.get("num_speculative_tokens")
+    return (int(str(depth)),) if depth is not None else depths

@@ -1,4 +1,4 @@
-"""What a pass cannot beat: the same weights streamed once through the bare packed products, back to back."""
+"""The memory-bound floor of a pass: all weights streamed once through bare packed matrix products."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture, supports
+from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
 
 Shape = tuple[int, int]  # [out, in]
 
 
 def matrices(config: Mapping[str, Any]) -> list[Shape]:
-    """The products of one pass of a Llama-like model, queries, keys and values as one and gate and up as one.
+    """Returns the matrix shapes of one pass of a Llama-like model, with QKV fused and gate and up fused.
 
-    Of an encoder-decoder those of the decoder; the source's keys and values are computed once, not in every pass.
+    For an encoder-decoder these are the decoder's; the KV cache of the source is computed once, not in every pass.
     """
     if supports(config):
         return _of_decoder(Seq2SeqArchitecture.of(config))
@@ -35,14 +35,18 @@ def matrices(config: Mapping[str, Any]) -> list[Shape]:
 def _of_decoder(a: Seq2SeqArchitecture) -> list[Shape]:
     stack = a.decoder
     layer = [
-        (3 * stack.width, a.hidden), (a.hidden, stack.width), (stack.width, a.hidden), (a.hidden, stack.width),
-        ((1 + a.gated) * stack.inner, a.hidden), (a.hidden, stack.inner),
-    ]  # fmt: skip
+        (3 * stack.width, a.hidden),
+        (a.hidden, stack.width),
+        (stack.width, a.hidden),
+        (a.hidden, stack.width),
+        ((1 + a.gated) * stack.inner, a.hidden),
+        (a.hidden, stack.inner),
+    ]
     return layer * stack.layers + [(a.vocab, a.hidden)]
 
 
 def kv_bytes(config: Mapping[str, Any], context: int, dtype: torch.dtype) -> int:
-    """Keys and values of ``context`` tokens, and of a source as long."""
+    """Returns the bytes of the KV cache of ``context`` tokens, and of a source of the same length."""
     if supports(config):
         a = Seq2SeqArchitecture.of(config)
         return 2 * 2 * a.decoder.layers * a.decoder.width * context * dtype.itemsize
@@ -53,7 +57,7 @@ def kv_bytes(config: Mapping[str, Any], context: int, dtype: torch.dtype) -> int
 
 
 class Floor:
-    """Weights of these shapes, packed for oneDNN where it can, each its own memory; their values do not matter."""
+    """Weights of these shapes, packed for oneDNN where supported, in separate memory. Their values do not matter."""
 
     def __init__(self, shapes: list[Shape], dtype: torch.dtype) -> None:
         self._packed = dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -67,7 +71,7 @@ class Floor:
 
     @torch.inference_mode()
     def __call__(self, rows: int) -> None:
-        """Every product once, ``rows`` rows each."""
+        """Computes every product once over ``rows`` rows."""
         for (_, width), weight in self._weights:
             x = self._inputs.get((rows, width))
             if x is None:

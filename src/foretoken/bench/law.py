@@ -1,8 +1,8 @@
-"""Do drawn texts have the target's law? Their surprise must be the target's entropy, up to chance.
+"""Sampling bias of a system: whether sampled texts follow the target's distribution.
 
-For a token x drawn from p the mean of -log p(x) - H(p) is 0 and its variance that of -log p under p, whatever came
-before. So summed over all drawn tokens the difference over its standard error is a standard normal, if the law is the
-target's; texts that are too likely, or not likely enough, show as a large value.
+For a token x sampled from p, -log p(x) - H(p) has mean 0 given the past, and the variance of -log p under p. Summed
+over all sampled tokens and divided by its standard error, it is approximately standard normal if the texts follow the
+target's distribution. Texts that are too likely, or not likely enough, have a large value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from foretoken.bench.race import Course, Heats, Row
+from foretoken.bench.race import Course, Heats, RaceRow
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 
@@ -27,18 +27,16 @@ class Surprise:
 
     @property
     def z(self) -> float:
-        """Standard errors from the target's own law."""
+        """The excess in standard errors."""
         return self.excess / self.variance**0.5 if self.variance else 0.0
 
     def __add__(self, other: Surprise) -> Surprise:
-        return Surprise(
-            self.tokens + other.tokens, self.excess + other.excess, self.variance + other.variance
-        )  # fmt: skip
+        return Surprise(self.tokens + other.tokens, self.excess + other.excess, self.variance + other.variance)
 
 
 @torch.inference_mode()
 def surprise(model: Model, prompt: Sequence[int], text: Sequence[int], temperature: float) -> Surprise:
-    """Of ``text`` [n] after ``prompt`` under ``model`` at ``temperature``, in one pass."""
+    """Returns the sums of ``text`` [n] after ``prompt`` under ``model`` at ``temperature``, from one pass."""
     handle = model.open(prompt)
     try:
         logits = model.score([handle], [Draft.chain(list(text[:-1]))])[0].logits  # [n, V]
@@ -52,19 +50,23 @@ def surprise(model: Model, prompt: Sequence[int], text: Sequence[int], temperatu
     return Surprise(len(text), float((drawn - entropy).sum()), float(variance.sum()))
 
 
-def judged(rows: Sequence[Row], heats: Heats, courses: Sequence[Course], load: Callable[[], Model]) -> list[Row]:
-    """The rows that drew, plain and at their best depth, with the law of what they drew. ``load`` gives the target."""
+def judged(
+    rows: Sequence[RaceRow], heats: Heats, courses: Sequence[Course], load: Callable[[], Model]
+) -> list[RaceRow]:
+    """Adds the sampling bias to the rows that sampled, plain and at their best depth. ``load`` returns the target."""
     groups = {course.temperature: course.groups for course in courses}
-    wanted = {
-        key: row for row in rows if row.best and row.temperature > 0
+    sampled = {
+        key: row
+        for row in rows
+        if row.best and row.temperature > 0
         for key in [(row.system, row.method, row.num_speculative_tokens, row.temperature)]
-    }  # fmt: skip
-    if not wanted:
+    }
+    if not sampled:
         return list(rows)
     model = load()
-    found: dict[Row, Row] = {}
+    updated: dict[RaceRow, RaceRow] = {}
     for (entrant, temperature), heat in heats.items():
-        row = wanted.get((entrant.system, entrant.method, entrant.depth, temperature))
+        row = sampled.get((entrant.system, entrant.method, entrant.depth, temperature))
         if row is None:
             continue
         total = Surprise()
@@ -72,5 +74,5 @@ def judged(rows: Sequence[Row], heats: Heats, courses: Sequence[Course], load: C
             for group, answer in zip(groups[temperature], answers, strict=True):
                 for prompt, text in zip(group, answer.tokens, strict=True):
                     total += surprise(model, prompt, text, temperature)
-        found[row] = replace(row, law_z=total.z, law_excess=total.excess / max(1, total.tokens))
-    return [found.get(row, row) for row in rows]
+        updated[row] = replace(row, law_z=total.z, law_excess=total.excess / max(1, total.tokens))
+    return [updated.get(row, row) for row in rows]

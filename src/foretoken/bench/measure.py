@@ -1,4 +1,4 @@
-"""One timed completion. The clock runs only while the library works, never while a consumer draws."""
+"""Times one completion. The clock runs only while the library works, not while the caller displays a piece."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from foretoken.outputs import CompletionOutput, StreamPiece
 from foretoken.params import SamplingParams
 
 
-class Streams(Protocol):
-    """What is needed of ``LLM``."""
+class StreamingLLM(Protocol):
+    """The part of ``LLM`` that timing needs."""
 
     def stream(self, prompts: str, sampling_params: SamplingParams) -> Iterator[StreamPiece]: ...
 
@@ -22,11 +22,14 @@ OnPiece = Callable[[StreamPiece, float], None]
 
 
 @dataclass(frozen=True)
-class Run:
-    """One completion of one prompt and what it took.
+class TimedCompletion:
+    """One timed completion of one prompt.
 
-    seconds: all of it, the prompt's pass included. first_seconds, first_tokens: up to and in the first piece,
-    so that decoding can be told from prefill.
+    Attributes:
+        output: The completion.
+        seconds: Total seconds, prefill included.
+        first_seconds: Seconds until the first piece (TTFT).
+        first_tokens: Tokens in the first piece.
     """
 
     output: CompletionOutput
@@ -41,7 +44,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over several runs, and the rates that follow from them."""
+    """Sums over several completions, and their rates."""
 
     tokens: int
     seconds: float
@@ -52,7 +55,7 @@ class Totals:
     accepted: int
 
     @staticmethod
-    def of(runs: Iterable[Run]) -> Totals:
+    def of(runs: Iterable[TimedCompletion]) -> Totals:
         runs = list(runs)
         stats = [run.output.stats for run in runs]
         return Totals(
@@ -75,17 +78,17 @@ class Totals:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted/drafts, the bonus included."""
+        """1 + accepted/drafts, bonus token included."""
         return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Emitted tokens over target passes, rounds without a draft included."""
+        """Emitted tokens per target pass, steps without a draft included."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
 
-def timed(llm: Streams, prompt: str, params: SamplingParams, on_piece: OnPiece | None = None) -> Run:
-    """Complete ``prompt`` once. ``on_piece`` gets each piece and the seconds so far; its own time is not counted."""
+def timed(llm: StreamingLLM, prompt: str, params: SamplingParams, on_piece: OnPiece | None = None) -> TimedCompletion:
+    """Completes ``prompt`` once. ``on_piece`` receives each piece and the seconds so far; its own time is excluded."""
     if params.n != 1:
         raise InvalidRequest(f"a timed run makes one completion; got n={params.n}")
     pieces = iter(llm.stream(prompt, params))
@@ -105,4 +108,4 @@ def timed(llm: Streams, prompt: str, params: SamplingParams, on_piece: OnPiece |
             on_piece(piece, seconds)
     if output is None:
         raise RuntimeError("the stream ended without a finished completion")
-    return Run(output, seconds, first_seconds, first_tokens)
+    return TimedCompletion(output, seconds, first_seconds, first_tokens)

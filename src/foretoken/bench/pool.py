@@ -1,4 +1,4 @@
-"""Loaded systems: all of them while memory lasts, otherwise those that are needed soonest."""
+"""Loaded systems of a race: all of them while memory suffices, otherwise those that are needed soonest."""
 
 from __future__ import annotations
 
@@ -7,35 +7,41 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from foretoken.bench.peers.protocol import Answer, Ask, Setup
+from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.setting import memory
 
-WEIGHT_COPIES, OVERHEAD = 2.5, 2 * 2**30  # while it loads a system may hold its weights twice, beside its libraries
+WEIGHT_COPIES, OVERHEAD = 2.5, 2 * 2**30  # while loading, a system may hold its weights twice; and its libraries
 
 
-class Asked(Protocol):
-    """What a race needs of a ``Worker``."""
+class RaceWorker(Protocol):
+    """The part of ``PeerWorker`` that a race needs."""
 
     version: str
 
-    def ask(self, question: Ask) -> Answer: ...
+    def ask(self, question: PeerRequest) -> Answer: ...
     def close(self) -> None: ...
 
 
 class Pool:
-    """``start`` makes a worker; ``schedule``, the setup of every turn to come, says who will wait longest."""
+    """Keeps workers loaded while memory suffices.
+
+    Args:
+        start: Starts a worker.
+        schedule: The setup of every turn. The worker whose next turn is furthest away is unloaded first.
+        fits: Whether a setup fits into free memory.
+    """
 
     def __init__(
         self,
-        start: Callable[[Setup], Asked],
+        start: Callable[[Setup], RaceWorker],
         schedule: Sequence[Setup],
         fits: Callable[[Setup], bool] = lambda setup: memory("MemAvailable") >= needed(setup),
     ) -> None:
         self._start, self._schedule, self._fits = start, list(schedule), fits
-        self._workers: dict[Setup, Asked] = {}
+        self._workers: dict[Setup, RaceWorker] = {}
 
-    def get(self, turn: int) -> Asked:
-        """The worker of that turn, loaded now if it is not; others may have to go. Raises PeerError."""
+    def get(self, turn: int) -> RaceWorker:
+        """Returns the worker of a turn and loads it if necessary, unloading others. Raises PeerError."""
         setup = self._schedule[turn]
         if setup not in self._workers:
             while self._workers and not self._fits(setup):
@@ -44,7 +50,7 @@ class Pool:
         return self._workers[setup]
 
     def drop(self, setup: Setup) -> None:
-        """Unload it; unknown ones are ignored."""
+        """Unloads a worker; unknown setups are ignored."""
         if setup in self._workers:
             self._workers.pop(setup).close()
 
@@ -53,7 +59,7 @@ class Pool:
             self.drop(setup)
 
     def _next(self, setup: Setup, turn: int) -> int:
-        """The turn at which it is needed again; one never needed comes after all."""
+        """Returns the next turn that needs ``setup``, or the number of turns if none does."""
         return next((at for at in range(turn, len(self._schedule)) if self._schedule[at] == setup), len(self._schedule))
 
     def __enter__(self) -> Pool:
@@ -66,6 +72,6 @@ class Pool:
 
 
 def needed(setup: Setup) -> int:
-    """Bytes of memory to have free before ``setup`` is loaded."""
+    """Returns the bytes of memory that must be free before ``setup`` is loaded."""
     weights = sum(f.stat().st_size for f in Path(setup.target).glob("*") if f.suffix in (".safetensors", ".bin"))
     return int(WEIGHT_COPIES * weights) + OVERHEAD

@@ -1,4 +1,4 @@
-"""The race: systems take turns within each repeat, in another order each time: a machine that drifts drifts for all."""
+"""The race: all systems take turns in rotating order, so that drift of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from foretoken.bench.peers.protocol import Answer, Ask, Setup
+from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.worker import PeerError
-from foretoken.bench.pool import Asked, Pool
+from foretoken.bench.pool import Pool, RaceWorker
 
 WARM_UP = 8  # tokens
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """One row: a system, how it speculates and how far. Entrants with the same setup share a process."""
+    """A system with its method and depth. Entrants with the same setup share a process."""
 
     system: str
     method: str
@@ -26,7 +26,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Course:
-    """What all complete: groups of prompts that run at once, each prompt as token ids."""
+    """The task of all entrants. groups: prompts that run in one batch, each as token ids."""
 
     groups: list[list[list[int]]]
     max_tokens: int
@@ -34,13 +34,16 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Medians over the repeats; spreads are the lowest and the highest.
+class RaceRow:
+    """The result of one entrant: medians over the repeats; spreads are (lowest, highest).
 
-    prefill_seconds: until every prompt of a group had its first tokens. tokens_per_pass: emitted tokens over target
-    passes. identical_to_plain: whether all texts are the system's own plain ones, None where texts are drawn afresh.
-    best: the depth at which this system and method were fastest. law_z, law_excess: of drawn texts, see ``law.py``, in
-    standard errors and in nats a token.
+    Attributes:
+        prefill_seconds: Until every prompt of a group had its first tokens.
+        tokens_per_pass: Emitted tokens per target pass.
+        identical_to_plain: Whether all texts equal the system's own plain ones. None for sampled texts.
+        best: Whether this is the depth at which the system and method were fastest.
+        law_z: Sampling bias in standard errors, see ``law.py``.
+        law_excess: Sampling bias in nats per token.
     """
 
     system: str
@@ -66,24 +69,33 @@ class Row:
 
 
 def turns(count: int, repeats: int) -> list[int]:
-    """Who is next: everybody once a repeat, each repeat beginning with another."""
+    """Returns the order of the turns: every index once per repeat, rotated by one each time."""
     return [(i + r) % count for r in range(repeats) for i in range(count)]
 
 
-Heats = dict[tuple[Entrant, float], list[list[Answer]]]  # by entrant and temperature: the answers of every repeat
+Heats = dict[tuple[Entrant, float], list[list[Answer]]]  # the answers of every repeat, by entrant and temperature
 
 
 def race(
     entrants: Sequence[Entrant],
     courses: Sequence[Course],
     repeats: int,
-    start: Callable[[Setup], Asked],
+    start: Callable[[Setup], RaceWorker],
     say: Callable[[str], None],
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
-) -> tuple[list[Row], Heats]:
-    """All entrants on all courses, interleaved. -> rows, and the answers, of every entrant that finished
+) -> tuple[list[RaceRow], Heats]:
+    """Runs all entrants on all courses, interleaved.
 
-    ``start`` loads a system, ``say`` takes a line on one that failed, ``track`` shows how far it is.
+    Args:
+        entrants: The systems.
+        courses: The tasks.
+        repeats: Turns of each entrant on each course.
+        start: Loads a system.
+        say: Receives a line about a system that failed.
+        track: Wraps the turns to show progress.
+
+    Returns:
+        Rows and answers of every entrant that finished.
     """
     pairs = [(entrant, course) for entrant in entrants for course in courses]
     order = turns(len(pairs), repeats)
@@ -104,30 +116,30 @@ def race(
                 pool.drop(entrant.setup)
                 say(f"{error}. Racing without it.")
     heats = {key: heat for key, heat in heats.items() if key[0].setup not in failed}
-    rows: list[Row] = []
+    rows: list[RaceRow] = []
     for course in courses:
-        found = {entrant: heat for (entrant, value), heat in heats.items() if value == course.temperature}
-        plain = {e.system: heat[0] for e, heat in found.items() if e.method == "plain"}
-        rows += mark_best([
-            summarise(e, versions[e.setup], course, heat, plain.get(e.system)) for e, heat in found.items()
-        ])  # fmt: skip
+        by_entrant = {entrant: heat for (entrant, value), heat in heats.items() if value == course.temperature}
+        plain = {e.system: heat[0] for e, heat in by_entrant.items() if e.method == "plain"}
+        rows += mark_best(
+            [summarize(e, versions[e.setup], course, heat, plain.get(e.system)) for e, heat in by_entrant.items()]
+        )
     return rows, heats
 
 
-def run(worker: Asked, entrant: Entrant, course: Course) -> list[Answer]:
-    """One turn: a short warm-up, then every group once."""
+def run(worker: RaceWorker, entrant: Entrant, course: Course) -> list[Answer]:
+    """Runs one turn: a short warm-up, then every group once."""
 
     def ask(group: list[list[int]], tokens: int) -> Answer:
-        return worker.ask(Ask(group, tokens, course.temperature, entrant.depth))
+        return worker.ask(PeerRequest(group, tokens, course.temperature, entrant.depth))
 
     ask(course.groups[0], min(WARM_UP, course.max_tokens))
     return [ask(group, course.max_tokens) for group in course.groups]
 
 
-def summarise(
+def summarize(
     entrant: Entrant, version: str, course: Course, repeats: Sequence[Sequence[Answer]], plain: Sequence[Answer] | None
-) -> Row:
-    """A row from all repeats of one entrant; ``plain`` is the same system's plain decoding, once."""
+) -> RaceRow:
+    """Summarizes all repeats of one entrant. plain: answers of the same system without speculation."""
     rates = [sum(a.total for a in run) / sum(a.seconds for a in run) for run in repeats]
     decode = [
         sum(a.total - a.first_tokens for a in run) / max(1e-9, sum(a.seconds - a.first_seconds for a in run))
@@ -137,10 +149,10 @@ def summarise(
     texts = [tokens for answer in repeats[0] for tokens in answer.tokens]
     same = None
     if plain is not None and course.temperature == 0:
-        wanted = [tokens for answer in plain for tokens in answer.tokens]
+        expected = [tokens for answer in plain for tokens in answer.tokens]
         made = [[tokens for answer in run for tokens in answer.tokens] for run in repeats]
-        same = sum(all(run[i] == text for run in made) for i, text in enumerate(wanted))
-    return Row(
+        same = sum(all(run[i] == text for run in made) for i, text in enumerate(expected))
+    return RaceRow(
         system=entrant.system,
         version=version,
         method=entrant.method,
@@ -161,8 +173,8 @@ def summarise(
     )
 
 
-def mark_best(rows: Sequence[Row]) -> list[Row]:
-    """Every system and method at the depth where it was fastest."""
+def mark_best(rows: Sequence[RaceRow]) -> list[RaceRow]:
+    """Marks the fastest depth of every system and method."""
     fastest: dict[tuple[str, str], float] = {}
     for row in rows:
         key = (row.system, row.method)
@@ -170,34 +182,35 @@ def mark_best(rows: Sequence[Row]) -> list[Row]:
     return [replace(row, best=row.tokens_per_second == fastest[row.system, row.method]) for row in rows]
 
 
-def ratios(rows: Sequence[Row], ours: str = "foretoken") -> list[dict[str, Any]]:
-    """Our fastest speculation over our plain decoding and over the fastest of each peer, speculating and plain.
+def ratios(rows: Sequence[RaceRow], system: str = "foretoken") -> list[dict[str, Any]]:
+    """Returns the speedups of ``system``'s fastest speculation over its plain decoding and over every peer.
 
-    End to end and decoding, each at the depth that was best end to end.
+    Peers count at their fastest depth end to end, with and without speculation. Speedups are end to end and decoding
+    only.
     """
     best = [row for row in rows if row.best]
-    mine = max((r for r in best if r.system == ours and r.method != "plain"), key=_rate, default=None)
-    if mine is None:
+    fastest = max((r for r in best if r.system == system and r.method != "plain"), key=_rate, default=None)
+    if fastest is None:
         return []
-    others = [max(group, key=_rate) for group in _groups(best) if mine not in group]
+    others = [max(group, key=_rate) for group in _groups(best) if fastest not in group]
     return [
         {
             "over": f"{other.system} {'plain' if other.method == 'plain' else 'speculative'}",
-            "tokens_per_second": mine.tokens_per_second / other.tokens_per_second,
-            "decode_tokens_per_second": mine.decode_tokens_per_second / other.decode_tokens_per_second,
+            "tokens_per_second": fastest.tokens_per_second / other.tokens_per_second,
+            "decode_tokens_per_second": fastest.decode_tokens_per_second / other.decode_tokens_per_second,
         }
         for other in others
         if other.tokens_per_second and other.decode_tokens_per_second
     ]
 
 
-def _rate(row: Row) -> float:
+def _rate(row: RaceRow) -> float:
     return row.tokens_per_second
 
 
-def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows by system, plain decoding apart from speculation."""
-    groups: dict[tuple[str, bool], list[Row]] = {}
+def _groups(rows: Sequence[RaceRow]) -> list[list[RaceRow]]:
+    """Groups rows by system, and by plain or speculative decoding."""
+    groups: dict[tuple[str, bool], list[RaceRow]] = {}
     for row in rows:
         groups.setdefault((row.system, row.method == "plain"), []).append(row)
     return list(groups.values())

@@ -1,4 +1,4 @@
-"""Tasks for encoder-decoders: broken code to be repaired, from files that no training saw."""
+"""Tasks for encoder-decoders: broken code to repair, from files outside the training data."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretoken.models.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
 
 FILE = Path(__file__).with_name("repairs.jsonl")
 
 
 @dataclass(frozen=True)
 class Repair:
-    """One task in a model's tokens. source: the broken code. length: tokens of the right code, its end included."""
+    """One task as token ids. source: the broken code. length: tokens of the fixed code, end-of-sequence included."""
 
     source: tuple[int, ...]
     length: int
 
 
 def repairs(model: Path, count: int) -> list[Repair]:
-    """The first ``count`` tasks by the tokenizer of ``model``."""
+    """Returns the first ``count`` tasks, tokenized for ``model``."""
     tokenizer = load_tokenizer(model)
     lines = FILE.read_text(encoding="utf-8").splitlines()[:count]
     tasks = [json.loads(line) for line in lines]

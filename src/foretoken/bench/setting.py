@@ -1,4 +1,4 @@
-"""What every figure is published with: machine, versions, date and command."""
+"""The setting that is published with every figure: machine, versions, date and command."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def wide_console() -> Console:
-    """A console that does not fold tables where output goes to a file."""
+    """Returns a console that does not fold tables in a pipe or file."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -28,7 +28,7 @@ def wide_console() -> Console:
 
 
 def setting() -> dict[str, Any]:
-    """Facts that make a row repeatable."""
+    """Returns the facts that make a result repeatable."""
     import torch
     import transformers
 
@@ -48,21 +48,21 @@ def setting() -> dict[str, Any]:
 
 
 def command(argv: list[str]) -> str:
-    """The command line as a reader would type it."""
+    """Returns the command line as a reader would type it."""
     program = Path(argv[0])
     installed = program.stem in ("foretoken", "__main__", "main")
     return shlex.join([*(["foretoken"] if installed else ["python", argv[0]]), *argv[1:]])
 
 
 def processor() -> str:
-    """The processor's name; where the system hides it, its architecture."""
+    """Returns the processor's name, or its architecture where the name is hidden."""
     lines = _lines(Path("/proc/cpuinfo"))
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
 
 def memory(what: str) -> int:
-    """Bytes: ``MemTotal``, ``MemAvailable`` of the machine, ``VmHWM`` (the peak) of this process; 0 if hidden."""
+    """Returns bytes of ``MemTotal`` or ``MemAvailable`` (machine), or ``VmHWM`` (peak of this process); 0 if hidden."""
     file = Path("/proc/self/status" if what.startswith("Vm") else "/proc/meminfo")
     sizes = (line.split()[1] for line in _lines(file) if line.startswith(f"{what}:"))
     return int(next(sizes, "0")) * 1024

@@ -1,4 +1,4 @@
-"""From nothing to the first token, in a fresh process, imports included."""
+"""Time from the start of a fresh process to the first token, imports included."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(json.dumps({"imported": imported, "peak": memory("VmHWM")}), flush=True)
 
 @dataclass(frozen=True)
 class Startup:
-    """seconds: median, from the interpreter's start. peak_bytes: resident at most; imported_bytes: before loading."""
+    """Startup of one model. seconds: median. peak_bytes: peak resident memory. imported_bytes: peak before loading."""
 
     name: str
     seconds: float
@@ -37,18 +37,18 @@ class Startup:
 
 
 def startup(name: str, options: dict[str, str], times: int = 3) -> Startup:
-    """``LLM(**options)`` and one token, ``times`` times after one that warms the disk cache. Raises ForetokenError."""
+    """Times ``LLM(**options)`` and one token, ``times`` times after one warm-up. Raises ForetokenError."""
     seconds: list[float] = []
-    said = {"peak": 0, "imported": 0}
+    reported = {"peak": 0, "imported": 0}
     for _ in range(times + 1):
-        took, said = _run([sys.executable, "-c", _PROGRAM, json.dumps(options)])
+        took, reported = _run([sys.executable, "-c", _PROGRAM, json.dumps(options)])
         seconds.append(took)
     warm = seconds[1:]
-    return Startup(name, median(warm), min(warm), max(warm), said["peak"], said["imported"])
+    return Startup(name, median(warm), min(warm), max(warm), reported["peak"], reported["imported"])
 
 
 def _run(command: Sequence[str]) -> tuple[float, dict[str, int]]:
-    """-> seconds until the process says that it has its token, and what it says"""
+    """Returns the seconds until the process reports its token, and the report."""
     with tempfile.TemporaryFile("w+") as errors:
         started = perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:

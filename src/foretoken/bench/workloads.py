@@ -1,4 +1,4 @@
-"""What is raced on: our own Python functions to complete, alone or behind more text, or prompts from a file."""
+"""Prompts of the benchmarks: bundled Python functions, alone or behind more text, or prompts from a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from foretoken.core.errors import InvalidRequest
 
-# None ends with a line break: the next line's break and indentation are often one token.
+# No prompt ends with a line break: the next line's break and indentation are often one token.
 FUNCTIONS: tuple[str, ...] = (
     '''def read_settings(path, defaults=None):
     """Read ``key = value`` lines from the file at path into a dictionary.
@@ -88,9 +88,9 @@ CONTEXTS = ("textwrap", "shlex", "queue", "bisect", "heapq", "sched", "fnmatch",
 
 
 def ragged(encode: Callable[[str], list[int]], count: int = 16, low: int = 20, high: int = 1000) -> list[list[int]]:
-    """Our functions behind as much of a library module as makes prompts of ``low`` to ``high`` tokens.
+    """Returns prompts of ``low`` to ``high`` tokens: bundled functions behind part of a standard library module.
 
-    Lengths grow by a constant factor and come in mixed order. The modules are those of the running Python. -> token ids
+    Lengths grow by a constant factor and come in mixed order. The modules are those of the running Python.
     """
     lengths = [round(low * (high / low) ** (i / max(1, count - 1))) for i in range(count)]
     prompts: list[list[int]] = []
@@ -105,7 +105,7 @@ def ragged(encode: Callable[[str], list[int]], count: int = 16, low: int = 20, h
 
 
 def _module(name: str) -> str:
-    """The source of a module of the standard library."""
+    """Returns the source of a standard library module."""
     import importlib.util
 
     spec = importlib.util.find_spec(name)
@@ -115,7 +115,7 @@ def _module(name: str) -> str:
 
 
 def load_prompts(path: Path, count: int | None = None) -> list[str]:
-    """The ``prompt`` fields of a JSON-lines file, at most ``count`` of them, in the order of the file."""
+    """Returns the ``prompt`` fields of a JSON-lines file, at most ``count``, in the order of the file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

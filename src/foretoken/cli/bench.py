@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.bench.entrants import Pairing
-    from foretoken.bench.race import Row
+    from foretoken.bench.race import RaceRow
 
 app = typer.Typer(help="Measure: the race against other engines, the cost of a pass.", no_args_is_help=True)
 
@@ -50,7 +50,7 @@ def race(
     from foretoken.bench.entrants import Pairing
     from foretoken.bench.peers.registry import chosen
     from foretoken.bench.setting import setting
-    from foretoken.train.scale_up import scaled
+    from foretoken.train.widen.checkpoint import scaled
 
     check_places(json=json_file, html=html_file)
     configs = _configs(speculative_config)
@@ -80,14 +80,14 @@ def race(
 def _race(
     pairing: Pairing, configs: list[dict[str, Any]], wanted: Sequence[Any], groups: list[list[list[int]]],
     course: tuple[int, list[float], int], notes: Console,
-) -> list[Row]:  # fmt: skip
+) -> list[RaceRow]:  # fmt: skip
     """From options to rows."""
     from foretoken.bench.costs import Loaded
     from foretoken.bench.entrants import own, peers
     from foretoken.bench.law import judged
     from foretoken.bench.peers.protocol import Setup
     from foretoken.bench.peers.registry import OURS, PEERS, folder
-    from foretoken.bench.peers.worker import Worker
+    from foretoken.bench.peers.worker import PeerWorker
     from foretoken.bench.race import Course, race
     from foretoken.cli.theme import waiting
     from foretoken.core.errors import ForetokenError
@@ -95,9 +95,9 @@ def _race(
     def say(text: str) -> None:
         notes.print(text, style="yellow", markup=False, soft_wrap=True)
 
-    def start(setup: Setup) -> Worker:
+    def start(setup: Setup) -> PeerWorker:
         log = folder() / "logs" / f"{setup.system}-{setup.method}-{setup.depth}.log"
-        return Worker((PEERS | {OURS.name: OURS})[setup.system].command, setup, log)
+        return PeerWorker((PEERS | {OURS.name: OURS})[setup.system].command, setup, log)
 
     with waiting(notes, "setting up"):
         entrants = own(pairing, configs) + peers(pairing, configs, wanted, say)
@@ -113,7 +113,7 @@ def _race(
 
 
 def _publish(
-    facts: dict[str, Any], rows: Sequence[Row], console: Console, json_file: Path | None, html_file: Path | None
+    facts: dict[str, Any], rows: Sequence[RaceRow], console: Console, json_file: Path | None, html_file: Path | None
 ) -> None:
     from dataclasses import asdict
 
@@ -141,7 +141,7 @@ def _configs(texts: Sequence[str] | None) -> list[dict[str, Any]]:
 def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[list[int]], str]:
     """The prompts as token ids, so that every system gets the same, and where they are from."""
     from foretoken.bench.workloads import FUNCTIONS, load_prompts, ragged
-    from foretoken.models.checkpoint import load_tokenizer
+    from foretoken.models.formats.checkpoint import load_tokenizer
 
     tokenizer = load_tokenizer(target)
 

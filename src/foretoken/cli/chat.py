@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.chat_commands import Settings, names, parse, run
+from foretoken.cli.chat_commands import ChatSettings, names, parse, run
 from foretoken.cli.options import Device, DraftModel, Dtype, MaxModelLen, Quantization, Speculation, Target, load
 from foretoken.cli.theme import ColorMode
 
@@ -59,7 +59,7 @@ def chat(
     from foretoken.cli.generate import speculative
 
     config, template = speculative(speculative_config), read_template(chat_template)
-    settings = Settings(
+    settings = ChatSettings(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
         speculative_tokens=speculative_tokens, rejected=rejected,
     )  # fmt: skip
@@ -105,7 +105,7 @@ class Session:
     """One conversation with one model; what commands act on. refused: whether anything was."""
 
     def __init__(
-        self, llm: LLM, conversation: Conversation, settings: Settings, screen: Screen, *, figures: bool = True
+        self, llm: LLM, conversation: Conversation, settings: ChatSettings, screen: Screen, *, figures: bool = True
     ) -> None:
         self._llm, self._screen, self._figures = llm, screen, figures
         self.conversation, self.settings = conversation, settings

@@ -21,7 +21,7 @@ _COMMAND = re.compile(r"/([a-z_]+)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ChatSettings:
     """How the next answer is made. speculative_tokens None and method None leave both to the engine."""
 
     max_tokens: int
@@ -53,7 +53,7 @@ class Chat(Protocol):
     done: figures and seconds of every answer so far. coloured: whether rejected tokens could be shown.
     """
 
-    settings: Settings
+    settings: ChatSettings
     done: list[tuple[SpeculationStats, float]]
     finished: bool
 

@@ -68,8 +68,9 @@ def _converted(source: Path, to: str, target: str | None) -> Written:
 
 def _taps(source: Path, target: str) -> tuple[int, ...]:
     """The layers read, measured on the target, since config.json leaves them open."""
-    from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
+    from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.models.heads.loading import load_eagle
+    from foretoken.models.loading import load_model
 
     path = resolve(target)
     return load_eagle(load_model(path), load_tokenizer(path), source, path).taps
@@ -78,7 +79,7 @@ def _taps(source: Path, target: str) -> tuple[int, ...]:
 def _vocabulary(target: str, dtype: torch.dtype) -> Tensor:
     """The target's vocabulary head [V, H]; its embedding where the two are tied."""
     from foretoken.core.errors import ModelLoadError
-    from foretoken.models.checkpoint import open_weights, resolve
+    from foretoken.models.formats.checkpoint import open_weights, resolve
 
     path = resolve(target)
     weights = open_weights(path)

@@ -38,7 +38,7 @@ def costs(
     from foretoken import zoo
     from foretoken.bench.setting import cores, setting
     from foretoken.core.errors import InvalidRequest
-    from foretoken.train.scale_up import scaled
+    from foretoken.train.widen.checkpoint import scaled
 
     chosen = [part.strip() for part in parts.split(",")]
     if unknown := [part for part in chosen if part not in PARTS]:
@@ -120,7 +120,7 @@ def _rounds(
 
     from foretoken import LLM, SamplingParams
     from foretoken.bench import tables
-    from foretoken.bench.rounds import rounds
+    from foretoken.bench.step_times import step_times
     from foretoken.bench.workloads import FUNCTIONS
     from foretoken.cli.theme import waiting
 
@@ -130,9 +130,9 @@ def _rounds(
     with waiting(notes, "rounds"):
         for name, extra in {"temperature 0": {"temperature": 0.0}, "temperature 1": {}, "seeded": {"seed": 1}}.items():
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, speculative_tokens=4, **extra)  # type: ignore[arg-type]
-            rounds(llm, FUNCTIONS[:1], params)
-            found[name] = rounds(llm, FUNCTIONS[:4], params)
-    facts = {name: asdict(r) | {"outside": r.outside, "per_round": r.per_round()} for name, r in found.items()}
+            step_times(llm, FUNCTIONS[:1], params)
+            found[name] = step_times(llm, FUNCTIONS[:4], params)
+    facts = {name: asdict(r) | {"outside": r.outside, "per_round": r.per_step()} for name, r in found.items()}
     return facts, ["\nthe parts of a round at depth 4, ms", tables.breakdown(found)]
 
 

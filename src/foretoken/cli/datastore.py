@@ -23,7 +23,7 @@ def build_datastore(
     import json
 
     from foretoken import zoo
-    from foretoken.models.checkpoint import load_tokenizer, resolve
+    from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.propose.datastore import DatastoreWriter
     from foretoken.train.files import PROVENANCE, atomic_directory, check_output, write_json
     from foretoken.train.progress import Reporter

@@ -12,16 +12,16 @@ from foretoken.bench.workloads import FUNCTIONS
 from foretoken.cli.theme import ColorMode, console
 
 if TYPE_CHECKING:
-    from foretoken.bench.measure import Run
+    from foretoken.bench.measure import TimedCompletion
     from foretoken.cli.lanes import Stage
     from foretoken.llm import LLM
 
 
 @dataclass(frozen=True)
 class Race:
-    """What is raced. ``like`` is the size the bundled target is widened to, or None for as it is."""
+    """What is raced. ``size`` is the size the bundled target is widened to, or None for as it is."""
 
-    like: str | None
+    size: str | None
     prompts: int
     max_tokens: int
     temperature: float
@@ -32,8 +32,8 @@ class Race:
 class Pair:
     """The two runs over one prompt."""
 
-    plain: Run
-    speculative: Run
+    plain: TimedCompletion
+    speculative: TimedCompletion
 
     @property
     def identical(self) -> bool:
@@ -41,7 +41,7 @@ class Pair:
 
 
 def demo(
-    like: Annotated[str, typer.Option(help="Size to widen the bundled target to, such as 0.7b; none: as it is.")] = (
+    size: Annotated[str, typer.Option(help="Size to widen the bundled target to, such as 0.7b; none: as it is.")] = (
         "0.7b"
     ),
     prompts: Annotated[int, typer.Option(min=1, max=len(FUNCTIONS), help="Functions to complete.")] = 4,
@@ -54,7 +54,7 @@ def demo(
     """Watch the bundled pair complete Python functions plainly and speculatively."""
     from foretoken.cli.lanes import stage
 
-    race = Race(None if like.lower() == "none" else like, prompts, max_tokens, temperature, speculative_tokens)
+    race = Race(None if size.lower() == "none" else size, prompts, max_tokens, temperature, speculative_tokens)
     show = stage(console(color, stderr=as_json), quiet=as_json)
     pairs = _run(race, show)
     record = summarise(race, pairs)
@@ -81,15 +81,15 @@ def _load(race: Race, show: Stage) -> LLM:
     from foretoken import zoo
 
     target, draft = zoo.path("target"), zoo.path("draft")
-    if race.like is not None:
-        from foretoken.train.scale_up import scaled
+    if race.size is not None:
+        from foretoken.train.widen.checkpoint import scaled
 
-        size = race.like.upper()
+        size = race.size.upper()
         show.say(
             f"The bundled target, widened to {size} without changing what it computes: it behaves like the small model "
             f"it is and costs what a {size} model costs. Built once, then kept."
         )
-        target = scaled(race.like)
+        target = scaled(race.size)
     with show.status("loading the pair"):
         from foretoken import LLM
 
@@ -129,7 +129,7 @@ def summarise(race: Race, pairs: list[Pair]) -> dict[str, Any]:
     plain = Totals.of(pair.plain for pair in pairs)
     fast = Totals.of(pair.speculative for pair in pairs)
     return {
-        "target": f"bundled, widened to {race.like}" if race.like else "bundled",
+        "target": f"bundled, widened to {race.size}" if race.size else "bundled",
         "prompts": len(pairs),
         "max_tokens": race.max_tokens,
         "temperature": race.temperature,

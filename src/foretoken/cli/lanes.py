@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from foretoken.bench.measure import Run
+from foretoken.bench.measure import TimedCompletion
 from foretoken.cli.render import Origins, Span, legend, marked, styled
 from foretoken.cli.theme import waiting
 from foretoken.outputs import StreamPiece
@@ -32,7 +32,7 @@ class Lane:
     tokens: int = 0
     seconds: float = 0.0
     spans: list[Span] = field(default_factory=list)
-    run: Run | None = None
+    run: TimedCompletion | None = None
     _origins: Origins | None = None
 
     def begin(self, origins: Origins) -> None:
@@ -46,7 +46,7 @@ class Lane:
         self.tokens += len(piece.token_ids)
         self.seconds = seconds
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TimedCompletion) -> None:
         """Keep the finished run."""
         self.run, self.seconds = run, run.seconds
 

@@ -21,10 +21,10 @@ from foretoken.cli.datastore import build_datastore
 from foretoken.cli.demo import demo
 from foretoken.cli.generate import generate
 from foretoken.cli.plan import plan
-from foretoken.cli.scale_up import scale_up
 from foretoken.cli.serve import serve
 from foretoken.cli.simulate import simulate
 from foretoken.cli.train_seq2seq import app as train_app
+from foretoken.cli.widen import widen
 from foretoken.cli.zoo import zoo
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
@@ -52,7 +52,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command()(audit)
 app.command()(zoo)
-app.command("scale-up")(scale_up)
+app.command("widen")(widen)
 app.command()(convert)
 app.command("build-datastore")(build_datastore)
 app.add_typer(train_app, name="train")

@@ -17,7 +17,7 @@ from foretoken.models.options import check_dtype, check_quantization
 
 if TYPE_CHECKING:
     from foretoken.plan.outcome import Plan
-    from foretoken.plan.planner import Say, Settings
+    from foretoken.plan.planner import PlanSettings, Say
 
 _ROLES = ("eagle3", "medusa", "blockwise")
 _VLLM_ROLES = ("eagle3", "medusa")
@@ -80,11 +80,11 @@ def plan(
     from foretoken.cli.generate import speculative
     from foretoken.plan.candidates import candidates
     from foretoken.plan.elsewhere import check, elsewhere
-    from foretoken.plan.planner import Settings
+    from foretoken.plan.planner import PlanSettings
     from foretoken.plan.render import rendered
 
     check(rtt, batch or (1,))
-    settings = Settings(
+    settings = PlanSettings(
         temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))), batches=tuple(dict.fromkeys(batch or (1,))),
         max_tokens=max_tokens, turns=turns, top_p=top_p,
     )  # fmt: skip
@@ -121,7 +121,7 @@ def _models(
 
 
 def _plan(
-    model: str, chosen: Sequence[Any], prompts: Path | None, count: int, settings: Settings,
+    model: str, chosen: Sequence[Any], prompts: Path | None, count: int, settings: PlanSettings,
     options: tuple[str, str | None], say: Say,
 ) -> Plan:  # fmt: skip
     """From options to a plan, with the setting and the costs of passes beside it."""
@@ -131,10 +131,11 @@ def _plan(
 
     from foretoken.bench.setting import cores, setting
     from foretoken.bench.workloads import FUNCTIONS, load_prompts
-    from foretoken.engine.prompts import PromptReader
+    from foretoken.engine.prompts import PromptTokenizer
     from foretoken.llm import eos_ids, start_ids
     from foretoken.models.base import Model
-    from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
+    from foretoken.models.formats.checkpoint import load_tokenizer, resolve
+    from foretoken.models.loading import load_model
     from foretoken.plan.planner import Planner
     from foretoken.speculation import Builder
 
@@ -146,8 +147,8 @@ def _plan(
     texts = load_prompts(prompts, count) if prompts is not None else list(FUNCTIONS)[:count]
     target = load_model(path, dtype=dtype, quantization=quantization)
     start = start_ids(path, target.vocab_size) if target.takes_source else ()
-    reader = PromptReader(tokenizer, target.vocab_size, start)
-    read = [reader.read(text) for text in texts]
+    reader = PromptTokenizer(tokenizer, target.vocab_size, start)
+    read = [reader.tokenize(text) for text in texts]
     written = _completions(prompts, len(read), tokenizer)
 
     @cache  # two candidates with the same draft share its weights
@@ -187,7 +188,7 @@ def _completions(prompts: Path | None, count: int, tokenizer: Any) -> list[list[
 def _passes(path: Path, model: Any, quantization: str) -> list[dict[str, Any]]:
     """The measured curve of a model that is loaded, from the cache where it is known; empty where memory is short."""
     from foretoken.bench.costs import Loaded
-    from foretoken.models.checkpoint import load_config
+    from foretoken.models.formats.checkpoint import load_config
     from foretoken.plan.costs import has_room, measured
 
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from foretoken.plan.outcome import Plan
-    from foretoken.plan.vllm import Lane
+    from foretoken.plan.vllm import VllmCandidate
     from foretoken.plan.vllm_runs import Bench
 
-OURS = "foretoken.interop_vllm.Proposer"
+OURS = "foretoken.interop_vllm.VllmProposer"
 _FREE: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("ngram", {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}, {}),
     ("suffix, recycling", {"method": "custom_class", "model": OURS}, {"foretoken": {"method": "mixture"}}),
@@ -30,36 +30,38 @@ _FREE: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
 
 def lanes(
     target: Path, drafts: Sequence[str], heads: Sequence[str], configs: Sequence[Mapping[str, Any]]
-) -> list[Lane]:
+) -> list[VllmCandidate]:
     """Drafts, heads in vLLM's dialect, what needs no model, and ``configs``, which are vLLM's own.
 
     A configuration may hold "additional_config" beside vLLM's keys. Raises InvalidRequest or ModelLoadError.
     """
     from foretoken.core.errors import InvalidRequest
-    from foretoken.models.checkpoint import resolve
-    from foretoken.plan.vllm import Lane
+    from foretoken.models.formats.checkpoint import resolve
+    from foretoken.plan.vllm import VllmCandidate
 
-    found = [Lane.of({"method": "draft_model", "model": str(resolve(draft))}) for draft in drafts]
+    found = [VllmCandidate.of({"method": "draft_model", "model": str(resolve(draft))}) for draft in drafts]
     found += [_head(resolve(head), target) for head in heads]
-    found += [Lane.of(config, name, additional) for name, config, additional in _FREE]
+    found += [VllmCandidate.of(config, name, additional) for name, config, additional in _FREE]
     for given in configs:
         own = dict(given)
         additional = own.pop("additional_config", {})
         details = [json.dumps(value) for value in additional.values()]
-        found.append(Lane.of(own, " ".join([str(own.get("method")), str(own.get("model", "")), *details]), additional))
+        found.append(
+            VllmCandidate.of(own, " ".join([str(own.get("method")), str(own.get("model", "")), *details]), additional)
+        )
     if len({lane.name for lane in found}) < len(found):
         raise InvalidRequest("two of the ways to speculate are the same; leave one of them out")
     return found
 
 
-def _head(folder: Path, target: Path) -> Lane:
+def _head(folder: Path, target: Path) -> VllmCandidate:
     """Written once for vLLM, into the cache. Raises InvalidRequest for heads that it does not load."""
     from foretoken import zoo
     from foretoken.cli.convert import convert
     from foretoken.core.errors import InvalidRequest
-    from foretoken.models.checkpoint import load_config
+    from foretoken.models.formats.checkpoint import load_config
     from foretoken.plan.candidates import head_method
-    from foretoken.plan.vllm import Lane
+    from foretoken.plan.vllm import VllmCandidate
 
     method = head_method(folder)
     if method not in ("eagle3", "eagle", "medusa"):
@@ -69,7 +71,7 @@ def _head(folder: Path, target: Path) -> Lane:
         convert(folder, out, to="vllm", target=str(target), force=True)
     heads = load_config(out).get("num_heads") if method == "medusa" else None  # one a position, so no deeper draft
     deepest = {"most": heads} if heads else {}
-    return Lane.of({"method": method, "model": str(out)}, f"{method} {folder.name}", **deepest)
+    return VllmCandidate.of({"method": method, "model": str(out)}, f"{method} {folder.name}", **deepest)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def plan_for(
     """Measure, foretell, print. models: target, drafts, heads. texts: prompts and how many. files: JSON, a page."""
     from foretoken.bench.setting import setting
     from foretoken.bench.workloads import FUNCTIONS, load_prompts
-    from foretoken.models.checkpoint import load_tokenizer, resolve
+    from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.plan.render import rendered
     from foretoken.plan.vllm import planned, record
     from foretoken.plan.vllm_runs import runs
@@ -167,7 +169,7 @@ def _object(option: str, text: str) -> dict[str, Any]:
     return found
 
 
-def _pastes(plan: Plan, known: Sequence[Lane]) -> Iterator[Text]:
+def _pastes(plan: Plan, known: Sequence[VllmCandidate]) -> Iterator[Text]:
     from rich.text import Text
 
     from foretoken.plan.vllm import chosen

@@ -34,7 +34,7 @@ from foretoken.serve.listening import bind
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
-    from foretoken.serve.limits import Settings
+    from foretoken.serve.limits import ServerSettings
 
 METHODS = "prediction,ngram,suffix"  # cost nothing until a request asks for them
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -72,7 +72,7 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that share a pass; more wait.")] = 16,
     max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are told to try later.")] = 256,
     max_model_len: MaxModelLen = None,
-    kv_memory: Annotated[
+    kv_cache_memory_bytes: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Bound for keys and values, such as 2GiB. [none]")
     ] = None,
     max_num_batched_tokens: Annotated[
@@ -116,7 +116,8 @@ def serve(
         "enable_prefix_caching": True, "max_num_batched_tokens": max_num_batched_tokens or "auto",
         "speculative_config": config, "methods": _others(methods, config), "dtype": dtype, "device": device,
         "quantization": quantization, "backend": backend, "max_num_seqs": max_num_seqs,
-        "max_model_len": max_model_len, "kv_memory": _bytes("--kv-memory", kv_memory),
+        "max_model_len": max_model_len,
+        "kv_cache_memory_bytes": _bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes),
         "tensor_parallel_size": tensor_parallel_size, "seed": secrets.randbits(63) if seed is None else seed,
     }  # fmt: skip
     served: dict[str, Any] = {
@@ -143,7 +144,9 @@ def serve(
             llm.close()
 
 
-def _serve(llm: LLM, settings: Settings, listening: socket.socket, max_waiting: int, drain_timeout: float) -> None:
+def _serve(
+    llm: LLM, settings: ServerSettings, listening: socket.socket, max_waiting: int, drain_timeout: float
+) -> None:
     from foretoken.serve.app import create_app
     from foretoken.serve.run import Server
     from foretoken.serve.worker import Worker
@@ -156,7 +159,7 @@ def _serve(llm: LLM, settings: Settings, listening: socket.socket, max_waiting: 
         raise ForetokenError(f"the engine stopped working: {worker.dead}")
 
 
-def _announce(settings: Settings, listening: socket.socket) -> None:
+def _announce(settings: ServerSettings, listening: socket.socket) -> None:
     from rich.markup import escape
 
     host, port = listening.getsockname()[:2]
@@ -168,15 +171,15 @@ def _announce(settings: Settings, listening: socket.socket) -> None:
         out.print("warning: whoever reaches this machine can use the model; --api-key asks for a key", style="yellow")
 
 
-def _settings(**given: Any) -> Settings:
+def _settings(**given: Any) -> ServerSettings:
     """Raises ForetokenError where the server's packages are missing."""
     try:
-        from foretoken.serve.limits import Settings
+        from foretoken.serve.limits import ServerSettings
     except ImportError as error:
         raise ForetokenError(
             f"the server needs packages that are not installed ({error.name}); pip install 'foretoken[serve]'"
         ) from error
-    return Settings(**given)
+    return ServerSettings(**given)
 
 
 def _others(methods: str, config: dict[str, Any] | None) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from foretoken.cli.theme import ColorMode, console, waiting
 from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
-    from foretoken.serve.limits import Settings
+    from foretoken.serve.limits import ServerSettings
 
 
 def scale(
@@ -32,23 +32,23 @@ def scale(
 def serve_replicas(
     engine: dict[str, Any],
     wanted: dict[str, Any],
-    settings: Settings,
+    settings: ServerSettings,
     listening: socket.socket,
     drain_timeout: float,
     announce: Callable[[], None],
     verbose: bool,
 ) -> None:
-    """Start them, serve until told to end, end them. engine: of ``Engine``. wanted: of ``Scale``."""
+    """Start them, serve until told to end, end them. engine: of ``ReplicaConfig``. wanted: of ``ReplicaScale``."""
     deploy = _deploying(alone="address" not in wanted)
     from foretoken.serve.replicas.front import Front, create_front
-    from foretoken.serve.replicas.replica import Engine
-    from foretoken.serve.replicas.scale import Scale
+    from foretoken.serve.replicas.replica import ReplicaConfig
+    from foretoken.serve.replicas.scale import ReplicaScale
     from foretoken.serve.run import Server
 
-    made, size = Engine(**engine, settings=settings, created=int(time.time())), Scale(**wanted)
+    made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**wanted)
     spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas")
     with deploy.replicas(made, size, drain_timeout, spinner, verbose) as answering:
-        settings = replace(settings, max_concurrency=size.ceiling * made.room)
+        settings = replace(settings, max_concurrency=size.ceiling * made.max_requests)
         front = Front(answering, settings)
         Server(create_front(front, settings), front, drain_timeout, announce).run(sockets=[listening])
 

@@ -16,7 +16,7 @@ from foretoken.cli.theme import ColorMode
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from foretoken.plan.simulate import Outcome, Setting, Sweep
+    from foretoken.plan.simulate import Setting, SimulationResult, Sweep
 
 UNITS = {"rtt": (1e3, " ms round trip"), "acceptance": (1.0, " acceptance"), "verifiers": (1.0, " target servers"),
          "draft-ms": (1e3, " ms a draft step")}  # fmt: skip
@@ -68,7 +68,7 @@ def simulate(
     )  # fmt: skip
     chosen = tuple(dict.fromkeys(strategy or STRATEGIES))
     console, found = wide_console(color), None
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[SimulationResult, ...] = ()
     if sweep is not None:
         found = swept(setting, sweep.value, _values(sweep, values), chosen, repeats)
         console.print(_gains(found))
@@ -119,7 +119,7 @@ def _values(sweep: Varied, text: str | None) -> list[float]:
     return [value / UNITS[sweep.value][0] for value in found]
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
+def _table(outcomes: Sequence[SimulationResult]) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -152,7 +152,7 @@ def _gains(found: Sweep) -> Table:
     return made
 
 
-def _whether(outcomes: Sequence[Outcome]) -> str:
+def _whether(outcomes: Sequence[SimulationResult]) -> str:
     from foretoken.plan.simulate import pays, waiting
 
     best = pays(outcomes)
@@ -186,7 +186,7 @@ def _where(found: Sweep) -> str:
 
 
 def _record(
-    setting: Setting, repeats: int, verdict: str, outcomes: Sequence[Outcome], found: Sweep | None
+    setting: Setting, repeats: int, verdict: str, outcomes: Sequence[SimulationResult], found: Sweep | None
 ) -> dict[str, Any]:
     """What ``--json`` writes; times in seconds."""
     from dataclasses import asdict

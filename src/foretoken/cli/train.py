@@ -109,7 +109,7 @@ def card(
 def model_of(name: str | None) -> Path:
     """The folder of the target: the bundled one when there is no name."""
     from foretoken import zoo
-    from foretoken.models.checkpoint import resolve
+    from foretoken.models.formats.checkpoint import resolve
 
     return zoo.path("target") if name is None else resolve(name).absolute()
 

@@ -47,7 +47,7 @@ def acceptance(
     """Train a head that tells from a draft's hidden state where to stop (two minutes for the bundled pair)."""
     from foretoken import zoo
     from foretoken.core.errors import InvalidRequest
-    from foretoken.models.checkpoint import resolve
+    from foretoken.models.formats.checkpoint import resolve
     from foretoken.train.acceptance_head import ACCEPTANCE_CONFIG, AcceptanceConfig, train_acceptance
     from foretoken.train.files import check_run
 

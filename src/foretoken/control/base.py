@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foretoken.core.context import Context
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 
 
 class Controller:
@@ -19,7 +19,7 @@ class Controller:
         """Draft nodes for each sequence, at most ``rooms[i]`` (what could still be emitted, less one)."""
         return [0 for _ in contexts]
 
-    def observe(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[StepOutput]) -> None:
         """What came of it."""
 
     def rest(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from foretoken.control.base import Controller
 from foretoken.core.context import Context
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 
 _NAP = 15  # rounds, at most, that are passed over at once: the machine's speed is followed by the others;
 _AWAKE = 3  # and so many before something may be drafted are not
@@ -35,7 +35,7 @@ class Doze(Controller):
         self._who = [] if any(budgets) else who
         return budgets
 
-    def observe(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[StepOutput]) -> None:
         if self._asleep:
             return
         self.inner.observe(steps)

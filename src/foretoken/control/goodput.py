@@ -17,7 +17,7 @@ from foretoken.control.base import Controller
 from foretoken.control.survival import Survival
 from foretoken.control.tempo import Tempo
 from foretoken.core.context import Context
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 
 _MARGIN = 1.02  # by so much drafting has to be faster,
 _CAUTION = 1.25  # and in the time that it adds bring so many tokens for each that plain decoding would: of many
@@ -94,7 +94,7 @@ class Goodput(Controller):
         self.tempo.begin(contexts, budgets)
         return budgets
 
-    def observe(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[StepOutput]) -> None:
         self.tempo.observe(steps)
         for step in steps:
             record = self._records.get(step.sequence)
@@ -209,7 +209,7 @@ class Goodput(Controller):
         """Reading what was missed, as seconds a round until it has paid."""
         return self.tempo.missed_seconds(self.tempo.behind(context)) / _HORIZON * 2.0
 
-    def _settle(self, record: Record, step: Step) -> None:
+    def _settle(self, record: Record, step: StepOutput) -> None:
         if not record.asked:
             record.idle += 1
             return

@@ -15,7 +15,7 @@ from foretoken.control.base import Controller
 from foretoken.control.tempo import Tempo
 from foretoken.core.checks import number
 from foretoken.core.context import Context
-from foretoken.core.step import Step, steady
+from foretoken.core.step import StepOutput, is_decode_only
 
 _START = 2.0  # plain rounds that may be lost before anything was gained
 _MOST = 16.0  # and of earlier gains
@@ -61,7 +61,7 @@ class Guard(Controller):
         self.tempo.begin(contexts, wanted)
         return wanted
 
-    def observe(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[StepOutput]) -> None:
         if steps:
             self._charge(steps)
         self.tempo.observe(steps)
@@ -129,7 +129,7 @@ class Guard(Controller):
         """Seconds that a plain round brings."""
         return self.config.allowance * self.tempo.plain_seconds(self._batch)
 
-    def _charge(self, steps: Sequence[Step]) -> None:
+    def _charge(self, steps: Sequence[StepOutput]) -> None:
         """Enter a round: its allowance, and its loss or gain against the same tokens without the drafts on trial."""
         plain, batch = self.tempo.plain_seconds(len(steps)), len(steps)
         if self.balance is None or not plain:
@@ -142,7 +142,7 @@ class Guard(Controller):
         forced = sum(len(step.draft) for step in steps if step.sequence in self._forced)
         nodes = sum(len(step.draft) for step in free)
         base, tokens = plain if not forced else self._with(batch + forced), sum(len(step.tokens) for step in free)
-        if steady(steps):
+        if is_decode_only(steps):
             seconds = min(timings.total, _DISTURBED * self._expected(steps, batch + forced + nodes))
             # On a machine that is faster now than when plain rounds were timed, a loss would look like a gain.
             rest = seconds * (timings.total - timings.propose) / timings.total
@@ -154,7 +154,7 @@ class Guard(Controller):
     def _with(self, rows: int) -> float:
         return self.tempo.passes.alone(rows)
 
-    def _expected(self, steps: Sequence[Step], rows: int) -> float:
+    def _expected(self, steps: Sequence[StepOutput], rows: int) -> float:
         tempo = self.tempo
         return self._with(rows) + (tempo.planned_seconds() if tempo.ready else steps[0].timings.propose)
 

@@ -14,7 +14,7 @@ from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_config, open_weights, resolve
+from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 
 MODEL_TYPE = "foretoken_acceptance"
 EXTRA = 3  # features beside the hidden state
@@ -88,7 +88,7 @@ class AcceptanceHead:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _LearnedDraft:
     head: AcceptanceHead
     threshold: float
     greedy: bool
@@ -110,7 +110,7 @@ class LearnedStop(Stop):
         self.head, self.config = head, config
 
     def begin(self, context: Context) -> Gate:
-        return _Draft(self.head, self.config.threshold, context.law.greedy)
+        return _LearnedDraft(self.head, self.config.threshold, context.law.greedy)
 
 
 def build(config: LearnedConfig, model: Model) -> LearnedStop:

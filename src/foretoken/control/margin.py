@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.control.stops import Gate, Rule, Stop
 from foretoken.core.checks import integer, number
 from foretoken.core.context import Context
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.models.base import Model
 
 _LARGEST = 16.0  # a margin that says all there is to say; filters make infinite ones
@@ -61,7 +61,7 @@ def margin(row: Tensor) -> float:
 
 
 @dataclass(slots=True)
-class Estimate:
+class MarginEstimate:
     """The acceptance of one kind of request by depth (from 0) and margin.
 
     outcomes: (depth, margin, accepted), only of places that were reached: what is below a rejection is not known.
@@ -133,10 +133,10 @@ def logistic(x: Reals, y: Reals, start: Reals, centre: Reals, precision: Reals) 
 
 
 @dataclass(slots=True)
-class _Draft:
+class _MarginDraft:
     """One draft. full: it runs to its end, whatever the estimate says."""
 
-    estimate: Estimate
+    estimate: MarginEstimate
     threshold: float
     full: bool
     margins: list[float] = field(default_factory=list)
@@ -158,18 +158,18 @@ class MarginStop(Stop):
 
     def __init__(self, config: MarginConfig) -> None:
         self.config = config
-        self.estimates: dict[str, Estimate] = {}  # "greedy", or the grade
-        self._drafts: dict[int, _Draft] = {}
+        self.estimates: dict[str, MarginEstimate] = {}  # "greedy", or the grade
+        self._drafts: dict[int, _MarginDraft] = {}
 
     def begin(self, context: Context) -> Gate:
         kind = "greedy" if context.law.greedy else context.exactness.value
-        estimate = self.estimates.setdefault(kind, Estimate())
+        estimate = self.estimates.setdefault(kind, MarginEstimate())
         estimate.begun += 1
         full = estimate.observed < self.config.warmup or estimate.begun % self.config.probe == 0
-        draft = self._drafts[context.id] = _Draft(estimate, self.config.threshold, full)
+        draft = self._drafts[context.id] = _MarginDraft(estimate, self.config.threshold, full)
         return draft
 
-    def observe(self, context: Context, step: Step) -> None:
+    def observe(self, context: Context, step: StepOutput) -> None:
         draft = self._drafts.pop(context.id, None)
         if draft is not None:
             draft.estimate.learn(draft.margins[: len(step.draft)], len(step.verdict.path))

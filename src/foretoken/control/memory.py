@@ -12,7 +12,7 @@ import torch
 
 from foretoken.control.base import Controller
 from foretoken.core.context import Context
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 
 _GIB = 2**30
 _EVERY, _CALM, _PLENTY = 0.05, 0.25, 1.0  # seconds between two looks: memory is short, is not, is far from it
@@ -60,7 +60,7 @@ class MemoryWatch(Controller):
             wanted = self.inner.budgets(contexts, [0 if none else k >> self.halvings for k in wanted])
         return wanted
 
-    def observe(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[StepOutput]) -> None:
         self.inner.observe(steps)
 
     def rest(self) -> int:

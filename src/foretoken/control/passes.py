@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from foretoken.control.curve import Array, Curve
-from foretoken.core.step import Step, Timings, steady
+from foretoken.core.step import StepOutput, Timings, is_decode_only
 
 _KNOWN, _FOLLOW = 2.0, 0.3  # observations of a size that tell the machine's speed by it, and how fast it is followed;
 _JUMP, _LEAP = 0.15, 0.5  # faster where it differs by more than noise
@@ -37,9 +37,9 @@ class Passes:
         """Whether any was seen."""
         return self._shape.weight > 0.0
 
-    def observe(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[StepOutput]) -> None:
         """A round, of which what the proposer took is left out."""
-        if not steps or steps[0].timings is self._seen or not steady(steps):
+        if not steps or steps[0].timings is self._seen or not is_decode_only(steps):
             return
         timings = self._seen = steps[0].timings
         self.add(sum(len(step.draft) + 1 for step in steps), timings.total - timings.propose)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.models.base import Model
 
 RULES = {"entropy": "entropy", "margin": "margin", "learned": "learned"}
@@ -44,7 +44,7 @@ class Stop:
         """A draft for ``context`` begins."""
         return _OPEN
 
-    def observe(self, context: Context, step: Step) -> None:
+    def observe(self, context: Context, step: StepOutput) -> None:
         """What became of the last draft that began for ``context``."""
 
     def forget(self, context: Context) -> None:

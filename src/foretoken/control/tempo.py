@@ -14,7 +14,7 @@ import numpy as np
 from foretoken.control.curve import Array, Curve
 from foretoken.control.passes import Passes
 from foretoken.core.context import Context
-from foretoken.core.step import Step, Timings, steady
+from foretoken.core.step import StepOutput, Timings, is_decode_only
 
 _BEHIND = 8  # missed tokens of all sequences together that go unnoticed
 _REHEARSED = 0.5  # observations that what was measured on a made-up prompt counts for,
@@ -125,7 +125,7 @@ class Tempo:
         granted = {c.id: budget for c, budget in zip(contexts, budgets, strict=True)}
         self._plan = Plan(granted, {c.id: len(c.tokens) for c in contexts}, behind)
 
-    def observe(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[StepOutput]) -> None:
         """A round; told of it twice it learns once."""
         if not steps or steps[0].timings is self._seen:
             return
@@ -133,7 +133,7 @@ class Tempo:
         granted = [self._plan.budgets.get(step.sequence, 0) for step in steps]
         drafting = [budget for budget in granted if budget > 0]
         self.passes.observe(steps)
-        if steady(steps):
+        if is_decode_only(steps):
             rows = sum(len(step.draft) + 1 for step in steps)
             self._since += 1
             if rows == len(steps) and not drafting:
@@ -191,8 +191,8 @@ class Tempo:
             excess = step * missed / _TOGETHER
         self._missed = [0.8 * self._missed[0] + excess, 0.8 * self._missed[1] + missed]
 
-    def _faster(self, steps: Sequence[Step], seconds: float) -> None:
+    def _faster(self, steps: Sequence[StepOutput], seconds: float) -> None:
         plain = self.plain_seconds(len(steps))
-        if plain and seconds and steady(steps):  # no round with drafts is shorter than one without
+        if plain and seconds and is_decode_only(steps):  # no round with drafts is shorter than one without
             speedup = sum(len(step.tokens) for step in steps) / len(steps) * min(1.0, plain / seconds)
             self._speedup += 0.1 * (speedup - self._speedup)

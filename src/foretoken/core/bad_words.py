@@ -1,4 +1,4 @@
-"""Words that a request forbids, indexed by the tokens before each word's last one."""
+"""Forbidden words of a request, indexed by the tokens before each word's last token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from foretoken.core.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class BadWordsLookup:
-    """What ``BadWords.banned`` looks up.
+    """The index that ``BadWords.banned`` uses.
 
     Args:
-        alone: words of one token, int64.
-        lasts: last tokens of longer words, by the tokens before them.
-        lengths: the lengths of the keys of ``lasts``, by their last token.
+        alone: int64. Words of one token.
+        lasts: Last tokens of longer words, by the tokens before them.
+        lengths: Lengths of the keys of ``lasts``, by the key's last token.
     """
 
     alone: Tensor
@@ -28,23 +28,23 @@ class BadWordsLookup:
 
 
 class BadWords(tuple[tuple[int, ...], ...]):
-    """Token sequences whose last token cannot come where the tokens before it are the end of the text.
+    """Token sequences whose last token is forbidden where the text ends with the tokens before it.
 
-    ``banned`` takes time in the length of the words, however many there are. The index is built when it is first used.
+    The time of ``banned`` grows with the length of the words, not with their number. The index is built on first use.
     """
 
     @classmethod
     def of(cls, words: Iterable[Sequence[int]]) -> BadWords:
-        """Returns ``words`` with an index. Raises InvalidRequest for a word without tokens."""
+        """Returns ``words`` as BadWords. Raises InvalidRequest for a word without tokens."""
         if isinstance(words, cls):
             return words
-        made = cls(tuple(word) for word in words)
-        if () in made:
+        bad_words = cls(tuple(word) for word in words)
+        if () in bad_words:
             raise InvalidRequest("bad_words holds a word without tokens; each needs at least one")
-        return made
+        return bad_words
 
     def banned(self, tokens: Sequence[int], path: tuple[int, ...] = ()) -> Tensor:
-        """The tokens that cannot come after ``tokens`` and then ``path``, int64."""
+        """Returns the tokens forbidden after ``tokens`` followed by ``path``, int64."""
         lookup = self.lookup
         latest = path[-1] if path else tokens[-1] if tokens else None
         banned: list[int] = []
@@ -57,7 +57,7 @@ class BadWords(tuple[tuple[int, ...], ...]):
 
     @cached_property
     def lookup(self) -> BadWordsLookup:
-        """What ``banned`` looks up."""
+        """The index, built on first use."""
         lasts: dict[tuple[int, ...], list[int]] = {}
         for word in dict.fromkeys(self):
             lasts.setdefault(word[:-1], []).append(word[-1])

@@ -1,9 +1,10 @@
-"""Checks of what a user gave: each names the value, what was expected and what was got. Raises InvalidRequest."""
+"""Validates user input. Each error names the parameter, the expected range and the value. Raises InvalidRequest."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
@@ -13,7 +14,7 @@ _SHOWN = 200  # characters of a wrong value that an error shows
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False) -> None:
-    """An int, not a bool, from ``low`` to ``high``; None passes where ``optional``."""
+    """Checks for an int, not a bool, from ``low`` to ``high``. None passes where ``optional``."""
     if value is None and optional:
         return
     if not is_integer(value) or value < low or (high is not None and value > high):
@@ -22,7 +23,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None, *, optiona
 
 
 def number(name: str, value: Any, low: float, high: float = math.inf, *, optional: bool = False) -> None:
-    """A finite int or float, not a bool, from ``low`` to ``high``; None passes where ``optional``."""
+    """Checks for a finite int or float, not a bool, from ``low`` to ``high``. None passes where ``optional``."""
     if value is None and optional:
         return
     if not is_number(value) or not low <= value <= high:
@@ -30,18 +31,34 @@ def number(name: str, value: Any, low: float, high: float = math.inf, *, optiona
         raise InvalidRequest(f"{name} must be a number {expected}{_or_none(optional)}, got {shown(value)}")
 
 
+def check_keys(
+    where: str, keys: Iterable[Any], known: Sequence[str], *, common: Sequence[str] = (), note: str = ""
+) -> None:
+    """Raises InvalidRequest for keys of a configuration that are not known, and lists the known ones.
+
+    Args:
+        where: Name of the configuration.
+        common: Keys that the caller handles itself; the message lists them first.
+        note: Ends the message.
+    """
+    if unknown := sorted(map(str, set(keys) - set(known))):
+        raise InvalidRequest(
+            f"unknown key(s) in {where}: {', '.join(unknown)}; known: {', '.join([*common, *known])}{note}"
+        )
+
+
 def is_integer(value: Any) -> bool:
-    """Returns whether it is an int, and not a bool."""
+    """Returns whether ``value`` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether it is an int or a float, not a bool, that is finite as a float."""
+    """Returns whether ``value`` is an int or a float, not a bool, and finite as a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def shown(value: Any) -> str:
-    """Returns ``repr(value)`` for an error message, shortened where it is long."""
+    """Returns ``repr(value)`` for an error message, shortened to at most 200 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits

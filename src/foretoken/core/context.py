@@ -1,26 +1,34 @@
-"""One sequence as proposers and laws see it: what is committed, how to judge, which random numbers."""
+"""One sequence as proposers and sampling laws see it: its tokens, sampling law and random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
 from foretoken.core.exactness import Exactness as Exactness
-from foretoken.core.sampling import History, Law
+from foretoken.core.history import History
 from foretoken.core.streams import Streams
 
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """The live record of one sequence; only the engine appends to ``tokens``.
+    """The live state of one sequence.
 
-    depth: drafted tokens a round that the request asked for; None leaves it to the controller.
-    method: who is to draft, of several that are loaded; None leaves it to the engine.
-    prediction: the tokens of a text that the client expects to come out, or something like it.
-    source: what an encoder-decoder's encoder reads; ``tokens`` are then the decoder's alone.
-    cache_salt: the scope of everything that is kept across requests. Requests share KV blocks and proposers' stores
-    only with requests of the same salt; None is a scope like any other.
+    Args:
+        id: Identifier of the sequence, unique in its engine.
+        tokens: Prompt and output. Only the engine appends to it.
+        prompt_length: Number of prompt tokens.
+        law: Makes probabilities of the target's logits.
+        streams: Random numbers of the sequence.
+        exactness: Grade of exactness that the request is promised.
+        depth: Draft tokens per step that the request asks for. None leaves it to the controller.
+        prediction: Tokens of a text that the client expects the output to resemble.
+        method: Name of the loaded proposer to draft with. None takes the engine's default.
+        source: Encoder input of an encoder-decoder. ``tokens`` are then the decoder's alone.
+        cache_salt: Scope of the state kept across requests. Requests share KV blocks and proposers' stores only with
+            requests of the same salt. None is a scope like any other.
     """
 
     id: int
@@ -37,17 +45,17 @@ class Context:
 
     @property
     def generated(self) -> int:
-        """Tokens generated so far: the position of the next one in its streams."""
+        """Number of generated tokens, which is the position of the next one in ``streams``."""
         return len(self.tokens) - self.prompt_length
 
     def history(self, drafted: Sequence[int] = ()) -> History:
-        """The history of the node below which ``drafted`` tokens hang."""
+        """Returns the history of the node that the path ``drafted`` leads to."""
         return History(self.tokens, self.prompt_length, tuple(drafted))
 
     def histories(self, draft: Draft) -> list[History]:
-        """One history per row of a pass over ``draft``: the root's, then each node's own."""
+        """Returns one history per row of a forward pass over ``draft``: the root's, then each node's."""
         return [self.history_at(draft, row) for row in range(len(draft) + 1)]
 
     def history_at(self, draft: Draft, row: int) -> History:
-        """The history of one row: 0 is the root's, row i + 1 node i's."""
+        """Returns the history of one row: row 0 is the root, row i + 1 is node i."""
         return self.history([draft.ids[i] for i in draft.path(row - 1)])

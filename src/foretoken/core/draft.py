@@ -1,4 +1,4 @@
-"""A proposal: a rooted tree of tokens and the law it was drawn from."""
+"""A draft: a rooted tree of tokens and the distribution they were drawn from."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from foretoken.core.law import PointMass, ProposalLaw
 
 @dataclass(frozen=True)
 class Draft:
-    """Guessed continuations of one sequence, as a tree below its last committed token.
+    """A tree of draft tokens below the last committed token of one sequence.
 
-    tokens: int64 [n], the guesses, parents before children.
-    parents: for each node its parent's index; -1 is the root, the last committed token.
-    law: how the tokens were drawn; decides which verification rule is exact.
-    scores: [n], optional confidence for controllers and viewers, never read by a verifier.
+    A chain has parents (-1, 0, 1, ...). The empty draft is legal and means plain decoding.
 
-    A chain has parents (-1, 0, 1, ...). The empty draft is legal and is plain decoding.
+    Args:
+        tokens: int64 [n]. Draft tokens, parents before children.
+        parents: Index of each node's parent. -1 is the root, the last committed token.
+        law: How the tokens were drawn. It decides which verifier is exact.
+        scores: [n]. Confidence (log-probability) for controllers and viewers, or None. Verifiers never read it.
     """
 
     tokens: Tensor
@@ -37,11 +38,12 @@ class Draft:
 
     @staticmethod
     def empty() -> Draft:
+        """Returns the draft without tokens."""
         return _EMPTY
 
     @staticmethod
     def chain(tokens: Sequence[int] | Tensor, law: ProposalLaw | None = None) -> Draft:
-        """A single path of guesses; the default law is that of fixed candidates."""
+        """Returns a single path of draft tokens. The default ``law`` is that of fixed candidates."""
         ids = torch.as_tensor(tokens, dtype=torch.int64)
         return Draft(ids, tuple(range(-1, ids.shape[0] - 1)), law or PointMass())
 
@@ -50,30 +52,31 @@ class Draft:
 
     @cached_property
     def ids(self) -> tuple[int, ...]:
-        """The tokens on the host."""
+        """The tokens as Python integers."""
         return tuple(self.tokens.tolist())
 
     @cached_property
     def is_chain(self) -> bool:
+        """Whether no node has a sibling."""
         return all(p == i - 1 for i, p in enumerate(self.parents))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Depth of each node; children of the root have depth 1."""
+        """Depth of each node. Children of the root have depth 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return tuple(depths)
 
     def chance(self, node: int) -> float | None:
-        """What the token of ``node`` was drawn with, None for a fixed candidate."""
+        """Returns the probability with which the token of ``node`` was drawn, None for a fixed candidate."""
         if isinstance(self.law, PointMass):
             return None
         return float(self.law.probs[self.parents[node] + 1, self.ids[node]])
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Children of each node in order; entry 0 is the root's, entry i + 1 node i's."""
+        """Children of each node in order. Entry 0 is the root's, entry i + 1 node i's."""
         lists: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
             lists[parent + 1].append(node)
@@ -81,7 +84,7 @@ class Draft:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """bool [n, n]: entry (i, j) says whether node j is node i or above it. The tree's attention mask."""
+        """The tree's attention mask, bool [n, n]: entry (i, j) is whether node j is node i or its ancestor."""
         mask = torch.eye(len(self), dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -89,7 +92,7 @@ class Draft:
         return mask
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the root's child down to ``node``; empty for the root (-1)."""
+        """Returns the nodes from the root's child down to ``node``; empty for the root (-1)."""
         nodes: list[int] = []
         while node >= 0:
             nodes.append(node)

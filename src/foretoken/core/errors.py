@@ -1,16 +1,16 @@
-"""The one family of errors that a user can cause; the command line prints them as a single line."""
+"""Errors that a user can cause. The command line prints them as a single line."""
 
 
 class ForetokenError(Exception):
-    """Base of every error that names what was wrong, what was expected, and what to do."""
+    """Base of all errors whose message names what is wrong, what was expected, and what to do."""
 
 
 class InvalidRequest(ForetokenError, ValueError):
-    """A parameter, prompt or configuration that cannot be honoured as given."""
+    """A parameter, prompt or configuration that is not valid."""
 
 
 class NoTokenAllowed(InvalidRequest):
-    """Raised by a verifier whose verdict reaches a node where no token can come; ``row`` is the node's row."""
+    """Raised by a verifier whose verdict reaches a node where no token is possible. ``row`` is the node's row."""
 
     def __init__(self, row: int) -> None:
         super().__init__("cannot draw a token: all are forbidden here, or the model's logits are not finite")
@@ -18,7 +18,7 @@ class NoTokenAllowed(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """A prompt or a prediction that is longer than the model's context."""
+    """A prompt or a prediction that exceeds the model's context length."""
 
 
 class ModelLoadError(ForetokenError, OSError):
@@ -26,8 +26,8 @@ class ModelLoadError(ForetokenError, OSError):
 
 
 class WriteError(ForetokenError):
-    """A folder or file that could not be written; nothing half-written is left."""
+    """A folder or file that could not be written. No partial file is left."""
 
 
 class TrainingError(WriteError):
-    """A training run that could not continue; whatever was saved before stays whole."""
+    """A training run that could not continue. Earlier checkpoints stay intact."""

@@ -1,4 +1,4 @@
-"""The grades of exactness that a request may ask for. Imports nothing heavy."""
+"""Grades of exactness that a request may ask for. This module must not import torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from enum import StrEnum
 
 
 class Exactness(StrEnum):
-    """What a request is promised."""
+    """The property that a request's output is promised to have."""
 
-    DISTRIBUTION = "distribution"  # the target's law
-    TRAJECTORY = "trajectory"  # the target's law, and one text per seed whatever the proposer, depth or batch
-    TYPICAL = "lossy-typical"  # neither: Medusa's typical acceptance; outputs are labelled with it
+    DISTRIBUTION = "distribution"  # the target's distribution
+    TRAJECTORY = (
+        "trajectory"  # the target's distribution, and one text per seed for every proposer, draft length and batch
+    )
+    TYPICAL = "lossy-typical"  # neither: Medusa's typical acceptance. Outputs carry this label

@@ -1,4 +1,4 @@
-"""What is written to disk, whole folders or nothing, and where what can be made again is kept."""
+"""Reading and writing files: atomic directories, JSON, and the cache folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AGAIN = "download or save it again"
 
 
 def cache_folder() -> Path:
-    """Where built files go: $FORETOKEN_CACHE, else $XDG_CACHE_HOME/foretoken, else ~/.cache/foretoken."""
+    """Returns the cache folder: $FORETOKEN_CACHE, else $XDG_CACHE_HOME/foretoken, else ~/.cache/foretoken."""
     if chosen := os.environ.get("FORETOKEN_CACHE"):
         return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -27,19 +27,21 @@ def cache_folder() -> Path:
 
 @contextmanager
 def atomic_directory(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill; it takes ``out``'s place only when everything in it was written.
+    """Yields a temporary folder that replaces ``out`` once everything in it has been written.
 
-    A folder already at ``out`` is moved aside, not deleted, until the exchange has succeeded.
-    Raises WriteError when the disk refuses.
+    A folder already at ``out`` is moved aside, and deleted only after the replacement has succeeded.
+
+    Raises:
+        WriteError: A file could not be written.
     """
-    # Named by process, so that two that build the same folder do not delete each other's work.
+    # The process id is in the name so that two processes that build the same folder do not delete each other's files.
     partial, old = (out.with_name(f".{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         for file in (f for f in partial.rglob("*") if f.is_file()):
-            file.chmod(0o644)  # safetensors leaves its files to their owner alone
+            file.chmod(0o644)  # safetensors creates files that only their owner may read
         _exchange(partial, out, old)
     except ForetokenError:
         raise
@@ -66,14 +68,14 @@ def _exchange(partial: Path, out: Path, old: Path) -> None:
 
 
 def read_json(file: Path, hint: str = AGAIN) -> Any:
-    """Returns what a JSON file holds.
+    """Returns the content of a JSON file.
 
     Args:
-        file: where it lies.
-        hint: what to do about a file that cannot be read.
+        file: Path of the file.
+        hint: What to do about a file that cannot be read, for the error message.
 
     Raises:
-        ModelLoadError: it does not exist, is not JSON in UTF-8, or is nested too deeply.
+        ModelLoadError: The file does not exist, is not JSON in UTF-8, or is nested too deeply.
     """
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -86,5 +88,5 @@ def read_json(file: Path, hint: str = AGAIN) -> Any:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Indented JSON; what JSON does not know is written as text."""
+    """Writes ``value`` as indented JSON. Types that JSON lacks are written as strings."""
     path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,25 +1,26 @@
-"""What a text has to be, as a sampling law asks it: which tokens may come next."""
+"""Interface of a grammar: which tokens a sampling law allows next."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from foretoken.core.sampling import History
+from foretoken.core.history import History
 
 
 class Grammar(Protocol):
-    """A set of texts that may be generated. One object serves one sequence, whose tokens only ever grow.
+    """A set of texts that may be generated. One object serves one sequence, whose tokens are only appended to.
 
-    The answer depends on nothing but the history, so target, draft and plain decoding get the same one.
+    The result depends on the history alone, so target, draft and plain decoding get the same one.
     """
 
     def allowed(self, history: History) -> Tensor | None:
-        """bool [V]: the tokens that may come at this node, at least one; None: every token may.
+        """Returns the tokens allowed at a node, bool [V] with at least one True. None allows every token.
 
-        It is judged by what was generated and the drafted path to the node; the prompt does not count. Raises
-        InvalidRequest where no token may come.
+        Only generated tokens and the draft path to the node count, not the prompt.
+
+        Raises:
+            InvalidRequest: No token is allowed.
         """
         ...

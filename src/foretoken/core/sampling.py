@@ -1,171 +1,47 @@
-"""From logits to the law that is sampled. Every parameter lives here and nowhere else.
+"""Sampling parameters: turns logits into the distribution that is sampled from.
 
-The order is vLLM's: grammar, bad words and min_tokens, logit bias, repetition, frequency and presence penalties,
-temperature, min-p, top-k, top-p. Temperature 0 is the one-hot law of the argmax, the lowest id on ties.
+The order of operations is vLLM's: grammar, bad words and min_tokens, logit bias, repetition, frequency and presence
+penalties, temperature, min-p, top-k, top-p. Temperature 0 is the one-hot distribution of the argmax, the lowest id on
+ties.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foretoken.core.bad_words import BadWords
+from foretoken.core.distributions import at_tokens, not_finite
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.filters import BLOCK, kth_largest, largest, nucleus
 from foretoken.core.grammar import Grammar
+from foretoken.core.history import History
 from foretoken.core.native import laws as native
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """All tokens before one tree node: the committed ones and the drafted path to it."""
-
-    tokens: Sequence[int]  # prompt and output; grows as the sequence does
-    prompt_length: int
-    path: tuple[int, ...] = ()
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - self.prompt_length + len(self.path)
-
-    def tail(self, count: int) -> tuple[int, ...]:
-        """The last ``count`` tokens."""
-        if count <= len(self.path):
-            return self.path[len(self.path) - count :]
-        return (*self.tokens[len(self.tokens) - (count - len(self.path)) :], *self.path)
-
-
-class Law(Protocol):
-    """Logits and the history of each row's node to one probability row each."""
-
-    @property
-    def greedy(self) -> bool:
-        """Whether every row is one-hot."""
-        ...
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether rows with the same logits may have different laws; if not, histories may be left out."""
-        ...
-
-    def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
-        """Each row's likeliest token, the lowest id on ties: of a greedy law the only one.
-
-        -1 where no token can come.
-        """
-        ...
-
-    def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
-        """[rows, V] logits to [rows, V] probabilities, float32 (float64 stays float64).
-
-        A row is NaN where no token can come: all are forbidden there, or the logits are not finite. Such a node ends
-        the request with an error when it is reached, and not before: a draft has no children there, and a verifier
-        gives them probability 0.
-        """
-        ...
-
-    def chances(self, logits: Tensor, histories: Sequence[History], tokens: Sequence[int]) -> list[float]:
-        """The probability of ``tokens[r]`` in row r, as ``probs`` has it."""
-        return _at(self.probs(logits, histories), tokens)
-
-    def refusal(self, logits: Tensor, history: History) -> InvalidRequest:
-        """The error that ends a request at a node where no token can come. logits: [V]"""
-        return not_finite()
-
-    def with_temperature(self, temperature: float) -> Law:
-        """The same law at another temperature: a draft may run hotter or colder than its target."""
-        ...
-
-
-class Rows:
-    """The laws at the root and at every node of a draft, each computed when it is first asked for.
-
-    Reads as the tensor [n+1, V] would: ``rows[i]`` is one law, [V], and ``shape``. A verifier that stops early
-    never pays for the rows below. ``history(i)`` is the history of row i; it is asked for only where the law looks.
-
-    A row where no token can come is NaN, as in ``Law.probs``. So is one whose law raises: the node may be rejected, and
-    then it must not matter. ``refusal(i)`` is the error for a request that reaches row i.
-    """
-
-    def __init__(self, law: Law, logits: Tensor, history: Callable[[int], History]) -> None:
-        self.shape = logits.shape
-        self._law, self._logits, self._history = law, logits, history
-        self._known: dict[int, Tensor] = {}
-        self._best: list[int] | None = None
-        self._errors: dict[int, Exception] = {}
-
-    def __getitem__(self, row: int) -> Tensor:
-        known = self._known.get(row)
-        if known is None:
-            try:
-                known = self._law.probs(self._logits[row : row + 1], self._histories(row))[0]
-            except Exception as error:
-                self._errors[row] = error
-                known = torch.full(self.shape[1:], torch.nan)
-            self._known[row] = known
-        return known
-
-    def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> Iterator[float]:
-        """The probability of ``tokens[i]`` in row ``rows[i]``, without all the others of the row.
-
-        NaN where no token can come.
-
-        All are had at once where no row has a law of its own, else one by one as they are asked for.
-        """
-        if self._law.needs_history:
-            for row, token in zip(rows, tokens, strict=True):
-                yield self._chance(row, token)
-        elif rows:
-            whole = list(rows) == list(range(rows[0], rows[0] + len(rows)))
-            logits = self._logits[rows[0] : rows[0] + len(rows)] if whole else self._logits[list(rows)]
-            yield from self._law.chances(logits, (), tokens)
-
-    def certain(self, row: int) -> int | None:
-        """The only token that row ``row`` can draw if the law is greedy, -1 where none can come; None otherwise.
-
-        No one-hot row is made for it.
-        """
-        if not self._law.greedy:
-            return None
-        try:
-            if self._logits.is_cpu:
-                return self._law.best(self._logits[row : row + 1], self._histories(row))[0]
-            if self._best is None:  # elsewhere every wait costs more than the rows: all of them in one
-                self._best = self._law.best(self._logits, self._histories(*range(self.shape[0])))
-        except Exception as error:
-            self._errors[row] = error
-            return -1
-        return self._best[row]
-
-    def refusal(self, row: int) -> Exception:
-        """Why no token can come at ``row``."""
-        return self._errors.get(row) or self._law.refusal(self._logits[row], self._history(row))
-
-    def _chance(self, row: int, token: int) -> float:
-        try:
-            return self._law.chances(self._logits[row : row + 1], self._histories(row), [token])[0]
-        except Exception as error:
-            self._errors[row] = error
-            return math.nan
-
-    def _histories(self, *rows: int) -> Sequence[History]:
-        return [self._history(row) for row in rows] if self._law.needs_history else ()
 
 
 @dataclass(frozen=True)
 class SamplingLaw:
-    """The usual sampling parameters as one pure function.
+    """A ``Law`` with the usual sampling parameters, as a pure function.
 
-    Penalties follow vLLM: presence and frequency count generated tokens, repetition the prompt's too.
-    ``bad_words`` are token sequences whose last token is forbidden when the ones before it are the tail of
-    the history. ``end_ids`` cannot come before ``min_tokens`` have been generated. What ``grammar`` refuses cannot come
-    at all; where it leaves ``end_ids`` alone, they may come early.
+    Args:
+        temperature: 0 is greedy.
+        top_k: Number of most probable tokens to keep. 0 keeps all.
+        top_p: Probability mass of the nucleus to keep.
+        min_p: Smallest probability to keep, relative to the largest.
+        presence_penalty: Subtracted from the logits of generated tokens, as in vLLM.
+        frequency_penalty: Subtracted once for each occurrence among the generated tokens, as in vLLM.
+        repetition_penalty: Divides positive and multiplies negative logits of prompt and generated tokens, as in vLLM.
+        logit_bias: (token, bias) pairs that are added to the logits.
+        bad_words: Token sequences whose last token is forbidden where the history ends with the tokens before it.
+        min_tokens: Number of generated tokens before which ``end_ids`` are forbidden.
+        end_ids: Ids that end a text.
+        grammar: Forbids every token that it does not allow. Where it allows only ``end_ids``, they are possible before
+            ``min_tokens``.
     """
 
     temperature: float = 1.0
@@ -193,11 +69,12 @@ class SamplingLaw:
 
     @property
     def needs_history(self) -> bool:
-        """Whether rows with the same logits may have different laws."""
+        """See ``Law``."""
         return self.penalises or self._forbids
 
     @property
     def penalises(self) -> bool:
+        """Whether any penalty is set."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
@@ -205,7 +82,7 @@ class SamplingLaw:
         return self.grammar is not None or bool(self.bad_words) or (self.min_tokens > 0 and bool(self.end_ids))
 
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
-        """[rows, V] logits to probabilities; row r is judged with ``histories[r]``."""
+        """See ``Law``."""
         scores = self._scores(logits, histories)
         if not self.greedy and (kernels := native.for_rows(scores)):
             return kernels.rows(scores, self._kept)
@@ -223,19 +100,19 @@ class SamplingLaw:
             scores = self._scores(logits, histories)
             if kernels := native.for_rows(scores):
                 return kernels.chances(scores, tokens, self._kept)
-        return _at(self.probs(logits, histories), tokens)
+        return at_tokens(self.probs(logits, histories), tokens)
 
     @property
     def _kept(self) -> native.Filter:
         return native.Filter(self.temperature, self.min_p, self.top_k, self.top_p)
 
     def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
-        """See ``Law``. On the CPU numpy compares many numbers at once; it too takes the lowest id on ties."""
+        """See ``Law``. On the CPU numpy's argmax is vectorized, and takes the lowest id on ties too."""
         scores = self._scores(logits, histories)
         if scores.is_cpu:
             rows = scores.numpy()
             return [i if math.isfinite(row[i]) else -1 for row, i in zip(rows, rows.argmax(-1).tolist(), strict=True)]
-        ids = scores.argmax(-1, keepdim=True)  # NaN counts as the largest entry
+        ids = scores.argmax(-1, keepdim=True)  # NaN sorts as the largest entry
         best: list[int] = ids.where(scores.gather(-1, ids).isfinite(), -1)[:, 0].tolist()
         return best
 
@@ -249,9 +126,9 @@ class SamplingLaw:
         return not_finite()
 
     def _filtered(self, scores: Tensor) -> Tensor:
-        """Temperature and what follows it."""
+        """Applies temperature, min-p, top-k and top-p. Returns probabilities."""
         if self.temperature != 1.0 or self.min_p > 0.0 or self.top_k > 0:
-            # Relative to the top, so that no temperature, however small, overflows.
+            # Relative to the largest score, so that no temperature overflows, however small.
             scores = scores - scores.amax(-1, keepdim=True)
         if self.temperature != 1.0:
             scores /= self.temperature
@@ -263,17 +140,17 @@ class SamplingLaw:
         return nucleus(scores, self.top_p) if self.top_p < 1.0 else scores.softmax(-1)
 
     def _of_few(self, scores: Tensor) -> Tensor:
-        """``_filtered`` where top-k leaves few of many tokens: after that only those few are looked at."""
-        found = torch.zeros_like(scores)
-        for row, target in zip(scores, found, strict=True):
+        """``_filtered`` for a small top-k and a large vocabulary: what follows top-k handles the kept tokens only."""
+        result = torch.zeros_like(scores)
+        for row, target in zip(scores, result, strict=True):
             ids = torch.from_numpy(largest(row.numpy(), self.top_k))
             target[ids] = self._filtered(row[ids][None])[0]
-        return found
+        return result
 
     def _scores(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
-        """Logits after all that speaks of single tokens, before temperature: the largest is the greedy token.
+        """Returns logits after grammar, bad words, biases and penalties. The largest is the greedy token.
 
-        float32, float64 stays float64; ``logits`` itself where nothing changes it.
+        They are float32 (float64 for float64 logits), and ``logits`` itself where nothing changes them.
         """
         if logits.dtype != torch.float64:
             logits = logits.float()
@@ -282,13 +159,13 @@ class SamplingLaw:
         return logits
 
     def _adjust(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
-        """Everything that speaks of single tokens, row by row, in place."""
+        """Applies grammar, bad words, biases and penalties row by row, in place."""
         if self.needs_history and len(histories) != logits.shape[0]:
             raise ValueError(f"{len(histories)} histories for {logits.shape[0]} rows")
         for row in range(logits.shape[0]) if self._forbids else ():
             try:
                 self._forbid(logits[row], histories[row])
-            except InvalidRequest:  # the node may never be reached: see ``Law.probs``
+            except InvalidRequest:  # the node may never be reached, see ``Law.probs``
                 logits[row] = torch.nan
         if self.logit_bias:
             ids, values = zip(*self.logit_bias, strict=True)
@@ -298,7 +175,12 @@ class SamplingLaw:
         return logits
 
     def _forbid(self, scores: Tensor, history: History) -> None:
-        """-inf, in place, for all that cannot come at one node. scores: [V]. Raises InvalidRequest if that is all."""
+        """Sets forbidden tokens of one node to -inf, in place. Raises InvalidRequest if all are forbidden.
+
+        Args:
+            scores: [V].
+            history: History of the node.
+        """
         allowed = None if self.grammar is None else self.grammar.allowed(history)
         banned = BadWords.of(self.bad_words).banned(history.tokens, history.path)
         if history.generated < self.min_tokens and _others(allowed, self.end_ids):
@@ -312,7 +194,7 @@ class SamplingLaw:
             possible = bool(left.any())
             left = left.to(scores.device)
             scores.masked_fill_(~left, -torch.inf)
-            # A draft may know none of them, its vocabulary being smaller: then each is as good as any.
+            # A draft with a smaller vocabulary may give all of them -inf: then all are equally probable.
             scores.masked_fill_(left & (scores == -torch.inf).all(), 0.0)
         if not possible:
             named = "bad_words and min_tokens" if allowed is None else "structured_outputs, bad_words and min_tokens"
@@ -338,24 +220,10 @@ class SamplingLaw:
                 logits[row, ids] -= self.frequency_penalty * times + self.presence_penalty
 
 
-def not_finite() -> InvalidRequest:
-    """The error for logits that make no distribution."""
-    return InvalidRequest(
-        "the model computed logits that are NaN or infinite, so no token can be drawn; check the checkpoint's weights, "
-        "or load the model in another dtype"
-    )
-
-
-def _at(probs: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Entry ``tokens[r]`` of row r."""
-    found: list[float] = probs[range(len(tokens)), list(tokens)].tolist()
-    return found
-
-
 def _others(allowed: Tensor | None, ids: Sequence[int]) -> bool:
-    """Whether anything but ``ids`` is allowed."""
+    """Returns whether any token except ``ids`` is allowed."""
     if allowed is None:
         return True
-    rest = allowed.clone()
-    rest[list(ids)] = False
-    return bool(rest.any())
+    others = allowed.clone()
+    others[list(ids)] = False
+    return bool(others.any())

@@ -1,4 +1,4 @@
-"""Validates what JSON files hold: a schema states each field's type and range, and one line names what is wrong."""
+"""Schemas of JSON files: the type and range of each field, with one-line errors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.files import AGAIN, read_json
 
-MAX_PROBLEMS = 5  # named in one error
+MAX_PROBLEMS = 5  # listed in one error
 MAX_INT = 2**31 - 1  # sizes and token ids are int32 in the kernels
 MAX_ATTENTION_HEADS = 65_536
 
 Size = Annotated[int, Field(ge=1, le=MAX_INT)]
-"""How many numbers a dimension of a tensor has, or how many positions there are."""
+"""Size of a dimension of a tensor, or a number of positions."""
 Layers = Annotated[int, Field(ge=1, le=10_000)]
-"""A number of layers. The bound keeps what is listed by layer small until the tensors themselves are counted."""
+"""A number of layers. The bound keeps lists with one entry per layer small before the tensors are counted."""
 Heads = Annotated[int, Field(ge=1, le=MAX_ATTENTION_HEADS)]
 """A number of attention heads, or the width of one."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -31,7 +31,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxoth
 
 
 def shortened(value: object) -> str:
-    """Returns the value as an error shows it: in one line, however long or deep it is."""
+    """Returns ``value`` for an error message: one line, shortened where it is long or deeply nested."""
     return _SHORT.repr(value).replace("\n", " ")
 
 
@@ -46,7 +46,7 @@ TokenIds = Annotated[list[TokenId], BeforeValidator(_listed)]
 
 
 class Schema(BaseModel):
-    """Base of all schemas. Numbers are finite and not given as text; keys that are not listed are ignored."""
+    """Base of all schemas. Numbers must be finite and not strings. Unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
 
@@ -58,45 +58,45 @@ def parse(schema: type[AnySchema], value: Any, what: str) -> AnySchema:
     """Returns ``value`` as the schema's type.
 
     Args:
-        schema: what is expected.
-        value: what a JSON file holds.
-        what: the file, for the error.
+        schema: The expected type.
+        value: Content of a JSON file.
+        what: Name of the file, for the error message.
 
     Raises:
-        ModelLoadError: in one line, which fields are missing or wrong and what was expected of each.
+        ModelLoadError: Fields are missing or wrong. The message lists them in one line.
     """
     try:
         return schema.model_validate(value)
     except ValidationError as error:
         problems = list(dict.fromkeys(_problem(detail) for detail in error.errors(include_url=False)))
     shown = "; ".join(problems[:MAX_PROBLEMS])
-    rest = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-    raise ModelLoadError(f"{what} {shown}{rest}")
+    more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+    raise ModelLoadError(f"{what} {shown}{more}")
 
 
 def _problem(detail: Any) -> str:
     field = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
         return f"lacks {field!r}"
-    if detail["type"] == "value_error":  # a validator of ours, which says everything itself
+    if detail["type"] == "value_error":  # raised by one of our validators, whose message is complete
         return str(detail["ctx"]["error"])
     expected = detail["msg"].removeprefix("Input ")
     return f"has {field or 'a value'} = {shortened(detail['input'])}, which {expected}"
 
 
 def read_object(file: Path, schema: type[Schema] = Schema, hint: str = AGAIN) -> dict[str, Any]:
-    """Returns the JSON object in a file, with the keys that the schema does not list.
+    """Returns the JSON object in a file, including keys that the schema does not list.
 
     Args:
-        file: where it lies.
-        schema: what it has to satisfy.
-        hint: what to do about a file that cannot be read.
+        file: Path of the file.
+        schema: Schema that the object must satisfy.
+        hint: What to do about a file that cannot be read, for the error message.
 
     Raises:
-        ModelLoadError: it cannot be read, is no object, or does not satisfy the schema.
+        ModelLoadError: The file cannot be read, holds no object, or does not satisfy the schema.
     """
-    found = read_json(file, hint)
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"{file} holds a {type(found).__name__}; expected an object; {hint}")
-    parse(schema, found, str(file))
-    return found
+    value = read_json(file, hint)
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{file} holds a {type(value).__name__}; expected an object; {hint}")
+    parse(schema, value, str(file))
+    return value

@@ -1,4 +1,4 @@
-"""The only event: everything that shows, counts or learns reads ``Step``."""
+"""Output of one decode step. Statistics, streams, controllers and benchmarks all read ``StepOutput``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from foretoken.core.verdict import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of one round, shared by all sequences that took part in it.
+    """Seconds of one step, shared by all its sequences.
 
-    prompt_rows: rows of prompts that were computed in the round beside the one row that each sequence needs.
+    Args:
+        propose: Time of drafting.
+        score: Time of the target's forward pass.
+        verify: Time of sampling distributions and verification.
+        commit: Time of committing tokens to the KV cache.
+        batch: Number of sequences that emitted tokens.
+        prompt_rows: Number of prompt tokens computed in the step beside the one row that each sequence needs.
     """
 
     propose: float
@@ -25,16 +31,22 @@ class Timings:
 
     @property
     def total(self) -> float:
+        """Seconds of the whole step."""
         return self.propose + self.score + self.verify + self.commit
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One sequence's part in one round.
+class StepOutput:
+    """Output of one sequence in one step.
 
-    position: tokens the sequence had generated before the round.
-    tokens: what was emitted: the accepted path and the target's token, cut at EOS, stop or max_tokens.
-    finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` or None while the sequence goes on.
+    Args:
+        sequence: Identifier of the sequence.
+        position: Number of tokens that the sequence had generated before the step.
+        draft: The draft that was verified.
+        verdict: The verifier's decision.
+        tokens: Emitted tokens: the accepted path and the target's token, cut at EOS, stop or max_tokens.
+        timings: Times of the step.
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None for an unfinished sequence.
     """
 
     sequence: int
@@ -47,12 +59,12 @@ class Step:
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that were emitted."""
+        """Number of draft tokens that were emitted."""
         return min(len(self.verdict.path), len(self.tokens))
 
     @property
     def rejected(self) -> tuple[int, ...]:
-        """The longest drafted path that was not taken, below the last accepted node; empty if nothing was refused."""
+        """The longest rejected path below the last accepted node; empty if nothing was rejected."""
         path, draft = self.verdict.path, self.draft
         if self.accepted < len(path):
             return ()  # the sequence ended inside the accepted path
@@ -64,6 +76,6 @@ class Step:
         return draft.path(deepest)[len(path) :]
 
 
-def steady(steps: Sequence[Step]) -> bool:
-    """Whether the round's time tells what such rounds take: no prompt was read in it."""
+def is_decode_only(steps: Sequence[StepOutput]) -> bool:
+    """Returns whether a step had no prefill, so that its time is that of decoding alone."""
     return all(step.position > 0 for step in steps) and not any(step.timings.prompt_rows for step in steps[:1])

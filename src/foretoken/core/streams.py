@@ -1,8 +1,8 @@
-"""Random numbers addressed by (seed, purpose, position, index): the same address, the same number, anywhere.
+"""Counter-based random numbers, addressed by (seed, purpose, position, index).
 
-A counter-based generator: SplitMix64's output function (Steele et al., OOPSLA 2014) over a key mixed from the
-address. No state, so a request's numbers never depend on its neighbours, and drafting and verifying share
-one only when they share all of it on purpose (the trajectory grade, 2408.07978).
+The generator is SplitMix64's output function (Steele et al., OOPSLA 2014) over a key mixed from the address. It has no
+state, so a request's numbers do not depend on what shares its batch. Drafting and verification use the same numbers
+only in the trajectory grade (2408.07978), where both use the purpose SHARED.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MAX_DERIVED_SEED = 2**128 - 1
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_SMALL = 1 << 14  # vocabularies up to this have all their noise made at once
-_EARLY = 2.0**-8  # in larger ones exponentials under this are listed first; a power of two divides exactly
+_SMALL = 1 << 14  # vocabularies up to this size compute the noise of all tokens
+_EARLY = 2.0**-8  # larger ones first list exponentials under this; dividing by a power of two is exact
 
 Reals = NDArray[np.floating[Any]]
 Ids = NDArray[np.int64]
 
 
 class Purpose(IntEnum):
-    """Who draws. Two purposes never see the same number."""
+    """What a random number is for. Different purposes never use the same number."""
 
     DRAFT = 1
     VERIFY = 2
@@ -44,7 +44,7 @@ class Purpose(IntEnum):
 
 
 class SeedDomain(StrEnum):
-    """What a derived seed is for. Seeds of different domains are never equal."""
+    """What a derived seed is for. Seeds of different domains differ."""
 
     COMPLETION = "completion"  # the second and later completions of a request with a seed
     REQUEST = "request"  # all completions of a request without a seed
@@ -57,26 +57,26 @@ class Uniform(Protocol):
     """One number between 0 and 1."""
 
     def below(self, p: float) -> bool:
-        """Whether it is below ``p``, which has probability ``p``. May be asked of several p: it is one number still."""
+        """Returns whether the number is below ``p``. Calls with several ``p`` compare the same number."""
         ...
 
 
 class Stream(Protocol):
-    """The randomness a verifier or proposer sees; an exact enumerator can stand in for it.
+    """Interface of the random numbers of a verifier or proposer. Tests replace it by exact enumeration.
 
-    ``index`` addresses the draw within the round: no address may be used twice for different questions.
+    ``index`` addresses the draw within the step. No index may be used for two different draws.
     """
 
     def bernoulli(self, p: float, index: int) -> bool:
-        """True with probability ``p``."""
+        """Returns True with probability ``p``."""
         ...
 
     def uniform(self, index: int) -> Uniform:
-        """The number that ``bernoulli(p, index)`` holds against p, for who learns p bit by bit."""
+        """Returns the number that ``bernoulli(p, index)`` compares with p, for callers that refine p stepwise."""
         ...
 
     def categorical(self, weights: Tensor, index: int) -> int:
-        """A token with probability proportional to ``weights`` [V]."""
+        """Returns a token drawn with probability proportional to ``weights`` [V]."""
         ...
 
 
@@ -84,23 +84,24 @@ class Stream(Protocol):
 class Streams:
     """All random numbers of one sequence.
 
-    seed: a user's seed, from ``MIN_SEED`` to ``MAX_SEED``, or one that ``derived_seed`` made.
+    Args:
+        seed: A user's seed, from ``MIN_SEED`` to ``MAX_SEED``, or a result of ``derived_seed``.
     """
 
     seed: int
 
     def private(self, purpose: Purpose, position: int) -> Stream:
-        """Numbers of one round that begins after ``position`` tokens, for one purpose alone."""
+        """Returns the stream of one purpose for the step that begins after ``position`` generated tokens."""
         return PrivateStream(_key(self.seed, purpose, position))
 
     def shared(self, position: int) -> Stream:
-        """The noise G[seed, position + index, token], the same for whoever asks."""
+        """Returns the stream of the noise G[seed, position + index, token], shared by all its users."""
         return SharedStream(self.seed, position)
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A ``Uniform`` that is known."""
+    """A ``Uniform`` with a known value."""
 
     value: float
 
@@ -110,7 +111,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class PrivateStream:
-    """One uniform per draw, inverse-CDF sampling."""
+    """Draws by inverse-CDF sampling with one uniform number per draw."""
 
     key: int
 
@@ -132,17 +133,17 @@ class PrivateStream:
         if not total > 0.0:
             raise ValueError(f"cannot draw from weights that sum to {total}")
         drawn = int(torch.searchsorted(cumulative, u * total, right=True))
-        # Rounding can put the point at the very end; the last token with any mass is then the right one.
+        # Rounding can put the point past the end; the last token with any mass is then the right one.
         return drawn if drawn < weights.shape[-1] else int(weights.nonzero()[-1])
 
     def _uniform(self, counter: int) -> float:
-        # 52 bits and a half: never 0 and, as 53 bits would sometimes round to, never 1.
+        # 52 bits and a half: never 0, and never 1, which 53 bits could round to.
         return ((_splitmix(self.key + counter * _GOLDEN) >> 12) + 0.5) * 2.0**-52
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStream:
-    """Exponential race argmax(p / E), the same as argmax(log p + Gumbel noise), with addressed E."""
+    """Draws by the exponential race argmax(p / E), which equals argmax(log p + Gumbel noise), with addressed E."""
 
     seed: int
     position: int
@@ -163,7 +164,7 @@ class SharedStream:
         return int(scores.argmax()) if bool((scores > 0).any()) else _nothing_to_draw()
 
     def race(self, weights: Tensor, index: int) -> Tensor:
-        """weights / E for every token, float64 [V]; the largest wins, the next largest are the likeliest rivals."""
+        """Returns weights / E, float64 [V]. The largest entry wins; the next largest are the likeliest alternatives."""
         return weights.double() / exponentials(self._key(index), weights.shape[-1], weights.device)
 
     def _key(self, index: int) -> int:
@@ -171,7 +172,7 @@ class SharedStream:
 
 
 def exponentials(key: int, size: int, device: torch.device | str = "cpu") -> Tensor:
-    """``size`` standard exponentials of one key, float64; entry i depends on (key, i) alone."""
+    """Returns ``size`` standard exponentials of one key, float64. Entry i depends on (key, i) alone."""
     if torch.device(device).type == "cpu":
         return torch.from_numpy(_finished(_mixed(key, _counters(size))))
     z = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN) + _signed(key)
@@ -182,11 +183,11 @@ def exponentials(key: int, size: int, device: torch.device | str = "cpu") -> Ten
 
 
 def _winner(weights: Reals, key: int) -> int:
-    """The argmax of weights / E, lowest id on ties, with noise only for tokens that can win.
+    """Returns the argmax of weights / E, lowest id on ties, computing noise only for tokens that can win.
 
-    Where most weights are zero, those are the others. Else first the tokens whose E is under ``_EARLY``: let the best
-    of them score b. Every other token's score is at most weight / ``_EARLY``, so it can win only if its weight is
-    b ``_EARLY`` or more. Both bounds are exact, and so is the winner.
+    Where most weights are zero, only the others can win. Otherwise tokens with E < ``_EARLY`` are scored first; b is
+    their best score. Every other token scores at most weight / ``_EARLY``, so it can win only if its weight is at least
+    b ``_EARLY``. Both bounds are exact, and so is the winner.
     """
     if weights.size <= _SMALL:
         scores = weights / _all_exponentials(key, weights.size)
@@ -201,9 +202,9 @@ def _winner(weights: Reals, key: int) -> int:
         return int(ids[(weights[ids] / _exponentials(key, ids)).argmax()])
     early, noise = _early_exponentials(key, weights.size)
     scores = weights[early] / noise
-    # Rounded down, so that no rounding of the bound to the weights' type leaves a token out.
-    least = np.nextafter(weights.dtype.type(scores.max(initial=0.0) * _EARLY), -1.0)
-    ids = np.flatnonzero(weights > max(0.0, least))
+    # Rounded down, so that rounding the bound to the weights' type excludes no token.
+    bound = np.nextafter(weights.dtype.type(scores.max(initial=0.0) * _EARLY), -1.0)
+    ids = np.flatnonzero(weights > max(0.0, bound))
     scores = np.concatenate((scores, weights[ids] / _exponentials(key, ids)))
     return int(np.concatenate((early, ids))[scores == scores.max()].min())
 
@@ -212,7 +213,7 @@ def _nothing_to_draw() -> NoReturn:
     raise ValueError("cannot draw from weights that are all zero")
 
 
-# What a draft looked up, its target finds again: both ask for the noise of the same positions.
+# These caches let the target reuse the noise that its draft computed for the same positions.
 
 
 @lru_cache(maxsize=128)
@@ -222,9 +223,9 @@ def _all_exponentials(key: int, size: int) -> Reals:
 
 @lru_cache(maxsize=1024)
 def _early_exponentials(key: int, size: int) -> tuple[Ids, Reals]:
-    """Ids under ``size`` whose exponential is under ``_EARLY``, and those exponentials.
+    """Returns the ids under ``size`` whose exponential is under ``_EARLY``, and those exponentials.
 
-    A few more may be among them: only the upper 31 bits are looked at, which the hash's last step leaves alone.
+    A few larger ones may be included: only the upper 31 bits are compared, which the hash's last step does not change.
     """
     mixed = _mixed(key, _counters(size))
     ids = np.flatnonzero(mixed >= np.uint64(math.floor(math.exp(-_EARLY) * 2**31) << 33))
@@ -233,17 +234,17 @@ def _early_exponentials(key: int, size: int) -> tuple[Ids, Reals]:
 
 @lru_cache(maxsize=8)
 def _counters(size: int) -> NDArray[np.uint64]:
-    """What a key is added to, for ids under ``size``."""
+    """Returns the counters of ids under ``size``, to which a key is added."""
     return np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
 
 
 def _exponentials(key: int, ids: Ids) -> Reals:
-    """The standard exponentials of ``ids`` under one key, float64."""
+    """Returns the standard exponentials of ``ids`` under one key, float64."""
     return _finished(_mixed(key, (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)))
 
 
 def _mixed(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64 of ``counters`` under one key, but for its last step."""
+    """Returns SplitMix64 of ``counters`` under one key, without its last step."""
     z = counters + np.uint64(key & _MASK)
     for shift, multiplier in _MIX:
         z ^= z >> np.uint64(shift)
@@ -252,14 +253,14 @@ def _mixed(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _finished(z: NDArray[np.uint64]) -> Reals:
-    """The last step of the hash, and its number in (0, 1) as an exponential."""
+    """Applies the last step of the hash. Returns the numbers in (0, 1) as exponentials."""
     z = (z ^ z >> np.uint64(31)) >> np.uint64(12)
     noise = np.log((z + 0.5) * 2.0**-52)
     return np.negative(noise, out=noise)
 
 
 def derived_seed(domain: SeedDomain, *parts: int | str) -> int:
-    """Returns a seed from 2**127 to ``MAX_DERIVED_SEED``, where no user's seed is.
+    """Returns a seed from 2**127 to ``MAX_DERIVED_SEED``, a range that contains no user's seed.
 
     Args:
         domain: What the seed is for.
@@ -270,7 +271,7 @@ def derived_seed(domain: SeedDomain, *parts: int | str) -> int:
 
 
 def random_seed_from(*parts: int) -> int:
-    """Returns a hash of 64 bits of ``parts``, whose order and number count."""
+    """Returns a 64-bit hash of ``parts``. Their order and number matter."""
     data = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
@@ -296,5 +297,5 @@ def _signed(value: int) -> int:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical shift; torch's own is arithmetic."""
+    """Logical right shift. torch's own is arithmetic."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

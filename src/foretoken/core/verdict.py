@@ -1,4 +1,4 @@
-"""What the target decided about one draft."""
+"""Result of verifying one draft."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``path``: accepted nodes from the root down, may be empty. ``token``: the one the target always adds."""
+    """Accepted draft tokens and the target's own token.
+
+    Args:
+        path: Accepted nodes from the root down. May be empty.
+        token: The recovered or bonus token that the target adds after the path.
+    """
 
     path: tuple[int, ...]
     token: int

@@ -1,4 +1,4 @@
-"""From steps back to requests: what a round added, as whoever asked for it sees it."""
+"""Turns step outputs into pieces of requests."""
 
 from __future__ import annotations
 
@@ -6,40 +6,49 @@ from collections.abc import Sequence
 from typing import Any
 
 from foretoken.core.context import Context
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.engine.loop import Engine
 from foretoken.engine.requests import Request, logprob_entries, prompt_logprobs
+from foretoken.engine.sequence import OutputOptions
 from foretoken.outputs import StreamPiece
 
 
 class Assembler:
-    """Knows whose every sequence is. Whoever calls ``engine.step()`` has one."""
+    """Queues requests and maps the outputs of ``engine.step()`` back to them."""
 
     def __init__(self, engine: Engine, tokenizer: Any) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._owners: dict[int, tuple[Request, int]] = {}
 
-    def add(self, request: Request) -> None:
-        """Expect steps of the request's sequences."""
+    def add(self, request: Request, contexts: Sequence[Context], priority: int = 0) -> None:
+        """Queues all sequences of a request. ``contexts`` has one for each completion."""
         self._owners.update({member: (request, index) for index, member in enumerate(request.members)})
+        params = request.params
+        options = OutputOptions(params.logprobs, params.prompt_logprobs, params.explain)
+        for context, stopping in zip(contexts, request.stoppings, strict=True):
+            self._engine.add(context, stopping, options, priority=priority)
 
     def forget(self, request: Request) -> None:
-        """Expect no more of them; unknown ones are ignored."""
+        """Removes a request whose outputs are not needed any more. Unknown ones are ignored."""
         for member in request.members:
             self._owners.pop(member, None)
 
     @property
     def open(self) -> bool:
-        """Whether any are still expected."""
+        """Whether any sequence is unfinished."""
         return bool(self._owners)
 
     def owner(self, sequence: int) -> Request | None:
-        """Whose sequence it is, None of a stranger's or one that is over."""
+        """Returns the request of a sequence, None for one that is finished or was added elsewhere."""
         owned = self._owners.get(sequence)
         return owned[0] if owned else None
 
-    def piece(self, step: Step) -> StreamPiece:
-        """What ``step`` added; takes a finished sequence from the engine. Raises the error that ended a sequence."""
+    def piece(self, step: StepOutput) -> StreamPiece:
+        """Returns what ``step`` added to its request. Takes a finished sequence from the engine.
+
+        Raises:
+            Exception: The error that ended the sequence.
+        """
         request, index = self._owners[step.sequence]
         ended = step.finish_reason is not None
         if ended:
@@ -58,18 +67,4 @@ class Assembler:
             logprobs=tuple(logprob_entries(r, self._tokenizer) for r in recorded) if recorded else None,
             explained=sequence.explained[-1] if sequence.explained else None,
             prompt_logprobs=prompt_logprobs(sequence, self._tokenizer) if ended or not step.position else None,
-        )
-
-
-def submit(engine: Engine, request: Request, contexts: Sequence[Context], priority: int = 0) -> None:
-    """Queue all sequences of a request."""
-    params = request.params
-    for context, stopping in zip(contexts, request.stoppings, strict=True):
-        engine.add(
-            context,
-            stopping,
-            params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
-            explain=params.explain,
-            priority=priority,
         )

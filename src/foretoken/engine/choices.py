@@ -1,4 +1,4 @@
-"""Structured outputs that are one of a list of texts: which tokens can come, found in the sorted texts."""
+"""Structured outputs that are one of a list of texts, by binary search in the sorted texts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.sampling import History
+from foretoken.core.history import History
 
-_CACHED = 64  # masks that are kept for each list of texts
+_CACHED = 64  # cached masks of each list of texts
 
 
 class TokenList:
     """A tokenizer's tokens in the order of their bytes.
 
     Args:
-        spelled: bytes by id. Tokens without any, such as special tokens, are never part of a text.
-        vocab_size: the model's number of logits; ids from there on are left out.
+        spelled: Bytes of each id. Tokens without bytes, such as special tokens, are never part of a text.
+        vocab_size: Number of logits of the model. Larger ids are omitted.
     """
 
     def __init__(self, spelled: Sequence[bytes | None], vocab_size: int) -> None:
@@ -30,13 +30,13 @@ class TokenList:
         self.texts, self.ids = [piece for piece, _ in pairs], [token for _, token in pairs]
 
     def text(self, tokens: Sequence[int]) -> bytes | None:
-        """The bytes of ``tokens``; None if one of them has none."""
+        """Returns the bytes of ``tokens``; None if one of them has none."""
         pieces = [self.spelled[token] if token < len(self.spelled) else None for token in tokens]
         return b"".join(piece or b"" for piece in pieces) if all(pieces) else None
 
 
 class Choices:
-    """A ``Restriction``: texts of which exactly one is to come. Raises InvalidRequest if no token begins one."""
+    """A ``Restriction`` to one of several texts. Raises InvalidRequest if no token begins one of them."""
 
     alive = True
 
@@ -50,7 +50,7 @@ class Choices:
 
     @property
     def memory_bytes(self) -> int:
-        """An estimate."""
+        """Estimated memory."""
         return sum(map(len, self._texts)) + 64 * len(self._texts) + _CACHED * self.tokens.vocab_size
 
     def follow(self, ends: Collection[int]) -> ChoiceGrammar:
@@ -58,9 +58,9 @@ class Choices:
         return ChoiceGrammar(self, ends)
 
     def after(self, text: bytes) -> tuple[Tensor, bool] | None:
-        """Returns the tokens that can come after ``text``, bool [V], and whether ``text`` is complete.
+        """Returns the tokens allowed after ``text``, bool [V], and whether ``text`` is complete.
 
-        None where none of the texts begins with ``text``.
+        Returns None where none of the texts begins with ``text``.
         """
         if text not in self._masks:
             self._masks[text] = self._search(text)
@@ -79,16 +79,16 @@ class Choices:
         return mask, len(self._texts[start]) == depth
 
     def _beginnings(self, start: int, end: int, depth: int) -> list[int]:
-        """Returns the tokens with which the texts from ``start`` to ``end`` go on after their first ``depth`` bytes.
+        """Returns the tokens that continue the texts from ``start`` to ``end`` after their first ``depth`` bytes.
 
-        Both lists are sorted, so the texts and the tokens that go on with the same bytes are one range of each.
+        Both lists are sorted, so the texts and the tokens that continue with the same bytes are one range of each.
         """
-        texts, tokens, found = self._texts, self.tokens.texts, []
-        ranges = [(start, end, 0, len(tokens), 0)]  # of texts and of tokens, and the bytes they share
+        texts, tokens, ids = self._texts, self.tokens.texts, list[int]()
+        ranges = [(start, end, 0, len(tokens), 0)]  # ranges of texts and tokens, and the number of bytes they share
         while ranges:
             start, end, first, last, shared = ranges.pop()
             while first < last and len(tokens[first]) == shared:
-                found.append(self.tokens.ids[first])
+                ids.append(self.tokens.ids[first])
                 first += 1
             start += len(texts[start]) == depth + shared
             in_text, in_token = itemgetter(depth + shared), itemgetter(shared)
@@ -100,17 +100,17 @@ class Choices:
                 if first < behind:
                     ranges.append((start, stop, first, behind, shared + 1))
                 start, first = stop, behind
-        return found
+        return ids
 
 
 class ChoiceGrammar:
-    """A ``Grammar``: one of the texts of ``choices``, then one of ``ends``."""
+    """A ``Grammar`` that allows one of the texts of ``choices``, then one of ``ends``."""
 
     def __init__(self, choices: Choices, ends: Collection[int]) -> None:
         self._choices, self._ends = choices, sorted(ends)
 
     def allowed(self, history: History) -> Tensor | None:
-        """See ``Grammar``. None behind an end, and behind tokens that none of the texts begins with."""
+        """See ``Grammar``. Returns None after an end id, and after tokens that begin none of the texts."""
         text = self._choices.tokens.text((*history.tokens[history.prompt_length :], *history.path))
         after = None if text is None else self._choices.after(text)
         if after is None:

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, whatever tokens they straddle."""
+"""Incremental detokenization: emits whole characters only, also where they span several tokens."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_CONTEXT = 6  # prompt tokens that decide how the first new token is spaced
+_CONTEXT = 6  # prompt tokens that decide the spacing of the first new token
 
 
 class Tokenizer(Protocol):
-    """What is needed of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
 class Detokenizer:
-    """Incremental decoding by the difference of two windows, which is right for byte-level and sentencepiece alike."""
+    """Decodes incrementally by the difference of two windows, which is correct for byte-level and sentencepiece.
+
+    Args:
+        tokenizer: Decodes token ids.
+        prompt: Tokens of the prompt.
+        skip_special_tokens: Whether special tokens have no text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
@@ -24,12 +30,12 @@ class Detokenizer:
         self._start, self._read = 0, len(self._ids)
 
     def push(self, token: int) -> str:
-        """The text that ``token`` completes; empty while a character is unfinished."""
+        """Returns the text that ``token`` completes; empty while a character is incomplete."""
         self._ids.append(token)
         return self._advance(final=False)
 
     def flush(self) -> str:
-        """What is left when no more tokens come: an unfinished character as U+FFFD."""
+        """Returns the remaining text after the last token: an incomplete character as U+FFFD."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:

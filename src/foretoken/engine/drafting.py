@@ -1,7 +1,7 @@
 """The program of a drafting worker: ``python -m foretoken.engine.drafting``, a thread, or a Ray actor.
 
-It is told what to load, by names and folders, and from then on what happens to the sequences (``propose.ahead``). A
-proposer that wants anything of the target but its text cannot be loaded here: there is no target.
+It receives the names and folders of what to load, and then the events of the sequences (``propose.ahead``). A proposer
+that needs more of the target than its text cannot be loaded here, because there is no target.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import torch
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
-from foretoken.models.checkpoint import load_model, load_tokenizer, resolve
+from foretoken.models.formats.checkpoint import load_tokenizer, resolve
+from foretoken.models.loading import load_model
 from foretoken.models.resumable import Resumable
-from foretoken.propose.ahead import Drafter
+from foretoken.propose.ahead import DraftingWorker
 from foretoken.propose.base import Needs, Proposer
-from foretoken.propose.links import Line, Pipe, Queued
-from foretoken.propose.wire import Trouble, encode
+from foretoken.propose.transports import PipeEndpoint, QueueEndpoint, WorkerEndpoint
+from foretoken.propose.wire import WorkerError, encode
 from foretoken.speculation import Builder
 
 
-class Elsewhere(Model):
-    """The target as a drafting worker knows it: its vocabulary, whether an encoder reads for it, and nothing else."""
+class RemoteTarget(Model):
+    """Stand-in for the target in a drafting worker: its vocabulary size and the length of its encoder."""
 
     def __init__(self, vocab_size: int, source_length: int) -> None:
         self.vocab_size, self.source_length = vocab_size, source_length
@@ -56,8 +57,8 @@ class Elsewhere(Model):
         )
 
 
-def drafter(line: Line, order: Mapping[str, Any]) -> Drafter:
-    """What ``order`` (see ``propose.remote``) asks for. Raises InvalidRequest or ModelLoadError."""
+def drafter(line: WorkerEndpoint, order: Mapping[str, Any]) -> DraftingWorker:
+    """Loads what ``order`` describes (see ``propose.remote``). Raises InvalidRequest or ModelLoadError."""
     if order["threads"] is not None:
         torch.set_num_threads(order["threads"])
     models: list[Resumable] = []
@@ -68,7 +69,7 @@ def drafter(line: Line, order: Mapping[str, Any]) -> Drafter:
         return models[-1]
 
     folder = Path(order["tokenizer"])
-    target = Elsewhere(order["vocab_size"], order["source_length"])
+    target = RemoteTarget(order["vocab_size"], order["source_length"])
     builder = Builder(target, load_tokenizer(folder), folder, load)
     proposer = builder.member(order["member"])
     if proposer.needs != Needs() or type(proposer) is Proposer:
@@ -76,32 +77,32 @@ def drafter(line: Line, order: Mapping[str, Any]) -> Drafter:
             f"method {order['member'].get('method')!r} cannot be a remote member: it learns from the target's rows or "
             "drafts nothing; take 'draft_model' or another that needs the text alone"
         )
-    return Drafter(proposer, line, order["ahead"], models)
+    return DraftingWorker(proposer, line, order["ahead"], models)
 
 
-def serve(line: Line, order: Mapping[str, Any]) -> None:
-    """Load, and draft until the engine is gone. What cannot be loaded is told."""
+def serve(line: WorkerEndpoint, order: Mapping[str, Any]) -> None:
+    """Loads the proposer and drafts until the engine disconnects. Errors of loading are sent to the engine."""
     try:
-        made = drafter(line, order)
+        worker = drafter(line, order)
     except Exception as error:
-        line.reply(encode(Trouble(type(error).__name__, str(error))))
+        line.reply(encode(WorkerError(type(error).__name__, str(error))))
         return
-    made.run()
+    worker.run()
 
 
 class Host:
-    """The same as a Ray actor."""
+    """A drafting worker as a Ray actor."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
-        self._line = Queued()
+        self._line = QueueEndpoint()
         threading.Thread(target=self._run, args=(order,), name="foretoken-drafting", daemon=True).start()
 
     def send(self, message: bytes) -> None:
-        """To the worker."""
+        """Sends a message to the worker."""
         self._line.incoming.put(message)
 
     def receive(self) -> bytes | None:
-        """From it, as soon as there is something; None when it is over."""
+        """Waits for the worker's next message and returns it; None when the worker has ended."""
         return self._line.outgoing.get()
 
     def _run(self, order: Mapping[str, Any]) -> None:
@@ -112,9 +113,9 @@ class Host:
 
 
 def main(descriptor: int) -> None:
-    """A process of its own, whose connection to the engine is this descriptor. The engine says when it is over."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
-    line = Pipe(descriptor)
+    """Runs a drafting worker in this process. descriptor: its connection to the engine, which ends the worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to the whole process group
+    line = PipeEndpoint(descriptor)
     serve(line, json.loads(line.wait()))
 
 

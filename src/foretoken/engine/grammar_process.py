@@ -1,9 +1,9 @@
-"""Grammars in processes of their own, so that a hostile one costs its own request and nothing else.
+"""Grammars in separate processes, so that a hostile grammar fails its own request and nothing else.
 
 A grammar of a hundred characters can keep llguidance busy for minutes or overflow its stack, and a thread cannot be
-stopped. So one process holds the vocabulary and forks: one process for each grammar, which compiles it, and from there
-one for each sequence that follows it. Each has a limit on processor time and memory; one that exceeds it is killed by
-the kernel, and whoever waits for it reads an end of file. POSIX only.
+stopped. So one process holds the vocabulary and forks one process for each grammar, which compiles it and forks one
+process for each sequence that follows it. Each process has a limit on processor time and memory. The kernel kills a
+process that exceeds it, and the other end of its connection reads an end of file. POSIX only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.engine.matching import LocalGrammar, MatcherFollower, Vocabulary
+from foretoken.engine.matching import GrammarVocabulary, LocalGrammar, MatcherFollower
 
-_PATIENCE = 30.0  # seconds that a process may take in all; the kernel's clock stops it long before
+_TIMEOUT = 30.0  # seconds to wait for a reply; the kernel's limit on processor time takes effect much earlier
 
 _PROGRAM = "foretoken.engine.grammar_process"
 _OK, _REFUSED, _MASK, _NO_MASK = b"o", b"r", b"m", b"n"
@@ -31,14 +31,14 @@ _OK, _REFUSED, _MASK, _NO_MASK = b"o", b"r", b"m", b"n"
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What a grammar may take. Seconds are of processor time.
+    """Limits of a grammar. Seconds are processor time.
 
     Args:
-        compile_seconds: for compiling.
-        mask_seconds: for finding the tokens that can come at one place.
-        text_seconds: for all places of a text.
-        token_seconds: that are added to ``text_seconds`` with every token of the text.
-        memory_bytes: beside the vocabulary.
+        compile_seconds: For compiling.
+        mask_seconds: For computing one mask.
+        text_seconds: For all masks of a text.
+        token_seconds: Added to ``text_seconds`` with every token of the text.
+        memory_bytes: Memory in addition to the vocabulary.
     """
 
     compile_seconds: float = 3.0
@@ -49,19 +49,19 @@ class GrammarLimits:
 
 
 class GrammarServer:
-    """The process that holds a vocabulary. It is started when it is first needed. Safe for threads."""
+    """The process that holds a vocabulary. It is started on first use. Thread-safe."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], limits: GrammarLimits | None = None) -> None:
+    def __init__(self, vocabulary: Callable[[], GrammarVocabulary], limits: GrammarLimits | None = None) -> None:
         self._vocabulary, self._limits = vocabulary, limits or GrammarLimits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def compile(self, wanted: Mapping[str, Any]) -> ForkedGrammar:
-        """Compile a grammar in a process of its own. Raises InvalidRequest."""
+    def compile(self, spec: Mapping[str, Any]) -> ForkedGrammar:
+        """Compiles a grammar in its own process. Raises InvalidRequest."""
         with self._lock:
             connection = self._forked()
-        reply = _ask(connection, wanted)
+        reply = _ask(connection, spec)
         if reply is None:
             raise InvalidRequest(
                 f"structured_outputs cannot be compiled within {self._limits.compile_seconds:g} s and "
@@ -72,7 +72,7 @@ class GrammarServer:
         return ForkedGrammar(connection, int(reply[1:]), self._limits)
 
     def close(self) -> None:
-        """End the process; those that it forked end when nobody holds their grammars any more."""
+        """Ends the process. The processes that it forked end when their grammars are no longer referenced."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
@@ -91,23 +91,23 @@ class GrammarServer:
 
 
 class ForkedGrammar:
-    """A ``CompiledGrammar`` in a process of its own. memory_bytes: what that process holds."""
+    """A ``CompiledGrammar`` in its own process. memory_bytes: memory of that process."""
 
     def __init__(self, connection: Connection, memory_bytes: int, limits: GrammarLimits) -> None:
         self._connection, self.memory_bytes, self._limits = connection, memory_bytes, limits
 
     @property
     def alive(self) -> bool:
-        """See ``CompiledGrammar``. The process says nothing unasked, so all there can be to read is an end of file."""
+        """See ``CompiledGrammar``. The process sends replies only, so anything to read is an end of file."""
         return not self._connection.poll()
 
     def follower(self) -> ProcessFollower:
-        """See ``CompiledGrammar``. The follower's process is forked when it is first asked."""
+        """See ``CompiledGrammar``. The follower's process is forked on its first use."""
         return ProcessFollower(self._connection, self._limits)
 
 
 class ProcessFollower:
-    """A ``Follower`` in a process of its own."""
+    """A ``GrammarFollower`` in its own process."""
 
     def __init__(self, grammar: Connection, limits: GrammarLimits) -> None:
         self._grammar, self._limits = grammar, limits
@@ -115,21 +115,21 @@ class ProcessFollower:
         self._reset, self._fresh = False, list[int]()
 
     def reset(self) -> None:
-        """See ``Follower``."""
+        """See ``GrammarFollower``."""
         self._reset = True
         self._fresh.clear()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """See ``Follower``."""
+        """See ``GrammarFollower``."""
         self._fresh += tokens
 
     def allowed(self, path: Sequence[int]) -> bytes | None:
-        """See ``Follower``."""
+        """See ``GrammarFollower``."""
         try:
             if self._connection is None:
                 self._connection = _fork(self._grammar)
             reply = _ask(self._connection, (self._reset, self._fresh, tuple(path)))
-        except OSError:  # the grammar's own process is dead
+        except OSError:  # the grammar's process is dead
             reply = None
         if reply is None:
             raise InvalidRequest(
@@ -144,7 +144,7 @@ class ProcessFollower:
 
 
 def _fork(connection: Connection) -> Connection:
-    """Have the process at the other end fork. Returns the connection to its child."""
+    """Makes the process at the other end fork. Returns the connection to its child."""
     here, there = Pipe()
     with there:
         reduction.send_handle(connection, there.fileno(), None)
@@ -152,10 +152,10 @@ def _fork(connection: Connection) -> Connection:
 
 
 def _ask(connection: Connection, question: Any) -> bytes | None:
-    """Returns the answer; None where the process is dead, now or from an earlier question on."""
+    """Returns the reply; None where the process is dead."""
     try:
         connection.send(question)
-        if connection.poll(_PATIENCE):
+        if connection.poll(_TIMEOUT):
             return connection.recv_bytes()
     except (EOFError, OSError):
         pass
@@ -163,13 +163,13 @@ def _ask(connection: Connection, question: Any) -> bytes | None:
     return None
 
 
-# the processes' side
+# in the forked processes
 
 
 def main(descriptor: int) -> None:
-    """Read the vocabulary, then fork for every grammar until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
+    """Receives the vocabulary, then forks for every grammar until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to the whole process group
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     connection = Connection(descriptor)
     try:
         vocabulary, limits = connection.recv()
@@ -180,10 +180,10 @@ def main(descriptor: int) -> None:
     before = _memory()
 
     def serve(connection: Connection) -> None:
-        wanted = connection.recv()
+        spec = connection.recv()
         _allow(limits.compile_seconds)
         try:
-            grammar = LocalGrammar(tokenizer, wanted)
+            grammar = LocalGrammar(tokenizer, spec)
         except InvalidRequest as error:
             connection.send_bytes(_REFUSED + str(error).encode())
             return
@@ -195,7 +195,7 @@ def main(descriptor: int) -> None:
 
 
 def _fork_for_each(connection: Connection, serve: Callable[[Connection], None]) -> None:
-    """Serve every connection that arrives in a process of its own."""
+    """Serves every received connection in its own process."""
     while True:
         try:
             arrived = reduction.recv_handle(connection)
@@ -203,7 +203,7 @@ def _fork_for_each(connection: Connection, serve: Callable[[Connection], None]) 
             return
         try:
             child = os.fork()
-        except OSError:  # too many processes: whoever waits for this one reads an end of file
+        except OSError:  # too many processes: the other end of this connection reads an end of file
             child = -1
         if child == 0:
             connection.close()
@@ -215,8 +215,8 @@ def _fork_for_each(connection: Connection, serve: Callable[[Connection], None]) 
 
 
 def _follow(connection: Connection, follower: MatcherFollower, limits: GrammarLimits) -> None:
-    """Answer for one text until the other end is closed."""
-    begun, tokens = time.process_time(), 0
+    """Computes masks of one text until the other end is closed."""
+    started, tokens = time.process_time(), 0
     while True:
         try:
             reset, fresh, path = connection.recv()
@@ -233,29 +233,29 @@ def _follow(connection: Connection, follower: MatcherFollower, limits: GrammarLi
         except InvalidRequest as error:
             reply = _REFUSED + str(error).encode()
         _allow(0.0)
-        if time.process_time() - begun > limits.text_seconds + limits.token_seconds * tokens:
+        if time.process_time() - started > limits.text_seconds + limits.token_seconds * tokens:
             return
         connection.send_bytes(reply)
 
 
 def _allow(seconds: float) -> None:
-    """Have the kernel end this process after so many seconds of processor time from now; 0: never."""
+    """Makes the kernel end this process after ``seconds`` of processor time from now. 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Bound the memory of the processes that are forked from here, and have them die without a core dump."""
+    """Limits the memory of processes forked from here, and disables their core dumps."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as pages:
-            most = int(pages.read().split()[0]) * resource.getpagesize() + memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            limit = int(pages.read().split()[0]) * resource.getpagesize() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _memory() -> int:
-    """The bytes that this process has held at most."""
+    """Returns the peak memory of this process in bytes."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,10 +1,10 @@
-"""The loop: budgets, propose, score, law, verify, commit, observe. One screen, the same for every pairing."""
+"""The engine: budgets, draft, forward pass, distributions, verify, commit, observe. The same for every pairing."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,15 +12,15 @@ import torch
 
 from foretoken.control.base import Controller
 from foretoken.core.context import Context
+from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, NoTokenAllowed
-from foretoken.core.sampling import Rows
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
-from foretoken.engine.pace import Pace, PromptRows
-from foretoken.engine.reading import drafts_aloud, note_aloud
-from foretoken.engine.scheduler import Scheduler, Usage
-from foretoken.engine.sequence import Sequence, Wanted
+from foretoken.engine.prefill_pace import PrefillPacer, PromptRows
+from foretoken.engine.prompt_logprobs import prompt_logprob_drafts, record_prompt_logprobs
+from foretoken.engine.scheduler import Scheduler, SchedulerUsage
+from foretoken.engine.sequence import OutputOptions, Sequence
 from foretoken.engine.stopping import Stopping
 from foretoken.models.base import Model, Scores
 from foretoken.propose.base import Observation, Proposer
@@ -28,10 +28,16 @@ from foretoken.verify import Rule, choose, stream_for
 
 
 class Engine:
-    """Runs any number of sequences, up to ``max_sequences`` in one pass; a single one is a batch of one.
+    """Runs any number of sequences by continuous batching, up to ``max_sequences`` in one forward pass.
 
-    rule: the verifier for drafts of a law in a request of a grade; an audit plants wrong ones.
-    prompt_rows: rows of prompts that one round may read. capacity: tokens whose keys and values fit.
+    Args:
+        target: The model whose distribution the output follows.
+        proposer: Drafts tokens.
+        controller: Decides the size of each draft.
+        rule: Chooses the verifier. Audits pass wrong ones on purpose.
+        max_sequences: Number of sequences in one forward pass.
+        prompt_rows: Number of prompt tokens that one step may prefill.
+        capacity: Number of tokens whose KV cache fits, or None for no limit.
     """
 
     def __init__(
@@ -46,120 +52,159 @@ class Engine:
         capacity: int | None = None,
     ) -> None:
         self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
-        self.pace = Pace(prompt_rows)
-        self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, self._join, self._set_aside)
+        self.pace = PrefillPacer(prompt_rows)
+        self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, self._reusable_prefix_len, self._forget)
         self.finished: dict[int, Sequence] = {}
         self._alone = threading.Lock()
 
     @property
     def max_sequences(self) -> int:
+        """Number of sequences in one forward pass."""
         return self.scheduler.max_sequences
 
     @property
     def running(self) -> dict[int, Sequence]:
+        """Admitted sequences by identifier."""
         return self.scheduler.running
 
     @property
     def waiting(self) -> list[Sequence]:
+        """Queued and preempted sequences, the next to be admitted first."""
         return self.scheduler.waiting
 
     @property
     def busy(self) -> bool:
+        """Whether any sequence is running or waiting."""
         return bool(self.waiting or self.running)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> SchedulerUsage:
+        """Current load of the scheduler and the KV cache."""
         return self.scheduler.usage
 
     def add(
-        self, context: Context, stopping: Stopping, logprobs: int | None = None, *, prompt_logprobs: int | None = None,
-        explain: bool = False, priority: int = 0,
-    ) -> None:  # fmt: skip
-        """Queue a sequence; it joins when there is room, the lowest priority first. The others: see ``Wanted``."""
+        self, context: Context, stopping: Stopping, options: OutputOptions | None = None, *, priority: int = 0
+    ) -> None:
+        """Queues a sequence.
+
+        Args:
+            context: The sequence.
+            stopping: Decides when it ends.
+            options: What to record beside the tokens.
+            priority: Lower priorities are admitted first.
+
+        Raises:
+            InvalidRequest: The prompt is empty, or the model cannot take it.
+        """
         self.check(context)
-        self.scheduler.add(Sequence(context, stopping, Wanted(logprobs, prompt_logprobs, explain), priority))
+        self.scheduler.add(Sequence(context, stopping, options or OutputOptions(), priority))
 
     def check(self, context: Context) -> None:
-        """Refuse a prompt that could never run."""
+        """Raises InvalidRequest for a prompt that is empty or that the model cannot take."""
         if not context.tokens:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         self.target.admit(context.tokens, context.source)
 
     def abort(self, identifier: int) -> None:
-        """Drop a sequence wherever it is; unknown ones are ignored."""
+        """Ends a waiting or running sequence. Unknown identifiers are ignored."""
         sequence = self.scheduler.remove(identifier)
         if sequence is not None:
             sequence.finish_reason = "abort"
             self._retire(sequence)
 
     def clear(self) -> None:
-        """Drop every sequence."""
+        """Ends every sequence and drops the finished ones."""
         for sequence in [*self.running.values(), *self.waiting]:
             self.abort(sequence.context.id)
         self.finished.clear()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where sequences, places and rows do not add up."""
+        """Raises AssertionError where the scheduler's and the target's records are inconsistent."""
         self.scheduler.check_integrity()
 
     @torch.inference_mode()
-    def step(self) -> list[Step]:
-        """One decode step of every running sequence.
+    def step(self) -> list[StepOutput]:
+        """Runs one decode step of every running sequence.
 
-        What fails in a sequence's own work (law, verdict, text, log-probabilities) ends that sequence alone, with the
+        An error in one sequence's own part (law, verdict, text, log-probabilities) ends that sequence alone, with the
         finish reason "error".
 
         Returns:
-            What each sequence emitted, in order of admission; nothing from those whose prefill goes on.
-        """
-        if not self._alone.acquire(blocking=False):
-            raise InvalidRequest("another thread runs this engine, a server perhaps; give each user an LLM of its own")
-        try:
-            return self._round()
-        finally:
-            self._alone.release()
+            The output of each sequence, in order of admission. Sequences whose prefill continues have none.
 
-    def step_or_raise(self) -> list[Step]:
-        """``step``, for callers that cannot go on without a sequence that failed. Raises the error that ended it."""
+        Raises:
+            InvalidRequest: Another thread is running a step of this engine.
+        """
+        with self._exclusive():
+            plan = self.scheduler.schedule()
+            batch = [*plan.ready, *plan.prefilling]
+            if not batch:
+                return []
+            contexts = [sequence.context for sequence in plan.ready]
+            clock = _Clock(len(contexts), sum(len(s.handle.pending) for s in batch) - len(plan.ready))
+            with self._abandoning(batch):
+                drafts = [*self._propose(contexts, plan.max_draft_tokens), *prompt_logprob_drafts(plan.prefilling)]
+                clock.lap()
+                scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
+                clock.lap()
+                own = slice(len(plan.ready))
+                verdicts = [self._judge(*each) for each in zip(plan.ready, drafts[own], scores[own], strict=True)]
+            failed = self._prefill(plan.prefilling, scores[len(plan.ready) :])
+            steps = self._settle(plan.ready, drafts[own], verdicts, scores[own], clock) if plan.ready else []
+            return [*steps, *(self._end(sequence) for sequence in failed)]
+
+    def step_or_raise(self) -> list[StepOutput]:
+        """Runs ``step``. Raises the error that ended a sequence, for callers that need every sequence to succeed."""
         steps = self.step()
         for step in steps:
             if step.finish_reason == "error" and (error := self.take(step.sequence).error) is not None:
                 raise error
         return steps
 
-    def _round(self) -> list[Step]:
-        plan = self.scheduler.round()
-        batch = [*plan.ready, *plan.reading]
-        if not batch:
-            return []
-        contexts = [sequence.context for sequence in plan.ready]
-        clock = _Clock(len(contexts), sum(len(s.handle.pending) for s in batch) - len(plan.ready))
-        with self._abandoning(batch):
-            drafts = [*self._propose(contexts, plan.rooms), *drafts_aloud(plan.reading)]
-            clock.lap()
-            scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
-            clock.lap()
-            own = slice(len(plan.ready))
-            verdicts = [self._judge(*each) for each in zip(plan.ready, drafts[own], scores[own], strict=True)]
-        failed = self._read(plan.reading, scores[len(plan.ready) :])
-        steps = self._settle(plan.ready, drafts[own], verdicts, scores[own], clock) if plan.ready else []
-        return [*steps, *(self._end(sequence) for sequence in failed)]
+    def run(self, sequences: Iterable[tuple[Context, Stopping]]) -> Iterator[StepOutput]:
+        """Runs sequences to their end on an engine that nothing else uses.
+
+        Whatever ends the iteration, none of the sequences stays in the engine.
+
+        Yields:
+            The output of each step of each sequence.
+
+        Raises:
+            InvalidRequest: A prompt is empty, or the model cannot take it.
+            Exception: The error that ended a sequence.
+        """
+        queued = list(sequences)
+        with draining(self, [context.id for context, _ in queued]):
+            for context, stopping in queued:
+                self.add(context, stopping)
+            while self.busy:
+                yield from self.step_or_raise()
 
     def take(self, identifier: int) -> Sequence:
-        """Hand over a finished sequence."""
+        """Removes a finished sequence from the engine and returns it."""
         return self.finished.pop(identifier)
 
-    def _propose(self, contexts: list[Context], rooms: list[int]) -> list[Draft]:
-        return self.proposer.propose(contexts, self.controller.budgets(contexts, rooms)) if contexts else []
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Raises InvalidRequest where another thread is running a step."""
+        if not self._alone.acquire(blocking=False):
+            raise InvalidRequest("another thread runs this engine, a server perhaps; give each user an LLM of its own")
+        try:
+            yield
+        finally:
+            self._alone.release()
+
+    def _propose(self, contexts: list[Context], max_draft_tokens: list[int]) -> list[Draft]:
+        return self.proposer.propose(contexts, self.controller.budgets(contexts, max_draft_tokens)) if contexts else []
 
     def _judge(self, sequence: Sequence, draft: Draft, scores: Scores) -> Verdict | None:
-        """The law at every node, then the rule that the draft's own law and the request's grade call for.
+        """Verifies a draft with the verifier that its law and the request's grade require.
 
-        Where the verdict reaches a node at which no token can come, the accepted tokens are emitted all the same, the
-        last of them as the target's own, and the next step ends the sequence. None where it ends in this one.
+        Where the verdict reaches a node at which no token is possible, the accepted tokens are still emitted, the last
+        of them as the target's own, and the next step ends the sequence. Returns None where it ends in this step.
         """
         context = sequence.context
-        probs = Rows(context.law, scores.logits, partial(context.history_at, draft))
+        probs = NodeDistributions(context.law, scores.logits, partial(context.history_at, draft))
         try:
             stream = stream_for(context.exactness, context.streams, context.generated)
             return self.rule(draft.law, context.exactness)(draft, probs, stream)
@@ -171,24 +216,28 @@ class Engine:
             sequence.fail(error)
         return None
 
-    def _read(self, reading: list[Sequence], scores: list[Scores]) -> list[Sequence]:
-        """Record prompt log-probabilities, and hand the proposer the target's states. Returns sequences that failed."""
-        for sequence, score in zip(reading, scores, strict=True):
+    def _prefill(self, prefilling: list[Sequence], scores: list[Scores]) -> list[Sequence]:
+        """Records prompt log-probabilities and passes the target's states to the proposer. Returns failed sequences."""
+        for sequence, score in zip(prefilling, scores, strict=True):
             try:
-                piece = note_aloud(sequence, score)
+                chunk = record_prompt_logprobs(sequence, score)
             except Exception as error:
                 sequence.fail(error)
-                piece = ()
-            if piece:
-                self.target.commit([sequence.handle], [piece])
-        self.proposer.read([sequence.context for sequence in reading], scores)
-        return [sequence for sequence in reading if sequence.error is not None]
+                chunk = ()
+            if chunk:
+                self.target.commit([sequence.handle], [chunk])
+        self.proposer.prefill([sequence.context for sequence in prefilling], scores)
+        return [sequence for sequence in prefilling if sequence.error is not None]
 
     def _settle(
-        self, ready: list[Sequence], drafts: list[Draft], verdicts: list[Verdict | None], scores: list[Scores],
+        self,
+        ready: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict | None],
+        scores: list[Scores],
         clock: _Clock,
-    ) -> list[Step]:  # fmt: skip
-        """Commit, observe, and tell what happened."""
+    ) -> list[StepOutput]:
+        """Emits and commits tokens, and passes the step to proposer and controller. Returns the outputs."""
         emitted = [
             self._emit(sequence, draft, verdict, score)
             for sequence, draft, verdict, score in zip(ready, drafts, verdicts, scores, strict=True)
@@ -201,7 +250,7 @@ class Engine:
         timings = clock.timings()
         self.pace.observe(timings)
         steps = [
-            Step(s.context.id, position, draft, verdict or Verdict((), -1), tokens, timings, s.finish_reason)
+            StepOutput(s.context.id, position, draft, verdict or Verdict((), -1), tokens, timings, s.finish_reason)
             for s, position, draft, verdict, tokens in zip(ready, positions, drafts, verdicts, emitted, strict=True)
         ]
         whole = [(s, t, score) for s, t, score in zip(ready, steps, scores, strict=True) if s.error is None]
@@ -215,25 +264,25 @@ class Engine:
         return steps
 
     def _emit(self, sequence: Sequence, draft: Draft, verdict: Verdict | None, scores: Scores) -> tuple[int, ...]:
-        """The tokens that the sequence adds; none where it fails."""
+        """Returns the tokens that the sequence emits; none where it fails."""
         try:
             return () if verdict is None else sequence.emit(draft, verdict, scores.logits, self.target.max_length)
         except Exception as error:
             sequence.fail(error)
             return ()
 
-    def _end(self, sequence: Sequence) -> Step:
-        """The last step of a sequence that failed before it emitted anything."""
+    def _end(self, sequence: Sequence) -> StepOutput:
+        """Ends a sequence that failed before it emitted anything. Returns its last output."""
         context, timings = sequence.context, Timings(0.0, 0.0, 0.0, 0.0, 1)
         verdict = Verdict((), -1)
-        step = Step(context.id, context.generated, Draft.empty(), verdict, (), timings, sequence.finish_reason)
+        step = StepOutput(context.id, context.generated, Draft.empty(), verdict, (), timings, sequence.finish_reason)
         sequence.counts.add(step)
         self._retire(sequence)
         return step
 
     @contextmanager
     def _abandoning(self, batch: list[Sequence]) -> Iterator[None]:
-        """If a round fails before anything is emitted, every cache goes back to where the round began."""
+        """Restores every cache to the start of the step if the step fails before anything is emitted."""
         try:
             yield
         except BaseException:
@@ -242,22 +291,22 @@ class Engine:
                 self.proposer.forget(sequence.context)
             raise
 
-    def _join(self, context: Context) -> int:
-        return self.proposer.join(context)
+    def _reusable_prefix_len(self, context: Context) -> int:
+        return self.proposer.reusable_prefix_len(context)
 
-    def _set_aside(self, context: Context) -> None:
+    def _forget(self, context: Context) -> None:
         self.proposer.forget(context)
         self.controller.forget(context)
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence.context.id)
-        self._set_aside(sequence.context)
+        self._forget(sequence.context)
         self.finished[sequence.context.id] = sequence
 
 
 @contextmanager
 def draining(engine: Engine, identifiers: list[int]) -> Iterator[None]:
-    """Whatever happens inside, a consumer walking away included, leave no sequence of ours behind."""
+    """Aborts the sequences ``identifiers`` and drops their results when the block is left, in whatever way."""
     try:
         yield
     finally:
@@ -267,7 +316,7 @@ def draining(engine: Engine, identifiers: list[int]) -> Iterator[None]:
 
 
 class _Clock:
-    """Laps of one round, in seconds."""
+    """Times of the parts of one step, in seconds."""
 
     def __init__(self, batch: int, prompt_rows: int) -> None:
         self.batch, self.prompt_rows = batch, prompt_rows

@@ -1,6 +1,6 @@
-"""Grammars by llguidance: how they are compiled, and how one text follows them.
+"""Grammars by llguidance: compiling them, and following one text through them.
 
-Nothing here imports torch, so that ``grammar_process`` starts quickly.
+This module must not import torch, so that ``grammar_process`` starts quickly.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from foretoken.core.errors import InvalidRequest
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# llguidance's own choice would be the tokenizer's spelling of whatever text is forced; the last word on it counts.
+# By default llguidance forces the tokenizer's own tokenization of forced text. The last such option takes effect.
 _FREE = '\n%llguidance {"no_forcing": true}\n'
 _FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Several times llguidance's own, which a schema of 2,000 objects exceeds.
+# Several times llguidance's defaults, which a schema of 2,000 objects exceeds.
 _LIMITS: dict[str, Any] = {
-    "max_items_in_row": 100_000, "step_max_items": 1_000_000, "initial_lexer_fuel": 10_000_000,
-    "step_lexer_fuel": 2_000_000, "max_grammar_size": 5_000_000,
-}  # fmt: skip
+    "max_items_in_row": 100_000,
+    "step_max_items": 1_000_000,
+    "initial_lexer_fuel": 10_000_000,
+    "step_lexer_fuel": 2_000_000,
+    "max_grammar_size": 5_000_000,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What llguidance has to know of a tokenizer.
+class GrammarVocabulary:
+    """A tokenizer's vocabulary for llguidance.
 
     Args:
-        tokens: bytes by id, and last of all an id for the end of a text.
-        special: ids that come only where a grammar names them.
+        tokens: Bytes of each id. The last entry is an additional id for the end of a text.
+        special: Ids that are allowed only where a grammar names them.
     """
 
     tokens: list[bytes]
@@ -44,7 +47,7 @@ class Vocabulary:
         return len(self.tokens) - 1
 
     def load(self) -> LLTokenizer:
-        """Returns the same as llguidance's object."""
+        """Returns the vocabulary as llguidance's tokenizer."""
         from llguidance import LLTokenizer
 
         return LLTokenizer(_Wrapper(self.tokens, self.special, self.end))  # type: ignore[arg-type]  # any such object
@@ -61,58 +64,64 @@ class _Wrapper:
     is_tokenizer_wrapper: bool = True
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return []  # it is asked for the tokenizer's own spelling of forced texts only, and no text is forced
+        return []  # llguidance calls this only to tokenize forced text, and no text is forced
 
 
-class Follower(Protocol):
+class GrammarFollower(Protocol):
     """Follows one text through a grammar."""
 
     def reset(self) -> None:
-        """Forget the text."""
+        """Clears the text."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text went on with ``tokens``."""
+        """Appends ``tokens`` to the text."""
         ...
 
     def allowed(self, path: Sequence[int]) -> bytes | None:
-        """Returns the tokens that can come after the text and ``path``, one bit each, or None where they do not fit.
+        """Returns the tokens allowed after the text and ``path``, one bit each; None where the grammar refuses them.
 
-        Raises InvalidRequest where llguidance cannot tell.
+        Raises:
+            InvalidRequest: llguidance reached one of its limits.
         """
         ...
 
 
 class CompiledGrammar(Protocol):
-    """A grammar that any number of texts can follow."""
+    """A compiled grammar that any number of texts can follow."""
 
     @property
     def memory_bytes(self) -> int:
-        """An estimate."""
+        """Estimated memory."""
         ...
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be followed."""
+        """Whether texts can still follow it."""
         ...
 
-    def follower(self) -> Follower:
+    def follower(self) -> GrammarFollower:
         """Returns a follower for one text."""
         ...
 
 
 class LocalGrammar:
-    """A grammar compiled in this process. Raises InvalidRequest.
+    """A grammar compiled in this process.
 
-    wanted: as ``SamplingParams.structured_outputs``, but a choice.
+    Args:
+        tokenizer: llguidance's tokenizer.
+        spec: As ``SamplingParams.structured_outputs``, except "choice".
+
+    Raises:
+        InvalidRequest: The grammar is not valid, or no text matches it.
     """
 
     alive = True
 
-    def __init__(self, tokenizer: LLTokenizer, wanted: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: LLTokenizer, spec: Mapping[str, Any]) -> None:
         from llguidance import LLMatcher, LLParserLimits
 
-        lark = lark_of(wanted)
+        lark = lark_of(spec)
         try:
             self.memory_bytes = 100 * len(lark.encode())
         except UnicodeError as error:
@@ -120,7 +129,7 @@ class LocalGrammar:
         limits = LLParserLimits(**_LIMITS, verbose_errors=False)
         self._matcher = LLMatcher(tokenizer, lark, log_level=0, limits=limits)
         if not self._matcher.is_error():
-            self._matcher.compute_bitmask()  # fails if no text at all fits
+            self._matcher.compute_bitmask()  # fails if no text matches
         check(self._matcher, "structured_outputs cannot be followed")
 
     def follower(self) -> MatcherFollower:
@@ -129,7 +138,7 @@ class LocalGrammar:
 
 
 class MatcherFollower:
-    """A ``Follower`` with a matcher of llguidance's in this process."""
+    """A ``GrammarFollower`` with a matcher of llguidance in this process."""
 
     def __init__(self, compiled: LLMatcher) -> None:
         self._compiled = compiled
@@ -137,16 +146,16 @@ class MatcherFollower:
         self._restart()
 
     def reset(self) -> None:
-        """See ``Follower``."""
+        """See ``GrammarFollower``."""
         self._text.clear()
         self._restart()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """See ``Follower``."""
+        """See ``GrammarFollower``."""
         self._text += tokens
 
     def allowed(self, path: Sequence[int]) -> bytes | None:
-        """See ``Follower``. After an error the matcher is of no more use, so another one takes its place."""
+        """See ``GrammarFollower``. After an error the matcher cannot be used any more, so it is replaced."""
         try:
             if not (self._catch_up() and self._walk(tuple(path))):
                 return None
@@ -159,12 +168,12 @@ class MatcherFollower:
 
     def _restart(self) -> None:
         self._matcher = self._compiled.deep_copy()
-        self._taken = 0  # tokens of the text that the matcher has seen
+        self._taken = 0  # tokens of the text that the matcher has consumed
         self._refused = False  # whether it refused one of them
-        self._path: tuple[int, ...] = ()  # what it has seen beyond the text
+        self._path: tuple[int, ...] = ()  # tokens that it has consumed after the text
 
     def _catch_up(self) -> bool:
-        """Go to the end of the text. Returns whether the grammar accepts it."""
+        """Moves the matcher to the end of the text. Returns whether the grammar accepts it."""
         if self._taken < len(self._text) and not self._refused:
             self._walk(())
             fresh = self._text[self._taken :]
@@ -173,7 +182,7 @@ class MatcherFollower:
         return not self._refused
 
     def _walk(self, path: tuple[int, ...]) -> bool:
-        """Go to ``path`` from wherever the last one led. Returns whether the grammar accepts it."""
+        """Moves the matcher from the last path to ``path``. Returns whether the grammar accepts it."""
         same = 0
         while same < min(len(path), len(self._path)) and path[same] == self._path[same]:
             same += 1
@@ -182,51 +191,51 @@ class MatcherFollower:
         if self._consume(path[same:]) == len(path) - same:
             self._path = path
             return True
-        self._restart()  # what a refused token leaves in the matcher can show in later masks
+        self._restart()  # the state that a refused token leaves in the matcher can affect later masks
         return False
 
     def _consume(self, tokens: Sequence[int]) -> int:
-        """Returns how many of ``tokens`` the grammar accepts; a limit of llguidance's is an error, not a refusal."""
+        """Returns how many of ``tokens`` the grammar accepts. Reaching a limit of llguidance raises an error."""
         taken = self._matcher.try_consume_tokens(list(tokens))
         check(self._matcher, "structured_outputs cannot be followed any further")
         return taken
 
 
 def check(matcher: LLMatcher, failure: str) -> None:
-    """Raises InvalidRequest with ``failure`` and llguidance's words if the matcher is in its error state."""
+    """Raises InvalidRequest with ``failure`` and llguidance's message if the matcher is in its error state."""
     if not matcher.is_error():
         return
-    said = re.split(r"\n\s*(?:\d+ \| |<state>|<backtrace>)", matcher.get_error())[0].strip()
-    if said.startswith("panic"):
-        said = "the grammar is too large for llguidance; make it smaller"
-    elif "recursion limit exceeded" in said:
-        said = "the schema is nested too deeply; use definitions and $ref"
-    elif not said or said.startswith("NoExtension"):
-        said = "no token of the model can come"
-    raise InvalidRequest(f"{failure}: {said}")
+    message = re.split(r"\n\s*(?:\d+ \| |<state>|<backtrace>)", matcher.get_error())[0].strip()
+    if message.startswith("panic"):
+        message = "the grammar is too large for llguidance; make it smaller"
+    elif "recursion limit exceeded" in message:
+        message = "the schema is nested too deeply; use definitions and $ref"
+    elif not message or message.startswith("NoExtension"):
+        message = "no token of the model can come"
+    raise InvalidRequest(f"{failure}: {message}")
 
 
-def lark_of(wanted: Mapping[str, Any]) -> str:
-    """Returns ``wanted`` in llguidance's dialect of Lark. Raises InvalidRequest."""
+def lark_of(spec: Mapping[str, Any]) -> str:
+    """Returns a restriction in llguidance's dialect of Lark. Raises InvalidRequest."""
     import llguidance
 
-    whitespace = bool(wanted.get("whitespace"))
-    if wanted.get("json") is not None:
-        return _json(wanted["json"], whitespace)
-    if wanted.get("json_object") is not None:
+    whitespace = bool(spec.get("whitespace"))
+    if spec.get("json") is not None:
+        return _json(spec["json"], whitespace)
+    if spec.get("json_object") is not None:
         return _json({"type": "object"}, whitespace)
-    if wanted.get("regex") is not None:
-        return f"start: /{llguidance.regex_to_lark(wanted['regex'], use_ascii='')}/{_FREE}"
+    if spec.get("regex") is not None:
+        return f"start: /{llguidance.regex_to_lark(spec['regex'], use_ascii='')}/{_FREE}"
     try:
-        return llguidance.gbnf_to_lark.any_to_lark(wanted["grammar"]) + _FREE
+        return llguidance.gbnf_to_lark.any_to_lark(spec["grammar"]) + _FREE
     except RecursionError as error:
         raise InvalidRequest("structured_outputs['grammar'] is nested too deeply; write it with more rules") from error
-    except Exception as error:  # it raises a class of its own, and others where it stumbles
+    except Exception as error:  # llguidance raises its own class, and others on unexpected input
         raise InvalidRequest(f"structured_outputs['grammar'] is neither Lark nor GBNF: {error}") from error
 
 
 def _json(schema: Any, whitespace: bool) -> str:
-    """schema: what JSON can hold, or JSON of it."""
+    """Returns the Lark grammar of a JSON schema, which is given as an object or as JSON. Raises InvalidRequest."""
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         written = json.dumps(schema)

@@ -1,4 +1,4 @@
-"""What users give as a prompt: text, token ids, or vLLM's dicts of either, for decoders and for encoder-decoders."""
+"""Prompts: text, token ids, or vLLM's dicts of either, for decoders and encoder-decoders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ _BOTH = ("encoder_prompt", "decoder_prompt")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A prompt that was read. text: as it was given, where it was text. tokens: what the model is to go on from.
+class TokenizedPrompt:
+    """A prompt in tokens.
 
-    source: what its encoder reads, if it has one. That is the user's prompt then, and ``tokens`` the decoder's start.
+    Args:
+        text: The prompt's text, or None for token ids.
+        tokens: Tokens that the model continues.
+        source: Encoder input of an encoder-decoder. It is then the user's prompt, and ``tokens`` the decoder's start.
     """
 
     text: str | None
@@ -34,7 +37,7 @@ class Given:
 
 
 def check_characters(text: str, what: str) -> None:
-    """Raises InvalidRequest for a text with half of a surrogate pair, which no tokenizer reads."""
+    """Raises InvalidRequest for text with half of a surrogate pair, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -46,9 +49,12 @@ def check_characters(text: str, what: str) -> None:
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """What is too long for a model, told before it is tokenized: that would take time, however it ends.
+    """Refuses texts that exceed a model's context length before they are tokenized, which would take long.
 
-    tokens: of the model's context. phrase: what an error says before that number.
+    Args:
+        tokenizer: The model's tokenizer.
+        tokens: The context length.
+        phrase: Words of the error message before that number.
     """
 
     tokenizer: Any
@@ -57,28 +63,32 @@ class ContextLimit:
 
     @cached_property
     def characters(self) -> int:
-        """Characters of the longest text that fits: as many of the longest token as the context holds."""
+        """Length of the longest text that fits: the context filled with the longest token."""
         return self.tokens * max(map(len, self.tokenizer.get_vocab()))
 
-    def check(self, given: str | Sequence[int], what: str) -> None:
+    def check(self, prompt: str | Sequence[int], what: str) -> None:
         """Raises ContextLengthExceeded for a text or ids that cannot fit. what: "the prompt", for the message."""
-        if len(given) <= self.tokens:
+        if len(prompt) <= self.tokens:
             return
-        if not isinstance(given, str):
-            raise ContextLengthExceeded(f"{what} has {len(given)} tokens; {self.phrase} {self.tokens} tokens")
-        if len(given) > self.characters:
+        if not isinstance(prompt, str):
+            raise ContextLengthExceeded(f"{what} has {len(prompt)} tokens; {self.phrase} {self.tokens} tokens")
+        if len(prompt) > self.characters:
             raise ContextLengthExceeded(
-                f"{what} has {len(given)} characters; {self.phrase} {self.tokens} tokens, which are {self.characters} "
+                f"{what} has {len(prompt)} characters; {self.phrase} {self.tokens} tokens, which are {self.characters} "
                 "characters at most"
             )
 
 
 @dataclass(frozen=True, slots=True)
-class PromptReader:
+class PromptTokenizer:
     """Tokenizes prompts and predictions.
 
-    start: how the decoder of an encoder-decoder begins; empty for models without an encoder.
-    limit, source_limit: refuse what is too long for the decoder and for the encoder; None refuses nothing.
+    Args:
+        tokenizer: The model's tokenizer.
+        vocab_size: Number of ids of the model.
+        start: First decoder tokens of an encoder-decoder; empty for models without an encoder.
+        limit: Limit of the decoder, or None.
+        source_limit: Limit of the encoder, or None.
     """
 
     tokenizer: Any
@@ -87,43 +97,43 @@ class PromptReader:
     limit: ContextLimit | None = None
     source_limit: ContextLimit | None = None
 
-    def read(self, prompt: Prompt) -> Given:
-        """Raises InvalidRequest for an empty prompt, and for ids that are not the model's."""
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """Returns a prompt in tokens. Raises InvalidRequest for an empty prompt and for ids outside the vocabulary."""
         if not self.start:
             text, ids = self._one(prompt, self.limit)
-            return Given(text, ids)
+            return TokenizedPrompt(text, ids)
         beginning: Prompt | None = None
         if isinstance(prompt, Mapping) and not _PLAIN.issuperset(prompt):
             if _BOTH[0] not in prompt or not set(_BOTH).issuperset(prompt):
                 raise InvalidRequest(
-                    "a prompt dict of an encoder-decoder holds 'prompt', 'prompt_token_ids', or 'encoder_prompt' and, "
-                    f"if wanted, 'decoder_prompt'; got {sorted(prompt)}"
+                    "a prompt dict of an encoder-decoder holds 'prompt', 'prompt_token_ids', or 'encoder_prompt' and "
+                    f"optionally 'decoder_prompt'; got {sorted(prompt)}"
                 )
             beginning = prompt.get(_BOTH[1])
             prompt = prompt[_BOTH[0]]
         text, source = self._one(prompt, self.source_limit)
-        return Given(text, self._beginning(beginning), tuple(source))
+        return TokenizedPrompt(text, self._beginning(beginning), tuple(source))
 
     def prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
-        """Tokens of a text that the output may follow. Raises InvalidRequest."""
+        """Returns the tokens of a predicted output. Raises InvalidRequest."""
         if isinstance(prediction, str):
             prediction = self._text(prediction, "the prediction", self.limit, add_special_tokens=False)
         _check_length(prediction or (), "the prediction", self.limit)
         return tuple(self.checked(list(prediction or ()), "a prediction"))
 
     def rendered(self, text: str) -> list[int]:
-        """Tokens of a conversation that a chat template wrote, special tokens included. Raises InvalidRequest."""
+        """Returns the tokens of a rendered chat template, special tokens included. Raises InvalidRequest."""
         limit = self.source_limit if self.start else self.limit
         return self._text(text, "the prompt", limit, add_special_tokens=False)
 
     def _text(self, text: str, what: str, limit: ContextLimit | None, **options: Any) -> list[int]:
-        """Tokens of a text that is not too long, if the model has them all."""
+        """Returns the tokens of a text. Raises InvalidRequest if it is too long or has tokens the model lacks."""
         _check_length(text, what, limit)
         check_characters(text, what)
         return self.known(list(self.tokenizer(text, **options)["input_ids"]), what)
 
     def checked(self, ids: list[Any], what: str) -> list[int]:
-        """``ids`` if the vocabulary has them all."""
+        """Returns ``ids``. Raises InvalidRequest for an id outside the vocabulary."""
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise InvalidRequest(
@@ -132,7 +142,7 @@ class PromptReader:
         return ids
 
     def known(self, ids: list[int], what: str) -> list[int]:
-        """Returns the ids of a tokenized text. Raises InvalidRequest where the model does not have them all."""
+        """Returns the ids of a tokenized text. Raises InvalidRequest for an id that the model lacks."""
         if max(ids, default=0) >= self.vocab_size:
             raise InvalidRequest(
                 f"{what} has token {max(ids)} of the tokenizer, and the model's vocabulary ends at "
@@ -156,7 +166,7 @@ class PromptReader:
         return text, ids
 
     def _beginning(self, prompt: Prompt | None) -> list[int]:
-        """The decoder's start, and what it is made to begin with; ids that have the start are taken as they are."""
+        """Returns the decoder's first tokens: the start and the decoder prompt, which may begin with the start."""
         if prompt is None:
             return list(self.start)
         if isinstance(prompt, str):
@@ -165,6 +175,6 @@ class PromptReader:
         return ids if ids[0] == self.start[0] else [*self.start, *ids]
 
 
-def _check_length(given: Any, what: str, limit: ContextLimit | None) -> None:
+def _check_length(prompt: Any, what: str, limit: ContextLimit | None) -> None:
     if limit is not None:
-        limit.check(given, what)
+        limit.check(prompt, what)

@@ -15,7 +15,7 @@ from foretoken.control.tempo import Tempo
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.stopping import Length
@@ -39,13 +39,13 @@ class _Script(Controller):
         self.drafts: dict[int, list[float]] = defaultdict(list)
         self._depth, self._skip, self._end = 0, len(_FIRST), time.perf_counter() + _SECONDS
 
-    def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
+    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         self._depth = self.left.pop(0) if self.left else 0
-        budgets = [max(0, min(self._depth, room)) for room in rooms]
+        budgets = [max(0, min(self._depth, room)) for room in max_draft_tokens]
         self.tempo.begin(contexts, budgets)
         return budgets
 
-    def observe(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[StepOutput]) -> None:
         self.tempo.observe(steps)
         self._skip -= 1
         if self._skip >= 0:

@@ -1,4 +1,4 @@
-"""From a user's request to sequences the engine runs, and back to outputs."""
+"""Turns a user's request into sequences of the engine, and their results into outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.detokenize import Detokenizer
-from foretoken.engine.prompts import ContextLimit, Given, Prompt, PromptReader, check_characters
+from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, TokenizedPrompt, check_characters
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import TextStopping
@@ -26,12 +26,12 @@ PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
 MAX_BAD_WORDS = 100_000
 MAX_BAD_WORD_TOKENS = 512
 MAX_BAD_CHARACTERS = 2**24  # of all bad words together
-_BATCH = 1024  # texts that are tokenised at once
+_BATCH = 1024  # texts per tokenizer call
 
 
 @dataclass(frozen=True, slots=True)
 class Restrictions:
-    """What takes long to make of a request's parameters. Its prompts and completions share it."""
+    """Tokenized bad words and the compiled grammar of a request, shared by its prompts and completions."""
 
     bad_words: BadWords
     structured: Restriction | None
@@ -39,9 +39,15 @@ class Restrictions:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt with its parameters; ``members`` are its n sequences' identifiers and stopping records.
+    """One prompt with its parameters.
 
-    prompt_ids: the user's prompt, which an encoder reads where there is one.
+    Args:
+        id: Number of the request.
+        prompt: The prompt's text, or None for token ids.
+        prompt_ids: The prompt's tokens. They are the encoder's input where there is one.
+        params: Sampling parameters.
+        members: Identifiers of its n sequences.
+        stoppings: Stopping of each sequence.
     """
 
     id: int
@@ -52,7 +58,7 @@ class Request:
     stoppings: tuple[TextStopping, ...]
 
     def completion(self, index: int, running: Running, tokenizer: Any) -> CompletionOutput:
-        """The finished sequence as the user sees it."""
+        """Returns the output of a finished sequence."""
         stopping, context = self.stoppings[index], running.context
         logprobs = tuple(logprob_entries(recorded, tokenizer) for recorded in running.recorded)
         return CompletionOutput(
@@ -61,31 +67,47 @@ class Request:
             token_ids=tuple(context.tokens[context.prompt_length :]),
             finish_reason=running.finish_reason,
             stop_reason=stopping.stop_reason,
-            logprobs=None if running.wanted.logprobs is None else logprobs,
+            logprobs=None if running.options.logprobs is None else logprobs,
             stats=running.counts.freeze(),
             exactness=str(context.exactness),
         )
 
-    def output(self, completions: Sequence[CompletionOutput], of_prompt: PromptLogprobs | None = None) -> RequestOutput:
-        return RequestOutput(self.id, self.prompt, self.prompt_ids, tuple(completions), of_prompt)
+    def output(
+        self, completions: Sequence[CompletionOutput], prompt_logprobs: PromptLogprobs | None = None
+    ) -> RequestOutput:
+        """Returns the output of the request."""
+        return RequestOutput(self.id, self.prompt, self.prompt_ids, tuple(completions), prompt_logprobs)
 
 
 class RequestBuilder:
-    """Tokenises prompts and gives every sequence its law, its random numbers and its end."""
+    """Builds requests: tokenizes prompts and gives every sequence its law, random numbers and stopping.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        vocab_size: Number of logits of the model.
+        eos_ids: Ids that end a text.
+        seed: Seed of requests without a seed.
+        methods: Values that a request may give as ``speculative_method``.
+        start: See ``PromptTokenizer``.
+        max_length: Context length. Longer texts end there with the reason "length". None is no limit.
+        source_length: Maximum length of the encoder's input; 0 without an encoder.
+    """
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int], seed: int, methods: Sequence[str] = (),
-        start: Sequence[int] = (), max_length: int | None = None, source_length: int = 0,
-    ) -> None:  # fmt: skip
-        """methods: what a request may name as its ``speculative_method``. start: see ``PromptReader``.
-
-        max_length: the model's, in tokens; longer texts end there with the reason "length". None: there is no limit.
-        source_length: what its encoder reads at most, in tokens; 0 without an encoder.
-        """
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        seed: int,
+        methods: Sequence[str] = (),
+        start: Sequence[int] = (),
+        max_length: int | None = None,
+        source_length: int = 0,
+    ) -> None:
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
         limit = None if max_length is None else ContextLimit(tokenizer, max_length)
         source_limit = ContextLimit(tokenizer, source_length, "the encoder reads at most") if source_length else None
-        self._reader = PromptReader(tokenizer, vocab_size, tuple(start), limit, source_limit)
+        self._prompt_tokenizer = PromptTokenizer(tokenizer, vocab_size, tuple(start), limit, source_limit)
         self._methods, self._max_length = tuple(methods), max_length
         self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)
         self.grammars = Grammars(tokenizer, vocab_size)
@@ -93,11 +115,11 @@ class RequestBuilder:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """How the decoder of an encoder-decoder begins; empty for models without an encoder."""
-        return self._reader.start
+        """First decoder tokens of an encoder-decoder; empty for models without an encoder."""
+        return self._prompt_tokenizer.start
 
     def restrictions(self, params: SamplingParams) -> Restrictions:
-        """Tokenise bad words and compile structured outputs, for any number of prompts. Safe for threads."""
+        """Tokenizes bad words and compiles structured outputs, for any number of prompts. Thread-safe."""
         structured = params.structured_outputs
         return Restrictions(
             self._bad_words(params.bad_words or ()), None if structured is None else self.grammars.compile(structured)
@@ -106,29 +128,21 @@ class RequestBuilder:
     def build(
         self, prompt: Prompt, params: SamplingParams, restrictions: Restrictions | None = None
     ) -> tuple[Request, list[Context]]:
-        """A request and one context for each of its ``n`` completions.
+        """Returns a request and one context for each of its ``n`` completions.
 
         Args:
-            restrictions: those of ``params``, where they are made already.
+            prompt: Text, token ids, or a dict of either.
+            params: Sampling parameters.
+            restrictions: Result of ``restrictions(params)``, if already computed.
+
+        Raises:
+            InvalidRequest: A parameter or the prompt is not valid for this model.
         """
-        given = self.read(prompt)
-        if given.source and params.prompt_logprobs is not None:
-            raise InvalidRequest(
-                "prompt_logprobs: an encoder reads the prompt whole and gives its tokens no probabilities; leave it out"
-            )
-        if params.speculative_method is not None and params.speculative_method not in self._methods:
-            raise InvalidRequest(
-                f"speculative_method {shown(params.speculative_method)} is not loaded; "
-                f"loaded: {', '.join(self._methods)}"
-            )
+        tokenized = self.tokenize(prompt)
         eos = () if params.ignore_eos else self._eos
         stop_ids = tuple(params.stop_token_ids or ())
         ends = (*eos, *stop_ids)
-        if params.structured_outputs is not None and not ends:
-            raise InvalidRequest(
-                "structured_outputs need a token to end with, and this model names no end-of-text token; "
-                "name one in stop_token_ids"
-            )
+        self._check(tokenized, params, ends)
         restrictions = restrictions or self.restrictions(params)
         law, structured = params.law(self._vocab_size, restrictions.bad_words, ends), restrictions.structured
         laws = [replace(law, grammar=None if structured is None else structured.follow(ends)) for _ in range(params.n)]
@@ -139,38 +153,54 @@ class RequestBuilder:
             contexts.append(
                 Context(
                     id=next(self._sequences),
-                    tokens=list(given.tokens),
-                    prompt_length=len(given.tokens),
+                    tokens=list(tokenized.tokens),
+                    prompt_length=len(tokenized.tokens),
                     law=laws[index],
                     streams=Streams(self._seed_of(params.seed, number, index)),
                     exactness=params.grade,
                     depth=params.speculative_tokens,
                     prediction=prediction,
                     method=params.speculative_method,
-                    source=given.source,
+                    source=tokenized.source,
                     cache_salt=params.cache_salt,
                 )
             )
-            stoppings.append(self._stopping(given.tokens, params, eos, stop_ids))
-        request = Request(
-            number, given.text, tuple(given.ids), params, tuple(c.id for c in contexts), tuple(stoppings)
-        )  # fmt: skip
+            stoppings.append(self._stopping(tokenized.tokens, params, eos, stop_ids))
+        members = tuple(context.id for context in contexts)
+        request = Request(number, tokenized.text, tuple(tokenized.ids), params, members, tuple(stoppings))
         return request, contexts
 
-    def read(self, prompt: Prompt) -> Given:
-        """Text (where there is one) and tokens of a prompt."""
-        return self._reader.read(prompt)
+    def _check(self, prompt: TokenizedPrompt, params: SamplingParams, ends: Sequence[int]) -> None:
+        """Raises InvalidRequest for parameters that this model does not support."""
+        if prompt.source and params.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs: an encoder reads the prompt whole and gives its tokens no probabilities; leave it out"
+            )
+        if params.speculative_method is not None and params.speculative_method not in self._methods:
+            raise InvalidRequest(
+                f"speculative_method {shown(params.speculative_method)} is not loaded; "
+                f"loaded: {', '.join(self._methods)}"
+            )
+        if params.structured_outputs is not None and not ends:
+            raise InvalidRequest(
+                "structured_outputs need a token to end with, and this model names no end-of-text token; "
+                "name one in stop_token_ids"
+            )
+
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """Returns a prompt in tokens. Raises InvalidRequest."""
+        return self._prompt_tokenizer.tokenize(prompt)
 
     def prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
-        """Tokens of a text that the output may follow. Raises InvalidRequest."""
-        return self._reader.prediction(prediction)
+        """Returns the tokens of a predicted output. Raises InvalidRequest."""
+        return self._prompt_tokenizer.prediction(prediction)
 
     def rendered(self, text: str) -> list[int]:
-        """Tokens of a conversation that a chat template wrote. Raises InvalidRequest."""
-        return self._reader.rendered(text)
+        """Returns the tokens of a rendered chat template. Raises InvalidRequest."""
+        return self._prompt_tokenizer.rendered(text)
 
     def _seed_of(self, seed: int | None, number: int, index: int) -> int:
-        """The seed of completion ``index`` of request ``number``, which has the user's ``seed`` or none."""
+        """Returns the seed of completion ``index`` of request ``number``. seed: the user's, or None."""
         if seed is None:
             return derived_seed(SeedDomain.REQUEST, self._seed, number, index)
         return seed if index == 0 else derived_seed(SeedDomain.COMPLETION, seed, index)
@@ -190,7 +220,7 @@ class RequestBuilder:
         )
 
     def _bad_words(self, words: Sequence[str]) -> BadWords:
-        """Each word as it is tokenised at the start of a text and after a space."""
+        """Returns the tokens of each word at the start of a text and after a space. Raises InvalidRequest."""
         characters = sum(map(len, words))
         if len(words) > MAX_BAD_WORDS or characters > MAX_BAD_CHARACTERS:
             raise InvalidRequest(
@@ -202,7 +232,7 @@ class RequestBuilder:
         for word in words:
             check_characters(word, "bad_words")
         variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
-        spelled: dict[tuple[int, ...], None] = {}
+        spellings: dict[tuple[int, ...], None] = {}
         for start in range(0, len(variants), _BATCH):
             batch = variants[start : start + _BATCH]
             for variant, ids in zip(batch, self.tokenizer(batch, add_special_tokens=False)["input_ids"], strict=True):
@@ -212,21 +242,21 @@ class RequestBuilder:
                         "are taken"
                     )
                 if ids and max(ids) < self._vocab_size:  # others cannot be generated
-                    spelled[tuple(ids)] = None
-        made = BadWords(spelled)
-        _ = made.lookup  # built here rather than in the engine's thread
-        return made
+                    spellings[tuple(ids)] = None
+        bad_words = BadWords(spellings)
+        _ = bad_words.lookup  # built here rather than in the engine's thread
+        return bad_words
 
 
 def prompt_logprobs(sequence: Running, tokenizer: Any) -> PromptLogprobs | None:
-    """By token of the prompt, None for the first, which nothing comes before; None at all where not asked for."""
-    if sequence.wanted.prompt_logprobs is None:
+    """Returns one entry per prompt token, None for the first. Returns None where none were requested."""
+    if sequence.options.prompt_logprobs is None:
         return None
-    return (None, *(logprob_entries(recorded, tokenizer) for recorded in sequence.of_prompt))
+    return (None, *(logprob_entries(recorded, tokenizer) for recorded in sequence.prompt_recorded))
 
 
 def logprob_entries(recorded: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
-    """The likeliest tokens and the one that came, by token id."""
+    """Returns the most probable tokens and the emitted one, by token id."""
     entries = {
         token: Logprob(value, rank, tokenizer.decode([token]))
         for rank, (token, value) in enumerate(recorded.top, start=1)

@@ -1,7 +1,7 @@
-"""Who takes part in the next round: requests join and leave between passes, long prompts piece by piece.
+"""Continuous batching: selects the requests and prefill chunks of the next step.
 
-Order is by priority, then by arrival. Where keys and values have a bound, whoever comes last in that order is set
-aside when room is short, and goes on later from the same token: nothing of it is lost but the time to read it again.
+Requests are ordered by priority, then by arrival. When the KV cache is full, the last request in that order is
+preempted; it later resumes at the same token after recomputing its KV cache.
 """
 
 from __future__ import annotations
@@ -12,29 +12,41 @@ from dataclasses import dataclass
 from time import monotonic
 
 from foretoken.core.context import Context
-from foretoken.engine.pace import Pace
+from foretoken.engine.prefill_pace import PrefillPacer
 from foretoken.engine.sequence import Sequence
 from foretoken.models.base import Model
+from foretoken.models.state.pages import PAGE
 
-BLOCK = 64  # rows that are given out at once
-PIECE = 256  # rows of a prompt's piece where the cut may change a row's last bits: always the same
+PREFILL_CHUNK = 256  # tokens; a fixed size for models in which the chunk size may change the last bits of a row
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """ready: they are answered; the rest of their text, if any, is read in the same pass. rooms: draft nodes they may
-    have. reading: of these a piece is read, and no more.
+class ScheduledBatch:
+    """The sequences of one step.
+
+    Args:
+        ready: Sequences that emit tokens. The last chunk of their prefill runs in the same forward pass.
+        max_draft_tokens: Maximum number of draft tokens of each sequence in ``ready``.
+        prefilling: Sequences with a prefill chunk in this step, and no output.
     """
 
     ready: list[Sequence]
-    rooms: list[int]
-    reading: list[Sequence]
+    max_draft_tokens: list[int]
+    prefilling: list[Sequence]
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """What goes on. kv_tokens of kv_capacity (0 without a bound) are spoken for; of prompt tokens looked up
-    (prefix_queries) so many were found computed (prefix_hits).
+class SchedulerUsage:
+    """Load of the scheduler.
+
+    Args:
+        running: Number of running sequences.
+        waiting: Number of waiting sequences.
+        kv_tokens: Number of tokens in the KV cache, rounded up to whole pages.
+        kv_capacity: Number of tokens whose KV cache fits. 0 is no limit.
+        prefix_hits: Number of prompt tokens found in the prefix cache since the start.
+        prefix_queries: Number of prompt tokens looked up in the prefix cache since the start.
+        preemptions: Number of preemptions since the start.
     """
 
     running: int = 0
@@ -47,97 +59,113 @@ class Usage:
 
 
 class Scheduler:
-    """See the module.
+    """Admits, orders and preempts sequences. See the module.
 
-    capacity: tokens whose keys and values fit, None without a bound. join: called with a context that the target begins
-    to read. -> so many of its first tokens may be left out. aside: called with a context that is set aside.
+    Args:
+        target: The model whose KV cache is scheduled.
+        max_sequences: Number of sequences in one forward pass.
+        pace: Limits the prefill of a step.
+        capacity: Number of tokens whose KV cache fits, or None for no limit.
+        on_admit: Called with a context before its prefill. Returns how many leading tokens need no prefill because the
+            proposer reuses them.
+        on_preempt: Called with a context that is preempted.
     """
 
     def __init__(
-        self, target: Model, max_sequences: int, pace: Pace, capacity: int | None, join: Callable[[Context], int],
-        aside: Callable[[Context], None],
-    ) -> None:  # fmt: skip
+        self,
+        target: Model,
+        max_sequences: int,
+        pace: PrefillPacer,
+        capacity: int | None,
+        on_admit: Callable[[Context], int],
+        on_preempt: Callable[[Context], None],
+    ) -> None:
         self.target, self.max_sequences, self.pace, self.capacity = target, max_sequences, pace, capacity
-        self._join, self._aside = join, aside
+        self._on_admit, self._on_preempt = on_admit, on_preempt
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self._arrivals = self._hits = self._queries = self._preemptions = 0
 
     @property
-    def usage(self) -> Usage:
-        held = sum(_blocks(len(s.context.tokens)) + _blocks(len(s.context.source)) for s in list(self.running.values()))
+    def usage(self) -> SchedulerUsage:
+        """Current load."""
+        held = sum(_paged(len(s.context.tokens)) + _paged(len(s.context.source)) for s in list(self.running.values()))
         capacity = self.capacity or 0
-        return Usage(len(self.running), len(self.waiting), held, capacity, self._hits, self._queries, self._preemptions)
+        return SchedulerUsage(
+            len(self.running), len(self.waiting), held, capacity, self._hits, self._queries, self._preemptions
+        )
 
     def add(self, sequence: Sequence) -> None:
-        """Put it in line."""
+        """Queues a new sequence."""
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._queue(sequence)
 
     def remove(self, identifier: int) -> Sequence | None:
-        """Take it out wherever it is."""
+        """Removes a running or waiting sequence and returns it; None for unknown identifiers."""
         sequence = self.running.pop(identifier, None)
         if sequence is not None:
             self.target.close(sequence.handle)
             return sequence
-        found = next((s for s in self.waiting if s.context.id == identifier), None)
-        if found is not None:
-            self.waiting.remove(found)
-        return found
+        queued = next((s for s in self.waiting if s.context.id == identifier), None)
+        if queued is not None:
+            self.waiting.remove(queued)
+        return queued
 
-    def round(self) -> Round:
-        """Decide the next round; sequences to be read have their pieces already."""
-        self._make_room()
-        in_line = sorted(self.running.values(), key=lambda s: s.turn)
-        answering = sum(sequence.ready for sequence in in_line)
-        left = self.pace.rows(answering)
-        for sequence in in_line:
-            left = self._read(sequence, left)
+    def schedule(self) -> ScheduledBatch:
+        """Selects the sequences of the next step and gives the target their prefill chunks."""
+        self._preempt_until_fit()
+        in_order = sorted(self.running.values(), key=lambda s: s.turn)
+        decoding = sum(sequence.ready for sequence in in_order)
+        left = self.pace.rows(decoding)
+        for sequence in in_order:
+            left = self._prefill(sequence, left)
         while self.waiting and (left is None or left > 0) and self._admit():
-            left = self._read(self._open(self.waiting.pop(0)), left)
+            left = self._prefill(self._open(self.waiting.pop(0)), left)
         ready = [s for s in self.running.values() if s.ready]
-        reading = [s for s in self.running.values() if not s.ready and s.handle.pending]
-        return Round(ready, self._rooms(ready), reading)
+        prefilling = [s for s in self.running.values() if not s.ready and s.handle.pending]
+        return ScheduledBatch(ready, self._max_draft_tokens(ready), prefilling)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the books do not balance."""
+        """Raises AssertionError where the records of sequences and slots are inconsistent."""
         slots = [sequence.handle.slot for sequence in self.running.values()]
         assert len(set(slots)) == len(slots) and min(slots, default=0) >= 0, (
-            "two sequences share a place, or one is lost"
+            "two sequences share a slot, or one has none"
         )
-        assert all(s.handle.slot < 0 for s in self.waiting), "a waiting sequence holds a place"
+        assert all(s.handle.slot < 0 for s in self.waiting), "a waiting sequence holds a slot"
         for sequence in self.running.values():
             known = sequence.handle.tokens
-            assert sequence.context.tokens[: len(known)] == known, "the target was given another text"
-        assert self.waiting == sorted(self.waiting, key=lambda s: s.turn), "the line is out of order"
+            assert sequence.context.tokens[: len(known)] == known, "the target holds other tokens"
+        assert self.waiting == sorted(self.waiting, key=lambda s: s.turn), "the queue is out of order"
         self.target.check()
 
-    # reading
+    # prefill
 
-    def _read(self, sequence: Sequence, left: int | None) -> int | None:
-        """Give the target more of the sequence's text. -> rows that are left for others"""
-        handle, unread = sequence.handle, sequence.unread
-        if sequence.reads_aloud or (not unread and sequence.context.generated and len(handle.pending) <= 1):
+    def _prefill(self, sequence: Sequence, left: int | None) -> int | None:
+        """Gives the target the next prefill chunk of a sequence. Returns the rows left for other sequences."""
+        handle, num_uncomputed = sequence.handle, sequence.num_uncomputed
+        if sequence.needs_prompt_logprobs or (
+            not num_uncomputed and sequence.context.generated and len(handle.pending) <= 1
+        ):
             return left
-        if unread and (left is None or left > 0):
-            count = unread
-            if not self.target.cuts_freely and left is not None:
-                count = PIECE if unread > PIECE else unread
+        if num_uncomputed and (left is None or left > 0):
+            count = num_uncomputed
+            if not self.target.chunk_invariant and left is not None:
+                count = PREFILL_CHUNK if num_uncomputed > PREFILL_CHUNK else num_uncomputed
             elif left is not None:
-                count = min(unread, left)
+                count = min(num_uncomputed, left)
             tokens = sequence.context.tokens
             self.target.commit([handle], [tokens[len(handle.tokens) : len(handle.tokens) + count]])
         return None if left is None else left - len(handle.pending)
 
     def _open(self, sequence: Sequence) -> Sequence:
-        """Give it a place, and as much of its text as everybody has computed already, with one token more."""
+        """Opens a sequence in the target, with the tokens that need no prefill and one more."""
         context, tokens = sequence.context, sequence.context.tokens
-        if sequence.reads_aloud:
-            sequence.of_prompt.clear()
-        begun = tokens[:1] if sequence.reads_aloud else tokens
-        handle = sequence.handle = self.target.open(begun, context.source, context.cache_salt)
-        handle.truncate(min(handle.cached, self._join(context)) + 1)
+        if sequence.needs_prompt_logprobs:
+            sequence.prompt_recorded.clear()
+        opened = tokens[:1] if sequence.needs_prompt_logprobs else tokens
+        handle = sequence.handle = self.target.open(opened, context.source, context.cache_salt)
+        handle.truncate(min(handle.cached, self._on_admit(context)) + 1)
         if not sequence.counts.rounds:
             sequence.counts.started, sequence.counts.cached = monotonic(), handle.cached
         self._hits += handle.cached
@@ -145,43 +173,43 @@ class Scheduler:
         self.running[context.id] = sequence
         return sequence
 
-    # room
+    # capacity
 
     def _admit(self) -> bool:
-        """Whether the first in line may join; who comes after it in order is set aside for it."""
+        """Returns whether the first waiting sequence can run. Preempts sequences of lower priority for it."""
         first = self.waiting[0]
         last = sorted(self.running.values(), key=lambda s: s.turn, reverse=True)
         after = [s for s in last if s.priority > first.priority]
         for count in range(len(after) + 1):
             others = last[count:]
-            if len(others) < self.max_sequences and self._fit([*others, first], spare=BLOCK * len(others)):
+            if len(others) < self.max_sequences and self._fit([*others, first], spare=PAGE * len(others)):
                 for sequence in after[:count]:
-                    self._set_aside(sequence)
+                    self._preempt(sequence)
                 return True
         return False
 
-    def _make_room(self) -> None:
-        """Set the last ones aside until the others fit, each with a token more."""
+    def _preempt_until_fit(self) -> None:
+        """Preempts the last sequences until the others fit, each with one more token."""
         while len(self.running) > 1 and not self._fit(list(self.running.values())):
-            self._set_aside(max(self.running.values(), key=lambda s: s.turn))
+            self._preempt(max(self.running.values(), key=lambda s: s.turn))
 
     def _fit(self, sequences: list[Sequence], spare: int = 0) -> bool:
         return self.capacity is None or len(sequences) == 1 or sum(map(_need, sequences)) + spare <= self.capacity
 
-    def _rooms(self, ready: list[Sequence]) -> list[int]:
-        """Draft nodes for each: what could be emitted, and what fits."""
-        rooms = [sequence.room(self.target.max_length) for sequence in ready]
+    def _max_draft_tokens(self, ready: list[Sequence]) -> list[int]:
+        """Returns the maximum number of draft tokens of each sequence: what could be emitted, and what fits."""
+        max_draft_tokens = [sequence.max_draft_tokens(self.target.max_length) for sequence in ready]
         if self.capacity is None or not ready:
-            return rooms
-        spare = max(0, self.capacity - sum(map(_need, self.running.values()))) // len(ready) // BLOCK * BLOCK
-        texts = [len(sequence.context.tokens) + 1 for sequence in ready]
-        ends = [_blocks(text) - text + spare for text in texts]
-        return [min(room, end) for room, end in zip(rooms, ends, strict=True)]
+            return max_draft_tokens
+        spare = max(0, self.capacity - sum(map(_need, self.running.values()))) // len(ready) // PAGE * PAGE
+        lengths = [len(sequence.context.tokens) + 1 for sequence in ready]
+        fitting = [_paged(length) - length + spare for length in lengths]
+        return [min(limit, fits) for limit, fits in zip(max_draft_tokens, fitting, strict=True)]
 
-    def _set_aside(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         del self.running[sequence.context.id]
         self.target.close(sequence.handle)
-        self._aside(sequence.context)
+        self._on_preempt(sequence.context)
         self._preemptions += 1
         self._queue(sequence)
 
@@ -190,9 +218,10 @@ class Scheduler:
 
 
 def _need(sequence: Sequence) -> int:
-    """Rows that the sequence holds at its next token, those of what an encoder read for it included."""
-    return _blocks(len(sequence.context.tokens) + 1) + _blocks(len(sequence.context.source))
+    """Returns the rows that a sequence holds at its next token, those of its encoder input included."""
+    return _paged(len(sequence.context.tokens) + 1) + _paged(len(sequence.context.source))
 
 
-def _blocks(rows: int) -> int:
-    return -(-rows // BLOCK) * BLOCK
+def _paged(rows: int) -> int:
+    """Returns ``rows`` rounded up to whole pages."""
+    return -(-rows // PAGE) * PAGE

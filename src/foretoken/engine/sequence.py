@@ -1,4 +1,4 @@
-"""One sequence in work, and the counts over its rounds."""
+"""One sequence in the engine, and the statistics of its steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core.context import Context
+from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
-from foretoken.core.sampling import Rows
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.core.verdict import Verdict
 from foretoken.engine.stopping import Stopping
 from foretoken.models.base import Handle
@@ -22,7 +22,7 @@ from foretoken.outputs import Explained, SpeculationStats
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The emitted token's log-probability under the target's softmax, its rank, and the likeliest alternatives."""
+    """A token's log-probability under the target's softmax, its rank, and the most probable alternatives."""
 
     token: int
     logprob: float
@@ -31,10 +31,13 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be recorded. logprobs, prompt_logprobs: alternatives for each token, None for none at all.
+class OutputOptions:
+    """What to record beside the tokens.
 
-    explain: what the target's law says of every drafted and every emitted token.
+    Args:
+        logprobs: Number of alternatives for each output token, or None to record no log-probabilities.
+        prompt_logprobs: The same for each prompt token.
+        explain: Whether to record target and draft probabilities of every draft token and emitted token.
     """
 
     logprobs: int | None = None
@@ -44,16 +47,26 @@ class Wanted:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """What the engine keeps of one sequence.
+    """The engine's state of one sequence.
 
-    priority, arrival: lower ones go first. handle: its place in the target, closed (slot -1) while it waits.
-    recorded, of_prompt: log-probabilities of the output's and the prompt's tokens, where wanted; explained: of rounds.
-    error: why it ended with the reason "error".
+    Args:
+        context: Tokens, sampling law and random numbers.
+        stopping: Decides when the sequence ends.
+        options: What to record.
+        priority: Lower priorities run first.
+        arrival: Number of the sequence in order of arrival. Lower ones run first.
+        handle: The sequence's handle in the target, closed (slot -1) while it waits.
+        finish_reason: As in ``StepOutput``.
+        error: The reason of the finish reason "error".
+        counts: Statistics.
+        recorded: Log-probabilities of the output tokens.
+        prompt_recorded: Log-probabilities of the prompt tokens.
+        explained: Probabilities of each step.
     """
 
     context: Context
     stopping: Stopping
-    wanted: Wanted = field(default_factory=Wanted)
+    options: OutputOptions = field(default_factory=OutputOptions)
     priority: int = 0
     arrival: int = 0
     handle: Handle = field(default_factory=lambda: Handle(-1, []))
@@ -61,47 +74,47 @@ class Sequence:
     error: Exception | None = None
     counts: Counts = field(default_factory=lambda: Counts())
     recorded: list[TokenLogprobs] = field(default_factory=list)
-    of_prompt: list[TokenLogprobs] = field(default_factory=list)
+    prompt_recorded: list[TokenLogprobs] = field(default_factory=list)
     explained: list[Explained] = field(default_factory=list)
 
     @property
     def turn(self) -> tuple[int, int]:
-        """What decides who goes first."""
+        """Sort key of the scheduling order."""
         return self.priority, self.arrival
 
     @property
-    def unread(self) -> int:
-        """Tokens that the target has not been given yet."""
+    def num_uncomputed(self) -> int:
+        """Number of tokens that the target has not been given yet."""
         return len(self.context.tokens) - len(self.handle.tokens)
 
     @property
-    def reads_aloud(self) -> bool:
-        """Whether the target is still to say what it thinks of the prompt's tokens."""
-        wanted = self.wanted.prompt_logprobs is not None
-        return wanted and len(self.of_prompt) < self.context.prompt_length - 1
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        requested = self.options.prompt_logprobs is not None
+        return requested and len(self.prompt_recorded) < self.context.prompt_length - 1
 
     @property
     def ready(self) -> bool:
-        """Whether the target has all of its text, or will have it with the next pass."""
-        return not self.unread and not self.reads_aloud
+        """Whether the target has all tokens, or will have them after the next forward pass."""
+        return not self.num_uncomputed and not self.needs_prompt_logprobs
 
     def fail(self, error: Exception) -> None:
-        """It ends here, for that reason."""
+        """Ends the sequence with an error."""
         self.error, self.finish_reason = error, "error"
 
-    def room(self, max_length: int) -> int:
-        """Draft nodes worth having: the target adds one token itself, and the model's length is finite."""
-        return min(self.stopping.room, max_length - len(self.context.tokens)) - 1
+    def max_draft_tokens(self, max_length: int) -> int:
+        """Returns the largest useful number of draft tokens: the target adds one token, and the length is limited."""
+        return min(self.stopping.tokens_left, max_length - len(self.context.tokens)) - 1
 
     def emit(self, draft: Draft, verdict: Verdict, logits: Tensor, max_length: int) -> tuple[int, ...]:
-        """The verdict's tokens, cut where the sequence ends; records log-probabilities of what is kept."""
+        """Returns the verdict's tokens, cut where the sequence ends. Records what ``options`` ask for."""
         tokens = [*(draft.ids[node] for node in verdict.path), verdict.token]
         rows = [0, *(node + 1 for node in verdict.path)]
-        if self.wanted.explain:
+        if self.options.explain:
             self.explained.append(explain(self.context, draft, rows, tokens, logits))
         for count, (token, row) in enumerate(zip(tokens, rows, strict=True), start=1):
-            if self.wanted.logprobs is not None:
-                self.recorded.append(token_logprobs(logits[row], token, self.wanted.logprobs))
+            if self.options.logprobs is not None:
+                self.recorded.append(token_logprobs(logits[row], token, self.options.logprobs))
             self.finish_reason = self.stopping.push(token)
             if self.finish_reason is None and len(self.context.tokens) + count >= max_length:
                 self.finish_reason = "length"
@@ -112,7 +125,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Counts:
-    """Statistics as they grow; a reader of ``Step`` like any other."""
+    """Running statistics of one sequence. See ``SpeculationStats``."""
 
     rounds: int = 0
     drafts: int = 0
@@ -125,7 +138,8 @@ class Counts:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepOutput) -> None:
+        """Counts one step."""
         depth = max(step.draft.depths, default=0)
         self.rounds += 1
         self.drafts += bool(len(step.draft))
@@ -140,6 +154,7 @@ class Counts:
             self.finished = time.monotonic()
 
     def freeze(self) -> SpeculationStats:
+        """Returns the statistics so far."""
         return SpeculationStats(
             rounds=self.rounds,
             drafts=self.drafts,
@@ -154,22 +169,30 @@ class Counts:
 
 
 def explain(context: Context, draft: Draft, rows: list[int], tokens: list[int], logits: Tensor) -> Explained:
-    """What the laws say of a round's tokens. rows: where each of ``tokens`` was drawn, as in ``logits`` [n+1, V]."""
-    laws = Rows(context.law, logits, partial(context.history_at, draft))
+    """Returns the probabilities of a step's tokens.
+
+    Args:
+        context: The sequence.
+        draft: The step's draft.
+        rows: The row of ``logits`` that each of ``tokens`` was drawn from.
+        tokens: The accepted tokens and the target's token.
+        logits: [n+1, V].
+    """
+    laws = NodeDistributions(context.law, logits, partial(context.history_at, draft))
     return Explained(
         p=tuple(_known(float(laws[parent + 1][token])) for parent, token in zip(draft.parents, draft.ids, strict=True)),
         q=tuple(draft.chance(node) for node in range(len(draft))),
-        came=tuple(float(laws[row][token]) for row, token in zip(rows, tokens, strict=True)),
+        emitted_prob=tuple(float(laws[row][token]) for row, token in zip(rows, tokens, strict=True)),
     )
 
 
 def _known(chance: float) -> float:
-    """``chance``, 0 below a node where no token can come."""
+    """Returns ``chance``, 0 below a node where no token is possible."""
     return 0.0 if math.isnan(chance) else chance
 
 
 def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """One row's log-softmax at ``token`` and at the ``count`` likeliest tokens. logits [V]"""
+    """Returns one row's log-softmax at ``token`` and at the ``count`` most probable tokens. logits: [V]"""
     row = torch.log_softmax(logits.float(), -1)
     top = row.topk(min(count, row.shape[0]))
     value = row[token]

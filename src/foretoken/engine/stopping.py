@@ -1,4 +1,4 @@
-"""When a sequence ends: EOS, stop ids, stop strings, length. Judged token by token, so also inside a block."""
+"""When a sequence ends: EOS, stop ids, stop strings, length. Tested after every token, also inside a block."""
 
 from __future__ import annotations
 
@@ -10,34 +10,55 @@ from foretoken.engine.detokenize import Detokenizer
 
 
 class Stopping(Protocol):
-    """Decides after each token whether the sequence is over."""
+    """Decides after each token whether the sequence ends."""
 
     @property
-    def room(self) -> int:
-        """Tokens that may still be emitted."""
+    def tokens_left(self) -> int:
+        """Number of tokens that may still be emitted."""
         ...
 
     def push(self, token: int) -> str | None:
-        """The finish reason once ``token`` ended the sequence, else None."""
+        """Returns the finish reason if ``token`` ends the sequence, else None."""
         ...
 
 
 @dataclass(slots=True)
 class Length:
-    """Ends after ``room`` tokens, or with one of ``ends``: for whoever has no use for the text."""
+    """Stopping by token ids and length, for callers that do not need the text.
 
-    room: int
+    Args:
+        tokens_left: Number of tokens that may be emitted. The reason is then "length".
+        ends: Ids that end the sequence, with the reason "stop".
+        stop_after: Number of tokens after which the sequence ends with the reason "stop", or None. Unlike
+            ``tokens_left`` it does not bound drafts, so a recorded text is replayed like one whose end is not known.
+    """
+
+    tokens_left: int
     ends: Collection[int] = ()
+    stop_after: int | None = None
 
     def push(self, token: int) -> str | None:
-        self.room -= 1
-        return "stop" if token in self.ends else "length" if self.room == 0 else None
+        self.tokens_left -= 1
+        if self.stop_after is not None:
+            self.stop_after -= 1
+        if token in self.ends or self.stop_after == 0:
+            return "stop"
+        return "length" if self.tokens_left == 0 else None
 
 
 class TextStopping:
-    """Stopping by tokens and by text, and the text itself.
+    """Stopping by token ids, stop strings and length. It also holds the text.
 
-    ``stop_reason`` is the stop string or stop id that hit, None for EOS and length, as in vLLM.
+    ``stop_reason`` is the stop string or stop id that matched, None for EOS and length, as in vLLM.
+
+    Args:
+        detokenizer: Turns tokens into text.
+        max_tokens: Number of tokens after which the sequence ends.
+        min_tokens: Number of tokens before which stop strings are ignored.
+        eos_ids: Ids that end the sequence without a stop reason.
+        stop_ids: Ids that end the sequence and are its stop reason.
+        stops: Stop strings.
+        include_stop: Whether the text keeps the stop string.
     """
 
     def __init__(
@@ -55,13 +76,13 @@ class TextStopping:
         self._eos, self._stop_ids = frozenset(eos_ids), frozenset(stop_ids)
         self._stops, self._include = tuple(stops), include_stop
         self._longest = max(map(len, self._stops), default=0)
-        self._count, self._given = 0, 0
+        self._count, self._taken = 0, 0
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         return self._max - self._count
 
     def push(self, token: int) -> str | None:
@@ -80,27 +101,27 @@ class TextStopping:
         return self.finish_reason
 
     def take(self) -> str:
-        """Text not given out yet, without what may still turn out to be a stop string."""
+        """Returns the text since the last call, without an ending that may still become a stop string."""
         end = len(self.text) if self.finish_reason else len(self.text) - self._held_back()
-        piece, self._given = self.text[self._given : end], max(self._given, end)
+        piece, self._taken = self.text[self._taken : end], max(self._taken, end)
         return piece
 
     def _cut(self, known: int) -> bool:
         """Cuts the text at a stop string that ends after its first ``known`` characters. Returns whether there is one.
 
-        Of several it is the one that begins first, of these the shortest. Each is searched no further back than it can
-        begin, so a stop string that was complete before ``min_tokens`` does not count.
+        If several match, the one that begins first is taken, and of these the shortest. The search starts where a match
+        can begin at the earliest, so a stop string that was complete before ``min_tokens`` is ignored.
         """
-        hits = [(at, s) for s in self._stops if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
-        if not hits:
+        matches = [(at, s) for s in self._stops if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
+        if not matches:
             return False
-        at, stop = min(hits, key=lambda hit: (hit[0], len(hit[1])))
+        at, stop = min(matches, key=lambda match: (match[0], len(match[1])))
         self.text, self.stop_reason = self.text[: at + (len(stop) if self._include else 0)], stop
         return True
 
     def _held_back(self) -> int:
-        """Length of the longest ending of the text that begins a stop string."""
-        for length in range(min(self._longest - 1, len(self.text) - self._given), 0, -1):
+        """Returns the length of the longest ending of the text that begins a stop string."""
+        for length in range(min(self._longest - 1, len(self.text) - self._taken), 0, -1):
             tail = self.text[len(self.text) - length :]
             if any(stop.startswith(tail) for stop in self._stops):
                 return length

@@ -1,7 +1,8 @@
-"""Structured outputs: what a request asks for as a grammar over the model's tokens.
+"""Structured outputs: restrictions of a request, compiled to grammars over the model's tokens.
 
-A token may come if the text with it is still the beginning of a text of the grammar, and an end id (EOS or one of
-stop_token_ids) only where the text is complete. All spellings of a text count, not only the tokenizer's own.
+A token is allowed if the text with it is still a prefix of a text of the grammar. An end id (EOS or one of
+stop_token_ids) is allowed only where the text is complete. All tokenizations of a text are allowed, not only the
+tokenizer's own.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.grammar import Grammar
-from foretoken.core.sampling import History
+from foretoken.core.history import History
 from foretoken.engine.choices import Choices, TokenList
 from foretoken.engine.grammar_process import GrammarLimits, GrammarServer
-from foretoken.engine.matching import CompiledGrammar, Follower, LocalGrammar, Vocabulary
+from foretoken.engine.matching import CompiledGrammar, GrammarFollower, GrammarVocabulary, LocalGrammar
 from foretoken.propose.pieces import Pieces
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_CHARACTERS = 2**24  # of a schema, a pattern, a grammar or all choices
-_CACHED, _CACHED_BYTES = 64, 2**29  # compiled grammars that are kept for further requests
+_CACHED, _CACHED_BYTES = 64, 2**29  # limits of the cache of compiled grammars
 
 
 class Restriction(Protocol):
-    """What the texts of a request have to be, compiled. Any number of sequences share it."""
+    """A compiled restriction of a request's texts. Any number of sequences share it."""
 
     @property
     def memory_bytes(self) -> int:
-        """An estimate."""
+        """Estimated memory."""
         ...
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be followed."""
+        """Whether sequences can still follow it."""
         ...
 
     def follow(self, ends: Collection[int]) -> Grammar:
@@ -51,9 +52,11 @@ class Restriction(Protocol):
 
 
 class Grammars:
-    """Grammars over one tokenizer; the latest compiled ones are kept. Safe for threads.
+    """Compiles grammars for one tokenizer and caches the latest ones. Thread-safe.
 
-    vocab_size: the width of the model's rows; ids that the tokenizer does not know are never allowed.
+    Args:
+        tokenizer: The model's tokenizer.
+        vocab_size: Number of logits of the model. Ids that the tokenizer lacks are never allowed.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -61,9 +64,9 @@ class Grammars:
         self._compiled: OrderedDict[str, Restriction] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compile(self, wanted: Mapping[str, Any]) -> Restriction:
-        """Returns ``wanted`` compiled, as ``SamplingParams.structured_outputs``. Raises InvalidRequest."""
-        key = _written(wanted)
+    def compile(self, spec: Mapping[str, Any]) -> Restriction:
+        """Returns the restriction of ``SamplingParams.structured_outputs``. Raises InvalidRequest."""
+        key = _written(spec)
         with self._lock:
             known = self._compiled.get(key)
         restriction = known if known is not None and known.alive else self._made(json.loads(key))
@@ -74,26 +77,26 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return restriction
 
-    def new(self, wanted: Mapping[str, Any], ends: Collection[int]) -> Grammar:
-        """Returns what one sequence follows. ends: ids that end a text. Raises InvalidRequest."""
-        return self.compile(wanted).follow(ends)
+    def new(self, spec: Mapping[str, Any], ends: Collection[int]) -> Grammar:
+        """Returns a grammar for one sequence. ends: ids that end a text. Raises InvalidRequest."""
+        return self.compile(spec).follow(ends)
 
     def close(self) -> None:
-        """Forget what was compiled."""
+        """Clears the cache."""
         with self._lock:
             self._compiled.clear()
 
-    def _made(self, wanted: Mapping[str, Any]) -> Restriction:
-        if wanted.get("choice") is not None:
-            return Choices(wanted["choice"], self._token_list)
+    def _made(self, spec: Mapping[str, Any]) -> Restriction:
+        if spec.get("choice") is not None:
+            return Choices(spec["choice"], self._token_list)
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
             raise InvalidRequest("structured_outputs need llguidance; pip install 'foretoken[serve]'") from error
-        return GrammarRestriction(self._compile(wanted), self._vocabulary.end, self._vocab_size)
+        return GrammarRestriction(self._compile(spec), self._vocabulary.end, self._vocab_size)
 
-    def _compile(self, wanted: Mapping[str, Any]) -> CompiledGrammar:
-        return LocalGrammar(self._llguidance, wanted)
+    def _compile(self, spec: Mapping[str, Any]) -> CompiledGrammar:
+        return LocalGrammar(self._llguidance, spec)
 
     @property
     def _memory_bytes(self) -> int:
@@ -108,13 +111,13 @@ class Grammars:
         return TokenList(self._pieces.spelled, self._vocab_size)
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        """Special and meaningless tokens come only where a grammar names them: <|name|>, <[id]>."""
+    def _vocabulary(self) -> GrammarVocabulary:
+        """The tokens for llguidance. Special tokens are allowed only where a grammar names them: <|name|>, <[id]>."""
         special = [token for token, piece in enumerate(self._pieces.spelled) if not piece]
         tokens = [piece or b"" for piece in self._pieces.spelled]
         for token in special:
             tokens[token] = self._pieces.specials.get(token, f"<[{token}]>").encode()
-        return Vocabulary([*tokens, b"<[end]>"], [*special, len(tokens)])
+        return GrammarVocabulary([*tokens, b"<[end]>"], [*special, len(tokens)])
 
     @cached_property
     def _llguidance(self) -> LLTokenizer:
@@ -122,25 +125,28 @@ class Grammars:
 
 
 class IsolatedGrammars(Grammars):
-    """The same, with every grammar of llguidance's in processes of its own: see ``grammar_process``."""
+    """Like ``Grammars``, with every grammar of llguidance in separate processes. See ``grammar_process``."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, limits: GrammarLimits | None = None) -> None:
         super().__init__(tokenizer, vocab_size)
         self._server = GrammarServer(lambda: self._vocabulary, limits)
 
     def close(self) -> None:
-        """Forget what was compiled, and end the processes."""
+        """Clears the cache and ends the processes."""
         super().close()
         self._server.close()
 
-    def _compile(self, wanted: Mapping[str, Any]) -> CompiledGrammar:
-        return self._server.compile(wanted)
+    def _compile(self, spec: Mapping[str, Any]) -> CompiledGrammar:
+        return self._server.compile(spec)
 
 
 class GrammarRestriction:
-    """A grammar of llguidance's, compiled.
+    """A ``Restriction`` compiled by llguidance.
 
-    end: llguidance's id for the end of a text, behind the tokenizer's own. vocab_size: see ``Grammars``.
+    Args:
+        grammar: The compiled grammar.
+        end: llguidance's id for the end of a text, after the tokenizer's ids.
+        vocab_size: See ``Grammars``.
     """
 
     def __init__(self, grammar: CompiledGrammar, end: int, vocab_size: int) -> None:
@@ -162,25 +168,30 @@ class GrammarRestriction:
 
 
 class MatcherGrammar:
-    """A ``Grammar`` of llguidance's, for one sequence. It follows the tokens as they grow, and each path from there.
+    """A ``Grammar`` of llguidance for one sequence. It follows the committed tokens, and draft paths from there.
 
-    Masks are kept until the sequence grows: verification asks again for what the draft asked for. So are errors.
+    Masks and errors are cached until the sequence grows, because verification needs the masks that drafting computed.
+
+    Args:
+        follower: Follows the text through the grammar.
+        vocab_size: Number of logits of the model.
+        end: The follower's id for the end of a text.
+        ends: The model's ids that end a text, allowed where the follower allows ``end``.
     """
 
-    def __init__(self, follower: Follower, vocab_size: int, end: int, ends: Sequence[int]) -> None:
-        """end: the follower's id for the end of a text; ends: the model's, allowed where the follower allows that."""
+    def __init__(self, follower: GrammarFollower, vocab_size: int, end: int, ends: Sequence[int]) -> None:
         self._follower, self._vocab_size, self._end, self._ends = follower, vocab_size, end, list(ends)
         self._tokens: Sequence[int] | None = None
-        self._committed = 0  # generated tokens that the follower knows of
-        self._masks: dict[tuple[int, ...], Tensor | str | None] = {}  # texts are errors
+        self._committed = 0  # generated tokens that the follower has seen
+        self._masks: dict[tuple[int, ...], Tensor | str | None] = {}  # a str is an error message
 
     def allowed(self, history: History) -> Tensor | None:
         """See ``Grammar``."""
         self._follow(history)
         if history.path not in self._masks:
             try:
-                # What the grammar refuses has probability 0 in the target's law at the node where it left the grammar,
-                # so nothing below is ever emitted, and any law does. That holds for what follows an end as well.
+                # A refused token has probability 0 in the target's distribution where the path left the grammar, so
+                # nothing below it is ever emitted and any mask will do. The same holds for tokens after an end id.
                 flags = self._follower.allowed(history.path)
                 self._masks[history.path] = None if flags is None else self._mask(flags)
             except InvalidRequest as error:
@@ -191,7 +202,7 @@ class MatcherGrammar:
         return known
 
     def _follow(self, history: History) -> None:
-        """See what was committed since."""
+        """Passes tokens that were committed since the last call to the follower."""
         generated = len(history.tokens) - history.prompt_length
         if history.tokens is not self._tokens or generated < self._committed:
             self._follower.reset()
@@ -203,7 +214,7 @@ class MatcherGrammar:
             self._masks.clear()
 
     def _mask(self, bits: bytes) -> Tensor:
-        """What may come, bool [V]."""
+        """Returns the allowed tokens, bool [V]."""
         flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
         known = min(self._end, self._vocab_size)
         mask = np.zeros(self._vocab_size, dtype=np.bool_)
@@ -217,11 +228,11 @@ class MatcherGrammar:
         return torch.from_numpy(mask)
 
 
-def _written(wanted: Mapping[str, Any]) -> str:
-    """Returns ``wanted`` as JSON. Raises InvalidRequest."""
-    kind = next(iter(wanted), "")
+def _written(spec: Mapping[str, Any]) -> str:
+    """Returns ``spec`` as JSON. Raises InvalidRequest."""
+    kind = next(iter(spec), "")
     try:
-        written = json.dumps(dict(wanted), ensure_ascii=False)
+        written = json.dumps(dict(spec), ensure_ascii=False)
         written.encode()
     except UnicodeError as error:
         raise InvalidRequest(f"structured_outputs hold text that is no Unicode: {error}") from error
@@ -229,6 +240,6 @@ def _written(wanted: Mapping[str, Any]) -> str:
         raise InvalidRequest(f"structured_outputs[{kind!r}] is not JSON: {error}") from error
     if len(written) > MAX_CHARACTERS:
         raise InvalidRequest(
-            f"structured_outputs[{kind!r}] has {len(written)} characters; at most {MAX_CHARACTERS} are taken"
+            f"structured_outputs[{kind!r}] has {len(written)} characters; at most {MAX_CHARACTERS} are accepted"
         )
     return written

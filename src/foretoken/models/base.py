@@ -1,9 +1,9 @@
-"""The one contract for target and draft alike.
+"""The contract of a model, the same for target and draft.
 
-A model keeps, for every open sequence, the keys and values of its committed tokens and, until the next
-commit, those of the draft nodes it has scored. Tokens whose rows are not computed yet are *pending*: the whole
-prompt after ``open``, the newest token after ``commit``, more when a draft model sat a few rounds out. A pass
-always computes what is pending first, so nobody has to prefill, catch up or roll back by hand.
+A model keeps the KV cache of every open sequence: a row for each committed token and, until the next commit, one for
+each draft node that was scored. Tokens whose rows are not computed yet are *pending*: the whole prompt after ``open``,
+the newest token after ``commit``, more if a draft model was not run for some steps. A forward pass computes the pending
+tokens first, so callers never prefill or roll back by themselves.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ NO_ENCODER = "this model has no encoder that could read a source; give it the wh
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """One sequence's place in one model. ``cached`` rows hold ``tokens[:cached]``; ``nodes`` follow them.
+    """One sequence in one model.
 
-    ``nodes`` and ``parents`` are the draft nodes whose rows are in the cache, in the order of their rows.
+    Attributes:
+        slot: the sequence's slot in the KV cache; -1 once it is closed.
+        tokens: the committed tokens.
+        cached: number of tokens whose rows are in the cache; the rows of ``nodes`` follow them.
+        nodes: tokens of the draft nodes whose rows are in the cache, in the order of their rows.
+        parents: parent of each of these nodes; -1 for the root.
     """
 
     slot: int
@@ -36,10 +41,15 @@ class Handle:
 
     @property
     def pending(self) -> list[int]:
+        """The committed tokens whose rows are not computed yet."""
         return self.tokens[self.cached :]
 
     def advance(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
-        """Append committed tokens. -> the cache row from which on the rows listed are to be kept, in order"""
+        """Appends committed tokens.
+
+        Returns:
+            The destination row, and the cache rows to move there in this order; the other draft rows are dropped.
+        """
         at = self.cached
         rows = [at + node for node in self.match(tokens)]
         self.cached += len(rows)
@@ -48,18 +58,18 @@ class Handle:
         return at, rows
 
     def rewind(self) -> None:
-        """Forget an abandoned round: no draft nodes, and the newest token's row to be computed again."""
+        """Drops the draft nodes; the next pass computes the newest token's row again."""
         self.nodes.clear()
         self.parents.clear()
         self.cached = min(self.cached, len(self.tokens) - 1)
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from ``length`` (at least 1) on, and any draft; the rows before them stay cached."""
+        """Drops the tokens from ``length`` (at least 1) on, and any draft. The rows before them stay cached."""
         del self.tokens[length:]
         self.rewind()
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The cached nodes that spell the longest prefix of ``tokens``, from the root down."""
+        """Returns the path of cached nodes, from the root down, that spells the longest prefix of ``tokens``."""
         path: list[int] = []
         at = -1
         for token in tokens:
@@ -76,14 +86,16 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What one pass says about one sequence.
+    """The result of one forward pass for one sequence.
 
-    logits: [rows, V]. Row 0 is at the root (the last committed token) and row i + 1 at draft node i, except
-    when earlier nodes were scored before: then only the rows that are new, in the same order.
-    taps: hidden states by layer index, [computed, H]: every row that this call computed, a prompt's included, which
-    are the pending tokens from position ``first`` of the sequence on and then the new draft nodes. So the last rows
-    are those of ``logits``. Index i is the *input* of layer i, as in transformers' ``hidden_states[i]``; the number
-    of layers is the normed output.
+    Attributes:
+        logits: [rows, V]. Row 0 belongs to the root (the last committed token) and row i + 1 to draft node i. If
+            earlier nodes were scored before, only the new rows, in the same order.
+        taps: hidden states [computed, H] by layer index, for every row that this call computed, a prompt's included:
+            the pending tokens from position ``first`` on, then the new draft nodes. So the last rows are those of
+            ``logits``. Index i is the *input* of layer i, as in transformers' ``hidden_states[i]``; the number of
+            layers stands for the normed output.
+        first: position of the first computed row in the sequence.
     """
 
     logits: Tensor
@@ -92,11 +104,12 @@ class Scores:
 
 
 class Model(ABC):
-    """Scores sequences and their drafts; the engine's only view of a network.
+    """Computes logits of sequences and their drafts; the engine's only view of a network.
 
-    ``rows_independent`` says whether a row's logits are bit-equal whatever shares its pass, ``cuts_freely`` whether
-    they are so, too, wherever a prompt is cut into passes, ``source_length`` how much of a text an
-    encoder reads beside it, in tokens; 0 is no encoder.
+    Attributes:
+        batch_invariant: whether a row's logits are bitwise equal whatever shares its pass.
+        chunk_invariant: whether they are also bitwise equal wherever chunked prefill cuts the prompt.
+        source_length: maximum number of tokens that the encoder reads; 0 for a model without an encoder.
     """
 
     vocab_size: int
@@ -105,60 +118,73 @@ class Model(ABC):
     hidden_size: int
     device: torch.device
     dtype: torch.dtype
-    rows_independent: bool = False
-    cuts_freely: bool = False
+    batch_invariant: bool = False
+    chunk_invariant: bool = False
     source_length: int = 0
 
     @property
     def takes_source(self) -> bool:
-        """Whether it is an encoder-decoder."""
+        """Whether the model is an encoder-decoder."""
         return self.source_length > 0
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes that the keys and values of one token take, 0 where nobody knows."""
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache per token; 0 if they are unknown."""
         return 0
 
     @abstractmethod
     def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
-        """Give a sequence a place; nothing is computed yet. ``prompt`` has at least one token.
+        """Opens a sequence; nothing is computed yet.
 
-        source: what the encoder is to read, of a model that has one. Raises InvalidRequest where it does not fit.
-        cache_salt: cached rows are shared only between sequences of the same salt.
+        Args:
+            prompt: at least one token.
+            source: the encoder's input, for a model that has an encoder.
+            cache_salt: the prefix cache is shared only between sequences of the same salt.
+
+        Raises:
+            InvalidRequest: the prompt is empty, or the source does not fit the model.
         """
 
     @abstractmethod
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
-        """One pass over everything pending and every draft node not yet scored.
+        """Computes logits in one pass over all pending tokens and all draft nodes that are not scored yet.
 
-        A draft whose first nodes are those already cached grows on them (a draft model's own chain or tree);
-        any other draft replaces them. Each sequence may have another draft, or the empty one.
+        A draft whose first nodes are already cached grows on them (a draft model's own chain or tree); any other draft
+        replaces them. Drafts may differ between sequences, and may be empty.
+
+        Args:
+            handles: the sequences.
+            drafts: a draft for each sequence.
+            taps: layers whose hidden states are returned; see ``Scores.taps``.
         """
 
     @abstractmethod
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
-        """Append tokens to each sequence; cached nodes that spell them are kept, the others dropped.
+        """Appends tokens to each sequence. Cached nodes that spell them are kept, the others are dropped.
 
-        Appending nothing abandons the round: the next pass computes the newest token's row again.
+        Appending nothing abandons the step: the next pass computes the newest token's row again.
         """
 
     @abstractmethod
     def close(self, handle: Handle) -> None:
-        """Give the place back. Closing twice does nothing."""
+        """Closes a sequence and frees its slot. Closing twice does nothing."""
 
-    def keep(self, limit: int) -> bool:
-        """Hold at most ``limit`` bytes of keys and values, and within them those of closed sequences, so that a prompt
-        that begins as one of the same ``cache_salt`` finds its first rows computed. -> whether this model can; if not,
-        nothing changes
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        """Enables prefix caching within ``max_bytes`` bytes of KV cache, running sequences included.
+
+        A prompt then reuses the rows of an earlier one with the same ``cache_salt`` as far as the two are equal.
+
+        Returns:
+            Whether the model supports prefix caching; if not, nothing changes.
         """
         return False
 
     def check(self) -> None:
-        """Raises AssertionError where places and rows do not add up."""
+        """Raises AssertionError if the bookkeeping of slots and rows is inconsistent."""
         return
 
     def admit(self, prompt: Sequence[int], source: Sequence[int]) -> None:
-        """Raises InvalidRequest for what could never be opened."""
+        """Raises InvalidRequest for a prompt or source that the model could never open."""
         if len(prompt) >= self.max_length:
             raise InvalidRequest(
                 f"the prompt has {len(prompt)} tokens and the model was opened with room for {self.max_length}, prompt "
@@ -175,16 +201,30 @@ class Model(ABC):
             )
 
     def share(self, other: Model) -> bool:
-        """Let a part that both have in common be computed once, by ``other``. -> whether there is one"""
+        """Shares a part that both models have in common, so that ``other`` alone computes it.
+
+        Returns:
+            Whether there is such a part.
+        """
         return False
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The vocabulary head alone, for heads that share it: normed states [rows, H] -> float32 [rows, V]."""
+        """Applies the vocabulary head alone, for draft heads that share it.
+
+        Args:
+            hidden: normed hidden states [rows, H].
+
+        Returns:
+            Logits, float32 [rows, V].
+
+        Raises:
+            InvalidRequest: the model does not share its vocabulary head.
+        """
         raise InvalidRequest(f"{type(self).__name__} does not share its vocabulary head; take heads with their own")
 
 
 def growing(handle: Handle, draft: Draft) -> int:
-    """How many nodes of ``draft`` are in the cache already; a draft that does not grow on them starts over."""
+    """Returns how many nodes of ``draft`` are cached. Cached nodes are dropped if the draft does not grow on them."""
     count = len(handle.nodes)
     grows = tuple(handle.nodes) == draft.ids[:count] and tuple(handle.parents) == draft.parents[:count]
     if not grows or (count == len(draft) and not handle.pending):

@@ -1,35 +1,47 @@
-"""Our runtime for the Llama family and its relatives, from an ordinary safetensors checkpoint.
+"""The runtime for the Llama family and its relatives.
 
-Here is the contract: handles, drafts and what is pending become plans. What a plan costs and computes is the
-runner's affair (``runner.py``). No row's logits depend on what shares the pass, so text does not depend on
-proposer, depth or batch.
+``Decoder`` turns handles, drafts and pending tokens into plans of forward passes; a runner (``runners/base.py``)
+computes them. With a batch-invariant runner no row's logits depend on what shares the pass, so the text does not depend
+on proposer, draft length or batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.architecture import Architecture, supports
 from foretoken.models.base import Handle, Model, Scores, growing
+from foretoken.models.families.architecture import Architecture, supports
+from foretoken.models.families.seq2seq import Seq2SeqArchitecture
+from foretoken.models.formats.prequantized import check_prequantized
+from foretoken.models.formats.weights import Layers, Source, read_ends
 from foretoken.models.options import check_quantization
-from foretoken.models.plan import Plan
-from foretoken.models.prequantized import check_prequantized
-from foretoken.models.runner import Pass, Runner, build
-from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture
-from foretoken.models.weights import Layers, Source, read_ends
+from foretoken.models.runners.base import Pass, Runner
+from foretoken.models.runners.choose import build_runner
+from foretoken.models.runners.pass_plan import PassPlan
 
 PREFILL_ROWS = 256  # rows of one prefill pass
 
 
 class Decoder(Model):
-    """See the module. ``config`` is the checkpoint's config.json as a dict; quantization is None or "int8"."""
+    """A decoder-only model on one of our runners.
+
+    Args:
+        config: the checkpoint's config.json as a dict.
+        weights: the checkpoint's tensors by name.
+        dtype: dtype of weights and activations.
+        device: device of weights and KV cache.
+        max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
+        quantization: None, or "int8" to quantize the matrices.
+
+    Raises:
+        ModelLoadError: a field or tensor is missing or wrong.
+    """
 
     def __init__(
         self,
@@ -48,26 +60,13 @@ class Decoder(Model):
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length = a.max_length
         source = Source(weights, a, dtype, quantise)
-        self.runner: Runner = build(a, Layers(source), read_ends(source), dtype, device)
-        self.rows_independent, self.cuts_freely = self.runner.rows_independent, self.runner.cuts_freely
+        self.runner: Runner = build_runner(a, Layers(source), read_ends(source), dtype, device)
+        self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 
     @staticmethod
     def supports(config: Mapping[str, Any]) -> bool:
-        """Whether this runtime computes that architecture exactly."""
+        """Returns whether this class computes the architecture exactly."""
         return supports(config)
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_length: int | None = None,
-        quantization: str | None = None,
-    ) -> Self:
-        from foretoken.models.checkpoint import load_config, open_weights
-
-        return cls(load_config(path), open_weights(path), dtype, device, max_length, quantization)
 
     # the contract
 
@@ -90,11 +89,11 @@ class Decoder(Model):
             handle.slot = -1
 
     @property
-    def row_bytes(self) -> int:
-        return self.runner.row_bytes
+    def kv_bytes_per_token(self) -> int:
+        return self.runner.kv_bytes_per_token
 
-    def keep(self, limit: int) -> bool:
-        return self.runner.keep(limit)
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        return self.runner.enable_prefix_cache(max_bytes)
 
     def check(self) -> None:
         self.runner.check()
@@ -107,7 +106,7 @@ class Decoder(Model):
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
         firsts = [handle.cached for handle in handles]
         earlier = [self._prefill(handle, taps) for handle in handles]
-        plan = Plan.of(handles, drafts, [growing(h, d) for h, d in zip(handles, drafts, strict=True)])
+        plan = PassPlan.of(handles, drafts, [growing(h, d) for h, d in zip(handles, drafts, strict=True)])
         firsts = [min(first, handle.cached) for first, handle in zip(firsts, handles, strict=True)]
         result = self._run(plan, taps, logits=True)
         assert result.logits is not None
@@ -124,19 +123,22 @@ class Decoder(Model):
     # passes
 
     def _prefill(self, handle: Handle, taps: Sequence[int]) -> list[dict[int, Tensor]]:
-        """Bring a long pending stretch into the cache in passes of fixed size, all but what the runner lets share one.
+        """Computes most of a long pending prompt in passes of fixed size, until ``joint_rows`` rows are pending.
 
-        What is cut where depends on this sequence alone, never on its neighbours. -> the taps of each pass
+        Where the prompt is cut depends on this sequence alone, not on the batch.
+
+        Returns:
+            The taps of each pass.
         """
         tapped = []
         while len(handle.pending) > self.runner.joint_rows:
             rows = min(PREFILL_ROWS, len(handle.pending) - 1)
             part = Handle(handle.slot, handle.tokens[: handle.cached + rows], handle.cached)
-            tapped.append(self._run(Plan.of([part], [Draft.empty()], [0]), taps, logits=False).taps)
+            tapped.append(self._run(PassPlan.of([part], [Draft.empty()], [0]), taps, logits=False).taps)
             handle.cached += rows
         return tapped
 
-    def _run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
+    def _run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         if plan.reach > self.max_length:
             raise InvalidRequest(
                 f"a sequence reaches {plan.reach} tokens, beyond the {self.max_length} this model was opened with; "
@@ -148,7 +150,7 @@ class Decoder(Model):
 def _by_sequence(
     taps: Mapping[int, Tensor], earlier: Sequence[Sequence[Mapping[int, Tensor]]], counts: Sequence[int]
 ) -> list[dict[int, Tensor]]:
-    """Each sequence's taps: those of its prefill passes, then its rows of the pass that all share."""
+    """Returns each sequence's taps: those of its prefill passes, then its rows of the shared pass."""
     parts = {layer: tapped.split(list(counts)) for layer, tapped in taps.items()}
     return [
         {i: torch.cat([*(p[i] for p in passes), parts[i][at]]) if passes else parts[i][at] for i in parts}

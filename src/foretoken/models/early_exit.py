@@ -1,4 +1,4 @@
-"""The first layers of a model and its head as a model of its own (LayerSkip, 2404.16710): no weight is held twice."""
+"""The first layers of a model and its head as a draft model (LayerSkip, 2404.16710); all weights are shared."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from pathlib import Path
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
-from foretoken.models.checkpoint import load_config, open_weights
 from foretoken.models.decoder import Decoder
-from foretoken.models.linear import product
-from foretoken.models.plan import Plan
-from foretoken.models.runner import Pass
+from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.runners.base import Pass
+from foretoken.models.runners.linear import product
+from foretoken.models.runners.pass_plan import PassPlan
 
 MODEL_TYPE = "foretoken_early_exit"
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Where a model is left, and how its head reads what is there.
+    """The layer after which a model is left, and the transformation before its head.
 
-    layers: those computed. norm: [H] in the place of the last norm, None keeps that. adapter: [H, H];
-    logits = head(n + adapter n), n the normed state. None: head(n).
+    Attributes:
+        layers: number of layers that are computed.
+        norm: weight [H] of the norm before the head; None for the model's own.
+        adapter: matrix [H, H]; logits = head(n + adapter n) for the normed state n. None for head(n).
     """
 
     layers: int
@@ -32,9 +34,10 @@ class Exit:
 
     @staticmethod
     def load(path: Path) -> Exit:
-        """A trained one: ``exit_layer`` of config.json, ``norm.weight`` and ``adapter.weight``.
+        """Reads a trained exit: ``exit_layer`` of config.json, ``norm.weight`` and ``adapter.weight``.
 
-        Raises ModelLoadError for other checkpoints and for damaged ones.
+        Raises:
+            ModelLoadError: the checkpoint is none of an exit, or is damaged.
         """
         config = load_config(path)
         layers, hidden = config.get("exit_layer"), config.get("hidden_size")
@@ -43,18 +46,19 @@ class Exit:
                 f"{path} is no trained exit: config.json must have model_type {MODEL_TYPE!r}, exit_layer and "
                 "hidden_size; make one with foretoken train early-exit"
             )
-        weights, found = open_weights(path), {}
+        weights, tensors = open_weights(path), {}
         for name, shape in (("norm.weight", (hidden,)), ("adapter.weight", (hidden, hidden))):
             if name not in weights or tuple(weights[name].shape) != shape:
                 raise ModelLoadError(f"{path} lacks a tensor {name!r} of shape {shape}; is the checkpoint complete?")
-            found[name] = weights[name]
-        return Exit(layers, found["norm.weight"], found["adapter.weight"])
+            tensors[name] = weights[name]
+        return Exit(layers, tensors["norm.weight"], tensors["adapter.weight"])
 
 
 class EarlyExit(Decoder):
-    """The first layers of ``model``; its weights are the model's, its keys and values its own.
+    """The first layers of ``model``: shares its weights, and has a KV cache of its own.
 
-    Raises InvalidRequest for an exit that is not inside the model, or of another width.
+    Raises:
+        InvalidRequest: the exit is not inside the model, or was trained for another hidden size.
     """
 
     def __init__(self, model: Decoder, leaving: Exit) -> None:
@@ -76,12 +80,12 @@ class EarlyExit(Decoder):
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, count
         self.max_length = a.max_length
         self.runner = model.runner.first(self.architecture, None if leaving.norm is None else leaving.norm.float())
-        self.rows_independent = self.runner.rows_independent
+        self.batch_invariant = self.runner.batch_invariant
         self._adapter = None
         if leaving.adapter is not None:
             self._adapter = product(leaving.adapter.to(self.device, self.dtype))
 
-    def _run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
+    def _run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         if self._adapter is None or not logits:
             return super()._run(plan, taps, logits)
         last = self.num_layers

@@ -1,4 +1,4 @@
-"""How a model may be loaded, by name. Imports nothing heavy, so that a wrong name is refused at once."""
+"""Names of backends, dtypes and quantization schemes. Imports nothing heavy, so that wrong names are refused early."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ DTYPES = {
     "half": "float16",
     "fp16": "float16",
 }
-"""torch's names by those that users write."""
+"""torch's name of each dtype name that users may write."""
 
 
 def check_backend(name: str) -> None:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest for an unknown backend."""
     if name not in BACKENDS:
         raise InvalidRequest(f"backend {name!r} is not known; known: {', '.join(BACKENDS)}")
 
 
 def check_dtype(name: str) -> None:
-    """Raises InvalidRequest for a name that is none of ``DTYPES``, nor "auto"."""
+    """Raises InvalidRequest for a name that is neither in ``DTYPES`` nor "auto"."""
     if name != "auto" and name.removeprefix("torch.") not in DTYPES:
         raise InvalidRequest(f"dtype {name!r} is not known; expected auto, bfloat16, float16 or float32")
 
 
 def check_quantization(name: str | None) -> bool:
-    """Whether weights are to be quantised. Raises InvalidRequest for a kind that is not known."""
+    """Returns whether weights are to be quantized. Raises InvalidRequest for an unknown scheme."""
     if name is not None and name not in QUANTIZATIONS:
         raise InvalidRequest(f"quantization {name!r} is not known; known: {', '.join(QUANTIZATIONS)}, or None for none")
     return name is not None

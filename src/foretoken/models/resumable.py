@@ -1,4 +1,4 @@
-"""A model whose closed sequences can be opened again where they were left, and whose passes can be called off."""
+"""A model whose closed sequences can be resumed, and whose passes can be cancelled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from foretoken.models.base import Handle, Model, Scores
 
 
 class Resumable(Model):
-    """``inner``; sequences that are closed inside ``aside`` wait, and a text of the same source and ``cache_salt`` that
-    begins like one finds its rows.
+    """Wraps ``inner``: sequences that are closed inside ``parked`` keep their rows until they are resumed or released.
 
-    So whoever drafted behind a text that did not come may forget the sequence and begin again: only the rows that
-    differ are computed, and rows are the same whatever pass computes them.
+    A sequence that is opened with the same source and ``cache_salt`` takes over the rows of the parked sequence with
+    the longest common prefix. So a drafter that ran ahead on tokens which were then rejected can close its sequence and
+    open it again: only the rows that differ are computed, and a row is the same whatever pass computes it.
 
-    before: called before every pass; what it raises ends the pass before it begins.
+    Args:
+        inner: the model to wrap.
+        before: called before every pass. An exception that it raises cancels the pass.
     """
 
     def __init__(self, inner: Model, before: Callable[[], None] = lambda: None) -> None:
@@ -27,16 +29,21 @@ class Resumable(Model):
         self.vocab_size, self.max_length = inner.vocab_size, inner.max_length
         self.num_layers, self.hidden_size = inner.num_layers, inner.hidden_size
         self.device, self.dtype = inner.device, inner.dtype
-        self.rows_independent, self.cuts_freely = inner.rows_independent, inner.cuts_freely
+        self.batch_invariant, self.chunk_invariant = inner.batch_invariant, inner.chunk_invariant
         self.source_length = inner.source_length
-        # by slot, of those that are open and those that wait: the source and the cache_salt
+        # source and cache_salt by slot, of open and of parked sequences
         self._scopes: dict[int, tuple[tuple[int, ...], str | None]] = {}
-        self._waiting: list[tuple[int, Handle]] = []
+        self._parked: list[tuple[int, Handle]] = []
         self._key: int | None = None
 
+    @property
+    def num_parked(self) -> int:
+        """Number of parked sequences."""
+        return len(self._parked)
+
     @contextmanager
-    def aside(self, key: int) -> Iterator[None]:
-        """What is closed inside waits under that name."""
+    def parked(self, key: int) -> Iterator[None]:
+        """Context manager: sequences that are closed inside are parked under ``key``."""
         self._key = key
         try:
             yield
@@ -44,34 +51,34 @@ class Resumable(Model):
             self._key = None
 
     def release(self, key: int) -> None:
-        """Close for good what waits under that name."""
-        gone = [handle for name, handle in self._waiting if name == key]
-        self._waiting = [(name, handle) for name, handle in self._waiting if name != key]
+        """Closes the sequences that are parked under ``key``."""
+        gone = [handle for name, handle in self._parked if name == key]
+        self._parked = [(name, handle) for name, handle in self._parked if name != key]
         for handle in gone:
             self.close(handle)
 
     def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
         scope = tuple(source), cache_salt
-        waiting = [(i, h) for i, (_, h) in enumerate(self._waiting) if self._scopes[h.slot] == scope]
-        shared, place = max(((_shared(h.tokens, prompt), i) for i, h in waiting), default=(0, 0))
+        candidates = [(i, h) for i, (_, h) in enumerate(self._parked) if self._scopes[h.slot] == scope]
+        shared, place = max(((_common_prefix(h.tokens, prompt), i) for i, h in candidates), default=(0, 0))
         if not shared:
             handle = self.inner.open(prompt, source, cache_salt)
             self._scopes[handle.slot] = scope
             return handle
-        _, handle = self._waiting.pop(place)
+        _, handle = self._parked.pop(place)
         handle.truncate(shared)
         if shared < len(prompt):
             self.inner.commit([handle], [prompt[shared:]])
         return handle
 
     def close(self, handle: Handle) -> None:
-        if handle.slot < 0 or any(handle is other for _, other in self._waiting):
+        if handle.slot < 0 or any(handle is other for _, other in self._parked):
             return
         if self._key is None:
             del self._scopes[handle.slot]
             self.inner.close(handle)
         else:
-            self._waiting.append((self._key, handle))
+            self._parked.append((self._key, handle))
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
         self.before()
@@ -84,11 +91,11 @@ class Resumable(Model):
         self.inner.admit(prompt, source)
 
     @property
-    def row_bytes(self) -> int:
-        return self.inner.row_bytes
+    def kv_bytes_per_token(self) -> int:
+        return self.inner.kv_bytes_per_token
 
-    def keep(self, limit: int) -> bool:
-        return self.inner.keep(limit)
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        return self.inner.enable_prefix_cache(max_bytes)
 
     def check(self) -> None:
         self.inner.check()
@@ -97,6 +104,6 @@ class Resumable(Model):
         return self.inner.unembed(hidden)
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the length of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,4 +1,4 @@
-"""A draft that goes on learning: the differentiable twin of a small model, taught by rows its target verified."""
+"""Online training of a draft model: a differentiable copy learns from the distributions that its target computed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_config, open_weights
 from foretoken.models.decoder import Decoder
+from foretoken.models.formats.checkpoint import load_config, open_weights
 
 _FLOOR = 1e-6
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")
 
 
-class Law(NamedTuple):
-    """The likeliest tokens of some rows: ids int64 [..., k] and their natural log-probabilities [..., k]."""
+class TopLogprobs(NamedTuple):
+    """The most probable tokens of some rows: ids int64 [..., k], and their natural log-probabilities [..., k]."""
 
     ids: Tensor
     log_p: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """A stretch of text and what the target said in it.
+class TargetSpan:
+    """A span of text with the target's distributions in it.
 
-    tokens [T]. ids [n, k] and log_p [n, k]: the target's law after each of the last n tokens, its k likeliest tokens.
+    Attributes:
+        tokens: [T].
+        ids: [n, k], the k most probable tokens after each of the last n tokens.
+        log_p: [n, k], their natural log-probabilities.
     """
 
     tokens: NDArray[np.int64]
@@ -45,19 +48,23 @@ class Lesson:
         return len(self.ids)
 
 
-def overlap(logits: Tensor, law: Law) -> Tensor:
-    """sum min(p, q) of every row [...]; logits [..., V] are q's.
+def overlap(logits: Tensor, top: TopLogprobs) -> Tensor:
+    """Returns sum min(p, q) of every row [...]: the acceptance probability of a token drawn from q.
 
-    Tokens outside the law's top k count as one bucket, which bounds it from above.
+    Tokens outside the top k of p count as one bucket, so the result is an upper bound.
+
+    Args:
+        logits: logits of q [..., V].
+        top: top tokens of p.
     """
     logits = logits.float()
-    q = (logits.gather(-1, law.ids) - logits.logsumexp(-1, keepdim=True)).exp()
-    p = law.log_p.exp()
+    q = (logits.gather(-1, top.ids) - logits.logsumexp(-1, keepdim=True)).exp()
+    p = top.log_p.exp()
     return torch.minimum(p, q).sum(-1) + torch.minimum((1 - p.sum(-1)).clamp_min(0), (1 - q.sum(-1)).clamp_min(0))
 
 
 def _load(path: Path) -> Any:
-    """transformers' module of a checkpoint, float32. Raises ModelLoadError."""
+    """Returns the transformers module of a checkpoint in float32. Raises ModelLoadError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     weights = {name: tensor.float() for name, tensor in open_weights(path).items()}
@@ -75,9 +82,17 @@ def _load(path: Path) -> Any:
 
 
 class Student:
-    """The torch module of the draft in ``path``, in float32; ``like`` says how the runtime is to run what it learns.
+    """Trains the transformers module of a draft model in float32.
 
-    Raises ModelLoadError when transformers cannot load the draft.
+    Args:
+        path: the draft's checkpoint.
+        like: a model whose dtype, device and maximum length the trained drafts get.
+        learning_rate: of AdamW.
+        batch: spans per update.
+        seed: chooses the spans.
+
+    Raises:
+        ModelLoadError: transformers cannot load the draft.
     """
 
     def __init__(self, path: Path, like: Model, learning_rate: float, batch: int, seed: int = 0) -> None:
@@ -86,11 +101,12 @@ class Student:
         self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=learning_rate, weight_decay=0.0)
         self._batch, self._random = batch, np.random.default_rng(seed)
 
-    def learn(self, lessons: Sequence[Lesson], steps: int) -> None:
-        """``steps`` updates on random batches of ``lessons``, with the loss -log sum min(p, q).
+    def learn(self, lessons: Sequence[TargetSpan], steps: int) -> None:
+        """Makes ``steps`` updates on random batches of ``lessons`` with the loss -log sum min(p, q).
 
-        That is the chance of acceptance itself. KL, a better start for a draft that knows nothing, makes one worse that
-        was trained for acceptance: the two have different optima where the draft is too small to follow.
+        sum min(p, q) is the acceptance probability itself. The KL divergence is a better loss for an untrained draft,
+        but makes a draft worse that was trained for acceptance: the two losses have different optima if the draft is
+        too small to match the target.
         """
         with torch.inference_mode(False), torch.enable_grad():
             for _ in range(steps):
@@ -102,47 +118,49 @@ class Student:
                 self._optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def acceptance(self, lessons: Sequence[Lesson]) -> float:
-        """Mean over all rows of sum min(p, q): the chance that a token drawn from it is accepted."""
+    def acceptance(self, lessons: Sequence[TargetSpan]) -> float:
+        """Returns the mean of sum min(p, q) over all rows: the probability that a drawn token is accepted."""
         rows = [self._compare(lessons[i : i + self._batch]) for i in range(0, len(lessons), self._batch)]
         return float(torch.cat(rows).mean())
 
     def snapshot(self) -> Any:
-        """All it knows, for ``restore``."""
+        """Returns weights and optimizer state for ``restore``."""
         return copy.deepcopy((self.module.state_dict(), self._optimizer.state_dict()))
 
     def restore(self, snapshot: Any) -> None:
-        """Forget what was learned since."""
+        """Restores the weights and optimizer state of a snapshot."""
         self.module.load_state_dict(snapshot[0])
         self._optimizer.load_state_dict(snapshot[1])
 
     @torch.no_grad()
     def model(self) -> Model:
-        """What it has learned, as the runtime runs it; later lessons leave it as it is."""
+        """Returns the current draft as a model of the runtime; later updates do not change it."""
         config = load_config(self.path)
         if Decoder.supports(config):
             weights = {name: weight.detach().clone() for name, weight in self.module.state_dict().items()}
             return Decoder(config, weights, self._dtype, self._device, self._max_length)
-        from foretoken.models.hf import HFModel
+        from foretoken.models.hf.model import HFModel
 
         return HFModel.from_module(copy.deepcopy(self.module).to(self._dtype).eval(), self._max_length)
 
     def save(self, folder: Path) -> None:
-        """An ordinary checkpoint in an existing empty ``folder``, tokenizer and all."""
+        """Saves an ordinary checkpoint with its tokenizer in an existing empty ``folder``."""
         copied = copy.deepcopy(self.module).to(self._dtype)
         copied.save_pretrained(folder)
         for file in sorted(self.path.iterdir()):
             if file.suffix in _COMPANIONS and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
 
-    def _compare(self, lessons: Sequence[Lesson]) -> Tensor:
-        """sum min(p, q) of every row of the lessons, [rows]."""
+    def _compare(self, lessons: Sequence[TargetSpan]) -> Tensor:
+        """Returns sum min(p, q) of every row of the lessons, [rows]."""
         longest = max(len(lesson.tokens) for lesson in lessons)
         ids = torch.zeros(len(lessons), longest, dtype=torch.int64)
         for row, lesson in zip(ids, lessons, strict=True):
             row[: len(lesson.tokens)] = torch.from_numpy(lesson.tokens)
-        # Padding lies behind what is looked at, so the causal mask is all that is needed.
+        # Padding follows the tokens, so the causal mask is enough.
         logits = self.module(ids.to(self._device), use_cache=False).logits
         parts = [row[len(x.tokens) - len(x) : len(x.tokens)] for row, x in zip(logits, lessons, strict=True)]
-        law = Law(*(torch.from_numpy(np.concatenate([getattr(x, n) for x in lessons])) for n in ("ids", "log_p")))
-        return overlap(torch.cat(parts), Law(law.ids.to(self._device), law.log_p.to(self._device)))
+        top = TopLogprobs(
+            *(torch.from_numpy(np.concatenate([getattr(x, n) for x in lessons])) for n in ("ids", "log_p"))
+        )
+        return overlap(torch.cat(parts), TopLogprobs(top.ids.to(self._device), top.log_p.to(self._device)))

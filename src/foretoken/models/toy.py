@@ -1,4 +1,4 @@
-"""A tiny exact model for tests and teaching: its law at any history is a few numbers anyone can compute."""
+"""A tiny exact model for tests and teaching: its distribution after any history takes a few lines to compute."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ _WIDTH = 8
 
 
 class ToyModel(Model):
-    """A Markov model of order ``order`` whose logits are hashed from (seed, last tokens).
+    """A Markov model whose logits are hashed from the seed and the last tokens.
 
-    Logits are float64 and the same in every process. ``sharpness`` scales them: 0 is the uniform law, 4 nearly
-    deterministic. The contract is kept as by a real model, cache bookkeeping included, so that a loop which
-    works with this one makes the same calls to any other.
+    Logits are float64 and the same in every process. The cache bookkeeping follows the contract as a real model's does,
+    so a loop that works with this model makes the same calls to any other.
+
+    Args:
+        vocab_size: number of tokens.
+        order: number of tokens that the next one depends on.
+        seed: chooses the logits.
+        sharpness: scales the logits; 0 gives the uniform distribution, 4 a nearly deterministic one.
+        max_length: maximum length of a sequence in tokens.
     """
 
     def __init__(
@@ -34,15 +40,17 @@ class ToyModel(Model):
         self.max_length = max_length
         self.num_layers, self.hidden_size = _LAYERS, _WIDTH
         self.device, self.dtype = torch.device("cpu"), torch.float64
-        self.rows_independent = self.cuts_freely = True
+        self.batch_invariant = self.chunk_invariant = True
         self._mixture: tuple[ToyModel, ToyModel, float] | None = None
         self._rows: dict[tuple[int, ...], Tensor] = {}
         self._open: set[int] = set()
 
     def perturbed(self, strength: float, seed: int = 1) -> Self:
-        """A neighbour whose logits lie ``strength`` of the way to an unrelated toy's: a draft for this one."""
+        """Returns a draft for this model: its logits lie ``strength`` of the way to an unrelated toy's."""
         if not 0.0 <= strength <= 1.0:
-            raise InvalidRequest(f"strength must be from 0 (the same law) to 1 (an unrelated one), got {strength!r}")
+            raise InvalidRequest(
+                f"strength must be from 0 (the same distribution) to 1 (an unrelated one), got {strength!r}"
+            )
         neighbour = type(self)(self.vocab_size, self.order, self.seed, self.sharpness, self.max_length)
         other_seed = random_seed_from(self.seed, seed)
         other = type(self)(self.vocab_size, self.order, other_seed, self.sharpness, self.max_length)
@@ -50,7 +58,7 @@ class ToyModel(Model):
         return neighbour
 
     def logits(self, history: Sequence[int]) -> Tensor:
-        """float64 [V], the logits after ``history``; the reference that ``score`` is held to."""
+        """Returns the logits after ``history``, float64 [V]; the reference for ``score``."""
         tail = tuple(history[max(0, len(history) - self.order) :]) if self.order else ()
         row = self._rows.get(tail)
         if row is None:
@@ -65,11 +73,11 @@ class ToyModel(Model):
         return -self.sharpness * noise.log()
 
     def probs(self, history: Sequence[int]) -> Tensor:
-        """float64 [V], the law of the next token at temperature 1."""
+        """Returns the distribution of the next token at temperature 1, float64 [V]."""
         return self.logits(history).softmax(-1)
 
     def hidden(self, history: Sequence[int], layer: int) -> Tensor:
-        """float64 [hidden_size], a small vector that stands in for ``hidden_states[layer]`` at the last token."""
+        """Returns a stand-in for ``hidden_states[layer]`` at the last token, float64 [hidden_size]."""
         tail = tuple(history[-max(1, self.order) :])
         return exponentials(random_seed_from(self.seed, -1 - layer, *tail), self.hidden_size).log()
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.checkpoint import load_config, resolve
+from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.speculation import SpeculativeConfig, find
 
 CHAIN = tuple(range(1, 9))
 TREE = (8, 14)
 COPIED = (4, 8)
-_TREES = ("eagle3", "eagle", "medusa", "blockwise", "recycling", "mixture")
 _COPIES = ("ngram", "suffix", "retrieval", "prediction")
 FREE: tuple[Mapping[str, Any], ...] = ({"method": "ngram"}, {"method": "suffix"}, {"method": "recycling"})
 
@@ -77,10 +76,10 @@ def _candidate(config: Mapping[str, Any]) -> Candidate:
     depths: tuple[int, ...]
     if own.pop("num_speculative_tokens", None) is not None:
         depths = (checked.tokens,)
-    elif method in _TREES or own.get("tree", "chain") != "chain":
-        depths = TREE
+    elif method in _COPIES:
+        depths = COPIED
     else:
-        depths = COPIED if method in _COPIES else CHAIN
+        depths = TREE if kind.drafts_trees or own.get("tree", "chain") != "chain" else CHAIN
     if depths[0] < 1:
         raise InvalidRequest(f"num_speculative_tokens must be at least 1 in a plan, got {checked.tokens}")
     details = [Path(str(own["model"])).name] if own.get("model") else []

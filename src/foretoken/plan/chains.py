@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.core.sampling import Law
+from foretoken.core.distributions import Law
 from foretoken.models.base import Model
-from foretoken.plan.tally import Estimate, Tally, count
-from foretoken.plan.texts import Piece, Text, laws, told
+from foretoken.plan.tally import AcceptanceEstimate, StepTally, count
+from foretoken.plan.texts import Piece, SampledText, laws, told
 from foretoken.plan.theory import text_survival
 
 Reals = NDArray[np.float64]
@@ -36,7 +36,7 @@ Reals = NDArray[np.float64]
 class Ratios:
     """Of one text: p(x) and q(x) at each of its tokens, [n]. fixed: the draft is q's argmax, else drawn from q."""
 
-    text: Text
+    text: SampledText
     p: Reals
     q: Reals
     fixed: bool
@@ -47,12 +47,12 @@ class Ratios:
         return float(accepted(self, 1)[1].mean())
 
 
-def rows(model: Model, text: Text, law: Law, vocab: int) -> Tensor:
+def rows(model: Model, text: SampledText, law: Law, vocab: int) -> Tensor:
     """[n, vocab]: the law of each of the text's tokens, in one pass; logits of another width are cut or filled."""
     return torch.cat(list(laws(text, (_fitted(piece, vocab) for piece in told(model, text)), law)))
 
 
-def ratios(text: Text, p: Tensor, q: Tensor, fixed: bool) -> Ratios:
+def ratios(text: SampledText, p: Tensor, q: Tensor, fixed: bool) -> Ratios:
     """From the laws of ``text``, [n, V] each."""
     tokens = torch.tensor(text.tokens, device=p.device)[:, None]
 
@@ -76,17 +76,19 @@ def accepted(found: Ratios, depth: int, rejection: str = "block") -> Reals:
     return np.concatenate([np.ones((1, len(p))), reach.T])
 
 
-def expected(found: Sequence[Ratios], depth: int, rejection: str = "block", window: int | None = None) -> Estimate:
+def expected(
+    found: Sequence[Ratios], depth: int, rejection: str = "block", window: int | None = None
+) -> AcceptanceEstimate:
     """Of chains of ``depth``. window: the draft's greatest length, beyond which it does not draft."""
-    return Estimate(tuple(_expected(each, depth, rejection, window) for each in found), "law")
+    return AcceptanceEstimate(tuple(_expected(each, depth, rejection, window) for each in found), "law")
 
 
-def _expected(found: Ratios, depth: int, rejection: str, window: int | None) -> Tally:
+def _expected(found: Ratios, depth: int, rejection: str, window: int | None) -> StepTally:
     text, size = found.text, len(found.text.tokens)
     survival = accepted(found, depth, rejection)
     begins = np.zeros(size)  # P(a round begins here)
     begins[0] = 1.0
-    tally = Tally()
+    tally = StepTally()
     for at in range(size):
         left = size - at
         deep = min(depth, text.limit - at - 1)
@@ -102,7 +104,7 @@ def _expected(found: Ratios, depth: int, rejection: str, window: int | None) -> 
     return tally
 
 
-def _tell(tally: Tally, weight: float, emitted: float, deep: int, known: Reals) -> None:
+def _tell(tally: StepTally, weight: float, emitted: float, deep: int, known: Reals) -> None:
     """A round that begins with probability ``weight``."""
     tally.rounds += weight
     tally.tokens += weight * emitted

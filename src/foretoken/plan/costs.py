@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import foretoken
-from foretoken.bench.clock import Spread
+from foretoken.bench.clock import TimeSpread
 from foretoken.bench.costs import Loaded, PassCost, pass_costs
 from foretoken.bench.setting import memory, processor
 from foretoken.core.errors import WriteError
@@ -151,5 +151,5 @@ def _shape(cost: PassCost) -> tuple[int, int, int]:
 
 def _read(entry: dict[str, Any]) -> PassCost:
     floor = entry.pop("floor")
-    seconds = Spread(**entry.pop("seconds"))
-    return PassCost(**entry, seconds=seconds, floor=None if floor is None else Spread(**floor))
+    seconds = TimeSpread(**entry.pop("seconds"))
+    return PassCost(**entry, seconds=seconds, floor=None if floor is None else TimeSpread(**floor))

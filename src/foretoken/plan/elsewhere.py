@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken.core.checks import number
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.outcome import Row
+from foretoken.plan.outcome import PlanRow
 from foretoken.plan.simulate import MARGIN, Setting, simulate
 
 LOCAL = "local"
@@ -33,7 +33,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class RemoteDraftingEstimate:
     """One draft model at one temperature, and every way to use it. rtt: seconds there and back."""
 
     name: str
@@ -75,18 +75,18 @@ def check(rtt_ms: float | None, batches: Sequence[int]) -> None:
         simulate(Setting(1.0, 1.0, (0.5,), tokens=1), ("plain",))  # where SimPy is missing, that is said now
 
 
-def elsewhere(rows: Sequence[Row], rtt: float) -> tuple[Elsewhere, ...]:
+def elsewhere(rows: Sequence[PlanRow], rtt: float) -> tuple[RemoteDraftingEstimate, ...]:
     """For every temperature the best draft models that are chains, one request at a time. rtt: seconds."""
     return tuple(
-        Elsewhere(chains[0].name, temperature, rtt, tuple(_ways(chains, rtt)))
+        RemoteDraftingEstimate(chains[0].name, temperature, rtt, tuple(_ways(chains, rtt)))
         for temperature in dict.fromkeys(row.temperature for row in rows)
         for chains in _fastest([row for row in rows if row.temperature == temperature])
     )
 
 
-def _fastest(rows: Sequence[Row]) -> list[list[Row]]:
+def _fastest(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
     """The rows of each of the best draft models, by depth."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[PlanRow]] = {}
     for row in rows:
         if row.method == "draft_model" and row.config.get("tree", "chain") == "chain" and row.batch == 1:
             found.setdefault(row.name, []).append(row)
@@ -94,7 +94,7 @@ def _fastest(rows: Sequence[Row]) -> list[list[Row]]:
     return [sorted(mine, key=lambda row: row.num_speculative_tokens) for mine in ordered[:MOST]]
 
 
-def _ways(rows: Sequence[Row], rtt: float) -> Iterator[Way]:
+def _ways(rows: Sequence[PlanRow], rtt: float) -> Iterator[Way]:
     top = max(rows, key=lambda row: row.speedup)
     yield Way(LOCAL, top.num_speculative_tokens, top.speedup)
     chances = conditional(rows[-1].acceptance)
@@ -105,7 +105,7 @@ def _ways(rows: Sequence[Row], rtt: float) -> Iterator[Way]:
         yield Way(strategy, None, best.speedup) if own else best
 
 
-def _played(row: Row, chances: tuple[float, ...], strategy: str, rtt: float) -> Way:
+def _played(row: PlanRow, chances: tuple[float, ...], strategy: str, rtt: float) -> Way:
     depth = row.num_speculative_tokens
     target, step = row.round_seconds - row.draft_seconds, row.draft_seconds / depth
     setting = Setting(target, step, chances, depth, rtt=rtt, tokens=TOKENS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from foretoken.speculation import find
+
 _VLLM = {
     "draft_model": ("model",), "eagle3": ("model",), "eagle": ("model",), "medusa": ("model",),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"), "suffix": (),
@@ -50,8 +52,9 @@ def transformers(config: Mapping[str, Any]) -> str | None:
 
 def is_chain(config: Mapping[str, Any]) -> bool:
     """Whether drafts are single paths, so that their nodes are their depth."""
-    trees = ("eagle3", "eagle", "medusa", "blockwise", "recycling", "mixture", "suffix", "retrieval")
-    return config.get("tree", "chain") == "chain" and (config["method"] not in trees or config.get("top_k") == 1)
+    method = find(config["method"])
+    trees = method is not None and method.drafts_trees
+    return config.get("tree", "chain") == "chain" and (not trees or config.get("top_k") == 1)
 
 
 def exports(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from foretoken.plan.exports import exports
 from foretoken.plan.predictors import Predictor
 
 if TYPE_CHECKING:
-    from foretoken.plan.elsewhere import Elsewhere
+    from foretoken.plan.elsewhere import RemoteDraftingEstimate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PlanRow:
     """One prediction. config: what to paste.
 
     tokens_per_pass: prompts' passes left out. speedup: of decoding over plain decoding in the same batch, end_to_end
@@ -66,7 +66,7 @@ class Choice:
 
     temperature: float
     batch: int
-    row: Row | None
+    row: PlanRow | None
     sure: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,13 +85,13 @@ class Plan:
     elsewhere: what drafting on another machine would gain, where that was asked.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     choices: tuple[Choice, ...]
     predictors: Mapping[tuple[str, float], Sequence[Predictor]] = field(default_factory=dict)
     setting: Mapping[str, Any] = field(default_factory=dict)
     prompts: str = ""
     costs: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    elsewhere: tuple[Elsewhere, ...] = ()
+    elsewhere: tuple[RemoteDraftingEstimate, ...] = ()
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -99,7 +99,7 @@ class Plan:
 
         The one with the largest geometric mean of its gains over temperatures and batches.
         """
-        gains: dict[tuple[str, int], list[Row]] = {}
+        gains: dict[tuple[str, int], list[PlanRow]] = {}
         for row in self.rows:
             gains.setdefault((row.name, row.num_speculative_tokens), []).append(row)
         if not gains:
@@ -130,14 +130,14 @@ class Plan:
         }
 
 
-def mark(rows: Sequence[Row]) -> Iterator[Row]:
+def mark(rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
     """The rows, the fastest at every temperature and batch marked where it gains anything."""
     fastest = {(row.temperature, row.batch): row for row in sorted(rows, key=lambda row: row.speedup)}
     for row in rows:
         yield replace(row, best=row is fastest[row.temperature, row.batch] and row.speedup > 1.0)
 
 
-def choices(rows: Sequence[Row]) -> Iterator[Choice]:
+def choices(rows: Sequence[PlanRow]) -> Iterator[Choice]:
     """One for each temperature and batch, in the order of the rows."""
     for temperature, batch in dict.fromkeys((row.temperature, row.batch) for row in rows):
         fastest = max(

@@ -16,16 +16,16 @@ from statistics import fmean
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
-from foretoken.engine.room import share_memory
+from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
-from foretoken.plan.outcome import Plan, Row, choices, mark
+from foretoken.plan.outcome import Plan, PlanRow, choices, mark
 from foretoken.plan.predictors import Predictor, fitted
-from foretoken.plan.rounds import OPEN, Reading, Visit, midway, plain_pass, reading, timed
+from foretoken.plan.rounds import OPEN, PrefillTiming, Visit, midway, plain_pass, reading, timed
 from foretoken.plan.sample import Proposers, Sample, chain_of
 from foretoken.plan.statistics import ratio_interval
-from foretoken.plan.tally import Estimate
-from foretoken.plan.texts import Start, Text, contexts, write
+from foretoken.plan.tally import AcceptanceEstimate
+from foretoken.plan.texts import SampledText, Start, contexts, write
 from foretoken.plan.times import Passes, RoundTime, Times
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
@@ -39,7 +39,7 @@ Say = Callable[[str, float], None]  # what is being done, and the share of the w
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PlanSettings:
     """What to plan for. turns: timed rounds of every candidate, at a few moments of the plan."""
 
     temperatures: Sequence[float] = (0.0, 1.0)
@@ -65,7 +65,7 @@ class Planner:
 
     target: Model
     build: Callable[[SpeculativeConfig], Proposer]
-    settings: Settings
+    settings: PlanSettings
     eos: Collection[int] = ()
     say: Say = lambda what, share: None
 
@@ -88,7 +88,7 @@ class Planner:
         progress = _Progress(self.say, self.settings, candidates)
         readings = self._readings(prompts, made, progress)
         for proposer in made.values():  # from now on every prompt is read once
-            share_memory(self.target, proposer, None, True, OPEN)
+            split_kv_memory(self.target, proposer, None, True, OPEN)
         found: list[_Found] = []
         predictors: Foretold = {}
         for temperature in self.settings.temperatures:
@@ -102,7 +102,7 @@ class Planner:
 
     def _readings(
         self, prompts: Sequence[Start], proposers: Mapping[str, Proposer], progress: _Progress
-    ) -> dict[int, Reading]:
+    ) -> dict[int, PrefillTiming]:
         """By batch."""
         law, found = self.settings.law(self.settings.temperatures[0]), {}
         for batch in self.settings.batches:
@@ -131,8 +131,8 @@ class Planner:
             found.between[batch].append(plain_pass(self.target, midway(sample.texts, batch), sample.law))
 
     def _rows(
-        self, found: Sequence[_Found], candidates: Sequence[Candidate], readings: Mapping[int, Reading]
-    ) -> Iterator[Row]:
+        self, found: Sequence[_Found], candidates: Sequence[Candidate], readings: Mapping[int, PrefillTiming]
+    ) -> Iterator[PlanRow]:
         passes = {
             batch: Passes(
                 [visit for each in found for visit in each.visits[batch]],
@@ -149,14 +149,14 @@ class Planner:
 
     def _texts(
         self, prompts: Sequence[Start], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
-    ) -> list[Text]:
+    ) -> list[SampledText]:
         """Raises InvalidRequest where no text has rounds to speak of."""
         limit = self.settings.max_tokens
         if completions is None:
             texts = write(self.target, prompts, law, limit, self.eos, self.settings.seed)
         else:
             texts = [
-                Text(tuple(context.tokens), tuple(text[:limit]), limit, context.source)
+                SampledText(tuple(context.tokens), tuple(text[:limit]), limit, context.source)
                 for context, text in zip(contexts(prompts, law, 0), completions, strict=True)
             ]
         if all(len(text.tokens) < 2 for text in texts):
@@ -187,8 +187,8 @@ class _Found:
     between: by batch, seconds of plain passes between these.
     """
 
-    texts: Sequence[Text]
-    estimates: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    texts: Sequence[SampledText]
+    estimates: dict[tuple[str, int], AcceptanceEstimate] = field(default_factory=dict)
     visits: dict[int, list[Visit]] = field(default_factory=lambda: defaultdict(list))
     between: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -196,7 +196,7 @@ class _Found:
 class _Progress:
     """Counts what is done: texts, candidates and timed lanes alike."""
 
-    def __init__(self, say: Say, settings: Settings, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, say: Say, settings: PlanSettings, candidates: Sequence[Candidate]) -> None:
         lanes = sum(len(timed_depths(candidate.depths)) for candidate in candidates)
         batches = len(settings.batches)
         self._total = batches + len(settings.temperatures) * (1 + len(candidates) + lanes * batches)
@@ -217,7 +217,7 @@ def _lane(candidate: Candidate, depth: int) -> str:
     return f"{candidate.name} @ {depth}"
 
 
-def _time(candidate: Candidate, depth: int, times: Times, estimate: Estimate) -> RoundTime:
+def _time(candidate: Candidate, depth: int, times: Times, estimate: AcceptanceEstimate) -> RoundTime:
     """As timed, or on the line between the depths beside it."""
     near = timed_depths(candidate.depths)
     if depth in near:
@@ -237,10 +237,10 @@ def _rows(
     temperature: float,
     batch: int,
     tokens: float,
-    estimates: dict[tuple[str, int], Estimate],
+    estimates: dict[tuple[str, int], AcceptanceEstimate],
     times: Times,
-    prompts: Reading,
-) -> Iterator[Row]:
+    prompts: PrefillTiming,
+) -> Iterator[PlanRow]:
     for depth in candidate.depths:
         estimate = estimates[candidate.name, depth]
         time = _time(candidate, depth, times, estimate)
@@ -249,7 +249,7 @@ def _rows(
         plain = prompts.seconds + (tokens - 1) * times.plain
         own = prompts.seconds * prompts.over_plain[candidate.name]
         rounds = sum(estimate.rounds) / max(1, len(estimate.tallies))
-        yield Row(
+        yield PlanRow(
             name=candidate.name, method=candidate.method, config=candidate.at(depth), temperature=temperature,
             batch=batch, tokens_per_pass=mean, tokens_per_pass_low=mean * _exp(-width),
             tokens_per_pass_high=mean * _exp(width), speedup=gain, low=gain * _exp(-off), high=gain * _exp(off),
@@ -259,7 +259,7 @@ def _rows(
         )  # fmt: skip
 
 
-def spread(estimate: Estimate) -> float:
+def spread(estimate: AcceptanceEstimate) -> float:
     """Half the interval's width in the logarithm, for another sample of as many requests; infinite for one request.
 
     That sample has one text of each, whose spread is that of all draws together times the root of their number.

@@ -26,7 +26,7 @@ CONSTANT = "constant"
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TextDistributions:
     """One request's text as both models see it: the target's laws p [n, V], the draft's q [n, V], its n tokens.
 
     Row i is the law that token i was drawn from, under the request's sampling parameters. Several chunks of one request
@@ -106,14 +106,14 @@ def calibration_error(q: Tensor, tokens: Sequence[int]) -> float:
     return float(gaps.abs().sum()) / len(tokens)
 
 
-def statistics(rows: Rows) -> dict[str, float]:
+def statistics(rows: TextDistributions) -> dict[str, float]:
     """Every statistic of one request, means over its positions."""
     p, q = law(rows.p), law(rows.q)
     found = {name: float(statistic(p, q).mean()) for name, statistic in STATISTICS.items()}
     return found | {"calibration error": calibration_error(q, rows.tokens)}
 
 
-def text_acceptance(rows: Rows) -> float:
+def text_acceptance(rows: TextDistributions) -> float:
     """What drawn drafts have accepted of this text: the mean of min(1, q/p) at its tokens.
 
     The chance, given the text, that a draft drawn at a position is accepted; over texts its mean is 1 - TV.
@@ -123,7 +123,7 @@ def text_acceptance(rows: Rows) -> float:
     return float(torch.where(p > 0, q / p, 0.0).clamp(max=1.0).mean())
 
 
-def predictors(requests: Sequence[Rows], acceptance: Sequence[float] | None = None) -> list[Predictor]:
+def predictors(requests: Sequence[TextDistributions], acceptance: Sequence[float] | None = None) -> list[Predictor]:
     """One for each statistic and the constant, the most accurate first.
 
     acceptance: what each request accepted, as measured in whatever way is to be foretold (another proposer's, at

@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores, growing
-from foretoken.plan.texts import Text, told
+from foretoken.plan.texts import SampledText, told
 
 _NEVER = -1e30  # finite, so that no parameter of a law makes NaN of it
 
@@ -26,11 +26,11 @@ _NEVER = -1e30  # finite, so that no parameter of a law makes NaN of it
 class Recording:
     """A text, and the target's hidden states at its tokens: by layer, [len(whole) - 1, H]."""
 
-    text: Text
+    text: SampledText
     taps: dict[int, Tensor] = field(default_factory=dict)
 
 
-def record(target: Model, texts: Sequence[Text], taps: Sequence[int] = ()) -> list[Recording]:
+def record(target: Model, texts: Sequence[SampledText], taps: Sequence[int] = ()) -> list[Recording]:
     """One teacher-forced pass for each text, none where no states are asked for."""
     if not taps:
         return [Recording(text) for text in texts]
@@ -52,7 +52,7 @@ class Recorded(Model):
         self.vocab_size, self.max_length = target.vocab_size, target.max_length
         self.num_layers, self.hidden_size = target.num_layers, target.hidden_size
         self.device, self.dtype = target.device, target.dtype
-        self.rows_independent, self.source_length = True, target.source_length
+        self.batch_invariant, self.source_length = True, target.source_length
         self._recordings: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Recording]] = {}
         for recording in recordings:
             text = recording.text

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foretoken.plan.exports import exports
-from foretoken.plan.outcome import Choice, Plan, Row
+from foretoken.plan.outcome import Choice, Plan, PlanRow
 
 SHOWN = 3  # predictors named
 
@@ -28,7 +28,7 @@ def rendered(plan: Plan, pastes: Callable[[Plan], Iterator[Text]] | None = None)
     yield from (pastes or _pastes)(plan)
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[PlanRow]) -> Table:
     """A proposer's best depth in full; beside it the gains of its other depths."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("proposer", overflow="fold")

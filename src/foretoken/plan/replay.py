@@ -11,24 +11,25 @@ from functools import partial
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
+from foretoken.core.distributions import Law
 from foretoken.core.law import PointMass, ProposalLaw
-from foretoken.core.sampling import Law
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.plan.recorded import Recorded, Recording
-from foretoken.plan.tally import Estimate, Tally
-from foretoken.plan.texts import TOGETHER, Ending, Start, Text, contexts, silent
+from foretoken.plan.tally import AcceptanceEstimate, StepTally
+from foretoken.plan.texts import TOGETHER, SampledText, Start, contexts, silent
 from foretoken.propose.base import Proposer
 from foretoken.verify import Verifier, choose
 
 
-class Drawn(Exception):
+class NotReplayable(Exception):
     """The proposer draws: its rounds cannot be read off a text."""
 
 
 def replayed(
     target: Model, recordings: Sequence[Recording], proposer: Proposer, law: Law, depth: int, together: int = TOGETHER
-) -> Estimate:
+) -> AcceptanceEstimate:
     """Over the record. together: 1 keeps the order in which a proposer that learns reads the texts.
 
     Raises Drawn where drafts turn out to be drawn and the law is not greedy.
@@ -36,14 +37,14 @@ def replayed(
 
     def rule(drawn: ProposalLaw, exactness: Exactness) -> Verifier:
         if not isinstance(drawn, PointMass):
-            raise Drawn
+            raise NotReplayable
         return choose(drawn, exactness)
 
     engine = Engine(Recorded(target, recordings), proposer, Fixed(depth), rule=rule, max_sequences=together)
     texts = [recording.text for recording in recordings]
     made = contexts([text.start for text in texts], law, 0)
-    endings = [Ending(text.limit, length=len(text.tokens)) for text in texts]
-    return Estimate(_tallied(engine, made, endings), "text")
+    endings = [Length(text.limit, stop_after=len(text.tokens)) for text in texts]
+    return AcceptanceEstimate(_tallied(engine, made, endings), "text")
 
 
 def run(
@@ -58,29 +59,22 @@ def run(
     together: int = TOGETHER,
     seed: int = 0,
     tick: Callable[[], None] = silent,
-) -> Estimate:
+) -> AcceptanceEstimate:
     """Real rounds of the real target. tick: called for each finished text."""
     engine = Engine(
         target, proposer, Fixed(depth), rule=partial(choose, rejection=rejection), max_sequences=together
     )  # fmt: skip
     made = contexts(prompts, law, seed)
-    tallies = _tallied(engine, made, [Ending(limit, eos) for _ in made], tick)
-    return Estimate(tallies, "rounds", tuple(Text.of(context, limit) for context in made))
+    tallies = _tallied(engine, made, [Length(limit, eos) for _ in made], tick)
+    return AcceptanceEstimate(tallies, "rounds", tuple(SampledText.of(context, limit) for context in made))
 
 
 def _tallied(
-    engine: Engine, made: Sequence[Context], endings: Sequence[Ending], tick: Callable[[], None] = silent
-) -> tuple[Tally, ...]:
-    tallies = {context.id: Tally() for context in made}
-    try:
-        for context, ending in zip(made, endings, strict=True):
-            engine.add(context, ending)
-        while engine.busy:
-            for step in engine.step_or_raise():
-                tallies[step.sequence].add(step)
-                if step.finish_reason is not None:
-                    tick()
-    finally:
-        for context in made:
-            engine.abort(context.id)
+    engine: Engine, made: Sequence[Context], endings: Sequence[Length], tick: Callable[[], None] = silent
+) -> tuple[StepTally, ...]:
+    tallies = {context.id: StepTally() for context in made}
+    for step in engine.run(zip(made, endings, strict=True)):
+        tallies[step.sequence].add(step)
+        if step.finish_reason is not None:
+            tick()
     return tuple(tallies.values())

@@ -15,11 +15,12 @@ from time import perf_counter
 from typing import TypeVar
 
 from foretoken.control.fixed import Fixed
-from foretoken.core.sampling import Law
+from foretoken.core.distributions import Law
 from foretoken.engine.loop import Engine
-from foretoken.engine.prompts import Given
+from foretoken.engine.prompts import TokenizedPrompt
+from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
-from foretoken.plan.texts import Ending, Start, Text, contexts
+from foretoken.plan.texts import SampledText, Start, contexts
 from foretoken.propose.base import Proposer
 
 PLAIN = ""
@@ -47,7 +48,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Lane:
+class TimedBatch:
     """A batch that goes on and on; begun anew where a sequence has reached the model's length."""
 
     target: Model
@@ -78,7 +79,7 @@ class Lane:
         self.close()
         for context in contexts(self.prompts, self.law, 0):
             context.id = next(_ids)
-            self.engine.add(context, Ending(_FOREVER))
+            self.engine.add(context, Length(_FOREVER))
         started = perf_counter()
         self.engine.step_or_raise()
         self.prefill = perf_counter() - started
@@ -115,10 +116,10 @@ def timed(
     together = max(1, OPEN // len(prompts) - 1)
     for start in range(0, len(names), together):
         group = names[start : start + together]
-        running = {PLAIN: Lane(target, Proposer(), 0, prompts, law)}
+        running = {PLAIN: TimedBatch(target, Proposer(), 0, prompts, law)}
         try:
             for name in group:
-                running[name] = Lane(target, *lanes[name], prompts, law)
+                running[name] = TimedBatch(target, *lanes[name], prompts, law)
             seen = _in_turns(running, turns, tick)
         finally:
             for lane in running.values():
@@ -131,7 +132,7 @@ def timed(
 
 def plain_pass(target: Model, prompts: Sequence[Start], law: Law) -> float:
     """Seconds of the target's pass in plain decoding of ``prompts`` at once, just now."""
-    lane = Lane(target, Proposer(), 0, prompts, law)
+    lane = TimedBatch(target, Proposer(), 0, prompts, law)
     try:
         for _ in range(_SETTLING):
             lane.turn()
@@ -141,18 +142,18 @@ def plain_pass(target: Model, prompts: Sequence[Start], law: Law) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PrefillTiming:
     """The round that holds a batch's prompts: seconds without speculation, and beside that by proposer."""
 
     seconds: float
     over_plain: Mapping[str, float]
 
 
-def reading(target: Model, proposers: Mapping[str, Proposer], prompts: Sequence[Start], law: Law) -> Reading:
+def reading(target: Model, proposers: Mapping[str, Proposer], prompts: Sequence[Start], law: Law) -> PrefillTiming:
     """Reads ``prompts`` at once with each proposer, before anybody keeps what was computed of them."""
 
     def run(name: str) -> float:
-        lane = Lane(target, proposers.get(name) or Proposer(), 1, prompts, law)
+        lane = TimedBatch(target, proposers.get(name) or Proposer(), 1, prompts, law)
         lane.close()
         return lane.prefill
 
@@ -161,11 +162,11 @@ def reading(target: Model, proposers: Mapping[str, Proposer], prompts: Sequence[
     ratios = defaultdict(list)
     for name, own, plain in seen:
         ratios[name].append(own / plain)
-    return Reading(median(plain for *_, plain in seen), {name: median(found) for name, found in ratios.items()})
+    return PrefillTiming(median(plain for *_, plain in seen), {name: median(found) for name, found in ratios.items()})
 
 
 def _in_turns(
-    running: Mapping[str, Lane], turns: int, tick: Callable[[int], None]
+    running: Mapping[str, TimedBatch], turns: int, tick: Callable[[int], None]
 ) -> dict[str, tuple[list[Turn], list[Turn]]]:
     """A stretch of rounds for one lane after another, each time beginning with another; plain decoding in the
     midst of every few. -> each lane's rounds, and the plain ones beside them
@@ -195,7 +196,7 @@ def beside(keys: Sequence[Key], plain: Key, run: Callable[[Key], Found]) -> Iter
         yield from ((key, own, base) for key, own in zip(near, given, strict=True))
 
 
-def _stretch(running: Mapping[str, Lane], count: int, name: str) -> list[Turn]:
+def _stretch(running: Mapping[str, TimedBatch], count: int, name: str) -> list[Turn]:
     """The first rounds are not counted: they find the caches full of another lane's weights, which is how long a small
     model's rounds never take once it runs by itself.
     """
@@ -205,7 +206,7 @@ def _stretch(running: Mapping[str, Lane], count: int, name: str) -> list[Turn]:
     return [lane.turn() for _ in range(count)]
 
 
-def midway(texts: Sequence[Text], batch: int) -> list[Given]:
+def midway(texts: Sequence[SampledText], batch: int) -> list[TokenizedPrompt]:
     """``batch`` prompts with half of what the target wrote after them."""
     whole = [text.after(len(text.tokens) // 2) for text in texts]
     return [whole[i % len(whole)] for i in range(batch)]

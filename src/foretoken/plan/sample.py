@@ -11,11 +11,11 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.chains import Ratios, expected, ratios, rows
-from foretoken.plan.predictors import Rows, statistics
+from foretoken.plan.predictors import TextDistributions, statistics
 from foretoken.plan.recorded import Recording, record
-from foretoken.plan.replay import Drawn, replayed, run
-from foretoken.plan.tally import Estimate
-from foretoken.plan.texts import TOGETHER, Text
+from foretoken.plan.replay import NotReplayable, replayed, run
+from foretoken.plan.tally import AcceptanceEstimate
+from foretoken.plan.texts import TOGETHER, SampledText
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import SpeculativeConfig
@@ -47,39 +47,43 @@ class Sample:
 
     target: Model
     law: SamplingLaw
-    texts: Sequence[Text]
+    texts: Sequence[SampledText]
     eos: Collection[int]
     proposers: Proposers
     taps: Sequence[int] = ()
     _recordings: list[Recording] = field(default_factory=list)
     _chains: dict[str, Chains] = field(default_factory=dict)
 
-    def estimate(self, candidate: Candidate, depth: int) -> Estimate:
+    def estimate(self, candidate: Candidate, depth: int) -> AcceptanceEstimate:
         """By the cheapest estimator that is right for it."""
         proposer = self.proposers.get(candidate)
         if (draft := chain_of(proposer)) is not None:
             chains = self.chains(candidate, draft)
             window, rejection = draft.model.max_length, SpeculativeConfig.of(candidate.config).rejection
             return expected(chains.ratios, draft.config.steps(depth), rejection, window)
-        if not proposer.needs.rounds:
+        if not proposer.needs.live_steps:
             self._recordings = self._recordings or record(self.target, self.texts, self.taps)
             try:
                 together = 1 if proposer.learns else TOGETHER
                 return replayed(self.target, self._recordings, proposer, self.law, depth, together)
-            except Drawn:
+            except NotReplayable:
                 pass
         if proposer.learns or self.law.greedy:
             return self._run(candidate, proposer, depth, _TOGETHER_LEARNING if proposer.learns else TOGETHER)
         found = self._run(candidate, proposer, depth, TOGETHER, _DRAWS)
         return self._brought_here(found, candidate, proposer, depth) if isinstance(proposer, DraftModel) else found
 
-    def _run(self, candidate: Candidate, proposer: Proposer, depth: int, together: int, draws: int = 1) -> Estimate:
+    def _run(
+        self, candidate: Candidate, proposer: Proposer, depth: int, together: int, draws: int = 1
+    ) -> AcceptanceEstimate:
         prompts, limit = [text.start for text in self.texts] * draws, self.texts[0].limit
         rejection = SpeculativeConfig.of(candidate.config).rejection
         found = run(self.target, prompts, proposer, self.law, depth, limit, self.eos, rejection, together)
         return replace(found, draws=draws)
 
-    def _brought_here(self, found: Estimate, candidate: Candidate, draft: DraftModel, depth: int) -> Estimate:
+    def _brought_here(
+        self, found: AcceptanceEstimate, candidate: Candidate, draft: DraftModel, depth: int
+    ) -> AcceptanceEstimate:
         """``found``, on texts of its own, as it would be on the sample's: by how much easier these are for a chain of
         the same draft, whose law is known on both (a ratio estimator). Else a tree's luck with its texts would decide
         between it and the chain.
@@ -119,8 +123,8 @@ def _drafting(draft: DraftModel, law: SamplingLaw) -> SamplingLaw:
 
 
 def _told(
-    target: Model, draft: DraftModel, texts: Sequence[Text], law: SamplingLaw
-) -> Iterator[tuple[Text, Tensor, Tensor]]:
+    target: Model, draft: DraftModel, texts: Sequence[SampledText], law: SamplingLaw
+) -> Iterator[tuple[SampledText, Tensor, Tensor]]:
     """Every text with the target's and the draft's laws of its tokens."""
     judges = ((target, law), (draft.model, _drafting(draft, law)))
     for text in texts:
@@ -128,7 +132,7 @@ def _told(
         yield text, p, q
 
 
-def _chains(target: Model, draft: DraftModel, texts: Sequence[Text], law: SamplingLaw) -> Chains:
+def _chains(target: Model, draft: DraftModel, texts: Sequence[SampledText], law: SamplingLaw) -> Chains:
     draft_law = _drafting(draft, law)
     found: list[Ratios] = []
     facts: list[dict[str, float]] = []
@@ -137,9 +141,9 @@ def _chains(target: Model, draft: DraftModel, texts: Sequence[Text], law: Sampli
         if law.greedy or draft_law.greedy:
             warm = law.with_temperature(1.0) if law.greedy else law
             p, q = (_rows(model, text, target, warm) for model in (target, draft.model))
-        facts.append(statistics(Rows(p, q, text.tokens)))
+        facts.append(statistics(TextDistributions(p, q, text.tokens)))
     return Chains(found, facts)
 
 
-def _rows(model: Model, text: Text, target: Model, law: SamplingLaw) -> Tensor:
+def _rows(model: Model, text: SampledText, target: Model, law: SamplingLaw) -> Tensor:
     return rows(model, text, law, target.vocab_size)

@@ -57,7 +57,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """What one strategy did. drafting, verifying: the share of the time that the drafter and the servers were busy.
 
     seconds: until the text was done. wasted: drafted tokens that did not become text. over_plain, over_si: speed-ups in
@@ -83,14 +83,16 @@ class Sweep:
 
     by: str
     values: tuple[float, ...]
-    outcomes: tuple[tuple[Outcome, ...], ...]
+    outcomes: tuple[tuple[SimulationResult, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
 
-def simulate(setting: Setting, strategies: Sequence[str] = STRATEGIES, repeats: int = 1) -> tuple[Outcome, ...]:
+def simulate(
+    setting: Setting, strategies: Sequence[str] = STRATEGIES, repeats: int = 1
+) -> tuple[SimulationResult, ...]:
     """Every one of ``strategies`` on the same texts, ``repeats`` of them; times and counts are sums over the texts.
 
     Raises InvalidRequest for a strategy that is not known, and where SimPy is not installed.
@@ -129,20 +131,20 @@ def varied(setting: Setting, by: str, value: float) -> Setting:
     return replace(setting, **{SWEEPS[by]: changed})
 
 
-def waiting(outcomes: Iterable[Outcome]) -> float:
+def waiting(outcomes: Iterable[SimulationResult]) -> float:
     """The best speed-up over plain that needs no pipeline: plain and sequential count, whether asked for or not."""
     gains = [(one.over_plain, one.over_plain / one.over_si, one.strategy) for one in outcomes]
     return max([1.0, *(gain if name not in PIPELINED else si for gain, si, name in gains)])
 
 
-def pays(outcomes: Sequence[Outcome]) -> Outcome | None:
+def pays(outcomes: Sequence[SimulationResult]) -> SimulationResult | None:
     """The fastest pipelined outcome, if it beats everything that waits by ``MARGIN``."""
     piped = [one for one in outcomes if one.strategy in PIPELINED]
     best = max(piped, key=lambda one: one.over_plain, default=None)
     return best if best is not None and best.over_plain > MARGIN * waiting(outcomes) else None
 
 
-def _run(setting: Setting, name: str) -> Outcome:
+def _run(setting: Setting, name: str) -> SimulationResult:
     try:
         import simpy
 
@@ -151,23 +153,23 @@ def _run(setting: Setting, name: str) -> Outcome:
         raise InvalidRequest("the simulator needs SimPy; pip install 'foretoken[simulate]'") from error
     env = simpy.Environment()
     tape = strategies.Tape(setting.acceptance, setting.seed)
-    work = strategies.Work(env, tape, setting.tokens, setting.verifiers)
+    work = strategies.SimulatedRequest(env, tape, setting.tokens, setting.verifiers)
     env.process(strategies.STRATEGIES[name](work, setting.target, setting.draft, setting.depth, setting.rtt))
     env.run(until=work.done)
     seconds = env.now
     busy = work.verifying / (seconds * (setting.verifiers if name == "dsi" else 1))
-    return Outcome(
+    return SimulationResult(
         name, work.tokens, seconds, work.drafted, work.accepted, work.drafted - work.accepted, work.passes,
         min(1.0, work.drafting / seconds), min(1.0, busy), math.nan, math.nan,
     )  # fmt: skip
 
 
-def _sum(outcomes: Sequence[Outcome]) -> Outcome:
+def _sum(outcomes: Sequence[SimulationResult]) -> SimulationResult:
     """Counts and seconds add up; shares are means over the time."""
     seconds = sum(one.seconds for one in outcomes)
     counts = {
         field.name: sum(getattr(one, field.name) for one in outcomes)
-        for field in fields(Outcome)
+        for field in fields(SimulationResult)
         if field.name in ("tokens", "drafted", "accepted", "wasted", "passes")
     }
     shares = {

@@ -30,7 +30,7 @@ class Interval(NamedTuple):
     high: float
 
 
-class Spread(NamedTuple):
+class UncertainValue(NamedTuple):
     """An estimate, its standard error, and the degrees of freedom that the error itself rests on."""
 
     estimate: float
@@ -141,13 +141,13 @@ def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[
     return top[told], bottom[told]
 
 
-def _ratio(top: Reals, bottom: Reals) -> Spread:
+def _ratio(top: Reals, bottom: Reals) -> UncertainValue:
     """R = sum y / sum x; leaving out request i moves it by -(y_i - R x_i) / (sum x - x_i)."""
     estimate = float(top.sum() / bottom.sum())
     others = bottom.sum() - bottom
     if len(top) < 2 or not others.min() > 0.0:
-        return Spread(estimate, math.inf, 1)
-    return Spread(estimate, _jackknife((top - estimate * bottom) / others), _freedom(bottom))
+        return UncertainValue(estimate, math.inf, 1)
+    return UncertainValue(estimate, _jackknife((top - estimate * bottom) / others), _freedom(bottom))
 
 
 def _jackknife(shifts: Reals) -> float:
@@ -168,35 +168,35 @@ def _freedom(sizes: Reals) -> float:
     return float((scale @ np.diag(inner)) ** 2 / (scale @ np.square(inner) @ scale))
 
 
-def _relative(spread: Spread) -> Spread:
+def _relative(spread: UncertainValue) -> UncertainValue:
     """Of the logarithm."""
-    return Spread(math.log(spread.estimate), spread.error / spread.estimate, spread.freedom)
+    return UncertainValue(math.log(spread.estimate), spread.error / spread.estimate, spread.freedom)
 
 
-def _paired(a: Reals, b: Reals, c: Reals, d: Reals) -> Spread:
+def _paired(a: Reals, b: Reals, c: Reals, d: Reals) -> UncertainValue:
     """log of (sum a / sum b) / (sum c / sum d), leaving out one request on both sides at a time."""
     told = (a != 0.0) | (b != 0.0) | (c != 0.0) | (d != 0.0)
     columns = [column[told] for column in (a, b, c, d)]
     estimate = _log_ratio(*(column.sum() for column in columns))
     left = [column.sum() - column for column in columns]
     if told.sum() < 2 or not all(bool((column > 0.0).all()) for column in left):
-        return Spread(float(estimate), math.inf, 1)
+        return UncertainValue(float(estimate), math.inf, 1)
     freedom = min(_freedom(columns[1]), _freedom(columns[3]))
-    return Spread(float(estimate), _jackknife(_log_ratio(*left) - estimate), freedom)
+    return UncertainValue(float(estimate), _jackknife(_log_ratio(*left) - estimate), freedom)
 
 
 def _log_ratio(a: Any, b: Any, c: Any, d: Any) -> Any:
     return np.log(a) - np.log(b) - np.log(c) + np.log(d)
 
 
-def _independent(one: Spread, other: Spread) -> Spread:
+def _independent(one: UncertainValue, other: UncertainValue) -> UncertainValue:
     """Of the difference, with Welch's and Satterthwaite's degrees of freedom."""
     parts = one.error**2, other.error**2
     total = sum(parts)
     if not math.isfinite(total) or total == 0.0:
-        return Spread(one.estimate - other.estimate, math.sqrt(total), 1)
+        return UncertainValue(one.estimate - other.estimate, math.sqrt(total), 1)
     freedom = total**2 / sum(part**2 / side.freedom for part, side in zip(parts, (one, other), strict=True))
-    return Spread(one.estimate - other.estimate, math.sqrt(total), freedom)
+    return UncertainValue(one.estimate - other.estimate, math.sqrt(total), freedom)
 
 
 def _exponential(value: float) -> float:

@@ -33,7 +33,7 @@ class Tape:
         return self._drawn[place] < self.chances[min(position, len(self.chances) - 1)]
 
 
-class Work:
+class SimulatedRequest:
     """One request's text and the time that workers spend on it. ``tokens`` are committed; ``done`` is the end of it."""
 
     def __init__(self, env: simpy.Environment, tape: Tape, length: int, verifiers: int) -> None:
@@ -77,7 +77,7 @@ class Work:
         return found
 
 
-def plain(work: Work, target: float, draft: float, depth: int, rtt: float) -> Steps:
+def plain(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
     """The target alone; tokens stream, so that the round trip is paid once."""
     yield work.env.timeout(rtt)
     while not work.done.triggered:
@@ -85,7 +85,7 @@ def plain(work: Work, target: float, draft: float, depth: int, rtt: float) -> St
         work.commit(1)
 
 
-def sequential(work: Work, target: float, draft: float, depth: int, rtt: float) -> Steps:
+def sequential(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
     """SI: draft ``depth`` tokens, then wait for the pass that judges them (2211.17192)."""
     while not work.done.triggered:
         yield from work.draft(depth, draft)
@@ -95,7 +95,7 @@ def sequential(work: Work, target: float, draft: float, depth: int, rtt: float) 
         work.commit(found + 1)
 
 
-def edge(work: Work, target: float, draft: float, depth: int, rtt: float) -> Steps:
+def edge(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
     """DSD: sequential between an edge and a cloud (2511.21669), with the window that suits the round trip.
 
     The paper learns its window; this is the fixed one that is best on paper for the first position's chance. ``depth``
@@ -105,7 +105,7 @@ def edge(work: Work, target: float, draft: float, depth: int, rtt: float) -> Ste
     return sequential(work, target, draft, best_window(chance, target, draft, rtt), rtt)
 
 
-def parallel(work: Work, target: float, draft: float, depth: int, rtt: float) -> Steps:
+def parallel(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
     """PEARL (2408.11850): ``depth`` tokens are drafted beside every pass, and both wait for each other.
 
     pending: drafted tokens whose first is accepted and whose others the next pass judges; 0 before anything is trusted.
@@ -136,7 +136,7 @@ class Distributed:
     is sent, which keeps this at least as fast as plain decoding on one server.
     """
 
-    def __init__(self, work: Work, target: float, draft: float, depth: int, rtt: float) -> None:
+    def __init__(self, work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> None:
         self.work, self.env = work, work.env
         self.target, self.step, self.depth, self.rtt = target, draft, depth, rtt
         self.room = work.servers.capacity * (1 + math.ceil(rtt / target))
@@ -205,7 +205,7 @@ class Distributed:
             self.send()
 
 
-def distributed(work: Work, target: float, draft: float, depth: int, rtt: float) -> Steps:
+def distributed(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
     """DSI until the text is done."""
     made = Distributed(work, target, draft, depth, rtt)
     made.restart()
@@ -213,7 +213,7 @@ def distributed(work: Work, target: float, draft: float, depth: int, rtt: float)
     yield work.done
 
 
-Strategy = Callable[[Work, float, float, int, float], Steps]
+Strategy = Callable[[SimulatedRequest, float, float, int, float], Steps]
 STRATEGIES: dict[str, Strategy] = {
     "plain": plain, "si": sequential, "dsi": distributed, "pearl": parallel, "dsd": edge,
 }  # fmt: skip

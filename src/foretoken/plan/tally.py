@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from foretoken.core.step import Step
-from foretoken.plan.texts import Text
+from foretoken.core.step import StepOutput
+from foretoken.plan.texts import SampledText
 
 
 @dataclass(slots=True)
-class Tally:
+class StepTally:
     """One request's rounds after the one that holds its prompt; expectations where the estimator knows them.
 
     drafted_at, accepted_at: rounds that drafted, and accepted, as deep as each position. sizes: rounds by drafted
@@ -22,7 +22,7 @@ class Tally:
     accepted_at: dict[int, float] = field(default_factory=dict)
     sizes: dict[int, float] = field(default_factory=dict)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepOutput) -> None:
         if step.position == 0:
             return
         self.tokens += len(step.tokens)
@@ -35,15 +35,15 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class AcceptanceEstimate:
     """What one proposer at one depth does on the sample. estimator: "text", "law" or "rounds", see the module.
 
     texts: that the rounds wrote, where the sample's were not what they ran on. draws: such texts of each request.
     """
 
-    tallies: tuple[Tally, ...]
+    tallies: tuple[StepTally, ...]
     estimator: str
-    texts: tuple[Text, ...] = ()
+    texts: tuple[SampledText, ...] = ()
     draws: int = 1
 
     @property
@@ -64,7 +64,7 @@ class Estimate:
         """That had a round."""
         return len(self.rounds) // self.draws
 
-    def times(self, factor: float) -> Estimate:
+    def times(self, factor: float) -> AcceptanceEstimate:
         """So many times as many tokens a pass, but one at least: as many fewer rounds."""
         factor = max(factor, 1.0 / self.tokens_per_pass)
         return replace(self, tallies=tuple(replace(each, rounds=each.rounds / factor) for each in self.tallies))

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from foretoken.control.base import Controller
 from foretoken.core.context import Context
+from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
-from foretoken.core.sampling import Law
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.loop import Engine
-from foretoken.engine.prompts import Given
+from foretoken.engine.prompts import TokenizedPrompt
+from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
-Start = Given | Sequence[int]  # a prompt as it was read, or the tokens alone
+Start = TokenizedPrompt | Sequence[int]  # a prompt as it was read, or the tokens alone
 
 TOGETHER = 8  # sequences that share a pass where nothing depends on it
 _PIECE = 64  # tokens of a text that share a pass
@@ -29,7 +30,7 @@ def silent() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class SampledText:
     """One completion, a draw of the target's. limit: tokens it could have had; fewer where it ended by itself.
 
     source: what an encoder read for it.
@@ -41,7 +42,7 @@ class Text:
     source: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, context: Context, limit: int) -> Text:
+    def of(cls, context: Context, limit: int) -> SampledText:
         """What has been written so far."""
         at = context.prompt_length
         return cls(tuple(context.tokens[:at]), tuple(context.tokens[at:]), limit, context.source)
@@ -51,37 +52,19 @@ class Text:
         return self.prompt + self.tokens
 
     @property
-    def start(self) -> Given:
+    def start(self) -> TokenizedPrompt:
         return self.after(0)
 
-    def after(self, count: int) -> Given:
+    def after(self, count: int) -> TokenizedPrompt:
         """A prompt to go on from ``count`` of its tokens."""
-        return Given(None, [*self.prompt, *self.tokens[:count]], self.source)
-
-
-@dataclass
-class Ending:
-    """Stops after ``limit`` tokens, at one of ``eos``, or, where the text is known, after its ``length`` tokens."""
-
-    limit: int
-    eos: Collection[int] = ()
-    length: int | None = None
-    count: int = 0
-
-    @property
-    def room(self) -> int:
-        return self.limit - self.count
-
-    def push(self, token: int) -> str | None:
-        self.count += 1
-        if token in self.eos or self.count == self.length:
-            return "stop"
-        return "length" if self.count >= self.limit else None
+        return TokenizedPrompt(None, [*self.prompt, *self.tokens[:count]], self.source)
 
 
 def contexts(prompts: Sequence[Start], law: Law, seed: int, first: int = 0) -> list[Context]:
     """One for each prompt, with random numbers of its own; identifiers count from ``first``."""
-    starts = [prompt if isinstance(prompt, Given) else Given(None, list(prompt)) for prompt in prompts]
+    starts = [
+        prompt if isinstance(prompt, TokenizedPrompt) else TokenizedPrompt(None, list(prompt)) for prompt in prompts
+    ]
     return [
         Context(
             first + i, list(start.tokens), len(start.tokens), law, Streams(derived_seed(SeedDomain.PLAN, seed, i)),
@@ -99,17 +82,14 @@ def write(
     eos: Collection[int] = (),
     seed: int = 0,
     tick: Callable[[], None] = silent,
-) -> list[Text]:
+) -> list[SampledText]:
     """Plain decoding of every prompt, ``limit`` tokens at most. tick: called for each finished text."""
     engine = Engine(target, Proposer(), Controller(), max_sequences=TOGETHER)
     made = contexts(prompts, law, seed)
-    for context in made:
-        engine.add(context, Ending(limit, eos))
-    while engine.busy:
-        for step in engine.step_or_raise():
-            if step.finish_reason is not None:
-                tick()
-    return [Text.of(context, limit) for context in made]
+    for step in engine.run((context, Length(limit, eos)) for context in made):
+        if step.finish_reason is not None:
+            tick()
+    return [SampledText.of(context, limit) for context in made]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +102,7 @@ class Piece:
 
 
 @torch.inference_mode()
-def told(model: Model, text: Text, taps: Sequence[int] = ()) -> Iterator[Piece]:
+def told(model: Model, text: SampledText, taps: Sequence[int] = ()) -> Iterator[Piece]:
     """Teacher-forced: what ``model`` says of ``text``, piece by piece, the prompt's hidden states with the first.
 
     taps of all pieces: [len(whole) - 1, H], at every token but the last, which nothing follows.
@@ -140,7 +120,7 @@ def told(model: Model, text: Text, taps: Sequence[int] = ()) -> Iterator[Piece]:
         model.close(handle)
 
 
-def laws(text: Text, pieces: Iterator[Piece], law: Law) -> Iterator[Tensor]:
+def laws(text: SampledText, pieces: Iterator[Piece], law: Law) -> Iterator[Tensor]:
     """[n, V] for each piece: the law of each token after those before it."""
     context = Context(0, list(text.prompt), len(text.prompt), law, Streams(0))
     for piece in pieces:

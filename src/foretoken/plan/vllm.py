@@ -15,9 +15,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from foretoken.bench.peers.vllm_rounds import Rounds
+from foretoken.bench.peers.vllm_rounds import VllmStepTimes
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.outcome import Plan, Row, choices, mark
+from foretoken.plan.outcome import Plan, PlanRow, choices, mark
 from foretoken.plan.statistics import ratio_interval
 
 LEVEL = 0.95
@@ -29,7 +29,7 @@ _COPIES = ("ngram", "suffix", "custom_class")
 
 
 @dataclass(frozen=True)
-class Lane:
+class VllmCandidate:
     """One way to speculate. config: vLLM's, without its depth. additional: its additional_config. depths: to be run."""
 
     name: str
@@ -44,7 +44,7 @@ class Lane:
     @staticmethod
     def of(
         config: Mapping[str, Any], name: str = "", additional: Mapping[str, Any] | None = None, most: int = CHAIN[-1]
-    ) -> Lane:
+    ) -> VllmCandidate:
         """From vLLM's speculative_config, at depths up to ``most`` where it gives none.
 
         Raises InvalidRequest where it names no method, or no depth that can be.
@@ -58,11 +58,11 @@ class Lane:
         usual = COPIED if method in _COPIES else CHAIN
         depths = (depth,) if depth is not None else (*(d for d in usual if d < most), most)
         model = str(own.get("model", "")).rstrip("/").rpartition("/")[2]
-        return Lane(name or f"{method} {model}".strip(), own, depths, additional or {})
+        return VllmCandidate(name or f"{method} {model}".strip(), own, depths, additional or {})
 
 
 @dataclass(frozen=True)
-class Run:
+class VllmRun:
     """What one lane did at one depth, over groups of ``batch`` prompts.
 
     lane, depth: ``PLAIN`` and 0 for plain decoding. beside: the lane it took turns with. tokens, passes: by prompt,
@@ -83,13 +83,13 @@ class Run:
     first_seconds: tuple[float, ...]
 
     @staticmethod
-    def of(answers: Sequence[Rounds], **place: Any) -> Run:
+    def of(answers: Sequence[VllmStepTimes], **place: Any) -> VllmRun:
         """From what a worker answered, a group each. Raises InvalidRequest where nothing was decoded."""
         timed = [_undisturbed(answer.seconds) for answer in answers if answer.seconds]
         if not timed:
             raise InvalidRequest("no round had all sequences in it; give more max_tokens or a smaller batch")
         emitted = [count for answer in answers for count in answer.emitted]
-        return Run(
+        return VllmRun(
             tokens=tuple(len(text) - 1 for answer in answers for text in answer.tokens),
             passes=tuple(passes for answer in answers for passes in answer.passes),
             rounds=tuple(len(seconds) for seconds in timed),
@@ -100,10 +100,10 @@ class Run:
         )
 
     @staticmethod
-    def read(record: Mapping[str, Any]) -> Run:
+    def read(record: Mapping[str, Any]) -> VllmRun:
         """From JSON."""
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
-        return Run(**fields)
+        return VllmRun(**fields)
 
     @property
     def tokens_per_pass(self) -> float:
@@ -144,7 +144,7 @@ class Foretold:
     acceptance: tuple[float, ...]
 
 
-def foretold(runs: Sequence[Run], depth: int) -> Foretold:
+def foretold(runs: Sequence[VllmRun], depth: int) -> Foretold:
     """From the same lane's ``runs`` at other depths, or this one. Raises InvalidRequest outside of them."""
     by_depth = {run.depth: run for run in runs}
     if depth in by_depth:
@@ -168,7 +168,7 @@ def foretold(runs: Sequence[Run], depth: int) -> Foretold:
     )
 
 
-def planned(lanes: Sequence[Lane], runs: Sequence[Run], **facts: Any) -> Plan:
+def planned(lanes: Sequence[VllmCandidate], runs: Sequence[VllmRun], **facts: Any) -> Plan:
     """Every lane that was run, at every depth from the shallowest to the deepest. facts: see ``Plan``.
 
     Raises InvalidRequest where none was.
@@ -180,7 +180,7 @@ def planned(lanes: Sequence[Lane], runs: Sequence[Run], **facts: Any) -> Plan:
     return Plan(tuple(mark(rows)), tuple(choices(rows)), **facts)
 
 
-def record(plan: Plan, lanes: Sequence[Lane], runs: Sequence[Run]) -> dict[str, Any]:
+def record(plan: Plan, lanes: Sequence[VllmCandidate], runs: Sequence[VllmRun]) -> dict[str, Any]:
     """All of it for JSON and pages; what to paste is vLLM's alone."""
     found = plan.to_dict()
     best = plan.best
@@ -194,17 +194,17 @@ def record(plan: Plan, lanes: Sequence[Lane], runs: Sequence[Run]) -> dict[str, 
     }
 
 
-def chosen(plan: Plan, lanes: Sequence[Lane]) -> Lane:
+def chosen(plan: Plan, lanes: Sequence[VllmCandidate]) -> VllmCandidate:
     """The lane of the plan's best configuration."""
     name = next(row.name for row in plan.rows if dict(row.config) == plan.best)
     return next(lane for lane in lanes if lane.name == name)
 
 
-def _places(runs: Sequence[Run]) -> Iterator[tuple[float, int]]:
+def _places(runs: Sequence[VllmRun]) -> Iterator[tuple[float, int]]:
     yield from dict.fromkeys((run.temperature, run.batch) for run in runs)
 
 
-def _rows(lane: Lane, runs: Sequence[Run], temperature: float, batch: int) -> Iterator[Row]:
+def _rows(lane: VllmCandidate, runs: Sequence[VllmRun], temperature: float, batch: int) -> Iterator[PlanRow]:
     here = [run for run in runs if (run.temperature, run.batch) == (temperature, batch)]
     mine = [run for run in here if run.lane == lane.name]
     plain = next(run for run in here if run.lane == PLAIN and run.beside in (lane.name, PLAIN))
@@ -216,7 +216,7 @@ def _rows(lane: Lane, runs: Sequence[Run], temperature: float, batch: int) -> It
         first, own_first = (median(f for run in each for f in run.first_seconds) for each in ([plain], mine))
         tokens = sum(plain.tokens) / len(plain.tokens)
         rest = tokens / found.tokens_per_pass * found.round_seconds
-        yield Row(
+        yield PlanRow(
             name=lane.name, method=str(lane.config["method"]), config=lane.at(depth), temperature=temperature,
             batch=batch, tokens_per_pass=found.tokens_per_pass,
             tokens_per_pass_low=found.tokens_per_pass * math.exp(-width),
@@ -238,7 +238,7 @@ def _width(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     return (found.high - found.low) / 2 / found.estimate
 
 
-def _acceptance(run: Run, depth: int) -> tuple[float, ...]:
+def _acceptance(run: VllmRun, depth: int) -> tuple[float, ...]:
     """By position: passes that accepted so deep over passes that accepted all before it."""
     deeper = [sum(run.emitted[size:]) for size in range(depth + 1)]  # passes with more than so many tokens
     return tuple(after / before for before, after in pairwise(deeper) if before)

@@ -9,32 +9,32 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from foretoken.bench.peers.protocol import Ask, Setup
+from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import BOOT, PEERS, folder
-from foretoken.bench.peers.vllm_rounds import Rounds
-from foretoken.bench.peers.worker import PeerError, Worker
+from foretoken.bench.peers.vllm_rounds import VllmStepTimes
+from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.vllm import PLAIN, Lane, Run
+from foretoken.plan.vllm import PLAIN, VllmCandidate, VllmRun
 
 Say = Callable[[str, float], None]  # what is being done, and the share of the whole that is
 _WARM = 8  # tokens of a question whose answer is not looked at
 
 
-class Asked(Protocol):
+class PromptCompleter(Protocol):
     """Who completes prompts."""
 
-    def rounds(self, question: Ask) -> Rounds: ...
+    def rounds(self, question: PeerRequest) -> VllmStepTimes: ...
 
     def close(self) -> None: ...
 
 
-class Engine(Worker):
+class VllmProcess(PeerWorker):
     """A process of vLLM's. Raises PeerError."""
 
-    def rounds(self, question: Ask) -> Rounds:
+    def rounds(self, question: PeerRequest) -> VllmStepTimes:
         """Wake, complete, sleep."""
-        return Rounds(**self._exchange(asdict(question)))
+        return VllmStepTimes(**self._exchange(asdict(question)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Bench:
             )
         return [str(python), "-P", str(BOOT), "vllm_rounds"]
 
-    def start(self, lane: Lane | None) -> Asked:
+    def start(self, lane: VllmCandidate | None) -> PromptCompleter:
         """A process that speculates as ``lane`` says, deep enough for all its depths; None is plain."""
         engine = dict(self.engine)
         if lane is not None and lane.additional:
@@ -75,47 +75,47 @@ class Bench:
             "vllm", name, self.target, max_length=2048, batch=max(self.batches), threads=cores(), options=options
         )
         log = folder() / "logs" / f"plan-vllm-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.log"
-        return Engine(self.command(), setup, log)
+        return VllmProcess(self.command(), setup, log)
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What one lane answered at one depth: ``rounds``, by group of prompts. The others: see ``Run``."""
+    """What one lane answered at one depth: ``rounds``, by group of prompts. The others: see ``VllmRun``."""
 
     lane: str
     depth: int
     beside: str
     temperature: float
     batch: int
-    rounds: tuple[Rounds, ...]
+    rounds: tuple[VllmStepTimes, ...]
 
-    def run(self, groups: Sequence[int] | None = None) -> Run:
+    def run(self, groups: Sequence[int] | None = None) -> VllmRun:
         """Of these groups, all if None. Raises InvalidRequest where nothing was decoded."""
         chosen = self.rounds if groups is None else [self.rounds[i] for i in groups]
-        return Run.of(
+        return VllmRun.of(
             chosen, lane=self.lane, depth=self.depth, beside=self.beside, temperature=self.temperature, batch=self.batch
         )
 
 
 def runs(
     bench: Bench,
-    lanes: Sequence[Lane],
+    lanes: Sequence[VllmCandidate],
     prompts: Sequence[Sequence[int]],
     say: Say = lambda what, share: None,
-    start: Callable[[Lane | None], Asked] | None = None,
-    refused: Callable[[Lane, PeerError], None] | None = None,
-) -> list[Run]:
+    start: Callable[[VllmCandidate | None], PromptCompleter] | None = None,
+    refused: Callable[[VllmCandidate, PeerError], None] | None = None,
+) -> list[VllmRun]:
     """``answers``, summed up. Raises what it raises, and InvalidRequest where nothing was decoded."""
     return [each.run() for each in answers(bench, lanes, prompts, say, start, refused)]
 
 
 def answers(
     bench: Bench,
-    lanes: Sequence[Lane],
+    lanes: Sequence[VllmCandidate],
     prompts: Sequence[Sequence[int]],
     say: Say = lambda what, share: None,
-    start: Callable[[Lane | None], Asked] | None = None,
-    refused: Callable[[Lane, PeerError], None] | None = None,
+    start: Callable[[VllmCandidate | None], PromptCompleter] | None = None,
+    refused: Callable[[VllmCandidate, PeerError], None] | None = None,
 ) -> list[Answers]:
     """Every lane at its depths, and plain decoding beside each. start: makes a lane's process, ``bench.start`` if None.
 
@@ -147,8 +147,8 @@ def answers(
 
 
 def _beside(
-    bench: Bench, lane: Lane, plain: Asked | None, prompts: Sequence[Sequence[int]],
-    ways: tuple[Say, Callable[[Lane | None], Asked], tuple[float, float]],
+    bench: Bench, lane: VllmCandidate, plain: PromptCompleter | None, prompts: Sequence[Sequence[int]],
+    ways: tuple[Say, Callable[[VllmCandidate | None], PromptCompleter], tuple[float, float]],
 ) -> list[Answers]:  # fmt: skip
     """One lane's, in turns with ``plain``. ways: how to tell, how to start, and the shares that are done then."""
     say, begin, done = ways
@@ -164,23 +164,23 @@ def _beside(
 
 
 def _turns(
-    bench: Bench, seats: Sequence[tuple[str, int, Asked]], beside: str, prompts: Sequence[Sequence[int]]
+    bench: Bench, seats: Sequence[tuple[str, int, PromptCompleter]], beside: str, prompts: Sequence[Sequence[int]]
 ) -> list[Answers]:
     """All seats on every group of prompts, in another order each time."""
     found = []
     for temperature in bench.temperatures:
         for batch in bench.batches:
-            heard: list[list[Rounds]] = [[] for _ in seats]
+            heard: list[list[VllmStepTimes]] = [[] for _ in seats]
             groups = grouped(prompts, batch)
             for _, depth, asked in seats:
-                asked.rounds(Ask(groups[0], _WARM, temperature, depth))
+                asked.rounds(PeerRequest(groups[0], _WARM, temperature, depth))
             for _, depth, asked in seats:
-                asked.rounds(Ask([], 0, temperature, depth))  # whoever learns begins anew
+                asked.rounds(PeerRequest([], 0, temperature, depth))  # whoever learns begins anew
             for turn, group in enumerate(groups):
                 for i in range(len(seats)):
                     at = (i + turn) % len(seats)
                     _, depth, asked = seats[at]
-                    heard[at].append(asked.rounds(Ask(group, bench.max_tokens, temperature, depth)))
+                    heard[at].append(asked.rounds(PeerRequest(group, bench.max_tokens, temperature, depth)))
             for (lane, depth, _), own in zip(seats, heard, strict=True):
                 found.append(Answers(lane, depth, beside, temperature, batch, tuple(own)))
     return found

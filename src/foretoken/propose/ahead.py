@@ -1,14 +1,14 @@
-"""The worker that drafts while another verifies (PEARL's post-verify, 2408.11850; DSI, 2405.14105).
+"""The drafting worker, which drafts while the target verifies (PEARL's post-verify, 2408.11850; DSI, 2405.14105).
 
-It holds a proposer and its own copy of every sequence. When a draft is made and sent it goes on as if the target had
-taken all of it, with its own guess at the target's next token, and sends what it drafts behind that, too. If the
-verdict agrees, the next draft is there at once; if not, what was drafted ahead is dropped, a pass that nobody needs any
-more is called off, and drafting starts again behind what was emitted.
+It holds a proposer and its own copy of every sequence. After it has sent a draft it continues as if the target had
+accepted all of it, predicts the target's next token, and sends the draft that follows. If the verdict agrees, the next
+draft is available at once. If not, what was drafted ahead is dropped, a forward pass that is of no use is cancelled,
+and drafting restarts after the emitted tokens.
 
-None of this shows in what is drafted. Random numbers are addressed by seed and position, so a draft behind a text is
-the same whenever it is made, and the engine takes one only for exactly the text that it has and exactly the budget that
-the round was granted: budgets stay decided before anything is drawn (non-anticipation), and a guess that fails is only
-waste. That takes a proposer whose drafts follow from the text alone (``goes_back``); any other drafts when it is asked.
+Drafts do not depend on this. Random numbers are addressed by seed and position, so the draft after a text is the same
+whenever it is made, and the engine takes a draft only for exactly its text and exactly the budget of its step: budgets
+are decided before anything is drawn (non-anticipation), and a wrong prediction only wastes time. This requires a
+proposer whose drafts follow from the text alone (``can_rewind``); any other drafts only on request.
 """
 
 from __future__ import annotations
@@ -21,250 +21,267 @@ import torch
 
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.models.base import Scores
 from foretoken.models.resumable import Resumable
 from foretoken.propose.base import Observation, Proposer
 from foretoken.propose.draft_model import DraftModel
-from foretoken.propose.links import Closed, Line
-from foretoken.propose.wire import Commit, Frame, Hello, Made, Trouble, encode
+from foretoken.propose.transports import EngineClosed, WorkerEndpoint
+from foretoken.propose.wire import Commit, DraftReply, EngineMessage, WorkerError, WorkerReady, encode
 
-_UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 1)
+_NO_TIMINGS = Timings(0.0, 0.0, 0.0, 0.0, 1)
 _NO_SCORES = Scores(torch.empty(0, 0))
 
 
-class CalledOff(Exception):
-    """What is being drafted is of no use any more."""
+class DraftCancelled(Exception):
+    """The draft in progress is of no use any more."""
 
 
 @dataclass(eq=False, slots=True)
-class Twin:
-    """One sequence. truth: what was emitted. context: what the proposer was told, which may go on with a guess.
+class DraftSession:
+    """One sequence in the worker.
 
-    made: drafts behind texts that ``context`` begins with, by the lengths of those texts. budget: the last one of a
-    round. due: somebody waits for a draft of it. active: the last round wanted a draft, so the next one may. read: the
-    proposer knows the whole text, and has drafted. wrong: a guess that ``context`` holds has failed.
+    Attributes:
+        context: The text as the proposer knows it, which may end in predicted tokens.
+        committed: The tokens that were emitted.
+        sent: Drafts that were sent, by the length of the text that they follow, a prefix of ``context``.
+        budget: Budget of the last decode step that allowed a draft.
+        requested: The engine waits for a draft of it.
+        active: The last step allowed a draft, so the next one probably will.
+        prefilled: The proposer has processed the whole text and has drafted.
+        mispredicted: ``context`` holds a predicted token that was not emitted.
     """
 
     context: Context
-    truth: list[int]
-    made: dict[int, Made] = field(default_factory=dict)
+    committed: list[int]
+    sent: dict[int, DraftReply] = field(default_factory=dict)
     budget: int = 0
-    due: bool = False
+    requested: bool = False
     active: bool = False
-    read: bool = False
-    wrong: bool = False
+    prefilled: bool = False
+    mispredicted: bool = False
 
     def commit(self, commit: Commit) -> None:
-        """The truth goes on."""
-        at = len(self.truth)
-        self.truth.extend(commit.tokens)
-        guessed = self.context.tokens[at : len(self.truth)]
-        self.wrong |= guessed != self.truth[at : at + len(guessed)]
-        self.made = {length: made for length, made in self.made.items() if length >= len(self.truth)}
+        """Appends emitted tokens and compares them with the predicted ones."""
+        start = len(self.committed)
+        self.committed.extend(commit.tokens)
+        predicted = self.context.tokens[start : len(self.committed)]
+        self.mispredicted |= predicted != self.committed[start : start + len(predicted)]
+        self.sent = {length: reply for length, reply in self.sent.items() if length >= len(self.committed)}
         self.budget = commit.budget or self.budget
-        self.active, self.due = commit.budget > 0, False
+        self.active, self.requested = commit.budget > 0, False
 
     def ready(self, prefixes: bool) -> bool:
-        """Whether a draft behind the truth, of the budget at hand, was made and sent."""
-        made = self.made.get(len(self.truth))
-        return made is not None and not self.wrong and made.fits(self.budget, prefixes)
+        """Returns whether a draft after the committed text, of the current budget, was sent."""
+        reply = self.sent.get(len(self.committed))
+        return reply is not None and not self.mispredicted and reply.fits(self.budget, prefixes)
 
 
-class Drafter:
-    """See the module. ahead: rounds that are drafted before their verdicts are known, 0 to wait for each.
+class DraftingWorker:
+    """Serves one engine: keeps its sequences, drafts on request and ahead of verdicts."""
 
-    models: what ``proposer`` drafts with, so that a pass can be called off and a sequence gone on from.
-    """
+    def __init__(
+        self, proposer: Proposer, endpoint: WorkerEndpoint, ahead: int = 1, models: Sequence[Resumable] = ()
+    ) -> None:
+        """Initialises the worker; ``run`` serves.
 
-    def __init__(self, proposer: Proposer, line: Line, ahead: int = 1, models: Sequence[Resumable] = ()) -> None:
-        self.proposer, self.line, self.models = proposer, line, models
-        self.ahead = ahead if goes_back(proposer) else 0
-        self.prefixes = shortens(proposer)
-        self._twins: dict[int, Twin] = {}
-        self._forgotten: list[Twin] = []
-        self._running: dict[int, int] = {}  # in the call at hand: serials, and nodes that are drafted
+        Args:
+            ahead: Decode steps that are drafted before their verdicts are known, 0 to wait for each.
+            models: The proposer's models, whose passes can be cancelled and whose closed sequences can be resumed.
+        """
+        self.proposer, self.endpoint, self.models = proposer, endpoint, models
+        self.ahead = ahead if can_rewind(proposer) else 0
+        self.prefixes = drafts_prefixes(proposer)
+        self._sessions: dict[int, DraftSession] = {}
+        self._closed: list[DraftSession] = []
+        self._in_progress: dict[int, int] = {}  # of the current call to the proposer: budgets by session id
         for model in models:
-            model.before = self._listen
+            model.before = self._check_cancelled
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Until the engine is gone."""
+        """Serves until the engine closes the connection."""
         try:
-            self.line.reply(encode(Hello(self.proposer.learns, self.prefixes)))
+            self.endpoint.reply(encode(WorkerReady(self.proposer.learns, self.prefixes)))
             while True:
-                self._take_in()
-                if not self._step():
-                    self._apply(Frame.decode(self.line.wait()))
-        except Closed:
+                self._drain()
+                if not self._work():
+                    self._apply(EngineMessage.decode(self.endpoint.wait()))
+        except EngineClosed:
             return
 
-    # what comes in
+    # messages
 
-    def _take_in(self) -> None:
-        while (message := self.line.poll()) is not None:
-            self._apply(Frame.decode(message))
+    def _drain(self) -> None:
+        while (message := self.endpoint.poll()) is not None:
+            self._apply(EngineMessage.decode(message))
 
-    def _apply(self, frame: Frame) -> None:
-        """Note it. Where it may be ahead the proposer can be in the middle of a call, and is told later."""
-        for serial in frame.forgotten:
-            twin = self._twins.pop(serial, None)
-            if twin is not None:
-                self._forgotten.append(twin)
-        for opening in frame.opened:
-            self._twins[opening.serial] = Twin(opening.context(), list(opening.tokens))
-        for commit in frame.committed:
-            twin = self._twins[commit.serial]
+    def _apply(self, message: EngineMessage) -> None:
+        """Updates the sessions. A proposer that drafts ahead may be in the middle of a call and is updated later."""
+        for session_id in message.closed:
+            session = self._sessions.pop(session_id, None)
+            if session is not None:
+                self._closed.append(session)
+        for opening in message.opened:
+            self._sessions[opening.session_id] = DraftSession(opening.context(), list(opening.tokens))
+        for commit in message.committed:
+            session = self._sessions[commit.session_id]
             if not self.ahead:
-                self._observe(twin, commit)
-            twin.commit(commit)
-        for ask in frame.asked:
-            twin = self._twins[ask.serial]
-            twin.budget, twin.due, twin.active = ask.budget, True, True
+                self._observe(session, commit)
+            session.commit(commit)
+        for request in message.requested:
+            session = self._sessions[request.session_id]
+            session.budget, session.requested, session.active = request.budget, True, True
 
-    def _listen(self) -> None:
-        """Before every pass. Raises CalledOff where something came in that makes the call at hand useless."""
-        if self.ahead and self._running:
-            self._take_in()
-            if any(self._useless(serial, budget) for serial, budget in self._running.items()):
-                raise CalledOff
+    def _check_cancelled(self) -> None:
+        """Called before every forward pass. Raises DraftCancelled if a message made the draft in progress useless."""
+        if self.ahead and self._in_progress:
+            self._drain()
+            if any(self._useless(session_id, budget) for session_id, budget in self._in_progress.items()):
+                raise DraftCancelled
 
-    def _useless(self, serial: int, budget: int) -> bool:
-        twin = self._twins.get(serial)
-        if twin is None or twin.wrong:
+    def _useless(self, session_id: int, budget: int) -> bool:
+        session = self._sessions.get(session_id)
+        if session is None or session.mispredicted:
             return True
-        ahead = len(twin.context.tokens) - len(twin.truth)
-        awaited = twin.due and not twin.ready(self.prefixes)
-        return ahead < 0 or (awaited and (ahead > 0 or not _enough(budget, twin.budget, self.prefixes)))
+        num_predicted = len(session.context.tokens) - len(session.committed)
+        awaited = session.requested and not session.ready(self.prefixes)
+        sufficient = budget == session.budget or (self.prefixes and budget > session.budget)
+        return num_predicted < 0 or (awaited and (num_predicted > 0 or not sufficient))
 
-    # what there is to do
+    # scheduling
 
-    def _step(self) -> bool:
-        """One thing, the most urgent. -> whether there was any"""
-        while self._forgotten:
-            context = self._forgotten.pop().context
+    def _work(self) -> bool:
+        """Does the most urgent task. Returns whether there was any."""
+        while self._closed:
+            context = self._closed.pop().context
             self.proposer.forget(context)
             for model in self.models:
                 model.release(context.id)
-        wanted = [twin for twin in self._twins.values() if self._wants(twin)]
-        if wanted:
-            self._draft(wanted)
+        due = [session for session in self._sessions.values() if self._is_due(session)]
+        if due:
+            self._draft(due)
             return True
-        going = [twin for twin in self._twins.values() if self._goes_on(twin)]
-        if going:
-            self._go_ahead(going)
-        return bool(going)
+        extensible = [session for session in self._sessions.values() if self._can_go_ahead(session)]
+        if extensible:
+            self._draft_ahead(extensible)
+        return bool(extensible)
 
-    def _wants(self, twin: Twin) -> bool:
-        """Whether a draft behind the truth is to be made: it is waited for, or soon will be."""
-        return (twin.due or bool(self.ahead and twin.active and twin.read)) and not twin.ready(self.prefixes)
+    def _is_due(self, session: DraftSession) -> bool:
+        """Returns whether to draft after the committed text: the engine waits for it, or soon will."""
+        expected = session.requested or bool(self.ahead and session.active and session.prefilled)
+        return expected and not session.ready(self.prefixes)
 
-    def _goes_on(self, twin: Twin) -> bool:
-        made = twin.made.get(len(twin.context.tokens))
-        guesses = sum(length > len(twin.truth) for length in twin.made)
-        return twin.active and not twin.wrong and guesses < self.ahead and made is not None and len(made.draft) > 0
+    def _can_go_ahead(self, session: DraftSession) -> bool:
+        last = session.sent.get(len(session.context.tokens))
+        ahead = sum(length > len(session.committed) for length in session.sent)
+        possible = last is not None and len(last.draft) > 0
+        return session.active and not session.mispredicted and ahead < self.ahead and possible
 
-    def _draft(self, twins: Sequence[Twin]) -> None:
-        """Behind the truth."""
+    def _draft(self, sessions: Sequence[DraftSession]) -> None:
+        """Drafts after the committed text."""
         try:
-            for twin in twins:
-                self._to_truth(twin)
-            self._propose(twins)
-        except CalledOff:
-            self._drop(twins)
+            for session in sessions:
+                self._catch_up(session)
+            self._propose(sessions)
+        except DraftCancelled:
+            self._rewind(sessions)
         except Exception as error:
-            self._drop(twins)
-            if any(twin.due for twin in twins):
-                self.line.reply(encode(Trouble(type(error).__name__, str(error))))
-            for twin in twins:
-                twin.due = twin.active = False
+            self._rewind(sessions)
+            if any(session.requested for session in sessions):
+                self.endpoint.reply(encode(WorkerError(type(error).__name__, str(error))))
+            for session in sessions:
+                session.requested = session.active = False
 
-    def _go_ahead(self, twins: Sequence[Twin]) -> None:
-        """Behind a guess: all of the last draft (of a tree, its likeliest path), and the token after it."""
+    def _draft_ahead(self, sessions: Sequence[DraftSession]) -> None:
+        """Drafts after a predicted text: all of the last draft (of a tree, its likeliest path) and one more token."""
         try:
-            for twin in twins:
-                last = twin.made[len(twin.context.tokens)]
-                self._tell(twin, likely_path(last.cut(twin.budget) if self.prefixes else last.draft))
-            self._running = {twin.context.id: 1 for twin in twins}
-            guesses = self.proposer.propose([_guessing(twin.context) for twin in twins], [1] * len(twins))
-            going = [twin for twin, guess in zip(twins, guesses, strict=True) if len(guess)]
-            for twin, guess in zip(twins, guesses, strict=True):
-                if len(guess):
-                    self._tell(twin, guess.ids)
-            self._propose(going)
-        except CalledOff:
-            self._drop(twins)
-        except Exception:  # such a text may be impossible; what comes of the true one is said when it is asked for
-            self._drop(twins)
-            for twin in twins:
-                twin.active = False
+            for session in sessions:
+                last = session.sent[len(session.context.tokens)]
+                self._extend(session, likely_path(last.cut(session.budget) if self.prefixes else last.draft))
+            self._in_progress = {session.context.id: 1 for session in sessions}
+            bonus = self.proposer.propose([_predicting(session.context) for session in sessions], [1] * len(sessions))
+            extended = [session for session, draft in zip(sessions, bonus, strict=True) if len(draft)]
+            for session, draft in zip(sessions, bonus, strict=True):
+                if len(draft):
+                    self._extend(session, draft.ids)
+            self._propose(extended)
+        except DraftCancelled:
+            self._rewind(sessions)
+        except Exception:  # a predicted text may be impossible; an error with the real one is reported on request
+            self._rewind(sessions)
+            for session in sessions:
+                session.active = False
         finally:
-            self._running = {}
+            self._in_progress = {}
 
-    def _propose(self, twins: Sequence[Twin]) -> None:
-        """A draft for each, and off it goes."""
-        budgets = [twin.budget for twin in twins]
-        self._running = {twin.context.id: budget for twin, budget in zip(twins, budgets, strict=True)}
+    def _propose(self, sessions: Sequence[DraftSession]) -> None:
+        """Drafts for each session and sends the drafts."""
+        budgets = [session.budget for session in sessions]
+        self._in_progress = {session.context.id: budget for session, budget in zip(sessions, budgets, strict=True)}
         try:
-            drafts = self.proposer.propose([twin.context for twin in twins], budgets) if twins else []
+            drafts = self.proposer.propose([session.context for session in sessions], budgets) if sessions else []
         finally:
-            self._running = {}
-        found = []
-        for twin, budget, draft in zip(twins, budgets, drafts, strict=True):
-            tokens = twin.context.tokens
-            made = Made(twin.context.id, len(tokens), tuple(tokens[len(twin.truth) :]), budget, draft)
-            twin.made[len(tokens)] = made
-            twin.read |= len(draft) > 0
-            found.append(made)
-        if found:
-            self.line.reply(encode(tuple(found)))
+            self._in_progress = {}
+        replies = []
+        for session, budget, draft in zip(sessions, budgets, drafts, strict=True):
+            tokens = session.context.tokens
+            reply = DraftReply(session.context.id, len(tokens), tuple(tokens[len(session.committed) :]), budget, draft)
+            session.sent[len(tokens)] = reply
+            session.prefilled |= len(draft) > 0
+            replies.append(reply)
+        if replies:
+            self.endpoint.reply(encode(tuple(replies)))
 
-    # what the proposer knows
+    # the proposer's state
 
-    def _to_truth(self, twin: Twin) -> None:
-        if twin.wrong or len(twin.context.tokens) > len(twin.truth):
-            self._drop([twin])
-        elif len(twin.context.tokens) < len(twin.truth):
-            self._tell(twin, twin.truth[len(twin.context.tokens) :])
+    def _catch_up(self, session: DraftSession) -> None:
+        """Brings the proposer's text to the committed one."""
+        if session.mispredicted or len(session.context.tokens) > len(session.committed):
+            self._rewind([session])
+        elif len(session.context.tokens) < len(session.committed):
+            self._extend(session, session.committed[len(session.context.tokens) :])
 
-    def _drop(self, twins: Sequence[Twin]) -> None:
-        """Back to the truth; a sequence that is opened again finds its rows (``Resumable``)."""
-        for twin in twins:
+    def _rewind(self, sessions: Sequence[DraftSession]) -> None:
+        """Goes back to the committed text. A sequence that is opened again reuses its KV cache (``Resumable``)."""
+        for session in sessions:
             with ExitStack() as stack:
                 for model in self.models:
-                    stack.enter_context(model.aside(twin.context.id))
-                self.proposer.forget(twin.context)
-            here = None if twin.wrong else twin.made.get(len(twin.truth))
-            twin.context.tokens[:] = twin.truth
-            twin.made, twin.wrong = {} if here is None else {len(twin.truth): here}, False
+                    stack.enter_context(model.parked(session.context.id))
+                self.proposer.forget(session.context)
+            current = None if session.mispredicted else session.sent.get(len(session.committed))
+            session.context.tokens[:] = session.committed
+            session.sent = {} if current is None else {len(session.committed): current}
+            session.mispredicted = False
 
-    def _tell(self, twin: Twin, tokens: Sequence[int]) -> None:
-        """The text goes on like this, or let us say so."""
-        self._observe(twin, Commit(twin.context.id, tuple(tokens), 0))
+    def _extend(self, session: DraftSession, tokens: Sequence[int]) -> None:
+        """Appends tokens to the proposer's text, emitted or predicted."""
+        self._observe(session, Commit(session.context.id, tuple(tokens), 0))
 
-    def _observe(self, twin: Twin, commit: Commit) -> None:
-        context, tokens = twin.context, commit.tokens
-        position, own = context.generated, twin.made.get(len(context.tokens))
+    def _observe(self, session: DraftSession, commit: Commit) -> None:
+        """Reports a step to the proposer; with the draft that it verified, if that was the worker's own."""
+        context, tokens = session.context, commit.tokens
+        position, own = context.generated, session.sent.get(len(context.tokens))
         draft = Draft.empty() if own is None or commit.path is None else own.draft
         context.tokens.extend(tokens)
         verdict = Verdict(tuple(commit.path or ()), tokens[-1] if tokens else -1)
-        step = Step(context.id, position, draft, verdict, tokens, _UNTIMED, commit.reason)
+        step = StepOutput(context.id, position, draft, verdict, tokens, _NO_TIMINGS, commit.reason)
         self.proposer.observe([context], [Observation(step, _NO_SCORES)])
 
 
-def goes_back(proposer: Proposer) -> bool:
-    """Whether its drafts follow from the text and the budget alone, so that it can be told of another text."""
+def can_rewind(proposer: Proposer) -> bool:
+    """Returns whether drafts follow from text and budget alone, so that the proposer can switch to another text."""
     return isinstance(proposer, DraftModel) and proposer.stop is None
 
 
-def shortens(proposer: Proposer) -> bool:
-    """Whether its draft of fewer nodes is the beginning of the one of more."""
-    return isinstance(proposer, DraftModel) and goes_back(proposer) and proposer.config.tree == "chain"
+def drafts_prefixes(proposer: Proposer) -> bool:
+    """Returns whether the draft for a smaller budget is a prefix of the draft for a larger one."""
+    return isinstance(proposer, DraftModel) and can_rewind(proposer) and proposer.config.tree == "chain"
 
 
 def likely_path(draft: Draft) -> list[int]:
-    """The tokens of the path that is likeliest to be taken whole: at every node the child that ranks highest."""
+    """Returns the tokens of the path that follows the highest-ranked child at every node, down to a leaf."""
     path: list[int] = []
     node = -1
     while children := draft.children[node + 1]:
@@ -277,12 +294,11 @@ def _weight(draft: Draft, node: int) -> float:
     return float(draft.scores[node]) if draft.scores is not None else draft.chance(node) or 0.0
 
 
-def _guessing(context: Context) -> Context:
-    """For the token that the target adds: with its own noise where that is shared, else the likeliest."""
+def _predicting(context: Context) -> Context:
+    """Returns a context that predicts the target's next token.
+
+    In the trajectory grade it uses the target's own noise, otherwise it takes the likeliest token.
+    """
     if context.exactness is Exactness.TRAJECTORY or context.law.greedy:
         return context
     return replace(context, law=context.law.with_temperature(0.0))
-
-
-def _enough(budget: int, wanted: int, prefixes: bool) -> bool:
-    return budget == wanted or (prefixes and budget > wanted)

@@ -1,4 +1,4 @@
-"""Whoever guesses tokens. A proposer sees contexts and hidden states as data and may be wrong, late or absent."""
+"""Interface of proposers. A proposer sees contexts and hidden states as data, and may be wrong, late or absent."""
 
 from __future__ import annotations
 
@@ -10,41 +10,47 @@ from typing import Any
 from foretoken.control.passes import Passes
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.models.base import Model, Scores
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a proposer wants from the target, as data: hidden-state taps by layer index.
+    """What a proposer needs from the target.
 
-    rounds: it learns from rounds as they really went, from the rows of rejected guesses or from the time they took.
+    Attributes:
+        taps: Layer indices whose hidden states it reads.
+        live_steps: It learns from decode steps as they ran: from the rows of rejected draft tokens, or from their
+            duration.
     """
 
     taps: tuple[int, ...] = ()
-    rounds: bool = False
+    live_steps: bool = False
 
     @staticmethod
     def union(needs: Iterable[Needs]) -> Needs:
-        """What all of them together want."""
+        """Returns the combined needs."""
         all_needs = list(needs)
-        taps = tuple(sorted({tap for one in all_needs for tap in one.taps}))
-        return Needs(taps, any(one.rounds for one in all_needs))
+        taps = tuple(sorted({tap for each in all_needs for tap in each.taps}))
+        return Needs(taps, any(each.live_steps for each in all_needs))
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The truth about one sequence after a round: the step, and all that the target said in it."""
+    """Outcome of one decode step for one sequence: the step and all of the target's scores."""
 
-    step: Step
+    step: StepOutput
     scores: Scores
 
 
 class Proposer:
-    """Base of every proposer; this one proposes nothing, which is plain decoding.
+    """Base class of proposers. This one proposes nothing, which is plain decoding.
 
-    costless: drafts come from texts and tables, take no time to speak of, and are fixed candidates.
-    learns: they depend on earlier requests, so that nobody may make one up.
+    Attributes:
+        name: The method's name in statistics and logs.
+        needs: What it needs from the target.
+        costless: Drafts come from text and tables: they take negligible time and are fixed candidates.
+        learns: Keeps state across requests, so warm-up must not use synthetic requests.
     """
 
     name: str = "none"
@@ -53,41 +59,48 @@ class Proposer:
     learns: bool = False
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        """At most ``budgets[i]`` nodes for ``contexts[i]``; budgets were decided before anything is drawn."""
+        """Returns one draft per context with at most ``budgets[i]`` nodes.
+
+        Budgets were decided before anything is drawn.
+        """
         return [Draft.empty() for _ in contexts]
 
-    def join(self, context: Context) -> int:
-        """The target begins to read the text, perhaps again. -> of so many of its first tokens no states are needed"""
+    def reusable_prefix_len(self, context: Context) -> int:
+        """Called before the target's prefill of a text, also after a preemption.
+
+        Returns:
+            The number of leading tokens whose hidden states the proposer does not need.
+        """
         return len(context.tokens)
 
-    def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
-        """A piece of each text was computed that is not its last one: the target's states there."""
+    def prefill(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
+        """Called after a prefill chunk other than the last of its text, with the target's states there."""
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        """Called after every round with what was emitted; contexts already hold the new tokens."""
+        """Called after every decode step; contexts already hold the emitted tokens."""
 
     def forget(self, context: Context) -> None:
-        """The sequence is over or set aside, for whatever reason; calling it for an unknown one does nothing."""
+        """Called when a sequence ends or is preempted. Does nothing for an unknown one."""
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes that its own keys and values of one token take."""
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the proposer's own KV cache for one token."""
         return 0
 
-    def keep(self, limit: int) -> None:
-        """Hold at most ``limit`` bytes of keys and values; see ``Model.keep``."""
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        """Enables prefix caching within ``max_bytes``; see ``Model.enable_prefix_cache``."""
 
     @staticmethod
-    def keep_among(members: Iterable[Proposer], limit: int) -> None:
-        """``limit`` bytes for several, each by what its tokens take."""
+    def enable_prefix_caches(members: Iterable[Proposer], max_bytes: int) -> None:
+        """Divides ``max_bytes`` among several proposers in proportion to their bytes per token."""
         members = list(members)
-        each = max(1, sum(member.row_bytes for member in members))
+        each = max(1, sum(member.kv_bytes_per_token for member in members))
         for member in members:
-            member.keep(limit * member.row_bytes // each)
+            member.enable_prefix_cache(max_bytes * member.kv_bytes_per_token // each)
 
 
 class Wrapper(Proposer):
-    """``inner`` with something added: whatever a subclass does not say goes there."""
+    """Base class of proposers that add something to ``inner``. Delegates what a subclass does not override."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
@@ -96,11 +109,11 @@ class Wrapper(Proposer):
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return self.inner.propose(contexts, budgets)
 
-    def join(self, context: Context) -> int:
-        return self.inner.join(context)
+    def reusable_prefix_len(self, context: Context) -> int:
+        return self.inner.reusable_prefix_len(context)
 
-    def read(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
-        self.inner.read(contexts, scores)
+    def prefill(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
+        self.inner.prefill(contexts, scores)
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         self.inner.observe(contexts, observations)
@@ -109,22 +122,25 @@ class Wrapper(Proposer):
         self.inner.forget(context)
 
     @property
-    def row_bytes(self) -> int:
-        return self.inner.row_bytes
+    def kv_bytes_per_token(self) -> int:
+        return self.inner.kv_bytes_per_token
 
-    def keep(self, limit: int) -> None:
-        self.inner.keep(limit)
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        self.inner.enable_prefix_cache(max_bytes)
 
 
 @dataclass(frozen=True)
-class Workshop:
+class BuildContext:
     """What a method is built with.
 
-    target, tokenizer, path: the model to speed up, its tokenizer and its folder (None for a live module).
-    model: what the configuration names under "model": a draft, heads, a datastore.
-    load: another model, with the target's dtype, device and backend.
-    member: another method from its own configuration, for mixtures.
-    passes: what the target's passes take, as everybody in the engine learns of them.
+    Attributes:
+        target: The model to speed up.
+        tokenizer: The target's tokenizer.
+        path: The target's folder, None for a live module.
+        model: What the configuration names under "model": a draft, heads, a datastore.
+        load: Loads another model with the target's dtype, device and backend.
+        member: Builds another method from its own configuration, for mixtures.
+        passes: Measured seconds of the target's passes, shared within the engine.
     """
 
     target: Model
@@ -138,13 +154,16 @@ class Workshop:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to propose, as users name it.
+    """A speculative method as users name it.
 
-    config: a frozen dataclass; its fields are the keys that ``speculative_config`` takes for it.
-    build: makes the proposer of a ``config`` and a ``Workshop``.
-    tokens: drafted nodes a round unless the user says otherwise.
+    Attributes:
+        config: A frozen dataclass whose fields are the method's keys in ``speculative_config``.
+        build: Builds the proposer from a ``config`` and a ``BuildContext``.
+        tokens: Default number of draft tokens per step.
+        drafts_trees: Drafts are trees unless the key "top_k" is 1. Methods with a key "tree" draft what that names.
     """
 
     config: type[Any]
-    build: Callable[[Any, Workshop], Proposer]
+    build: Callable[[Any, BuildContext], Proposer]
     tokens: int = 4
+    drafts_trees: bool = False

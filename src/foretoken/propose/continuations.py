@@ -1,4 +1,4 @@
-"""Drafts out of counted continuations: what followed the same context elsewhere, as a tree with probabilities."""
+"""Draft trees from counted continuations: what followed the same context elsewhere, with probabilities."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from heapq import heappop, heappush
 import torch
 
 from foretoken.core.draft import Draft
-from foretoken.propose.occurrences import BREAK
+from foretoken.propose.matches import BREAK
 
 Continuation = tuple[int, ...]
 
 
 @dataclass(slots=True)
-class Guess:
-    """A tree of tokens, parents first, with the estimated probability that the text runs through each node."""
+class CandidateTree:
+    """A tree of tokens, parents first, with the estimated probability that the output passes through each node."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -25,33 +25,38 @@ class Guess:
 
     @property
     def score(self) -> float:
-        """Tokens expected to be accepted, as far as the estimates are right."""
+        """Expected number of accepted tokens, if the estimates are right."""
         return sum(self.probs)
 
     def draft(self) -> Draft:
-        """Fixed candidates; a node's score is the log of its probability."""
+        """Returns fixed candidates. A node's score is the log of its probability."""
         if not self.tokens:
             return Draft.empty()
         scores = torch.tensor([math.log(p) for p in self.probs])
         return Draft(torch.tensor(self.tokens, dtype=torch.int64), tuple(self.parents), scores=scores)
 
 
-def likeliest(
-    continuations: Mapping[Continuation, float], budget: int, steps: int, top_k: int, least: float = 0.0
-) -> Guess:
-    """The ``budget`` likeliest nodes of the continuations' trie, at most ``steps`` deep.
+def candidate_tree(
+    continuations: Mapping[Continuation, float], budget: int, steps: int, top_k: int, min_prob: float = 0.0
+) -> CandidateTree:
+    """Returns the ``budget`` likeliest nodes of the trie of ``continuations``.
 
-    continuations: weights (counts); a node's probability is its parent's times its share of the parent's weight.
-    top_k: children of a node at most; 1 makes a chain of commonest tokens. least: smallest probability of a node.
-    On ties the continuation that comes first wins.
+    On ties the earlier continuation wins.
+
+    Args:
+        continuations: Weights (counts). A node's probability is its parent's times its share of the parent's weight.
+        budget: Maximum number of nodes.
+        steps: Maximum depth.
+        top_k: Maximum number of children of a node. 1 makes a chain of the commonest tokens.
+        min_prob: Minimum probability of a node.
     """
-    guess = Guess()
+    tree = CandidateTree()
     waiting: list[tuple[float, int, int, int, int, list[tuple[Continuation, float]]]] = []
     age = 0
 
     def offer(members: Sequence[tuple[Continuation, float]], depth: int, prob: float, parent: int) -> None:
         nonlocal age
-        if len(members) == 1:  # the rest of a continuation that nothing else shares
+        if len(members) == 1:  # the remainder of a continuation that no other one shares
             token = members[0][0][depth] if depth < len(members[0][0]) else BREAK
             if token != BREAK:
                 heappush(waiting, (-prob, age, token, parent, depth + 1, list(members)))
@@ -67,16 +72,16 @@ def likeliest(
         weights.pop(BREAK, None)
         for token in sorted(weights, key=weights.__getitem__, reverse=True)[:top_k]:
             share = prob * weights[token] / total
-            if share > 0.0 and share >= least:
+            if share > 0.0 and share >= min_prob:
                 heappush(waiting, (-share, age, token, parent, depth + 1, groups[token]))
                 age += 1
 
     offer(list(continuations.items()), 0, 1.0, -1)
-    while waiting and len(guess.tokens) < budget:
+    while waiting and len(tree.tokens) < budget:
         cost, _, token, parent, depth, members = heappop(waiting)
-        guess.tokens.append(token)
-        guess.parents.append(parent)
-        guess.probs.append(-cost)
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.probs.append(-cost)
         if depth < steps:
-            offer(members, depth, -cost, len(guess.tokens) - 1)
-    return guess
+            offer(members, depth, -cost, len(tree.tokens) - 1)
+    return tree

@@ -1,7 +1,7 @@
-"""A folder of tokenised text, sorted once and mapped into memory: what retrieval drafts from.
+"""A folder of tokenized text, sorted once and memory-mapped: the datastore of retrieval.
 
-``datastore.json`` describes it; each shard has ``text-N.bin`` and ``order-N.bin``, see ``SortedText``. Shards bound the
-memory that building takes, whatever the size of the whole.
+``datastore.json`` describes it. Each shard has ``text-N.bin`` and ``order-N.bin``, see ``SuffixArray``. Shards bound
+the memory of building, whatever the total size.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pydantic import Field
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import Schema, Size, parse, read_object
-from foretoken.propose.occurrences import BREAK, LIMIT, PAD, GrowingText, Ids, Occurrences, SortedText
+from foretoken.propose.matches import BREAK, LIMIT, PAD, GrowingText, Ids, Matches, SuffixArray
 
 MANIFEST = "datastore.json"
 FORMAT = "foretoken-datastore-1"
-DEPTH = 32  # longest context that is told apart; REST matches 16
-SHARD_TOKENS = 1 << 24  # take some 700 MB while they are sorted
+DEPTH = 32  # maximum length of a matched context; REST matches 16
+SHARD_TOKENS = 1 << 24  # take about 700 MB while they are sorted
 _HINT = "build it again with foretoken build-datastore"
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Of what token ids mean: equal for two tokenizers iff their ids stand for the same strings."""
+    """Returns a hash of the meaning of token ids: equal iff two tokenizers map ids to the same strings."""
     digest = hashlib.sha256()
     for token, identifier in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{identifier} {token!r}\n".encode())
@@ -36,14 +36,14 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 class Shard(Schema):
-    """One shard of a datastore: its tokens, and the bytes of each."""
+    """One shard of a datastore: its number of tokens, and the bytes of each."""
 
     tokens: Size
     width: Annotated[int, Field(ge=1, le=8)]
 
 
 class Manifest(Schema):
-    """What ``datastore.json`` says."""
+    """Contents of ``datastore.json``."""
 
     format: str
     tokenizer: Annotated[str, Field(min_length=1)]
@@ -52,9 +52,9 @@ class Manifest(Schema):
 
 
 class DatastoreWriter:
-    """Fills ``folder`` with shards as documents come; ``close`` writes the manifest.
+    """Fills ``folder`` with shards as documents are added; ``close`` writes the manifest.
 
-    The folder is the caller's to create, and to throw away if anything fails.
+    The caller creates the folder, and removes it if anything fails.
     """
 
     def __init__(self, folder: Path, tokenizer: Any, shard_tokens: int = SHARD_TOKENS) -> None:
@@ -65,7 +65,7 @@ class DatastoreWriter:
         self._shards: list[dict[str, int]] = []
 
     def add(self, ids: Sequence[int]) -> None:
-        """One document; one larger than a shard is cut."""
+        """Adds one document. A document larger than a shard is split."""
         if not ids:
             return
         self.documents += 1
@@ -76,19 +76,23 @@ class DatastoreWriter:
                 self._flush()
 
     def close(self) -> None:
-        """Raises InvalidRequest if no token came."""
+        """Writes the manifest. Raises InvalidRequest if no token was added."""
         if len(self._text):
             self._flush()
         if not self._shards:
             raise InvalidRequest("the files hold no text, so the datastore would be empty; pass files with text")
         manifest = {
-            "format": FORMAT, "tokenizer": self._fingerprint, "depth": DEPTH, "tokens": self.tokens,
-            "documents": self.documents, "shards": self._shards,
-        }  # fmt: skip
+            "format": FORMAT,
+            "tokenizer": self._fingerprint,
+            "depth": DEPTH,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "shards": self._shards,
+        }
         (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
     def _flush(self) -> None:
-        text = SortedText.build(self._text.tokens(), DEPTH)
+        text = SuffixArray.build(self._text.tokens(), DEPTH)
         for name, data in zip(_names(len(self._shards)), text.files, strict=True):
             (self.folder / name).write_bytes(data)
             self.nbytes += len(data)
@@ -97,16 +101,22 @@ class DatastoreWriter:
 
 
 class Datastore:
-    """An opened datastore. ``tokens``: in all its documents."""
+    """An opened datastore.
 
-    def __init__(self, shards: Sequence[SortedText], tokens: int) -> None:
+    Args:
+        tokens: Number of tokens of all documents.
+    """
+
+    def __init__(self, shards: Sequence[SuffixArray], tokens: int) -> None:
         self.shards, self.tokens = tuple(shards), tokens
 
     @classmethod
     def open(cls, folder: str | Path, tokenizer: Any) -> Datastore:
-        """Maps the files; nothing is read yet.
+        """Maps the files without reading them.
 
-        Raises ModelLoadError for a folder that is no whole datastore, InvalidRequest for another tokenizer's.
+        Raises:
+            ModelLoadError: The folder is not a complete datastore.
+            InvalidRequest: It was built with another tokenizer.
         """
         folder = Path(folder).expanduser()
         manifest = _manifest(folder)
@@ -118,9 +128,9 @@ class Datastore:
         shards = [_shard(folder, number, shard.tokens, shard.width) for number, shard in enumerate(manifest.shards)]
         return cls(shards, manifest.tokens)
 
-    def occurrences(self, tail: Ids, steps: int, limit: int = LIMIT) -> Iterable[Occurrences]:
-        """Of each shard, see ``Text``."""
-        return [shard.occurrences(tail[-DEPTH:], min(steps, PAD), limit) for shard in self.shards]
+    def find_matches(self, tail: Ids, steps: int, limit: int = LIMIT) -> Iterable[Matches]:
+        """Returns the matches of each shard, see ``SearchableText.find_matches``."""
+        return [shard.find_matches(tail[-DEPTH:], min(steps, PAD), limit) for shard in self.shards]
 
 
 def _names(number: int) -> tuple[str, str]:
@@ -140,12 +150,12 @@ def _manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _shard(folder: Path, number: int, tokens: int, width: int) -> SortedText:
+def _shard(folder: Path, number: int, tokens: int, width: int) -> SuffixArray:
     text, order = (
         _map(folder / name, size)
         for name, size in zip(_names(number), ((tokens + PAD) * width, tokens * 4), strict=True)
     )
-    return SortedText(text, np.frombuffer(order, "<i4").astype(np.int32, copy=False), width)
+    return SuffixArray(text, np.frombuffer(order, "<i4").astype(np.int32, copy=False), width)
 
 
 def _map(file: Path, expected: int) -> mmap.mmap:

@@ -18,21 +18,22 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
-from foretoken.models.checkpoint import load_tokenizer, resolve
+from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.params import LARGEST, SMALLEST
-from foretoken.propose.base import Method, Observation, Proposer, Workshop
+from foretoken.propose.base import BuildContext, Method, Observation, Proposer
 from foretoken.propose.growers import Grower, GrowthConfig, begin
 
-PIECE = 1024  # tokens of a text that are read in one round, so that the others hardly wait
+PREFILL_CHUNK = 1024  # tokens of the draft's prefill per step; bounds the latency added to other requests
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig(GrowthConfig):
     """How a draft model drafts.
 
-    draft_temperature: the draft's own; None takes the request's, 0 drafts by argmax.
-    draft_stop: where a chain ends before its budget is spent: "entropy", "margin", "learned", or {"rule": one of these}
-    with the rule's own keys; None nowhere.
+    Attributes:
+        draft_temperature: The draft's own temperature. None takes the request's, 0 drafts by argmax.
+        draft_stop: Rule that ends a chain before its budget is spent: "entropy", "margin", "learned", or {"rule": one
+            of these} with the rule's own keys. None never does.
     """
 
     draft_temperature: float | None = None
@@ -51,46 +52,49 @@ class DraftModelConfig(GrowthConfig):
 
 
 class DraftModel(Proposer):
-    """Drafts with ``model``, all sequences of a round in one pass per level.
+    """Drafts with ``model``, all sequences of a step in one pass per level.
 
-    In the distribution grade tokens are drawn from the draft's law under the request's own parameters and the
-    rows travel with them. In the trajectory grade they are drawn with the noise the target will use
-    (2408.07978), so that both pick the same token wherever their laws agree.
+    In the distribution grade, tokens are drawn from the draft's distribution under the request's own parameters, and
+    the rows travel with them. In the trajectory grade they are drawn with the noise that the target will use
+    (2408.07978), so that both pick the same token wherever their distributions agree.
+
+    Args:
+        vocab_size: The target's vocabulary size. Logits of another width (padded vocabularies of one family) are cut or
+            filled.
     """
 
     name = "draft_model"
 
     def __init__(self, model: Model, config: DraftModelConfig | None = None, vocab_size: int | None = None) -> None:
-        """vocab_size: the target's; logits of another width (padded vocabularies of one family) are cut or filled."""
         self.model = model
         self.config = config or DraftModelConfig()
         self.vocab_size = vocab_size or model.vocab_size
         self.stop: Stop | None = stops.make(self.config.draft_stop, model)
         self._handles: dict[int, Handle] = {}
-        self._drafts: dict[int, Draft] = {}  # whose outcome the stop is to learn
+        self._drafts: dict[int, Draft] = {}  # drafts whose outcome the stop learns
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         growers: dict[int, tuple[Handle, Grower]] = {}
-        behind: list[Handle] = []
+        prefilling: list[Handle] = []
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             if budget > 0 and self._fits(context, budget):
                 handle = self._handle(context)
                 if len(handle.tokens) == len(context.tokens):
                     growers[i] = handle, self._grower(context, budget)
                 else:
-                    behind.append(handle)
-        if behind:
-            self.model.score(behind, [Draft.empty()] * len(behind))
+                    prefilling.append(handle)
+        if prefilling:
+            self.model.score(prefilling, [Draft.empty()] * len(prefilling))
         taps = (self.model.num_layers,) if self.stop is not None and self.stop.hidden else ()
         while active := [(handle, grower) for handle, grower in growers.values() if not grower.done]:
             drafts = [grower.growing() for _, grower in active]
             scores = self.model.score([handle for handle, _ in active], drafts, taps)
             for (_, grower), score in zip(active, scores, strict=True):
                 grower.extend(score.logits, self._hidden(score))
-        made = [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
+        results = [growers[i][1].draft() if i in growers else Draft.empty() for i in range(len(contexts))]
         if self.stop is not None:
-            self._drafts.update((contexts[i].id, made[i]) for i in growers)
-        return made
+            self._drafts.update((contexts[i].id, results[i]) for i in growers)
+        return results
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         if self.stop is not None:
@@ -109,14 +113,14 @@ class DraftModel(Proposer):
             self.model.commit(handles, tokens)
 
     @property
-    def row_bytes(self) -> int:
-        return self.model.row_bytes
+    def kv_bytes_per_token(self) -> int:
+        return self.model.kv_bytes_per_token
 
-    def keep(self, limit: int) -> None:
-        self.model.keep(limit)
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        self.model.enable_prefix_cache(max_bytes)
 
     def replace(self, model: Model) -> None:
-        """Draft with another model from the next round on; it reads the contexts anew."""
+        """Drafts with another model from the next step on; it prefills the contexts again."""
         for handle in self._handles.values():
             self.model.close(handle)
         self._handles.clear()
@@ -131,34 +135,34 @@ class DraftModel(Proposer):
             self.stop.forget(context)
 
     def _hidden(self, score: Scores) -> Tensor | None:
-        """The last states of the rows that have logits, [rows, H], if they were asked for."""
+        """Returns the last states of the rows that have logits, [rows, H], if they were tapped."""
         states = score.taps.get(self.model.num_layers)
         return None if states is None else states[-len(score.logits) :]
 
     def _fit(self, logits: Tensor) -> Tensor:
-        """[rows, V] of the draft to the target's V: ids beyond either vocabulary are never drafted."""
+        """Returns logits [rows, V] cut or filled to the target's V; ids beyond either vocabulary are not drafted."""
         missing = self.vocab_size - logits.shape[-1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _fits(self, context: Context, budget: int) -> bool:
-        """Whether the draft can read the text, with what it drafts, and what an encoder reads beside it."""
+        """Returns whether the text with its draft, and its source, fit the draft's context window."""
         length = len(context.tokens) + self._rows(budget)
         return length <= self.model.max_length and len(context.source) <= self.model.source_length
 
     def _rows(self, budget: int) -> int:
-        """Cache rows that a draft of ``budget`` nodes may need: of a tree, more are expanded than kept."""
+        """Returns the KV rows that a draft of ``budget`` nodes may need: a tree expands more nodes than it keeps."""
         return budget if self.config.tree == "chain" else max(budget, self.config.steps(budget) * self.config.top_k)
 
     def _handle(self, context: Context) -> Handle:
-        """The sequence's place; a long text is read a piece a round, and nothing is drafted before its end."""
+        """Returns the sequence's handle. Each step prefills one chunk of a long text; drafting starts after that."""
         handle = self._handles.get(context.id)
         if handle is None:
             handle = self.model.open(context.tokens, context.source, context.cache_salt)
             self._handles[context.id] = handle
-            handle.truncate(handle.cached + PIECE)
+            handle.truncate(handle.cached + PREFILL_CHUNK)
         elif not handle.pending:
             start = len(handle.tokens)
-            self.model.commit([handle], [context.tokens[start : start + PIECE]])
+            self.model.commit([handle], [context.tokens[start : start + PREFILL_CHUNK]])
         return handle
 
     def _grower(self, context: Context, budget: int) -> Grower:
@@ -170,34 +174,35 @@ class DraftModel(Proposer):
 
 
 def check_vocabulary(tokenizer: Any, draft: Path) -> None:
-    """Refuse a draft whose token ids mean other strings than the target's. Raises InvalidRequest."""
+    """Refuses a draft whose token ids mean draft_vocab strings than the target's. Raises InvalidRequest."""
     if not any(draft.glob("tokenizer*")):
-        return  # a bare draft is taken at its word; the row widths are reconciled by the proposer
-    mine, theirs = tokenizer.get_vocab(), load_tokenizer(draft).get_vocab()
-    different = sum(1 for token in mine if token in theirs and mine[token] != theirs[token])
-    missing = len(mine.keys() ^ theirs.keys())
+        return  # nothing to compare; the proposer reconciles the widths of the rows
+    target_vocab, draft_vocab = tokenizer.get_vocab(), load_tokenizer(draft).get_vocab()
+    different = sum(1 for token in target_vocab if token in draft_vocab and target_vocab[token] != draft_vocab[token])
+    missing = len(target_vocab.keys() ^ draft_vocab.keys())
     if different or missing:
         raise InvalidRequest(
-            f"vocabulary mismatch: {draft.name} ({len(theirs)} tokens) and its target ({len(mine)} tokens) disagree on "
-            f"{different + missing}; share the target's tokenizer, or use the method 'vocabulary'"
+            f"vocabulary mismatch: {draft.name} ({len(draft_vocab)} tokens) and its target "
+            f"({len(target_vocab)} tokens) disagree on {different + missing}; "
+            "share the target's tokenizer, or use the method 'vocabulary'"
         )
 
 
-def build(config: DraftModelConfig, workshop: Workshop) -> DraftModel:
-    """The draft that "model" names."""
-    if workshop.model is None:
+def build(config: DraftModelConfig, build_context: BuildContext) -> DraftModel:
+    """Builds the proposer from the draft that "model" names."""
+    if build_context.model is None:
         raise InvalidRequest("method 'draft_model' needs a draft: pass draft_model= or 'model' in speculative_config")
-    draft = resolve(workshop.model)
-    check_vocabulary(workshop.tokenizer, draft)
-    model = workshop.load(draft)
-    if model.takes_source != workshop.target.takes_source:
+    draft = resolve(build_context.model)
+    check_vocabulary(build_context.tokenizer, draft)
+    model = build_context.load(draft)
+    if model.takes_source != build_context.target.takes_source:
         kinds = ("a decoder", "an encoder-decoder")
         raise InvalidRequest(
-            f"{draft.name} is {kinds[model.takes_source]} and its target {kinds[workshop.target.takes_source]}; "
+            f"{draft.name} is {kinds[model.takes_source]} and its target {kinds[build_context.target.takes_source]}; "
             "take a draft of the target's kind"
         )
-    model.share(workshop.target)
-    return DraftModel(model, config, workshop.target.vocab_size)
+    model.share(build_context.target)
+    return DraftModel(model, config, build_context.target.vocab_size)
 
 
 METHOD = Method(DraftModelConfig, build)

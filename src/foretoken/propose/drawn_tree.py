@@ -1,8 +1,8 @@
 """Drawn trees: siblings drawn without replacement, or the most probable ones and one drawn, level by level.
 
-Which nodes have children, and how many, is decided from what was drawn before and from the law they will be drawn from,
-before anything is drawn from it; every token drawn stays in the tree. So the verifiers' laws hold whatever the
-estimates below are worth: they decide how much is accepted, never what comes out.
+Which nodes have children, and how many, is decided from what was drawn before and from the distribution that the
+children will be drawn from, before anything is drawn from it; every drawn token stays in the tree. So verification is
+exact whatever the estimates below are worth: they decide how much is accepted, never the output distribution.
 """
 
 from __future__ import annotations
@@ -20,33 +20,45 @@ from foretoken.core.law import TopPlusSampled, WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.propose.tree import Growth
 
-# What a 1 M draft of a 15 M target showed: the acceptance of a drawn x is about LEAST + (MOST - LEAST) q(x)^2, of a
-# later sibling when those before it have failed LATER, of a first one of which nothing is known TYPICAL.
-LEAST, MOST = 0.38, 0.93
+# Measured with a 1 M draft of a 15 M target. Acceptance of a drawn token x: about MIN_FIRST + (MAX_FIRST - MIN_FIRST)
+# q(x)^2; of a later sibling after those before it were rejected: LATER; of a first child not drawn yet: TYPICAL.
+MIN_FIRST, MAX_FIRST = 0.38, 0.93
 LATER = (0.28, 0.19, 0.14, 0.1)
 TYPICAL = 0.65
+
+DrawnTreeKind = Literal["sampled", "greedy_multi"]
 
 
 @dataclass(slots=True)
 class DrawnTree(Growth):
-    """At most ``budget`` nodes on at most ``steps`` levels; siblings are at most ``width``.
+    """A drawn tree while it grows.
 
-    kind: "sampled", siblings drawn without replacement (Sequoia, 2402.12374), or "greedy_multi", the ``width`` - 1 most
-    probable tokens and one drawn from the rest (2502.18779). stream: the draft's private numbers; node i is drawn with
-    number i.
+    Attributes:
+        kind: "sampled", siblings drawn without replacement (Sequoia, 2402.12374), or "greedy_multi", the ``width`` - 1
+            most probable tokens and one drawn from the others (2502.18779).
+        budget: Maximum number of nodes.
+        steps: Levels left to draw.
+        width: Maximum number of siblings.
+        stream: The draft's private random numbers. Node i is drawn with number i.
+        rows: The distribution [V] that a node's children were drawn from, by node.
+        reach: Estimated probability that a node is accepted, by node.
     """
 
-    kind: Literal["sampled", "greedy_multi"] = "sampled"
+    kind: DrawnTreeKind = "sampled"
     budget: int = 0
     steps: int = 0
     width: int = 0
     stream: Stream | None = None
-    rows: dict[int, Tensor] = field(default_factory=dict)  # by node: the law its children were drawn from, [V]
-    reach: list[float] = field(default_factory=list)  # by node: an estimate that it is accepted
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    reach: list[float] = field(default_factory=list)
 
     def expand(self, probs: Tensor) -> None:
-        """Draw below the frontier. probs: [frontier, V], the draft's law at each of its nodes."""
-        firsts = (LEAST + (MOST - LEAST) * probs.double().pow(3).sum(-1)).tolist()
+        """Draws children below the frontier.
+
+        Args:
+            probs: [frontier, V], the draft's distribution at each node of the frontier.
+        """
+        firsts = (MIN_FIRST + (MAX_FIRST - MIN_FIRST) * probs.double().pow(3).sum(-1)).tolist()
         supports = probs.count_nonzero(-1).tolist()
         counts = self._plan(self.frontier, firsts)
         self.steps -= 1
@@ -55,12 +67,12 @@ class DrawnTree(Growth):
             if count:
                 self.rows[node] = row
                 self._draw(node, row, min(count, support))
-        fresh = range(start, len(self.tokens))
-        counts = self._plan(fresh, [TYPICAL] * len(fresh))
-        self.advance([node for node, count in zip(fresh, counts, strict=True) if count])
+        new_nodes = range(start, len(self.tokens))
+        counts = self._plan(new_nodes, [TYPICAL] * len(new_nodes))
+        self.advance([node for node, count in zip(new_nodes, counts, strict=True) if count])
 
     def finished(self) -> Draft:
-        """The tree with the law that it was drawn from."""
+        """Returns the tree with the distributions that it was drawn from."""
         if not self.tokens:
             return Draft.empty()
         blank = torch.zeros_like(self.rows[-1])
@@ -69,35 +81,39 @@ class DrawnTree(Growth):
         return self.subtree(range(len(self.tokens)), law, torch.tensor(self.reach).log())
 
     def _draw(self, node: int, row: Tensor, count: int) -> None:
-        """``count`` children of ``node``, each with an estimate of reaching it."""
+        """Draws ``count`` children of ``node`` and estimates the probability of reaching each."""
         assert self.stream is not None
         left = row.clone()
-        above, rest = self.reach[node] if node >= 0 else 1.0, 1.0
+        above, mass = self.reach[node] if node >= 0 else 1.0, 1.0
         for rank in range(count):
             fixed = self.kind == "greedy_multi" and rank < count - 1
             token = int(left.argmax()) if fixed else self.stream.categorical(left, len(self.tokens))
             share = float(row[token])
             left[token] = 0.0
             if fixed:
-                chance = min(1.0, share / rest)  # as the draft itself sees it, those before having failed
+                chance = min(1.0, share / mass)  # the draft's own probability, given that those before were rejected
             else:
-                chance = LEAST + (MOST - LEAST) * share**2 if rank == 0 else LATER[min(rank, len(LATER)) - 1]
-            rest = max(rest - share, 1e-9)
+                first = MIN_FIRST + (MAX_FIRST - MIN_FIRST) * share**2
+                chance = first if rank == 0 else LATER[min(rank, len(LATER)) - 1]
+            mass = max(mass - share, 1e-9)
             self.tokens.append(token)
             self.parents.append(node)
             self.reach.append(above * chance)
             above *= 1.0 - chance
 
     def _plan(self, nodes: Sequence[int], firsts: Sequence[float]) -> list[int]:
-        """How many children each of ``nodes`` is to have: those among the best that the rest of the budget can buy.
+        """Returns the number of children of each of ``nodes``: those among the best nodes that the remaining budget
+        covers.
 
-        The best nodes of the tree that is expected, in which every child further down is accepted as such children
-        usually are. firsts: how likely each node's first child is accepted.
+        The best nodes are those of the expected tree, in which deeper children are accepted at typical rates.
+
+        Args:
+            firsts: Acceptance probability of each node's first child.
         """
         counts = [0] * len(nodes)
         if not self.steps:
             return counts
-        # What can be bought: (-reach, level, owner, rank among siblings, its acceptance when those before it failed)
+        # Candidates: (-reach, level, owner, rank among siblings, acceptance after those before it were rejected)
         offers = [
             (-(self.reach[node] if node >= 0 else 1.0) * first, 0, owner, 0, first)
             for owner, (node, first) in enumerate(zip(nodes, firsts, strict=True))

@@ -1,4 +1,4 @@
-"""The target's own first layers draft (LayerSkip, 2404.16710): no second model, and no second copy of the weights."""
+"""The target's own first layers draft (LayerSkip, 2404.16710), with no second model and no copy of the weights."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.checkpoint import resolve
 from foretoken.models.decoder import Decoder
 from foretoken.models.early_exit import EarlyExit, Exit
-from foretoken.propose.base import Method, Workshop
+from foretoken.models.formats.checkpoint import resolve
+from foretoken.propose.base import BuildContext, Method
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyExitConfig(DraftModelConfig):
-    """As a draft model's.
+    """The keys of a draft model, and the exit layer.
 
-    exit_layer: layers of the draft; None takes those that the trained exit under "model" has, or half of the target's.
+    Attributes:
+        exit_layer: Number of layers of the draft. None takes that of the trained exit under "model", or half of the
+            target's.
     """
 
     exit_layer: int | None = None
@@ -27,23 +29,23 @@ class EarlyExitConfig(DraftModelConfig):
         integer("exit_layer", self.exit_layer, 1, optional=True)
 
 
-def build(config: EarlyExitConfig, workshop: Workshop) -> DraftModel:
-    """The target's first layers, with the trained exit that "model" names or the target's own norm and head."""
-    target = workshop.target
+def build(config: EarlyExitConfig, build_context: BuildContext) -> DraftModel:
+    """Builds the proposer from the trained exit that "model" names, or the target's own norm and head."""
+    target = build_context.target
     if not isinstance(target, Decoder):
         raise InvalidRequest(
             "method 'early_exit' shares weights with the target inside our own runtime, which does not compute this "
             "target; use another method"
         )
-    leaving = Exit(config.exit_layer or max(1, target.num_layers // 2))
-    if workshop.model is not None:
-        leaving = Exit.load(resolve(workshop.model))
-        if config.exit_layer not in (None, leaving.layers):
+    exit_head = Exit(config.exit_layer or max(1, target.num_layers // 2))
+    if build_context.model is not None:
+        exit_head = Exit.load(resolve(build_context.model))
+        if config.exit_layer not in (None, exit_head.layers):
             raise InvalidRequest(
-                f"exit_layer is {config.exit_layer}, but {workshop.model} was trained for {leaving.layers}; "
+                f"exit_layer is {config.exit_layer}, but {build_context.model} was trained for {exit_head.layers}; "
                 "leave it out"
             )
-    proposer = DraftModel(EarlyExit(target, leaving), config)
+    proposer = DraftModel(EarlyExit(target, exit_head), config)
     proposer.name = "early_exit"
     return proposer
 

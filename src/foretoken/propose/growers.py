@@ -1,6 +1,7 @@
 """One sequence's draft while a model grows it: a chain, a tree of fixed candidates, or a drawn tree.
 
-All are driven alike: until ``done`` the model scores ``growing()`` and ``extend`` gets the logits of what is new in it.
+All growers are driven alike: until ``done``, the model scores ``growing()`` and ``extend`` receives the logits of the
+new nodes.
 """
 
 from __future__ import annotations
@@ -16,78 +17,84 @@ from torch import Tensor
 from foretoken.control.stops import Gate
 from foretoken.core.checks import integer
 from foretoken.core.context import Context, Exactness
+from foretoken.core.distributions import Law, NodeDistributions
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
-from foretoken.core.sampling import Law, Rows
 from foretoken.core.streams import Purpose, Stream
-from foretoken.propose.drawn_tree import DrawnTree
+from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
 
-Shape = Literal["chain", "top_k", "sampled", "greedy_multi"]
-TREE_STEPS = 8  # levels of a tree unless its configuration says otherwise
+TreeKind = Literal["chain", "top_k", DrawnTreeKind]
+TREE_STEPS = 8  # default depth of a tree
 
-Widen = Callable[[Tensor], Tensor]  # logits [rows, Vd] over the draft's vocabulary -> [rows, V] over the target's
-Rank = Callable[
-    [Tensor, Tree], Candidates
-]  # the draft's logits [frontier, Vd] at the tree's frontier -> likely children
+# Maps logits [rows, Vd] over the draft's vocabulary to [rows, V] over the target's.
+Widen = Callable[[Tensor], Tensor]
+# Returns likely children from the draft's logits [frontier, Vd] at the tree's frontier.
+Rank = Callable[[Tensor, Tree], Candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthConfig:
-    """What a model that drafts level by level makes of its budget.
+    """How a model that drafts level by level spends its budget.
 
-    tree: "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings drawn
-    without replacement; "greedy_multi", the likeliest ones and one drawn. Greedy requests and those of the trajectory
-    grade have fixed candidates: of any tree they get "top_k".
-    num_steps: the greatest depth, and so the passes of the draft; None is the whole budget, for trees at most 8.
-    top_k: siblings at most, and nodes expanded on a level at most.
+    Greedy requests and those of the trajectory grade have fixed candidates: any tree is a "top_k" tree for them.
+
+    Attributes:
+        tree: "chain"; "top_k", the likeliest candidates re-ranked over all levels (EAGLE-2); "sampled", siblings drawn
+            without replacement; "greedy_multi", the likeliest siblings and one drawn.
+        num_steps: Maximum depth, hence the number of draft passes. None is the whole budget, for trees at most 8.
+        top_k: Maximum number of siblings, and of nodes expanded on a level.
     """
 
-    tree: Shape = "chain"
+    tree: TreeKind = "chain"
     num_steps: int | None = None
     top_k: int = 4
 
     def __post_init__(self) -> None:
-        if self.tree not in get_args(Shape):
-            raise InvalidRequest(f"tree must be one of {', '.join(get_args(Shape))}, got {self.tree!r}")
+        if self.tree not in get_args(TreeKind):
+            raise InvalidRequest(f"tree must be one of {', '.join(get_args(TreeKind))}, got {self.tree!r}")
         integer("num_steps", self.num_steps, 1, optional=True)
         integer("top_k", self.top_k, 1)
 
     def steps(self, budget: int) -> int:
-        """The greatest depth of a draft of ``budget`` nodes."""
+        """Returns the maximum depth of a draft of ``budget`` nodes."""
         return min(budget, self.num_steps or (budget if self.tree == "chain" else TREE_STEPS))
 
 
 class Grower(Protocol):
-    """See the module."""
+    """A draft that grows, driven as the module describes."""
 
     @property
     def done(self) -> bool:
-        """Nothing is left to score."""
+        """Whether nothing is left to score."""
         ...
 
     def growing(self) -> Draft:
-        """What the model is to score."""
+        """Returns the nodes that the model scores next."""
         ...
 
     def extend(self, logits: Tensor, hidden: Tensor | None = None) -> None:
-        """logits: [rows, V] of the nodes of ``growing()`` that were not scored before, the root's at first.
+        """Adds children below the new nodes.
 
-        hidden: [rows, H], the normed states there, where a gate wants them.
+        Args:
+            logits: [rows, V] of the nodes of ``growing()`` that were not scored before; first the root's.
+            hidden: [rows, H], the normed states there, if a gate needs them.
         """
         ...
 
     def draft(self) -> Draft:
-        """What has grown."""
+        """Returns the draft."""
         ...
 
 
 @dataclass(slots=True)
 class Chain:
-    """Drawn tokens, each the argmax of a greedy law; drawn: they are draws whose law the verifier needs.
+    """A chain of drawn tokens; under a greedy law each is the argmax.
 
-    gate: asked before each draw whether the chain ends there.
+    Attributes:
+        drawn: The tokens are random draws, so the verifier needs their distributions.
+        gate: Decides before each draw whether the chain ends.
     """
 
     context: Context
@@ -112,7 +119,7 @@ class Chain:
         logits = self.widen(logits)
         rows = self._rows(self.law, logits)
         certain = rows.certain(0)
-        # Where no token can come the chain ends before anything is drawn: to drop a token that was drawn bends the law.
+        # If no token is possible the chain ends before the draw: dropping a drawn token would change the distribution.
         impossible = math.isnan(rows[0][0]) if certain is None else certain < 0
         self.stopped = impossible or self._gated(rows, logits, hidden)
         if self.stopped:
@@ -125,20 +132,20 @@ class Chain:
         law: ProposalLaw = Sampled(torch.stack(self.rows)) if self.rows else PointMass()
         return Draft.chain(self.tokens, law)
 
-    def _gated(self, rows: Rows, logits: Tensor, hidden: Tensor | None) -> bool:
-        """Whether the gate ends the chain here."""
+    def _gated(self, rows: NodeDistributions, logits: Tensor, hidden: Tensor | None) -> bool:
+        """Returns whether the gate ends the chain here."""
         if self.gate is None:
             return False
-        seen = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
-        return self.gate.stops(seen[0], None if hidden is None else hidden[0])
+        judged = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
+        return self.gate.stops(judged[0], None if hidden is None else hidden[0])
 
-    def _rows(self, law: Law, logits: Tensor) -> Rows:
-        return Rows(law, logits, lambda row: self.context.history(self.tokens))
+    def _rows(self, law: Law, logits: Tensor) -> NodeDistributions:
+        return NodeDistributions(law, logits, lambda row: self.context.history(self.tokens))
 
 
 @dataclass(slots=True)
-class Fixed:
-    """The best candidates by ``rank``, re-ranked over all levels."""
+class RankedTreeGrower:
+    """Grows the best candidates by ``rank``, re-ranked over all levels."""
 
     budget: int
     steps: int
@@ -161,8 +168,12 @@ class Fixed:
 
 
 @dataclass(slots=True)
-class Drawn:
-    """A tree whose nodes are drawn; its law travels with it. laws: the law at each node of the frontier."""
+class SampledTreeGrower:
+    """Grows a tree of drawn nodes, whose distributions travel with the draft.
+
+    Attributes:
+        laws: Returns the distribution at each node of the frontier.
+    """
 
     tree: DrawnTree
     laws: Callable[[Tensor, Growth], Tensor]
@@ -187,14 +198,15 @@ def begin(
     budget: int,
     widen: Widen,
     law: Law,
-    sharpest: Rank | None = None,
+    greedy_rank: Rank | None = None,
     gate: Gate | None = None,
 ) -> Grower:
-    """What grows a draft of ``budget`` nodes for ``context``, which draws from ``law`` or ranks by it.
+    """Returns the grower of a draft of ``budget`` nodes for ``context``, which draws from ``law`` or ranks by it.
 
-    sharpest: ranks for a greedy request whose law has no history; None ranks by ``law`` at temperature 1, since which
-    of the others would be the target's argmax is a question at temperature 1.
-    gate: may end a chain early; a tree has its budget.
+    Args:
+        greedy_rank: Ranks for a greedy request whose law needs no history. None ranks by ``law`` at temperature 1:
+            which other token could be the target's argmax depends on the probabilities at temperature 1.
+        gate: May end a chain early. A tree always uses its budget.
     """
     shared = context.exactness is Exactness.TRAJECTORY
     streams, position = context.streams, context.generated
@@ -205,15 +217,19 @@ def begin(
     ranking = law.with_temperature(1.0) if law.greedy else law
 
     def laws(logits: Tensor, tree: Growth) -> Tensor:
-        """[frontier, V], each node judged with its own history; all zeros where no token can come."""
+        """Returns [frontier, V], each node with its own history; all zeros where no token is possible."""
         histories = [context.history(tree.path(node)) for node in tree.frontier] if ranking.needs_history else ()
         return drafting_probs(ranking, widen(logits), histories)
 
     if law.greedy:
-        own = None if law.needs_history else sharpest
-        return Fixed(budget, steps, width, own or (lambda logits, tree: likeliest(laws(logits, tree), width)))
+        own = None if law.needs_history else greedy_rank
+        return RankedTreeGrower(
+            budget, steps, width, own or (lambda logits, tree: likeliest(laws(logits, tree), width))
+        )
     if shared:
-        return Fixed(budget, steps, width, lambda logits, tree: racing(laws(logits, tree), width, stream, tree.level))
+        return RankedTreeGrower(
+            budget, steps, width, lambda logits, tree: racing(laws(logits, tree), width, stream, tree.level)
+        )
     if config.tree == "top_k":
-        return Fixed(budget, steps, width, lambda logits, tree: likeliest(laws(logits, tree), width))
-    return Drawn(DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream), laws)
+        return RankedTreeGrower(budget, steps, width, lambda logits, tree: likeliest(laws(logits, tree), width))
+    return SampledTreeGrower(DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream), laws)

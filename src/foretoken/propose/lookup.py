@@ -1,4 +1,4 @@
-"""Prompt lookup: the longest recent n-gram that ends the text and occurred before is copied on. Costs nothing."""
+"""Prompt lookup: copies what followed the latest occurrence of the longest n-gram that ends the text. Uses no model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from foretoken.core.checks import integer
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.propose.base import Method, Proposer, Workshop
-from foretoken.propose.occurrences import PAD, ContextTexts
+from foretoken.propose.base import BuildContext, Method, Proposer
+from foretoken.propose.matches import PAD, ContextTexts
 
 
 @dataclass(frozen=True, slots=True)
 class LookupConfig:
-    """Lengths of the n-grams that are tried, longest first; named as in vLLM."""
+    """Lengths of the n-grams to try, longest first; named as in vLLM."""
 
     prompt_lookup_min: int = 1
     prompt_lookup_max: int = 4
@@ -25,7 +25,7 @@ class LookupConfig:
 
 
 class Lookup(Proposer):
-    """Copies what followed the latest occurrence of the text's own ending; fixed candidates, verified by the walk."""
+    """Copies what followed the latest occurrence of the end of the text, as fixed candidates."""
 
     name = "ngram"
     costless = True
@@ -43,12 +43,12 @@ class Lookup(Proposer):
     def _copy(self, context: Context, budget: int) -> Draft:
         text, config = self._texts.of(context), self.config
         tail = text.tail(config.prompt_lookup_max)
-        found = text.occurrences(tail, budget, limit=1, least=config.prompt_lookup_min)
-        return Draft.chain(found.following[0].tolist()) if len(found.lengths) else Draft.empty()
+        matches = text.find_matches(tail, budget, limit=1, min_length=config.prompt_lookup_min)
+        return Draft.chain(matches.following[0].tolist()) if len(matches.lengths) else Draft.empty()
 
 
-def build(config: LookupConfig, workshop: Workshop) -> Lookup:
-    """Needs the text alone."""
+def build(config: LookupConfig, build_context: BuildContext) -> Lookup:
+    """Builds the proposer, which needs only the text."""
     return Lookup(config)
 
 

@@ -1,6 +1,6 @@
-"""Medusa (2401.10774): heads on the last hidden state guess the next places at once; the best of their tree is drafted.
+"""Medusa (2401.10774): heads on the last hidden state predict the next positions at once; the best tree is drafted.
 
-Blockwise decoding (1811.03115) differs in the heads alone, so this is its proposer too.
+Blockwise decoding (1811.03115) differs only in the heads, and shares this proposer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from foretoken.models.heads.files import find_head
 from foretoken.models.heads.loading import check_vocabulary, check_width
 from foretoken.models.heads.medusa import read_medusa
 from foretoken.models.heads.parallel import MedusaNet, ParallelNet
-from foretoken.propose.base import Method, Needs, Observation, Proposer, Workshop
+from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
 from foretoken.propose.tree import best_first, drafting_probs, likeliest, racing
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """top_k: candidates of each head; the best paths through them are drafted, within the budget. 1 makes a chain.
+    """Candidates of the heads.
 
-    num_steps: heads that are used at most; None uses all.
+    Attributes:
+        top_k: Candidates of each head; the best paths through them are drafted, within the budget. 1 makes a chain.
+        num_steps: Maximum number of heads used. None uses all.
     """
 
     top_k: int = 8
@@ -38,14 +40,16 @@ class MedusaConfig:
 
 
 class Parallel(Proposer):
-    """Drafts fixed candidates from ``net``, all sequences of a round at once.
+    """Drafts fixed candidates from ``net``, all sequences of a step at once.
 
-    x is the target's normed state at the row that gave the newest token, so the round that computes the prompt goes
-    without a draft. In the trajectory grade candidates lead the race with the noise that the target will use.
+    The input is the target's normed state at the row that emitted the newest token, so the step that computes the
+    prompt has no draft. In the trajectory grade candidates lead the race with the noise that the target will use.
+
+    Args:
+        layers: Number of layers of the target, whose output is tapped.
     """
 
     def __init__(self, name: str, net: ParallelNet, layers: int, config: MedusaConfig | None = None) -> None:
-        """layers: the target's, whose output is tapped."""
         self.name, self.net, self.config = name, net, config or MedusaConfig()
         self.needs = Needs((layers,))
         self._tap = layers
@@ -61,8 +65,8 @@ class Parallel(Proposer):
         return drafts
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        for context, seen in zip(contexts, observations, strict=True):
-            step, rows = seen.step, seen.scores.taps[self._tap]
+        for context, observation in zip(contexts, observations, strict=True):
+            step, rows = observation.step, observation.scores.taps[self._tap]
             accepted = step.verdict.path[: len(step.tokens) - 1]
             deepest = accepted[-1] if accepted else -1  # -1 is the root: the row before the draft's
             self._states[context.id] = rows[len(rows) - len(step.draft) + deepest].clone()
@@ -71,7 +75,9 @@ class Parallel(Proposer):
         self._states.pop(context.id, None)
 
     def _draft(self, context: Context, logits: Tensor, budget: int) -> Draft:
-        """logits: [depth, V]. Heads do not see each other's guesses, so every row is judged with the root's history."""
+        """Returns a draft from logits [depth, V]. Heads do not see each other's tokens, so every row has the root's
+        history.
+        """
         law = context.law.with_temperature(1.0) if context.law.greedy else context.law
         histories = [context.history()] * len(logits) if law.needs_history else ()
         probs = drafting_probs(law, logits, histories)
@@ -79,18 +85,18 @@ class Parallel(Proposer):
             stream = context.streams.shared(context.generated)
             raced = [racing(probs[i : i + 1], self.config.top_k, stream, i) for i in range(len(probs))]
             return best_first(torch.cat([r.scores for r in raced]), torch.cat([r.ids for r in raced]), budget)
-        found = likeliest(probs, self.config.top_k)
-        return best_first(found.scores, found.ids, budget)
+        candidates = likeliest(probs, self.config.top_k)
+        return best_first(candidates.scores, candidates.ids, budget)
 
 
-def build(config: MedusaConfig, workshop: Workshop) -> Parallel:
-    """The heads that "model" names, or those that come with the target."""
-    target = workshop.target
-    folder = find_head("medusa", workshop.model, workshop.path)
+def build(config: MedusaConfig, build_context: BuildContext) -> Parallel:
+    """Builds the proposer from the heads that "model" names, or those that come with the target."""
+    target = build_context.target
+    folder = find_head("medusa", build_context.model, build_context.path)
     heads = read_medusa(folder)
     check_width("Medusa checkpoint", folder, heads.hidden, target)
     check_vocabulary("Medusa checkpoint", folder, heads.vocab, target)
     return Parallel("medusa", MedusaNet(heads, target.dtype, target.device, target.unembed), target.num_layers, config)
 
 
-METHOD = Method(MedusaConfig, build, tokens=8)
+METHOD = Method(MedusaConfig, build, tokens=8, drafts_trees=True)

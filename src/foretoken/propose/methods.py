@@ -1,4 +1,4 @@
-"""The names of the ways to speculate. Imports nothing heavy, so that a wrong name is refused at once."""
+"""Names of the speculative methods. Imports nothing heavy, so that an unknown name is refused at once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ METHODS: dict[str, str] = {
     "mixture": "mixture",
     "remote": "remote",
 }
-"""By users' names: the module of ``propose`` whose ``METHOD`` it is, imported when it is asked for."""
+"""Module of ``propose`` that holds the ``METHOD``, by the method's name. Imported on use."""
 
 NONE = "none"
 
 
 def check_method(name: str) -> None:
-    """Raises InvalidRequest for a name that is none of ``METHODS``, nor "none"."""
+    """Raises InvalidRequest for a name that is neither in ``METHODS`` nor "none"."""
     if name not in (*METHODS, NONE):
         raise InvalidRequest(f"speculative method {name!r} is not known; known: {', '.join((*METHODS, NONE))}")

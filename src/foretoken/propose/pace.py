@@ -8,18 +8,18 @@ import numpy as np
 
 from foretoken.control.curve import Array
 from foretoken.control.passes import Passes
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 
 _ROW = 0.03  # a row's share of a one-row pass until it is known: what a CPU takes
 
 
-class Pace:
+class DraftingCosts:
     """What is drafted beside what it takes. passes: shared with others that learn of the same rounds."""
 
     def __init__(self, passes: Passes | None = None) -> None:
         self._passes = passes or Passes()
 
-    def observe(self, steps: Sequence[Step]) -> None:
+    def observe(self, steps: Sequence[StepOutput]) -> None:
         self._passes.observe(steps)
 
     def seconds(self, nodes: float, batch: int) -> float:

@@ -1,4 +1,4 @@
-"""Tokenizers as bytes: what every id spells, how bytes are cut into ids, and one text followed in two vocabularies."""
+"""Tokenizers as bytes: the bytes of every id, ids for given bytes, and one text tracked in two vocabularies."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.tokenizer import encode
+from foretoken.models.formats.tokenizer import encode
 
-_SPACE = "▁"  # sentencepiece's
+_SPACE = "▁"  # sentencepiece's space
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_INVALID = re.compile("([\udc80-\udcff]+)")  # bytes that are no UTF-8, as "surrogateescape" decodes them
+_INVALID = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as decoded by "surrogateescape"
 _BLANK = (b" ", b"\n", b"\t", b"\r")
 
 
 class Pieces:
-    """What a tokenizer's ids spell, and the same tokenizer without its manners: it adds no space and no special token.
+    """Bytes of a tokenizer's ids, and the same tokenizer without additions: no leading space, no special token.
 
-    spelled: bytes by id; None for special tokens and for ids that mean nothing.
-    ids: the id of each spelling; the lowest, but a whole character rather than sentencepiece's byte.
-    specials: contents of special tokens by id; ``special_ids`` the other way round.
-    lead: ids that the tokenizer puts before every text (BOS).
-    spaced: whether it puts a space before every text (sentencepiece).
+    Attributes:
+        spelled: Bytes by id. None for special tokens and for undefined ids.
+        ids: Id by bytes: the lowest, but a whole character before sentencepiece's byte token.
+        specials: Contents of special tokens by id.
+        special_ids: Ids of special tokens by content.
+        lead: Ids that the tokenizer puts before every text (BOS).
+        spaced: It puts a space before every text (sentencepiece).
     """
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise InvalidRequest(
-                f"{type(tokenizer).__name__} has no tokenizer.json behind it, and its tokens cannot be read without; "
+                f"{type(tokenizer).__name__} has no tokenizer.json, which is needed to read its tokens; "
                 "convert it with transformers' fast tokenizers"
             )
         state = json.loads(backend.to_str())
@@ -40,7 +42,7 @@ class Pieces:
         self._byte_level = "ByteLevel" in kinds
         if not self._byte_level and not kinds & {"Metaspace", "ByteFallback"}:
             raise InvalidRequest(
-                f"the text of this tokenizer's tokens cannot be told (decoder: {', '.join(sorted(kinds)) or 'none'}); "
+                f"the bytes of this tokenizer's tokens are not known (decoder: {', '.join(sorted(kinds)) or 'none'}); "
                 "byte-level BPE and sentencepiece tokenizers are supported"
             )
         self.spaced = _tamed(state)
@@ -56,56 +58,58 @@ class Pieces:
                 self.ids.setdefault(piece, token)
         self.lead = tuple(token for token in tokenizer("")["input_ids"] if token in self.specials)
         end = getattr(tokenizer, "eos_token_id", None)
-        self.blank = self.lead[-1] if self.lead else end if end is not None else 0  # stands for no text at all
+        self.blank = self.lead[-1] if self.lead else end if end is not None else 0  # stands for an empty text
 
     def encode(self, text: bytes) -> list[int]:
-        """Ids that spell ``text``, which may begin or end within a character; bytes without a token are left out."""
-        found: list[int] = []
+        """Returns ids that spell ``text``, which may begin or end within a character. Bytes without a token are
+        dropped.
+        """
+        ids: list[int] = []
         for at, part in enumerate(_INVALID.split(text.decode("utf-8", "surrogateescape"))):
             if at % 2 == 0:
-                found += encode(self._encoder, part, add_special_tokens=False) if part else []
+                ids += encode(self._encoder, part, add_special_tokens=False) if part else []
                 continue
             data = part.encode("utf-8", "surrogateescape")
             if self._byte_level:
-                found += [token.id for token in self._encoder.model.tokenize("".join(_ALPHABET[b] for b in data))]
+                ids += [token.id for token in self._encoder.model.tokenize("".join(_ALPHABET[b] for b in data))]
             else:
-                found += [self.ids[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self.ids]
-        return found
+                ids += [self.ids[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self.ids]
+        return ids
 
     def piece(self, token: int) -> bytes | None:
-        """What ``token`` spells, None for special and unknown ids."""
+        """Returns the bytes of ``token``, None for special and unknown ids."""
         return self.spelled[token] if token < len(self.spelled) else None
 
     def spell(self, ids: Sequence[int]) -> bytes:
-        """The bytes of ``ids``; special tokens spell nothing."""
+        """Returns the bytes of ``ids``. Special tokens have none."""
         return b"".join(self.piece(token) or b"" for token in ids)
 
 
 class Script:
-    """A text given as tokens of ``source``, kept as ids of ``own``: its other spelling, grown as the text grows.
+    """A text of ``source`` tokens kept as ids of ``own``, extended as the text grows.
 
-    Only the end is cut into tokens again when text is added, from a token that begins a word on; so the cost of a token
-    does not depend on the length of the text. Special tokens map to those of the same content, or are left out.
+    Only the end is tokenized again when text is added, from a token that begins a word, so the cost per token does not
+    depend on the length of the text. Special tokens map to those of the same content, or are dropped.
     """
 
-    _KEPT = 16  # ids at the end that may still be cut otherwise
+    _KEPT = 16  # ids at the end whose tokenization may still change
 
     def __init__(self, source: Pieces, own: Pieces, tokens: Sequence[int]) -> None:
         self.source, self.own = source, own
         self.ids = list(own.lead)
-        self._settled = len(self.ids)  # ids before this stay
-        self._tail = b""  # what the others spell
+        self._settled = len(self.ids)  # ids before this index are final
+        self._tail = b""  # bytes of the other ids
         self._begun = False
-        self._read, self._gone = 0, 0  # tokens of source read; ids forgotten
+        self._read, self._gone = 0, 0  # source tokens processed; ids dropped
         self.extend(tokens)
 
     @property
     def rate(self) -> float:
-        """Ids for each token of ``source`` so far."""
+        """Ids per token of ``source`` so far."""
         return (len(self.ids) + self._gone) / max(1, self._read)
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Add tokens of ``source``. -> the index from which on ``ids`` may have changed"""
+        """Adds tokens of ``source``. Returns the index from which ``ids`` may have changed."""
         start = self._settled
         self._read += len(tokens)
         for token in tokens:
@@ -119,7 +123,7 @@ class Script:
         return min(start, len(self.ids))
 
     def shorten(self, count: int) -> None:
-        """Forget all but the last ``count`` ids and what every text begins with."""
+        """Drops all but the last ``count`` ids and the tokenizer's leading ids."""
         lead = list(self.own.lead)
         gone = max(0, len(self.ids) - len(lead) - count)
         self.ids = lead + self.ids[len(lead) + gone :]
@@ -135,13 +139,13 @@ class Script:
     def _special(self, token: int) -> None:
         self.ids[self._settled :] = self.own.encode(self._tail)
         self._tail = b""
-        twin = self.own.special_ids.get(self.source.specials.get(token, ""))
-        if twin is not None and not (tuple(self.ids) == self.own.lead and self.ids[-1:] == [twin]):
-            self.ids.append(twin)
+        match = self.own.special_ids.get(self.source.specials.get(token, ""))
+        if match is not None and not (tuple(self.ids) == self.own.lead and self.ids[-1:] == [match]):
+            self.ids.append(match)
         self._settled = len(self.ids)
 
     def _cut(self) -> None:
-        """Spell the tail, and settle what no further text is likely to change."""
+        """Tokenizes the tail, and makes final what later text is unlikely to change."""
         self.ids[self._settled :] = self.own.encode(self._tail)
         if not self.ids:
             self.ids, self._settled = [self.own.blank], 1
@@ -151,7 +155,7 @@ class Script:
         words = (i for i in range(latest, max(self._settled, latest - 2 * self._KEPT), -1) if self._begins_word(i))
         cut = next(words, latest)
         before = self.own.spell(self.ids[self._settled : cut])
-        # A tokenizer that normalises spells another text: then the end is left as it is.
+        # A tokenizer that normalises yields other bytes. Then the tail's ids become final.
         self._settled, self._tail = (
             (cut, self._tail[len(before) :]) if self._tail.startswith(before) else (len(self.ids), b"")
         )
@@ -162,7 +166,7 @@ class Script:
 
 
 def _alphabet() -> list[str]:
-    """Byte-level BPE's character for each byte: itself where it is printable, else the next one from U+0100 on."""
+    """Returns byte-level BPE's character for each byte: itself if printable, else the next one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(b if b in printable else next(others)) for b in range(256)]
@@ -173,7 +177,7 @@ _BYTES = {character: byte for byte, character in enumerate(_ALPHABET)}
 
 
 def _parts(part: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A component of a tokenizer's state, those of a sequence one by one."""
+    """Yields a component of a tokenizer's state, or the members of a sequence of components."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -185,7 +189,9 @@ def _parts(part: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _tamed(state: dict[str, Any]) -> bool:
-    """Take from a tokenizer's state, in place, what adds to a text. -> whether it put a space before every text"""
+    """Removes from a tokenizer's state, in place, what adds to a text. Returns whether it put a space before every
+    text.
+    """
     spaced = False
     normalizers, cutters = list(_parts(state["normalizer"])), list(_parts(state["pre_tokenizer"]))
     for cutter in cutters:
@@ -204,7 +210,7 @@ def _tamed(state: dict[str, Any]) -> bool:
 
 
 def _spelled(backend: Tokenizer, byte_level: bool) -> tuple[list[bytes | None], dict[int, str]]:
-    """Bytes by id, and the special tokens."""
+    """Returns bytes by id, and the special tokens."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     spelled: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)

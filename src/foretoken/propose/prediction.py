@@ -1,4 +1,4 @@
-"""The client's own prediction (OpenAI's predicted outputs): a reference text that the output follows, edits apart."""
+"""Predicted outputs (OpenAI): drafts from a reference text that the client expects the output to follow, with edits."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from dataclasses import dataclass, field
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.propose.base import Method, Proposer, Workshop
-from foretoken.propose.continuations import likeliest
+from foretoken.propose.base import BuildContext, Method, Proposer
+from foretoken.propose.continuations import candidate_tree
 
 Tokens = tuple[int, ...]
 
-GRAM = 4  # so many tokens that agree are taken for the same place wherever in the reference they stand
-AHEAD, BEHIND = 128, 16  # how far from the expected place fewer are believed, two at least
-SHORT = 8  # an edit of at most so many tokens is a replacement that may come again, such as a rename
-HOPELESS = 64  # tokens away from the reference after which nothing is proposed until it is met again
+GRAM = 4  # tokens that must agree to be taken for a position anywhere in the reference
+AHEAD, BEHIND = 128, 16  # distance from the expected position within which two tokens are enough
+MAX_EDIT = 8  # tokens; an edit up to this length may recur, such as a rename, and is replayed
+MAX_GAP = 64  # tokens away from the reference after which nothing is drafted until it is met again
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionConfig:
-    """replay_edits: where the text replaced a few tokens of the reference, expect the same at their next occurrence."""
+    """How the reference is followed.
+
+    Attributes:
+        replay_edits: Where the output replaced a few tokens of the reference, draft the same replacement at later
+            occurrences.
+    """
 
     replay_edits: bool = True
 
@@ -33,12 +38,15 @@ class PredictionConfig:
 
 
 @dataclass(slots=True)
-class Follower:
-    """Where a text stands in its reference.
+class ReferencePosition:
+    """Position of an output in its reference.
 
-    at: the reference's token that is expected next, or was when the text left the reference.
-    gap: what the text has had since it left; empty while it follows.
-    edits: pieces of the reference and what the text last had in their place.
+    Attributes:
+        replay: See ``PredictionConfig.replay_edits``.
+        at: Index of the expected token of the reference, or of the one expected when the output diverged.
+        gap: Output tokens since the output diverged. Empty while it follows the reference.
+        edits: Pieces of the reference and the output's latest replacement of each.
+        seen: Number of output tokens processed.
     """
 
     reference: Tokens
@@ -57,79 +65,80 @@ class Follower:
                 self._grams[self.reference[end - GRAM : end]].append(end)
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take in what the text had next."""
+        """Processes the next output tokens."""
         self.seen += len(tokens)
         for token in tokens:
             if not self.gap and self.at < len(self.reference) and self.reference[self.at] == token:
                 if edit := self._edit(self.at):
-                    del self.edits[edit[0]]  # not replaced this time
+                    del self.edits[edit[0]]  # the output kept it this time
                 self.at += 1
             else:
                 self.gap.append(token)
-                self._meet()
+                self._rejoin()
 
-    def guess(self, budget: int) -> Draft:
-        """What comes next; where the text has left the reference, several ways in which it may come back."""
+    def draft(self, budget: int) -> Draft:
+        """Returns what comes next. After a divergence the draft holds several ways in which the output may rejoin."""
         if not self.gap:
-            chains = [self._ahead(self.at, budget)]
-        elif (edit := self._edit(self.at)) and self._under_way(edit[1]):
-            rest = edit[1][len(self.gap) :]
-            chains = [(*rest, *self._ahead(self.at + len(edit[0]), budget))[:budget]]
-        elif len(self.gap) > HOPELESS:
+            chains = [self._continuation(self.at, budget)]
+        elif (edit := self._edit(self.at)) and self._in_progress(edit[1]):
+            remainder = edit[1][len(self.gap) :]
+            chains = [(*remainder, *self._continuation(self.at + len(edit[0]), budget))[:budget]]
+        elif len(self.gap) > MAX_GAP:
             chains = []
         else:
-            # As many tokens replaced as came; one that came stands further on; one replaced by all; something put in.
-            met = min((end for _, end in self._places() if end > self.at), default=self.at)
-            starts = dict.fromkeys((self.at + len(self.gap), met, self.at + 1, self.at))
+            # Replaced one for one; a token of the gap occurs further on; one token replaced by all; an insertion.
+            rejoined = min((end for _, end in self._candidates() if end > self.at), default=self.at)
+            starts = dict.fromkeys((self.at + len(self.gap), rejoined, self.at + 1, self.at))
             sizes = (budget - 2 * (budget // 4), budget // 4, budget // 4)
-            chains = [self._ahead(start, size) for start, size in zip(starts, sizes, strict=False)]
+            chains = [self._continuation(start, size) for start, size in zip(starts, sizes, strict=False)]
         weights: dict[Tokens, float] = {}
         for rank, chain in enumerate(chains, 1):
             weights.setdefault(chain, 1.0 / rank)
-        return likeliest(weights, budget, budget, len(chains)).draft() if any(weights) else Draft.empty()
+        return candidate_tree(weights, budget, budget, len(chains)).draft() if any(weights) else Draft.empty()
 
-    def _ahead(self, start: int, count: int) -> Tokens:
-        """The reference from ``start`` on, with the known edits made."""
-        found: list[int] = []
-        while len(found) < count and start < len(self.reference):
+    def _continuation(self, start: int, count: int) -> Tokens:
+        """Returns the reference from ``start`` on, with known edits applied."""
+        tokens: list[int] = []
+        while len(tokens) < count and start < len(self.reference):
             edit = self._edit(start)
-            found += edit[1] if edit else self.reference[start : start + 1]
+            tokens += edit[1] if edit else self.reference[start : start + 1]
             start += len(edit[0]) if edit else 1
-        return tuple(found[:count])
+        return tuple(tokens[:count])
 
     def _edit(self, start: int) -> tuple[Tokens, Tokens] | None:
-        """The known edit of the piece that stands at ``start``."""
+        """Returns the known edit of the piece that begins at ``start``."""
         for length in sorted({len(piece) for piece in self.edits}, reverse=True):
             piece = self.reference[start : start + length]
             if piece in self.edits:
                 return piece, self.edits[piece]
         return None
 
-    def _under_way(self, replacement: Tokens) -> bool:
+    def _in_progress(self, replacement: Tokens) -> bool:
+        """Returns whether the gap is a prefix of ``replacement``."""
         return tuple(self.gap) == replacement[: len(self.gap)]
 
-    def _meet(self) -> None:
-        """Go on in the reference where the gap's end stands in it, and remember what the gap replaced."""
+    def _rejoin(self) -> None:
+        """Resumes at the position in the reference that matches the gap's end, and records what the gap replaced."""
         edit = self._edit(self.at)
-        if edit and self._under_way(edit[1]):
+        if edit and self._in_progress(edit[1]):
             if len(self.gap) == len(edit[1]):
                 self.at += len(edit[0])
                 self.gap.clear()
             return
-        agreed, end = max(self._places(), default=((0, False, 0), -1))
+        agreed, end = max(self._candidates(), default=((0, False, 0), -1))
         length = agreed[0]
         if length < 2:
             return
         piece, replacement = self.reference[self.at : end - length], tuple(self.gap[: len(self.gap) - length])
-        if self.replay and piece and replacement and max(len(piece), len(replacement)) <= SHORT:
+        if self.replay and piece and replacement and max(len(piece), len(replacement)) <= MAX_EDIT:
             self.edits[piece] = replacement
         self.at = end
         self.gap.clear()
 
-    def _places(self) -> Iterator[tuple[tuple[int, bool, int], int]]:
-        """Ends of pieces of the reference that equal the gap's end, with what they are preferred by.
+    def _candidates(self) -> Iterator[tuple[tuple[int, bool, int], int]]:
+        """Yields end positions of pieces of the reference that equal the gap's end, with their preference.
 
-        The longest agreement first, then places ahead of the expected one, then near ones.
+        The longest agreement comes first, then positions ahead of the expected one, then near ones.
         """
         tail = tuple(self.gap[-2 * GRAM :])
         ends = self._ends.get(tail[-1], [])
@@ -143,13 +152,13 @@ class Follower:
 
 
 class Prediction(Proposer):
-    """Drafts what the client predicted (``SamplingParams.prediction``), from where the text stands in it.
+    """Drafts the client's prediction (``SamplingParams.prediction``) from the output's position in it.
 
-    Fixed candidates, so a prediction can be as wrong as it likes. Sequences without one, and those whose text has
-    nothing in common with theirs, are decoded plainly. Where nobody said what to expect, it is what an encoder reads:
-    much that encoder-decoders are for (repairs, corrections, rewriting) follows its source. Every drafted token is the
-    prediction's, or an edit of it that the text has made before: over a request the sum of ``Step.accepted`` is
-    OpenAI's accepted_prediction_tokens, and the prediction's other tokens are the rejected ones.
+    Drafts are fixed candidates, so a wrong prediction costs only speed. Sequences without a prediction, and those whose
+    output has nothing in common with theirs, are decoded plainly. In an encoder-decoder the source stands in for a
+    missing prediction: repairs, corrections and rewriting follow their source. Every draft token comes from the
+    prediction or repeats an edit of it: over a request the sum of ``StepOutput.accepted`` is OpenAI's
+    accepted_prediction_tokens, and the prediction's other tokens are the rejected ones.
     """
 
     name = "prediction"
@@ -157,28 +166,28 @@ class Prediction(Proposer):
 
     def __init__(self, config: PredictionConfig | None = None) -> None:
         self.config = config or PredictionConfig()
-        self._followers: dict[int, Follower] = {}
+        self._followers: dict[int, ReferencePosition] = {}
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._guess(c, b) if _reference(c) else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
+        return [self._draft(c, b) if _reference(c) else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
 
     def forget(self, context: Context) -> None:
         self._followers.pop(context.id, None)
 
-    def _guess(self, context: Context, budget: int) -> Draft:
+    def _draft(self, context: Context, budget: int) -> Draft:
         follower = self._followers.get(context.id)
         if follower is None:
-            follower = self._followers[context.id] = Follower(_reference(context), self.config.replay_edits)
+            follower = self._followers[context.id] = ReferencePosition(_reference(context), self.config.replay_edits)
         follower.follow(context.tokens[context.prompt_length + follower.seen :])
-        return follower.guess(budget) if budget > 0 else Draft.empty()
+        return follower.draft(budget) if budget > 0 else Draft.empty()
 
 
 def _reference(context: Context) -> Tokens:
     return context.prediction or context.source
 
 
-def build(config: PredictionConfig, workshop: Workshop) -> Prediction:
-    """Needs the request's prediction alone."""
+def build(config: PredictionConfig, build_context: BuildContext) -> Prediction:
+    """Builds the proposer, which needs only the request's prediction."""
     return Prediction(config)
 
 

@@ -1,7 +1,7 @@
-"""Token recycling (2408.08696): what the target thought likely after a token is guessed again after the same token.
+"""Token recycling (2408.08696): drafts the tokens that the target ranked highest after the same token before.
 
-Every row that the target scores names the likeliest successors of its token. They stay in a table [V, top_k] for all
-requests of one ``cache_salt``, and a draft is a tree read out of it: 2 MB for 65,536 tokens, and no model.
+Every row of target logits ranks the successors of its token. They are kept in a table [V, top_k] for all requests of
+one ``cache_salt``, and a draft is a tree read from it: 2 MB for 65,536 tokens, and no model.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ from foretoken.core.checks import integer
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError, WriteError
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.params import MAX_SPECULATIVE_TOKENS
-from foretoken.propose.base import Method, Needs, Observation, Proposer, Workshop
+from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
 
 _NONE = -1  # no successor known
-_TENSOR = "successors"  # its name in a saved table
-_FOLD = 32  # rows of a large vocabulary are folded into so many before their tops are sought
-_LARGE = 1 << 14
-_TABLES_BYTES = 1 << 28  # of all tables together
+_TENSOR = "successors"  # the tensor's name in a saved table
+_FOLD = 32  # a row of a large vocabulary is folded into this many parts to find its top k
+_LARGE = 1 << 14  # vocabulary size from which rows are folded
+_TABLES_BYTES = 1 << 28  # bound on all tables together
 
 
 @dataclass(frozen=True, slots=True)
 class RecyclingConfig:
-    """top_k: successors kept for each token. num_steps: greatest depth of a draft."""
+    """Size of the table and of the draft tree.
+
+    Attributes:
+        top_k: Successors kept for each token.
+        num_steps: Maximum depth of a draft.
+    """
 
     top_k: int = 8
     num_steps: int = 8
@@ -48,10 +53,10 @@ class RecyclingConfig:
         integer("num_steps", self.num_steps, 1)
 
 
-class Ranks:
-    """How often the successor of each rank came true, over every token that was emitted: nothing is censored.
+class RankAcceptance:
+    """Rate at which the successor of each rank came true, over every emitted token: no observation is censored.
 
-    Starts from a power law worth ``_PRIOR`` tokens, and forgets, so that it follows the text.
+    Starts from a power law with the weight of ``_PRIOR`` tokens, and decays, so that it follows the text.
     """
 
     _PRIOR, _MEMORY = 32.0, 2000.0
@@ -63,7 +68,7 @@ class Ranks:
         self._order: list[tuple[int, float]] | None = None
 
     def add(self, rank: int | None) -> None:
-        """One emitted token: its rank in the row of the token before it, None if it was not there."""
+        """Counts one emitted token. ``rank`` is its rank in the row of the token before it, None if absent."""
         if self._trials >= self._MEMORY:
             self._hits *= 0.5
             self._trials *= 0.5
@@ -74,7 +79,7 @@ class Ranks:
 
     @property
     def order(self) -> list[tuple[int, float]]:
-        """(rank, probability), the likeliest first."""
+        """Pairs (rank, probability), the likeliest first."""
         if self._order is None:
             rates = self._hits / self._trials
             self._order = [(int(rank), float(rates[rank])) for rank in np.argsort(-rates, kind="stable")]
@@ -83,35 +88,40 @@ class Ranks:
 
 @dataclass(eq=False, slots=True)
 class Successors:
-    """What the requests of one ``cache_salt`` taught.
+    """Table and rates of the requests of one ``cache_salt``.
 
-    table: int32 [V, top_k], successors of each token, the likeliest first. ranks: of greedy and of drawn requests.
+    Attributes:
+        table: int32 [V, top_k], successors of each token, the likeliest first.
+        ranks: Acceptance by rank, for greedy requests (True) and for sampled ones (False).
     """
 
     table: NDArray[np.int32]
-    ranks: dict[bool, Ranks]
+    ranks: dict[bool, RankAcceptance]
 
     @staticmethod
     def new(vocab_size: int, top_k: int, start: NDArray[np.int32] | None) -> Successors:
-        """Returns the successors that ``start`` [V, k] names, or none."""
+        """Returns a table that starts from ``start`` [V, k], or an empty one."""
         table = np.full((vocab_size, top_k), _NONE, dtype=np.int32)
         if start is not None:
             width = min(top_k, start.shape[1])
             table[:, :width] = start[:, :width]
-        return Successors(table, {greedy: Ranks(top_k) for greedy in (True, False)})
+        return Successors(table, {greedy: RankAcceptance(top_k) for greedy in (True, False)})
 
-    def read(self, prompt: Sequence[int]) -> None:
-        """A prompt's own successions, for tokens of which nothing is known yet: its rows have no logits."""
+    def add_prompt(self, prompt: Sequence[int]) -> None:
+        """Adds the successions within a prompt, whose rows have no logits, for tokens without an entry."""
         text = np.asarray(prompt)
         unknown = self.table[text[:-1], 0] == _NONE
         self.table[text[:-1][unknown], 0] = text[1:][unknown]
 
-    def learn(self, context: Context, step: Step, rows: Sequence[list[int]]) -> None:
-        """The rates, then the rows. rows: the likeliest tokens at the root and at every node of the draft.
+    def learn(self, context: Context, step: StepOutput, rows: Sequence[list[int]]) -> None:
+        """Updates the rates, then the table, from one step.
 
-        A row of the emitted text replaces what was known, with the token that was emitted in front. One of a rejected
-        node comes from a text that nobody wrote: it serves only where nothing better is known (measured: tokens a pass
-        1.80 at temperature 0, 1.64 if it replaced rows too).
+        A row of the emitted text replaces the entry, with the emitted token in front. A row of a rejected node belongs
+        to a text that was not written, so it only fills empty entries (measured: 1.80 tokens a pass at temperature 0,
+        and 1.64 if it replaced entries too).
+
+        Args:
+            rows: The likeliest tokens at the root and at every node of the draft.
         """
         ranks = self.ranks[context.law.greedy]
         text = context.tokens[-1 - len(step.tokens) :]
@@ -130,23 +140,23 @@ class Successors:
 
 
 class Recycling(Proposer):
-    """Fixed candidates, verified by the walk: the nodes whose ranks most often came true, parents before children.
+    """Drafts the nodes whose ranks most often came true, as fixed candidates, parents before children.
 
-    A node's weight is the product of its ranks' rates down from the root; the ``budget`` heaviest are drafted, which
-    is the best tree for these rates (E[accepted] is the sum of its weights). Successors and rates are learned from the
-    requests of the same ``cache_salt``, rates apart for greedy and for drawn ones. Each salt has a table; the least
-    recently used tables are dropped where all of them would take more than 256 MiB.
+    A node's weight is the product of its ranks' rates from the root down. The ``budget`` heaviest nodes are the best
+    tree for these rates (E[accepted] is the sum of the weights). Each ``cache_salt`` has a table and rates of its own,
+    rates separately for greedy and for sampled requests. The least recently used tables are dropped when all of them
+    would exceed 256 MiB.
     """
 
     name = "recycling"
     costless = True
     learns = True
-    needs = Needs(rounds=True)
+    needs = Needs(live_steps=True)
 
     def __init__(
         self, vocab_size: int, config: RecyclingConfig | None = None, table: NDArray[np.int32] | None = None
     ) -> None:
-        """table: what every ``cache_salt`` starts from."""
+        """Creates empty tables, or tables that start from ``table`` [V, k]."""
         self.config = config or RecyclingConfig()
         top_k = self.config.top_k
         max_tables = max(1, _TABLES_BYTES // (4 * vocab_size * top_k))
@@ -162,17 +172,17 @@ class Recycling(Proposer):
         return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
-        found = torch.cat([top(o.scores.logits, self.config.top_k) for o in observations]).tolist()  # [rows, k]
+        top_ids = torch.cat([top(o.scores.logits, self.config.top_k) for o in observations]).tolist()  # [rows, k]
         for context, observation in zip(contexts, observations, strict=True):
             rows = len(observation.step.draft) + 1
-            self.successors(context.cache_salt).learn(context, observation.step, found[:rows])
-            del found[:rows]
+            self.successors(context.cache_salt).learn(context, observation.step, top_ids[:rows])
+            del top_ids[:rows]
 
     def forget(self, context: Context) -> None:
         self._seen.discard(context.id)
 
     def save(self, path: Path) -> None:
-        """Write ``table`` as safetensors; "model" in the configuration starts from it. Raises WriteError."""
+        """Writes ``table`` as safetensors, for "model" of a later configuration. Raises WriteError."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             save_file({_TENSOR: self.table}, partial)
@@ -186,7 +196,7 @@ class Recycling(Proposer):
         successors = self.successors(context.cache_salt)
         if context.id not in self._seen:
             self._seen.add(context.id)
-            successors.read([*context.source, *context.tokens])
+            successors.add_prompt([*context.source, *context.tokens])
         rates = successors.ranks[context.law.greedy].order
         tokens, parents, weights = self._tree(successors.table, context.tokens[-1], budget, rates)
         if not tokens:
@@ -196,38 +206,38 @@ class Recycling(Proposer):
     def _tree(
         self, table: NDArray[np.int32], root: int, budget: int, rates: Sequence[tuple[int, float]]
     ) -> tuple[list[int], list[int], list[float]]:
-        """Best first: each node that is taken brings its next sibling and its first child into question."""
+        """Grows the tree best first: a node that is taken offers its next sibling and its first child."""
         tokens: list[int] = []
         parents: list[int] = []
         weights: list[float] = []
-        serial = count()  # equal weights: the older question first
+        serial = count()  # on equal weights the older offer first
         heap: list[tuple[float, int, int, int, list[int], int, float]] = []
 
-        def ask(parent: int, depth: int, row: list[int], place: int, base: float) -> None:
+        def offer(parent: int, depth: int, row: list[int], place: int, base: float) -> None:
             for at in range(place, len(rates)):
                 rank, rate = rates[at]
                 if row[rank] != _NONE:
                     heappush(heap, (-base * rate, next(serial), parent, depth, row, at, base))
                     return
 
-        ask(-1, 1, table[root].tolist(), 0, 1.0)
+        offer(-1, 1, table[root].tolist(), 0, 1.0)
         while heap and len(tokens) < budget:
             negative, _, parent, depth, row, place, base = heappop(heap)
             token = row[rates[place][0]]
             tokens.append(token)
             parents.append(parent)
             weights.append(-negative)
-            ask(parent, depth, row, place + 1, base)
+            offer(parent, depth, row, place + 1, base)
             if depth < self.config.num_steps:
-                ask(len(tokens) - 1, depth + 1, table[token].tolist(), 0, -negative)
+                offer(len(tokens) - 1, depth + 1, table[token].tolist(), 0, -negative)
         return tokens, parents, weights
 
 
 def top(logits: Tensor, k: int) -> Tensor:
-    """Ids of the ``k`` largest of each row, the largest first: int64 [rows, min(k, V)] of [rows, V].
+    """Returns the ids of the ``k`` largest logits of each row, largest first: int64 [rows, min(k, V)] from [rows, V].
 
-    In a large vocabulary the row is folded, and only the columns that hold its k largest maxima are looked into: an
-    entry of the top k is at least as large as its column's maximum is among the k largest.
+    A row of a large vocabulary is folded, and only the columns with the k largest maxima are searched: an entry of the
+    top k is in a column whose maximum is among the k largest.
     """
     rows, size = logits.shape
     k = min(k, size)
@@ -237,13 +247,13 @@ def top(logits: Tensor, k: int) -> Tensor:
     columns = logits[:, : width * _FOLD].view(rows, _FOLD, width).amax(1).topk(k).indices  # [rows, k]
     steps = torch.arange(_FOLD, device=logits.device) * width
     ids = (columns[:, None, :] + steps[:, None]).flatten(1)  # [rows, _FOLD * k]
-    rest = torch.arange(width * _FOLD, size, device=logits.device).expand(rows, -1)
-    ids = torch.cat((ids, rest), 1)
+    remainder = torch.arange(width * _FOLD, size, device=logits.device).expand(rows, -1)
+    ids = torch.cat((ids, remainder), 1)
     return ids.gather(1, logits.gather(1, ids).topk(k).indices)
 
 
 def load_table(path: Path, vocab_size: int) -> NDArray[np.int32]:
-    """A saved table [V, k]. Raises ModelLoadError where it is none, or another vocabulary's."""
+    """Returns a saved table [V, k]. Raises ModelLoadError if it is none, or of another vocabulary."""
     expected = f"expected a table of token recycling, {_TENSOR!r} [{vocab_size}, k] with ids below {vocab_size}"
     try:
         table = load_file(path)[_TENSOR]
@@ -255,11 +265,11 @@ def load_table(path: Path, vocab_size: int) -> NDArray[np.int32]:
     return table
 
 
-def build(config: RecyclingConfig, workshop: Workshop) -> Recycling:
-    """ "model" may name a saved table to start from."""
-    size = workshop.target.vocab_size
-    table = None if workshop.model is None else load_table(Path(workshop.model), size)
+def build(config: RecyclingConfig, build_context: BuildContext) -> Recycling:
+    """Builds the proposer. "model" may name a saved table to start from."""
+    size = build_context.target.vocab_size
+    table = None if build_context.model is None else load_table(Path(build_context.model), size)
     return Recycling(size, config, table)
 
 
-METHOD = Method(RecyclingConfig, build, tokens=8)
+METHOD = Method(RecyclingConfig, build, tokens=8, drafts_trees=True)

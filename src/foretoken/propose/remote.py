@@ -1,8 +1,9 @@
-"""Drafting on another worker: a thread, a process or a Ray actor holds the proposer, this is its place in the engine.
+"""Drafting on another worker: a thread, a process or a Ray actor that holds the proposer.
 
-The worker is told what was emitted as soon as it is known, and asked for a draft only where none has arrived for this
-very text: while the target verifies, it drafts ahead (``ahead``). Nothing that comes out depends on what it does. One
-that is gone, or takes too long, is left out from then on, and decoding goes on without drafts.
+The engine sends emitted tokens to the worker as soon as they are known, and waits for a draft only if none has arrived
+for exactly the current text: while the target verifies, the worker drafts ahead (``ahead``). The output does not depend
+on the worker. A worker that has ended, or exceeds the timeout, is left out from then on, and decoding continues without
+drafts.
 """
 
 from __future__ import annotations
@@ -20,26 +21,41 @@ from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.law import PointMass
-from foretoken.propose.base import Method, Observation, Proposer, Workshop
-from foretoken.propose.links import Link, Lost, Process, thread
-from foretoken.propose.tolerant import Tolerant
-from foretoken.propose.wire import Ask, Commit, Frame, Hello, Made, Opening, Trouble, decode
+from foretoken.propose.base import BuildContext, Method, Observation, Proposer
+from foretoken.propose.fallback import FallbackProposer
+from foretoken.propose.transports import EngineEndpoint, ProcessTransport, WorkerLost, thread_transport
+from foretoken.propose.wire import (
+    Commit,
+    DraftReply,
+    DraftRequest,
+    EngineMessage,
+    OpenSession,
+    WorkerError,
+    WorkerReady,
+    decode,
+)
 
 _log = logging.getLogger(__name__)
-_LOADING = 900.0  # seconds that a worker may take to be ready
-_OURS = ("num_speculative_tokens", "control", "rejection")
+_LOAD_TIMEOUT = 900.0  # seconds that a worker may take to load
+_ENGINE_KEYS = ("num_speculative_tokens", "control", "rejection")  # belong beside "member"
 _TRANSPORTS = ("process", "thread", "ray")
 _ERRORS: dict[str, type[Exception]] = {"InvalidRequest": InvalidRequest, "ModelLoadError": ModelLoadError}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """member: the configuration of what drafts there; it may need nothing of the target but its text.
+    """Where the drafting worker runs and what it drafts with.
 
-    transport: "process" or "thread" on this machine, or "ray", an actor. address: of the Ray cluster ("auto" finds
-    one); None starts one on this machine. resources: what the actor is to have, {"GPU": 1} or names of the cluster's
-    own. ahead: rounds that are drafted before their verdicts are known. threads: cores that it computes on, None leaves
-    it to torch. device: None is the target's, of "ray" what is there. timeout: seconds to wait for a draft at most.
+    Attributes:
+        member: Speculative configuration of the worker's proposer, which may use nothing of the target but its text.
+        transport: "process" or "thread" on this machine, or "ray" for an actor.
+        address: Address of the Ray cluster ("auto" finds one). None starts one on this machine.
+        resources: Resources of the Ray actor: {"GPU": 1}, or names of custom resources of the cluster.
+        ahead: Decode steps that are drafted before their verdicts are known.
+        threads: CPU threads of the worker. None keeps torch's default.
+        device: Device of the worker. None is the target's device, with "ray" whatever the actor has.
+        backend: Backend of the worker's model.
+        timeout: Maximum seconds to wait for a draft.
     """
 
     member: Mapping[str, Any] | None = None
@@ -55,11 +71,11 @@ class RemoteConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.member, Mapping):
             raise InvalidRequest(
-                "method 'remote' needs a 'member', the speculative configuration of what drafts on the other worker, "
+                "method 'remote' needs a 'member', the speculative configuration of the other worker's proposer, "
                 f'such as {{"method": "draft_model", "model": ...}}; got {self.member!r}'
             )
-        if given := [key for key in _OURS if key in self.member]:
-            raise InvalidRequest(f"{', '.join(given)} belongs beside 'member', not in it: the engine decides that")
+        if misplaced := [key for key in _ENGINE_KEYS if key in self.member]:
+            raise InvalidRequest(f"{', '.join(misplaced)} belongs beside 'member', not in it: the engine decides that")
         if self.transport not in _TRANSPORTS:
             raise InvalidRequest(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
         if self.transport != "ray" and (self.address is not None or self.resources is not None):
@@ -70,210 +86,247 @@ class RemoteConfig:
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
-    """One sequence as the worker knows it. told: its tokens. budget, draft: of the round at hand.
+class RemoteSession:
+    """The engine's record of one drafting session.
 
-    arrived: drafts by the length of the text that they were made behind.
+    Attributes:
+        sent: Number of tokens that the worker has received.
+        budget: Draft tokens allowed in the current step.
+        draft: The draft used in the current step.
+        arrived: Received drafts, by the length of the text that they follow.
     """
 
-    serial: int
-    told: int
+    session_id: int
+    sent: int
     budget: int = 0
     draft: Draft | None = None
-    arrived: dict[int, list[Made]] = field(default_factory=dict)
+    arrived: dict[int, list[DraftReply]] = field(default_factory=dict)
 
 
 class Remote(Proposer):
-    """The engine's side. rounds: drafts that were wanted; ready: those that had arrived before anybody asked.
+    """The engine's side of remote drafting.
 
-    device: where the rows of drafts are wanted. Raises what the worker met while it loaded, or Lost.
+    Attributes:
+        drafts_needed: Number of drafts that decode steps needed.
+        drafts_ready: Number of those that had arrived before the step began.
+        lost: The worker is left out.
     """
 
     name = "remote"
 
-    def __init__(self, link: Link, device: torch.device | str = "cpu", timeout: float = 60.0) -> None:
-        self.link, self.device, self.timeout = link, torch.device(device), timeout
-        self.rounds = self.ready = 0
+    def __init__(self, endpoint: EngineEndpoint, device: torch.device | str = "cpu", timeout: float = 60.0) -> None:
+        """Waits until the worker has loaded.
+
+        Args:
+            device: Device that the drafts' distributions are moved to.
+            timeout: Maximum seconds to wait for a draft.
+
+        Raises:
+            WorkerLost: The worker did not become ready. An exception of its own while loading is raised as it is.
+        """
+        self.endpoint, self.device, self.timeout = endpoint, torch.device(device), timeout
+        self.drafts_needed = self.drafts_ready = 0
         self.lost = False
-        self._seats: dict[int, Seat] = {}
-        self._serials: dict[int, Seat] = {}
+        self._sessions: dict[int, RemoteSession] = {}  # by context id
+        self._by_session_id: dict[int, RemoteSession] = {}
         self._count = 0
-        message = link.receive(_LOADING)
-        hello = None if message is None else decode(message)
-        if isinstance(hello, Trouble):
-            raise _raised(hello)
-        if not isinstance(hello, Hello):
-            raise Lost("the worker that is to draft did not become ready")
-        self.learns, self._prefixes = hello.learns, hello.prefixes
+        message = endpoint.receive(_LOAD_TIMEOUT)
+        ready = None if message is None else decode(message)
+        if isinstance(ready, WorkerError):
+            raise _as_exception(ready)
+        if not isinstance(ready, WorkerReady):
+            raise WorkerLost("the drafting worker did not become ready")
+        self.learns, self._prefixes = ready.learns, ready.prefixes
+
+    @property
+    def num_sessions(self) -> int:
+        """Number of open sessions."""
+        return len(self._sessions)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         drafts = [Draft.empty()] * len(contexts)
         try:
             self._drain()
-            for i, draft in self._wanted(contexts, budgets).items():
+            for i, draft in self._collect(contexts, budgets).items():
                 drafts[i] = draft
-        except Lost as error:
+        except WorkerLost as error:
             self._leave_out(error)
         return drafts
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         committed = []
         for context, observation in zip(contexts, observations, strict=True):
-            seat = self._seats.get(context.id)
-            if seat is not None:
-                committed.append(self._commit(seat, context, observation))
+            session = self._sessions.get(context.id)
+            if session is not None:
+                committed.append(self._commit(session, context, observation))
         if committed:
-            self._send(Frame(committed=tuple(committed)))
+            self._send(EngineMessage(committed=tuple(committed)))
 
     def forget(self, context: Context) -> None:
-        seat = self._seats.pop(context.id, None)
-        if seat is not None:
-            del self._serials[seat.serial]
-            self._send(Frame(forgotten=(seat.serial,)))
+        session = self._sessions.pop(context.id, None)
+        if session is not None:
+            del self._by_session_id[session.session_id]
+            self._send(EngineMessage(closed=(session.session_id,)))
 
     def close(self) -> None:
-        """End the worker; it ends by itself with this object. Closing twice does nothing."""
-        self.link.close()
+        """Ends the worker, as deleting this object does. A second call does nothing."""
+        self.endpoint.close()
 
-    # asking
+    # requests
 
-    def _wanted(self, contexts: Sequence[Context], budgets: Sequence[int]) -> dict[int, Draft]:
-        """By the place in the batch, drafts for all who may have one."""
-        opened: list[Opening] = []
+    def _collect(self, contexts: Sequence[Context], budgets: Sequence[int]) -> dict[int, Draft]:
+        """Returns drafts by index in the batch: those that have arrived, and the others as the worker makes them."""
+        opened: list[OpenSession] = []
         missed: list[Commit] = []
-        places: dict[int, tuple[Seat, Context, int]] = {}
+        arguments: dict[int, tuple[RemoteSession, Context, int]] = {}
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
-            seat = self._seat(context, opened) if budget > 0 and not self.lost else None
-            if seat is None:
+            session = self._session(context, opened) if budget > 0 and not self.lost else None
+            if session is None:
                 continue
-            if seat.told < len(context.tokens):
-                missed.append(Commit(seat.serial, tuple(context.tokens[seat.told :]), 0))
-                seat.told = len(context.tokens)
-            seat.budget = budget
-            places[i] = seat, context, budget
-        found = {i: self._found(*place) for i, place in places.items()}
-        asked = [Ask(places[i][0].serial, places[i][2]) for i, draft in found.items() if draft is None]
-        self.rounds += len(found)
-        self.ready += len(found) - len(asked)
-        if asked or missed:
-            self.link.send(Frame(opened=tuple(opened), committed=tuple(missed), asked=tuple(asked)).encode())
-        until = time.monotonic() + self.timeout
-        while missing := [i for i, draft in found.items() if draft is None]:
-            message = self.link.receive(max(0.001, until - time.monotonic()))
-            if message is None:
-                raise Lost(f"the worker that drafts gave none in {self.timeout:g} s")
-            self._take(message)
-            found |= {i: self._found(*places[i]) for i in missing}
-        return {i: draft for i, draft in found.items() if draft is not None}
-
-    def _seat(self, context: Context, opened: list[Opening]) -> Seat | None:
-        """Its place, taken now if it has none; None where its law cannot be told."""
-        seat = self._seats.get(context.id)
-        if seat is None:
-            opening = Opening.of(self._count, context)
-            if opening is None:
-                return None
-            opened.append(opening)
-            seat = self._seats[context.id] = self._serials[self._count] = Seat(self._count, len(context.tokens))
-            self._count += 1
-        return seat
-
-    def _commit(self, seat: Seat, context: Context, observation: Observation) -> Commit:
-        step, fresh = observation.step, tuple(context.tokens[seat.told :])
-        own = step.draft is seat.draft and fresh == step.tokens
-        over = step.finish_reason is not None
-        commit = Commit(
-            seat.serial, fresh, 0 if over else seat.budget, step.verdict.path if own else None, step.finish_reason
+            if session.sent < len(context.tokens):
+                missed.append(Commit(session.session_id, tuple(context.tokens[session.sent :]), 0))
+                session.sent = len(context.tokens)
+            session.budget = budget
+            arguments[i] = session, context, budget
+        drafts = {i: self._arrived_draft(*each) for i, each in arguments.items()}
+        requests = tuple(
+            DraftRequest(arguments[i][0].session_id, arguments[i][2]) for i, draft in drafts.items() if draft is None
         )
-        seat.told, seat.budget, seat.draft = len(context.tokens), 0, None
-        seat.arrived = {length: made for length, made in seat.arrived.items() if length >= seat.told}
+        self.drafts_needed += len(drafts)
+        self.drafts_ready += len(drafts) - len(requests)
+        if requests or missed:
+            message = EngineMessage(opened=tuple(opened), committed=tuple(missed), requested=requests)
+            self.endpoint.send(message.encode())
+        deadline = time.monotonic() + self.timeout
+        while missing := [i for i, draft in drafts.items() if draft is None]:
+            data = self.endpoint.receive(max(0.001, deadline - time.monotonic()))
+            if data is None:
+                raise WorkerLost(f"the drafting worker gave none in {self.timeout:g} s")
+            self._accept(data)
+            drafts |= {i: self._arrived_draft(*arguments[i]) for i in missing}
+        return {i: draft for i, draft in drafts.items() if draft is not None}
+
+    def _session(self, context: Context, opened: list[OpenSession]) -> RemoteSession | None:
+        """Returns the session of ``context``, opened if there is none; None if its law cannot be sent."""
+        session = self._sessions.get(context.id)
+        if session is None:
+            message = OpenSession.of(self._count, context)
+            if message is None:
+                return None
+            opened.append(message)
+            session = RemoteSession(self._count, len(context.tokens))
+            self._sessions[context.id] = self._by_session_id[self._count] = session
+            self._count += 1
+        return session
+
+    def _commit(self, session: RemoteSession, context: Context, observation: Observation) -> Commit:
+        step, new = observation.step, tuple(context.tokens[session.sent :])
+        own = step.draft is session.draft and new == step.tokens
+        finished = step.finish_reason is not None
+        commit = Commit(
+            session.session_id,
+            new,
+            0 if finished else session.budget,
+            step.verdict.path if own else None,
+            step.finish_reason,
+        )
+        session.sent, session.budget, session.draft = len(context.tokens), 0, None
+        session.arrived = {length: replies for length, replies in session.arrived.items() if length >= session.sent}
         return commit
 
-    # what arrives
+    # replies
 
     def _drain(self) -> None:
-        while not self.lost and (message := self.link.receive(0.0)) is not None:
-            self._take(message)
+        """Takes in every message that has arrived."""
+        while not self.lost and (message := self.endpoint.receive(0.0)) is not None:
+            self._accept(message)
 
-    def _take(self, message: bytes) -> None:
+    def _accept(self, message: bytes) -> None:
+        """Files the drafts of a message. Raises an exception of the worker."""
         reply = decode(message)
-        if isinstance(reply, Trouble):
-            raise _raised(reply)
-        for made in reply if isinstance(reply, tuple) else ():
-            seat = self._serials.get(made.serial)
-            if seat is not None:
-                seat.arrived.setdefault(made.length, []).append(made)
+        if isinstance(reply, WorkerError):
+            raise _as_exception(reply)
+        for each in reply if isinstance(reply, tuple) else ():
+            session = self._by_session_id.get(each.session_id)
+            if session is not None:
+                session.arrived.setdefault(each.length, []).append(each)
 
-    def _found(self, seat: Seat, context: Context, budget: int) -> Draft | None:
-        """The draft of that budget behind this very text, if it has arrived."""
-        for made in seat.arrived.get(len(context.tokens), ()):
-            if made.follows(context.tokens) and made.fits(budget, self._prefixes):
-                seat.draft = self._placed(made.cut(budget) if self._prefixes else made.draft)
-                return seat.draft
+    def _arrived_draft(self, session: RemoteSession, context: Context, budget: int) -> Draft | None:
+        """Returns the draft of that budget for exactly the current text, or None if it has not arrived."""
+        for reply in session.arrived.get(len(context.tokens), ()):
+            if reply.follows(context.tokens) and reply.fits(budget, self._prefixes):
+                session.draft = self._to_device(reply.cut(budget) if self._prefixes else reply.draft)
+                return session.draft
         return None
 
-    def _placed(self, draft: Draft) -> Draft:
+    def _to_device(self, draft: Draft) -> Draft:
         if self.device.type == "cpu" or isinstance(draft.law, PointMass):
             return draft
         return replace(draft, law=replace(draft.law, probs=draft.law.probs.to(self.device)))
 
-    # the end of it
+    # failures
 
-    def _send(self, frame: Frame) -> None:
+    def _send(self, message: EngineMessage) -> None:
         if not self.lost:
             try:
-                self.link.send(frame.encode())
-            except Lost as error:
+                self.endpoint.send(message.encode())
+            except WorkerLost as error:
                 self._leave_out(error)
 
-    def _leave_out(self, error: Lost) -> None:
+    def _leave_out(self, error: WorkerLost) -> None:
         if not self.lost:
             _log.warning("%s; decoding goes on without drafts", error)
         self.lost = True
-        self._seats.clear()
-        self._serials.clear()
+        self._sessions.clear()
+        self._by_session_id.clear()
 
 
-def _raised(trouble: Trouble) -> Exception:
-    """What went wrong there, as it would have been raised here."""
-    kind = _ERRORS.get(trouble.kind)
-    return (
-        RuntimeError(f"the worker that drafts: {trouble.kind}: {trouble.message}")
-        if kind is None
-        else kind(trouble.message)
-    )
+def _as_exception(error: WorkerError) -> Exception:
+    """Returns the worker's exception with the class that it had there; a RuntimeError for other classes."""
+    kind = _ERRORS.get(error.kind)
+    return RuntimeError(f"the drafting worker: {error.kind}: {error.message}") if kind is None else kind(error.message)
 
 
-def connect(config: RemoteConfig, order: Mapping[str, Any]) -> Link:
-    """A worker that is loading. order: what ``engine.drafting`` reads."""
+def start_worker(config: RemoteConfig, worker: Mapping[str, Any]) -> EngineEndpoint:
+    """Starts a worker and returns the engine's endpoint while it loads.
+
+    Args:
+        worker: What it loads, see ``worker_config``.
+    """
     if config.transport == "thread":
-        return thread(order)
+        return thread_transport(worker)
     if config.transport == "process":
-        return Process(order)
-    from foretoken.propose.ray_link import Actor
+        return ProcessTransport(worker)
+    from foretoken.propose.ray_transport import RayTransport
 
-    return Actor(order, config.address, config.resources)
+    return RayTransport(worker, config.address, config.resources)
 
 
-def order(config: RemoteConfig, workshop: Workshop) -> dict[str, Any]:
-    """What the worker needs to know, as JSON. Raises InvalidRequest for a target that has no folder."""
-    if workshop.path is None:
+def worker_config(config: RemoteConfig, build_context: BuildContext) -> dict[str, Any]:
+    """Returns what ``engine.drafting`` reads, as JSON. Raises InvalidRequest for a target that has no folder."""
+    if build_context.path is None:
         raise InvalidRequest("method 'remote' needs a target from a folder: its worker reads the tokenizer there")
-    device = config.device or ("auto" if config.transport == "ray" else str(workshop.target.device))
+    target = build_context.target
+    device = config.device or ("auto" if config.transport == "ray" else str(target.device))
     return {
-        "member": config.member, "tokenizer": str(workshop.path), "vocab_size": workshop.target.vocab_size,
-        "source_length": workshop.target.source_length,
-        "dtype": str(workshop.target.dtype).removeprefix("torch."), "device": device, "backend": config.backend,
-        "threads": config.threads, "ahead": config.ahead,
-    }  # fmt: skip
+        "member": config.member,
+        "tokenizer": str(build_context.path),
+        "vocab_size": target.vocab_size,
+        "source_length": target.source_length,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": device,
+        "backend": config.backend,
+        "threads": config.threads,
+        "ahead": config.ahead,
+    }
 
 
-def build(config: RemoteConfig, workshop: Workshop) -> Proposer:
-    """Starts the worker and waits until it is ready."""
-    if workshop.model is not None:
+def build(config: RemoteConfig, build_context: BuildContext) -> Proposer:
+    """Starts the worker, waits until it is ready, and falls back to plain decoding if it fails."""
+    if build_context.model is not None:
         raise InvalidRequest("method 'remote' has no 'model' of its own; name it in its 'member'")
-    made = Remote(connect(config, order(config, workshop)), workshop.target.device, config.timeout)
-    return Tolerant(made)
+    endpoint = start_worker(config, worker_config(config, build_context))
+    return FallbackProposer(Remote(endpoint, build_context.target.device, config.timeout))
 
 
 METHOD = Method(RemoteConfig, build)

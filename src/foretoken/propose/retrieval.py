@@ -1,4 +1,4 @@
-"""Retrieval (REST, 2311.08252): continuations of the same context in a datastore of text, as a tree."""
+"""Retrieval (REST, 2311.08252): drafts continuations of the same context in a datastore of text, as a tree."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from foretoken.core.checks import integer, number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
-from foretoken.propose.base import Method, Proposer, Workshop
-from foretoken.propose.continuations import likeliest
+from foretoken.propose.base import BuildContext, Method, Proposer
+from foretoken.propose.continuations import candidate_tree
 from foretoken.propose.datastore import DEPTH, Datastore
-from foretoken.propose.occurrences import LIMIT, PAD, ContextTexts, Occurrences
+from foretoken.propose.matches import LIMIT, PAD, ContextTexts, Matches
 
 
 @dataclass(frozen=True, slots=True)
 class RetrievalConfig:
-    """num_steps: greatest depth of the tree. top_k: children of a node at most; 1 drafts a chain.
+    """How matches become a draft tree.
 
-    base: a context one token longer weighs so many times more. With 1 all found contexts count the same; a large
-    number trusts the longest alone, as REST does.
+    Attributes:
+        num_steps: Maximum depth of the tree.
+        top_k: Maximum number of children of a node. 1 drafts a chain.
+        base: Weight factor of a context that is one token longer. 1 counts all matches equally; a large number trusts
+            only the longest, as REST does.
     """
 
     num_steps: int = 16
@@ -34,10 +37,10 @@ class RetrievalConfig:
 
 
 class Retrieval(Proposer):
-    """Fixed candidates: the likeliest nodes of the trie of what followed the nearest contexts.
+    """Drafts the likeliest nodes of the trie of continuations, as fixed candidates.
 
-    The sequence's own text is searched with the datastore, as if it were part of it. Weights count occurrences, those
-    of longer contexts more, so that where the longest match speaks once the shorter ones still fill the tree.
+    The sequence's own text is searched together with the datastore. Weights count occurrences, longer contexts more, so
+    that shorter matches still fill the tree where the longest occurs only once.
     """
 
     name = "retrieval"
@@ -48,32 +51,32 @@ class Retrieval(Proposer):
         self._texts = ContextTexts()
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._guess(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
+        return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
 
     def forget(self, context: Context) -> None:
         self._texts.forget(context)
 
-    def _guess(self, context: Context, budget: int) -> Draft:
+    def _draft(self, context: Context, budget: int) -> Draft:
         text, config = self._texts.of(context), self.config
         tail, steps = text.tail(DEPTH), min(budget, config.num_steps)
-        own = text.occurrences(tail, steps)
-        found = Occurrences.best([own, *self.datastore.occurrences(tail, steps)], LIMIT)
+        own = text.find_matches(tail, steps)
+        matches = Matches.best([own, *self.datastore.find_matches(tail, steps)], LIMIT)
         weights: dict[tuple[int, ...], float] = {}
-        longest = max(found.lengths, default=0)
-        for length, row in zip(found.lengths.tolist(), found.following.tolist(), strict=True):
+        longest = max(matches.lengths, default=0)
+        for length, row in zip(matches.lengths.tolist(), matches.following.tolist(), strict=True):
             continuation = tuple(row)
             weights[continuation] = weights.get(continuation, 0.0) + config.base ** float(length - longest)
-        return likeliest(weights, budget, steps, config.top_k).draft()
+        return candidate_tree(weights, budget, steps, config.top_k).draft()
 
 
-def build(config: RetrievalConfig, workshop: Workshop) -> Retrieval:
-    """``model`` is the datastore's folder."""
-    if workshop.model is None:
+def build(config: RetrievalConfig, build_context: BuildContext) -> Retrieval:
+    """Builds the proposer from the datastore's folder, which "model" names."""
+    if build_context.model is None:
         raise InvalidRequest(
             "method 'retrieval' needs a datastore: build one with foretoken build-datastore and name its folder as "
             "'model' in speculative_config"
         )
-    return Retrieval(Datastore.open(workshop.model, workshop.tokenizer), config)
+    return Retrieval(Datastore.open(build_context.model, build_context.tokenizer), config)
 
 
-METHOD = Method(RetrievalConfig, build, tokens=16)
+METHOD = Method(RetrievalConfig, build, tokens=16, drafts_trees=True)

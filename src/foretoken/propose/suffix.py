@@ -1,4 +1,4 @@
-"""Suffix decoding (2411.04975): what followed the same context before, here or in earlier requests' outputs."""
+"""Suffix decoding (2411.04975): what followed the same context earlier in this text or in earlier outputs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from dataclasses import dataclass
 from foretoken.core.checks import integer, number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.propose.base import Method, Observation, Proposer, Workshop
-from foretoken.propose.continuations import Guess, likeliest
-from foretoken.propose.occurrences import PAD, ContextTexts, Occurrences
+from foretoken.propose.base import BuildContext, Method, Observation, Proposer
+from foretoken.propose.continuations import CandidateTree, candidate_tree
+from foretoken.propose.matches import PAD, ContextTexts, Matches
 from foretoken.propose.suffix_store import SuffixStores
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """vLLM's keys with its meanings, and two more.
+    """vLLM's keys with the same meaning, and two more.
 
-    suffix_decoding_max_tree_depth: longest context that is matched, and longest continuation.
-    suffix_decoding_max_cached_requests: finished outputs that are kept for later requests, those of all values of
-    ``cache_salt`` together; 0 keeps none.
-    suffix_decoding_max_spec_factor: a match of m tokens is followed for at most this times m (vLLM's default is 1).
-    suffix_decoding_min_token_prob: drafted tokens have at least this estimated probability.
-    suffix_decoding_max_cached_tokens: the bound on memory, 6 to 8 bytes a token (4 million: 32 MB).
-    top_k: continuations followed at each node; 1 drafts a chain.
+    Attributes:
+        suffix_decoding_max_tree_depth: Maximum length of a matched context, and of a continuation.
+        suffix_decoding_max_cached_requests: Number of finished outputs kept for later requests, over all values of
+            ``cache_salt``. 0 keeps none.
+        suffix_decoding_max_spec_factor: A match of m tokens is followed for at most this factor times m tokens (vLLM's
+            default is 1).
+        suffix_decoding_min_token_prob: Minimum estimated probability of a draft token.
+        suffix_decoding_max_cached_tokens: Bound on the memory of kept outputs, at 6 to 8 bytes a token (4 million: 32
+            MB).
+        top_k: Continuations followed at each node. 1 drafts a chain.
     """
 
     suffix_decoding_max_tree_depth: int = 24
@@ -46,22 +49,22 @@ class SuffixConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A guess and the length of the context it follows from."""
+    """A candidate tree and the length of the context that it follows."""
 
-    guess: Guess
+    tree: CandidateTree
     length: int = 0
 
     @property
     def rank(self) -> tuple[float, int]:
-        return self.guess.score, self.length
+        return self.tree.score, self.length
 
 
 class Suffix(Proposer):
-    """Fixed candidates from the sequence's own text and from a store of finished outputs.
+    """Drafts fixed candidates from the sequence's own text and from a store of finished outputs.
 
-    Every output that ends by itself or by its length is stored; aborted ones are not, and the end of the prompt is
-    stored before it, so that the same question finds its old answer from the first token on. A request finds outputs of
-    its own ``cache_salt`` alone.
+    Outputs that finish by themselves or by their length are stored, aborted ones are not. The end of the prompt is
+    stored before the output, so that a repeated question matches its earlier answer from the first token on. A request
+    sees only outputs of its own ``cache_salt``.
     """
 
     name = "suffix"
@@ -78,7 +81,7 @@ class Suffix(Proposer):
         self._texts = ContextTexts()
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [self._guess(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
+        return [self._draft(c, b) if b > 0 else Draft.empty() for c, b in zip(contexts, budgets, strict=True)]
 
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for context, observation in zip(contexts, observations, strict=True):
@@ -89,42 +92,42 @@ class Suffix(Proposer):
     def forget(self, context: Context) -> None:
         self._texts.forget(context)
 
-    def _guess(self, context: Context, budget: int) -> Draft:
+    def _draft(self, context: Context, budget: int) -> Draft:
         depth = self.config.suffix_decoding_max_tree_depth
         text = self._texts.of(context)
         tail, steps = text.tail(depth), min(budget, depth)
-        own = text.occurrences(tail, steps)
-        least = max(1, int(own.lengths[0]) // 2) if len(own.lengths) else 1
+        own = text.find_matches(tail, steps)
+        min_length = max(1, int(own.lengths[0]) // 2) if len(own.lengths) else 1
         match = best_match(own, budget, self.config)
-        earlier = self.store.occurrences(tail, steps, least=least, cache_salt=context.cache_salt)
+        earlier = self.store.find_matches(tail, steps, min_length=min_length, cache_salt=context.cache_salt)
         match = best_match(earlier, budget, self.config, match)
-        return match.guess.draft()
+        return match.tree.draft()
 
 
-def best_match(found: Occurrences, budget: int, config: SuffixConfig, rival: _Match | None = None) -> _Match:
-    """The context length whose continuations promise most tokens; the longer on ties, and ``rival`` on further ones.
+def best_match(matches: Matches, budget: int, config: SuffixConfig, incumbent: _Match | None = None) -> _Match:
+    """Returns the context length whose continuations promise most tokens; on ties the longer one, then ``incumbent``.
 
-    For a match of m tokens: follow likely continuations for floor(factor * m) tokens; the score is the sum of the
-    nodes' probabilities, each the product of count ratios along its path (2411.04975, section 3).
+    Likely continuations of a match of m tokens are followed for floor(factor * m) tokens. Their score is the sum of the
+    nodes' probabilities, each a product of count ratios along its path (2411.04975, section 3).
     """
-    best = rival or _Match(Guess())
-    lengths, rows = found.lengths.tolist(), [tuple(row) for row in found.following.tolist()]
+    best = incumbent or _Match(CandidateTree())
+    lengths, rows = matches.lengths.tolist(), [tuple(row) for row in matches.following.tolist()]
     for count in (i for i in range(1, len(rows) + 1) if i == len(rows) or lengths[i] < lengths[i - 1]):
         length = lengths[count - 1]
         steps = min(int(config.suffix_decoding_max_spec_factor * length), budget)
         if steps < 1 or best.rank >= (steps, length):
-            break  # a level's probabilities sum to 1 at most, and what is left is shorter still
+            break  # a level's probabilities sum to at most 1, and the remaining matches are shorter
         counts = Counter(rows[:count])
-        guess = likeliest(counts, budget, steps, config.top_k, config.suffix_decoding_min_token_prob)
-        match = _Match(guess, length)
+        tree = candidate_tree(counts, budget, steps, config.top_k, config.suffix_decoding_min_token_prob)
+        match = _Match(tree, length)
         if match.rank > best.rank:
             best = match
     return best
 
 
-def build(config: SuffixConfig, workshop: Workshop) -> Suffix:
-    """Needs the text alone."""
+def build(config: SuffixConfig, build_context: BuildContext) -> Suffix:
+    """Builds the proposer, which needs only the text."""
     return Suffix(config)
 
 
-METHOD = Method(SuffixConfig, build, tokens=24)
+METHOD = Method(SuffixConfig, build, tokens=24, drafts_trees=True)

@@ -1,7 +1,7 @@
 """Trees of fixed candidates: grown level by level under a model, or cut from independent heads at once.
 
-What is maximised is E[accepted], the sum over nodes of the probability that the target's text runs through them; a
-node's score is the log of the draft's estimate of it, the sum of its path's. Scores only fall along a path, so the best
+The tree maximises E[accepted], the sum over nodes of the probability that the target's text passes through them. A
+node's score is the log of the draft's estimate of it, the sum over its path. Scores only fall along a path, so the best
 nodes of a tree always contain their own ancestors.
 """
 
@@ -15,17 +15,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foretoken.core.distributions import Law
 from foretoken.core.draft import Draft
+from foretoken.core.history import History
 from foretoken.core.law import PointMass, ProposalLaw
-from foretoken.core.sampling import History, Law
 from foretoken.core.streams import SharedStream, Stream
 
 
 class Candidates(NamedTuple):
     """Likely children of some nodes, the likeliest first.
 
-    scores: [rows, K], log of the estimated probability that the target goes there from the node. -inf: no candidate.
-    ids: int64 [rows, K], their tokens.
+    Attributes:
+        scores: [rows, K], log of the estimated probability that the target continues from the node with the token. -inf
+            marks no candidate.
+        ids: int64 [rows, K], the tokens.
     """
 
     scores: Tensor
@@ -33,9 +36,10 @@ class Candidates(NamedTuple):
 
 
 def drafting_probs(law: Law, logits: Tensor, histories: Sequence[History]) -> Tensor:
-    """``law.probs`` for a draft: all zeros in rows where no token can come, so that nothing is drafted there.
+    """Returns ``law.probs`` for a draft: all zeros in rows where no token is possible, so that nothing is drafted
+    there.
 
-    A law that raises makes all rows such: it is the target's own pass that ends a request with an error.
+    If the law raises, all rows are zero: the target's own pass ends the request with an error.
     """
     try:
         probs = law.probs(logits, histories)
@@ -46,45 +50,53 @@ def drafting_probs(law: Law, logits: Tensor, histories: Sequence[History]) -> Te
 
 
 def likeliest(probs: Tensor, count: int) -> Candidates:
-    """The ``count`` most probable tokens of each row [rows, V]."""
+    """Returns the ``count`` most probable tokens of each row [rows, V]."""
     top = probs.topk(min(count, probs.shape[-1]))
     return Candidates(top.values.log(), top.indices)
 
 
 def racing(probs: Tensor, count: int, stream: Stream, depth: int) -> Candidates:
-    """The ``count`` leaders of each row's race log q + G under the noise the target will use (2408.07978).
+    """Returns the ``count`` leaders of each row's race log q + G under the noise that the target will use (2408.07978).
 
-    probs: [rows, V], laws of nodes at one depth (0 is the root's children). The leader is the token that plain decoding
-    with q would emit. If log p = log q + e, the errors e of a standard Gumbel law, the target goes to x with
-    probability softmax(log q + G): these are the scores, and about what a 1 M draft's leaders showed.
+    The leader is the token that plain decoding with q would emit. If log p = log q + e, with errors e of a standard
+    Gumbel distribution, the target emits x with probability softmax(log q + G). These are the scores, which roughly
+    match what the leaders of a 1 M draft showed.
+
+    Args:
+        probs: [rows, V], distributions of nodes at one depth.
+        depth: 0 for the root's children.
     """
     if not isinstance(stream, SharedStream):
         raise TypeError("a race needs the shared noise of the trajectory grade: context.streams.shared(position)")
     race = stream.race(probs, depth)
     top = race.topk(min(count, race.shape[-1]))
-    least = torch.finfo(race.dtype).tiny  # a row of zeros has no candidates
-    return Candidates((top.values / race.sum(-1, keepdim=True).clamp_(min=least)).log_(), top.indices)
+    smallest = torch.finfo(race.dtype).tiny  # a row of zeros has no candidates
+    return Candidates((top.values / race.sum(-1, keepdim=True).clamp_(min=smallest)).log_(), top.indices)
 
 
 @dataclass(slots=True)
 class Growth:
-    """A tree while a model grows it: what it holds, and what the model is to score next.
+    """A tree while a model grows it.
 
-    The model scores ``growing()``, whose last nodes are the ``frontier``, and something hangs children below those. The
-    first frontier is the root, -1; an empty one says that the tree is done.
+    The model scores ``growing()``, whose last nodes are the ``frontier``; children are then added below those. The
+    first frontier is the root, -1. An empty frontier means that the tree is complete.
+
+    Attributes:
+        frontier: The nodes whose logits come next.
+        scored: Nodes that the model has scored or is to score, in its order.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [-1])
-    scored: list[int] = field(default_factory=list)  # nodes that the model has scored or is to score, in its order
+    scored: list[int] = field(default_factory=list)
 
     def growing(self) -> Draft:
-        """What the model is to score: the nodes it scored before, then the frontier; empty for the root alone."""
+        """Returns what the model scores next: the nodes scored before, then the frontier; empty for the root alone."""
         return self.subtree(self.scored)
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Tokens from the root's child down to ``node``; empty for the root (-1)."""
+        """Returns the tokens from the root's child down to ``node``; empty for the root (-1)."""
         tokens: list[int] = []
         while node >= 0:
             tokens.append(self.tokens[node])
@@ -92,12 +104,12 @@ class Growth:
         return tuple(reversed(tokens))
 
     def advance(self, frontier: Sequence[int]) -> None:
-        """These nodes are next."""
+        """Sets the next frontier."""
         self.frontier = list(frontier)
         self.scored += self.frontier
 
     def subtree(self, nodes: Sequence[int], law: ProposalLaw | None = None, scores: Tensor | None = None) -> Draft:
-        """These nodes in this order; each one's parent must come before it."""
+        """Returns a draft of these nodes in this order; each node's parent must come before it."""
         number = {node: i for i, node in enumerate(nodes)}
         tokens = torch.tensor([self.tokens[node] for node in nodes], dtype=torch.int64)
         parents = tuple(number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in nodes)
@@ -106,18 +118,21 @@ class Growth:
 
 @dataclass(slots=True)
 class Tree(Growth):
-    """Fixed candidates as EAGLE-2 grows them (2406.16858, section 4): the best nodes of a level are expanded, and the
-    best of all levels kept.
+    """Fixed candidates as EAGLE-2 grows them (2406.16858, section 4): expands the best nodes of a level, keeps the best
+    of all levels.
     """
 
     scores: list[float] = field(default_factory=list)
     level: int = 0  # of the frontier; the root's is 0
 
     def expand(self, candidates: Candidates, width: int, budget: int) -> None:
-        """Hang ``candidates`` below the frontier, one row for each of it; the next one is the best ``width`` of them.
+        """Adds ``candidates`` below the frontier; the next frontier is the best ``width`` of them.
 
-        A node with ``budget`` better ones in the tree will not be kept, nor will anything below it, so it is not
+        A node with ``budget`` better nodes in the tree will not be kept, nor will anything below it, so it is not
         expanded.
+
+        Args:
+            candidates: One row for each node of the frontier.
         """
         start = len(self.tokens)
         rows = zip(self.frontier, candidates.scores.tolist(), candidates.ids.tolist(), strict=True)
@@ -130,26 +145,31 @@ class Tree(Growth):
                 self.parents.append(node)
                 self.scores.append(above + min(0.0, score))
         best = set(self._best(budget, range(len(self.tokens))))
-        fresh = self._best(width, range(start, len(self.tokens)))
-        self.advance(sorted(node for node in fresh if node in best))
+        best_of_level = self._best(width, range(start, len(self.tokens)))
+        self.advance(sorted(node for node in best_of_level if node in best))
         self.level += 1
 
     def pruned(self, budget: int) -> Draft:
-        """The best ``budget`` nodes of all levels, parents first, with their scores."""
+        """Returns the best ``budget`` nodes of all levels, parents first, with their scores."""
         kept = sorted(self._best(budget, range(len(self.tokens))))
         return self.subtree(kept, scores=torch.tensor([self.scores[node] for node in kept]))
 
     def _best(self, count: int, nodes: Sequence[int]) -> list[int]:
-        """The ``count`` nodes of highest score; on ties the older, so that a parent is never left out for its child."""
+        """Returns the ``count`` nodes of highest score; on ties the older, so that parents precede their children."""
         return nlargest(count, nodes, key=lambda node: (self.scores[node], -node))
 
 
 def best_first(log_probs: Tensor, ids: Tensor, budget: int) -> Draft:
-    """The ``budget`` best nodes of the tree whose every node of depth d has the same children: depth d's candidates.
+    """Returns the ``budget`` best nodes of a tree in which all nodes of a depth have the same children.
 
-    So are the heads of Medusa (2401.10774) and of blockwise decoding (1811.03115): they do not see what was drafted
-    before. log_probs, ids: [D, K], the candidates of each depth in any order; -inf is no candidate. A node's score is
-    the sum of its path's. -> fixed candidates, best node first, so parents before children
+    The heads of Medusa (2401.10774) and of blockwise decoding (1811.03115) make such trees, as they do not see what was
+    drafted before. The draft has fixed candidates, the best node first, so parents come before children. A node's score
+    is the sum over its path.
+
+    Args:
+        log_probs: [D, K], candidates of each depth in any order; -inf marks no candidate.
+        ids: [D, K], their tokens.
+        budget: Maximum number of nodes.
     """
     order = log_probs.argsort(dim=-1, descending=True, stable=True)
     levels = log_probs.clamp(max=0.0).gather(-1, order).tolist()

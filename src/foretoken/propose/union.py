@@ -1,4 +1,4 @@
-"""Drafts of several makers for one sequence, as one tree: what they share is one path."""
+"""Drafts of several proposers for one sequence, merged into one tree with shared prefixes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from foretoken.core.draft import Draft
 
 
 @dataclass(eq=False, slots=True)
-class Union:
-    """Nodes in the order they came, so parents before children; ``owners`` says who was surest of each."""
+class DraftUnion:
+    """A merged tree. Nodes are in the order of insertion, so parents come before children.
+
+    Attributes:
+        rates: P(node accepted | its parent accepted).
+        owners: The proposer with the highest rate for each node.
+    """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -21,7 +26,14 @@ class Union:
     _nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # by parent and token
 
     def add(self, draft: Draft, rates: Sequence[float], owner: str) -> list[int]:
-        """Fixed candidates, and P(node stands | its parent stands) of each. -> where they are"""
+        """Adds a draft of fixed candidates.
+
+        Args:
+            rates: P(node accepted | its parent accepted) of each node.
+
+        Returns:
+            The index in the union of each node of the draft.
+        """
         places: list[int] = []
         for token, parent, rate in zip(draft.ids, draft.parents, rates, strict=True):
             above = places[parent] if parent >= 0 else -1
@@ -37,7 +49,9 @@ class Union:
         return places
 
     def weights(self) -> list[float]:
-        """P(node stands) of every node. Of siblings one can at most: the surest has its rate, the next what is left."""
+        """Returns P(node accepted) of every node. At most one sibling can be: the surest keeps its rate, the next
+        shares what is left.
+        """
         left = [1.0] * (len(self.tokens) + 1)  # by parent, the root's first
         shares = [0.0] * len(self.tokens)
         for node in sorted(range(len(self.tokens)), key=lambda i: -self.rates[i]):
@@ -50,10 +64,29 @@ class Union:
         return weights
 
     def draft(self, kept: Sequence[int], weights: Sequence[float]) -> Draft:
-        """The tree of the nodes ``kept``, in rising order and with every node's parent, scored by log ``weights``."""
+        """Returns the tree of the nodes ``kept``, scored by log ``weights``.
+
+        Args:
+            kept: Indices in rising order, with every node's parent.
+        """
         number = {node: i for i, node in enumerate(kept)}
         return Draft(
             torch.tensor([self.tokens[node] for node in kept], dtype=torch.int64),
             tuple(number[self.parents[node]] if self.parents[node] >= 0 else -1 for node in kept),
             scores=torch.tensor([weights[node] for node in kept]).log(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MergedDraft:
+    """The free members' drafts, and the tree of the nodes that pay for their rows.
+
+    Attributes:
+        names: The member that proposed each node of ``draft``.
+        promised: Expected number of accepted tokens.
+    """
+
+    union: DraftUnion
+    draft: Draft
+    names: tuple[str, ...]
+    promised: float

@@ -1,8 +1,8 @@
-"""What an engine and a drafting worker write to each other: plain numbers as JSON, tensors as their bytes.
+"""Wire format between an engine and a drafting worker: numbers as JSON, tensors as raw bytes.
 
-Nothing that arrives is run: there is no pickle in it, and a message of another shape is an error. Numbers survive as
-they are (JSON holds every float exactly, rows of probabilities travel bit by bit), so a draft that crossed is the draft
-that was made.
+Nothing in a message is executed: there is no pickle, and a message of another shape is an error. Values survive exactly
+(JSON represents every float exactly, and rows of probabilities are copied bit by bit), so the received draft equals the
+draft that was sent.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ from foretoken.core.law import PointMass, ProposalLaw, Sampled, TopPlusSampled, 
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 
-_HEAD = 8  # bytes that say how long the JSON is
+_HEADER_SIZE = 8  # bytes that hold the length of the JSON
 _LAWS: dict[str, type[Sampled] | type[WithoutReplacement] | type[TopPlusSampled]] = {
-    "sampled": Sampled, "without_replacement": WithoutReplacement, "top_plus_sampled": TopPlusSampled,
-}  # fmt: skip
-_TYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.float32, torch.float64, torch.float16)}
+    "sampled": Sampled,
+    "without_replacement": WithoutReplacement,
+    "top_plus_sampled": TopPlusSampled,
+}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.float16)}
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """A sequence that is to be drafted for: all that drafts depend on. law: the keys of ``SamplingLaw``."""
+class OpenSession:
+    """Opens a drafting session for one sequence: everything that its drafts depend on.
 
-    serial: int
+    Attributes:
+        law: The fields of ``SamplingLaw`` by name, without the grammar.
+    """
+
+    session_id: int
     tokens: tuple[int, ...]
     prompt_length: int
     law: Mapping[str, Any]
@@ -43,35 +49,54 @@ class Opening:
     cache_salt: str | None = None
 
     @staticmethod
-    def of(serial: int, context: Context) -> Opening | None:
-        """None where the law is none of ours. Of a grammar nothing crosses: the draft does not know it."""
+    def of(session_id: int, context: Context) -> OpenSession | None:
+        """Returns the message for ``context``, or None if its law is not a ``SamplingLaw``.
+
+        A grammar is not sent: the draft ignores it.
+        """
         if not isinstance(context.law, SamplingLaw):
             return None
         law = asdict(replace(context.law, grammar=None))
         del law["grammar"]
-        return Opening(
-            serial, tuple(context.tokens), context.prompt_length, law, context.streams.seed, str(context.exactness),
-            context.prediction, context.source, context.cache_salt,
-        )  # fmt: skip
+        return OpenSession(
+            session_id,
+            tuple(context.tokens),
+            context.prompt_length,
+            law,
+            context.streams.seed,
+            str(context.exactness),
+            context.prediction,
+            context.source,
+            context.cache_salt,
+        )
 
     def context(self) -> Context:
-        """The sequence as the worker sees it."""
-        law = {key: _frozen(value) for key, value in self.law.items()}
+        """Returns the context that the worker drafts with."""
+        law = SamplingLaw(**{key: _as_tuple(value) for key, value in self.law.items()})
         return Context(
-            self.serial, list(self.tokens), self.prompt_length, SamplingLaw(**law), Streams(self.seed),
-            Exactness(self.exactness), prediction=tuple(self.prediction), source=tuple(self.source),
+            self.session_id,
+            list(self.tokens),
+            self.prompt_length,
+            law,
+            Streams(self.seed),
+            Exactness(self.exactness),
+            prediction=tuple(self.prediction),
+            source=tuple(self.source),
             cache_salt=self.cache_salt,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tokens that were emitted. budget: what was asked of the drafter in that round, 0 for nothing.
+    """Tokens that were emitted in one decode step.
 
-    path: accepted nodes of its own draft, None where another draft was verified. reason: why the sequence ended.
+    Attributes:
+        budget: Draft tokens that the step allowed this drafter, 0 for none.
+        path: Accepted nodes of the worker's own draft, None if another draft was verified.
+        reason: The finish reason, None while the sequence goes on.
     """
 
-    serial: int
+    session_id: int
     tokens: tuple[int, ...]
     budget: int
     path: tuple[int, ...] | None = None
@@ -79,59 +104,63 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Somebody waits for a draft of at most ``budget`` nodes behind the text as it is."""
+class DraftRequest:
+    """The engine waits for a draft of at most ``budget`` nodes after the committed text."""
 
-    serial: int
+    session_id: int
     budget: int
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """One message to the worker; its parts happened in this order."""
+class EngineMessage:
+    """One message to the worker. Its parts happened in the order of the fields."""
 
-    forgotten: tuple[int, ...] = ()
-    opened: tuple[Opening, ...] = ()
+    closed: tuple[int, ...] = ()
+    opened: tuple[OpenSession, ...] = ()
     committed: tuple[Commit, ...] = ()
-    asked: tuple[Ask, ...] = ()
+    requested: tuple[DraftRequest, ...] = ()
 
     def encode(self) -> bytes:
+        """Returns the message as bytes."""
         return _pack(asdict(self), [])
 
     @staticmethod
-    def decode(data: bytes) -> Frame:
-        given, _ = _unpack(data)
-        return Frame(
-            tuple(given["forgotten"]),
-            tuple(_made(Opening, each) for each in given["opened"]),
-            tuple(_made(Commit, each) for each in given["committed"]),
-            tuple(_made(Ask, each) for each in given["asked"]),
+    def decode(data: bytes) -> EngineMessage:
+        """Inverse of ``encode``."""
+        body, _ = _unpack(data)
+        return EngineMessage(
+            tuple(body["closed"]),
+            tuple(_record(OpenSession, each) for each in body["opened"]),
+            tuple(_record(Commit, each) for each in body["committed"]),
+            tuple(_record(DraftRequest, each) for each in body["requested"]),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A draft of at most ``budget`` nodes behind a text of ``length`` tokens that ends in ``tail``.
+class DraftReply:
+    """A draft after a text of ``length`` tokens.
 
-    tail: what the worker had not been told of when it drafted: its own guess at what would be emitted.
+    Attributes:
+        assumed: The last tokens of that text, which the worker predicted because they were not committed yet.
+        budget: Maximum number of nodes that was drafted for.
     """
 
-    serial: int
+    session_id: int
     length: int
-    tail: tuple[int, ...]
+    assumed: tuple[int, ...]
     budget: int
     draft: Draft
 
     def follows(self, tokens: Sequence[int]) -> bool:
-        """Whether it was made behind this text, which goes on from what the worker had been told."""
-        return len(tokens) == self.length and tuple(tokens[self.length - len(self.tail) :]) == self.tail
+        """Returns whether the draft was made for exactly this text, which extends what the worker had received."""
+        return len(tokens) == self.length and tuple(tokens[self.length - len(self.assumed) :]) == self.assumed
 
     def fits(self, budget: int, prefixes: bool) -> bool:
-        """Whether it is, or begins with, the draft that ``budget`` asks for."""
+        """Returns whether it is, or where ``prefixes`` holds begins with, the draft for ``budget``."""
         return budget == self.budget or (prefixes and budget < self.budget and len(self.draft) > 0)
 
     def cut(self, budget: int) -> Draft:
-        """The first ``budget`` nodes of a chain."""
+        """Returns the first ``budget`` nodes of a chain."""
         draft = self.draft
         if budget >= len(draft):
             return draft
@@ -140,98 +169,124 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """The worker is ready. prefixes: a draft of fewer nodes is the beginning of one of more (see ``ahead``)."""
+class WorkerReady:
+    """The worker has loaded.
+
+    Attributes:
+        learns: The proposer keeps state across requests (see ``Proposer.learns``).
+        prefixes: A draft for a smaller budget is a prefix of the draft for a larger one.
+    """
 
     learns: bool
     prefixes: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """What the worker could not do. kind: the name of the exception."""
+class WorkerError:
+    """An exception in the worker.
+
+    Attributes:
+        kind: Class name of the exception.
+    """
 
     kind: str
     message: str
 
 
-Reply = Hello | Trouble | tuple[Made, ...]
+WorkerReply = WorkerReady | WorkerError | tuple[DraftReply, ...]
 
 
-def encode(reply: Reply) -> bytes:
-    """A message from the worker."""
-    if isinstance(reply, Hello | Trouble):
-        return _pack({"kind": type(reply).__name__.lower(), "body": asdict(reply)}, [])
+def encode(reply: WorkerReply) -> bytes:
+    """Returns a message from the worker as bytes."""
+    if isinstance(reply, WorkerReady | WorkerError):
+        return _pack({"kind": "ready" if isinstance(reply, WorkerReady) else "error", "body": asdict(reply)}, [])
     tensors: list[Tensor] = []
     body = [
-        {"serial": m.serial, "length": m.length, "tail": m.tail, "budget": m.budget, "draft": _draft(m.draft, tensors)}
-        for m in reply
+        {
+            "session_id": each.session_id,
+            "length": each.length,
+            "assumed": each.assumed,
+            "budget": each.budget,
+            "draft": _encoded_draft(each.draft, tensors),
+        }
+        for each in reply
     ]
-    return _pack({"kind": "made", "body": body}, tensors)
+    return _pack({"kind": "drafts", "body": body}, tensors)
 
 
-def decode(data: bytes) -> Reply:
-    """The other way. Raises ValueError or KeyError for what is no such message."""
-    given, tensors = _unpack(data)
-    if given["kind"] == "hello":
-        return Hello(**given["body"])
-    if given["kind"] == "trouble":
-        return Trouble(**given["body"])
+def decode(data: bytes) -> WorkerReply:
+    """Inverse of ``encode``. Raises ValueError or KeyError for anything else."""
+    message, tensors = _unpack(data)
+    kind, body = message["kind"], message["body"]
+    if kind == "ready":
+        return WorkerReady(**body)
+    if kind == "error":
+        return WorkerError(**body)
     return tuple(
-        Made(m["serial"], m["length"], tuple(m["tail"]), m["budget"], _drafted(m["draft"], tensors))
-        for m in given["body"]
+        DraftReply(
+            each["session_id"],
+            each["length"],
+            tuple(each["assumed"]),
+            each["budget"],
+            _decoded_draft(each["draft"], tensors),
+        )
+        for each in body
     )
 
 
-def _draft(draft: Draft, tensors: list[Tensor]) -> dict[str, Any]:
-    """A draft as JSON; its tensors are added to ``tensors`` and named by their places."""
+def _encoded_draft(draft: Draft, tensors: list[Tensor]) -> dict[str, Any]:
+    """Returns a draft as JSON. Its tensors are appended to ``tensors`` and referred to by index."""
 
-    def place(tensor: Tensor | None) -> int | None:
+    def index_of(tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
         tensors.append(tensor.detach().cpu().contiguous())
         return len(tensors) - 1
 
-    law = next((name for name, kind in _LAWS.items() if isinstance(draft.law, kind)), None)
-    rows = None if isinstance(draft.law, PointMass) else place(draft.law.probs)
     return {
-        "tokens": draft.ids, "parents": draft.parents, "law": law, "rows": rows, "scores": place(draft.scores),
-    }  # fmt: skip
+        "tokens": draft.ids,
+        "parents": draft.parents,
+        "law": next((name for name, law in _LAWS.items() if isinstance(draft.law, law)), None),
+        "rows": None if isinstance(draft.law, PointMass) else index_of(draft.law.probs),
+        "scores": index_of(draft.scores),
+    }
 
 
-def _drafted(given: Mapping[str, Any], tensors: Sequence[Tensor]) -> Draft:
-    if not given["tokens"]:
+def _decoded_draft(body: Mapping[str, Any], tensors: Sequence[Tensor]) -> Draft:
+    if not body["tokens"]:
         return Draft.empty()
-    law: ProposalLaw = PointMass() if given["law"] is None else _LAWS[given["law"]](tensors[given["rows"]])
-    scores = None if given["scores"] is None else tensors[given["scores"]]
-    return Draft(torch.tensor(given["tokens"], dtype=torch.int64), tuple(given["parents"]), law, scores)
+    law: ProposalLaw = PointMass() if body["law"] is None else _LAWS[body["law"]](tensors[body["rows"]])
+    scores = None if body["scores"] is None else tensors[body["scores"]]
+    return Draft(torch.tensor(body["tokens"], dtype=torch.int64), tuple(body["parents"]), law, scores)
 
 
 def _pack(message: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
+    """Returns the length of the JSON (big-endian), the JSON, and the tensors' bytes."""
     facts = [{"type": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for t in tensors]
     head = json.dumps({"message": message, "tensors": facts}).encode()
-    return b"".join([len(head).to_bytes(_HEAD, "big"), head, *(t.numpy().tobytes() for t in tensors)])
+    return b"".join([len(head).to_bytes(_HEADER_SIZE, "big"), head, *(t.numpy().tobytes() for t in tensors)])
 
 
 def _unpack(data: bytes) -> tuple[Any, list[Tensor]]:
-    at = _HEAD + int.from_bytes(data[:_HEAD], "big")
-    head = json.loads(data[_HEAD:at])
+    """Inverse of ``_pack``."""
+    start = _HEADER_SIZE + int.from_bytes(data[:_HEADER_SIZE], "big")
+    head = json.loads(data[_HEADER_SIZE:start])
     tensors: list[Tensor] = []
     for fact in head["tensors"]:
-        kind = _TYPES[fact["type"]]
+        dtype = _DTYPES[fact["type"]]
         count = int(torch.Size(fact["shape"]).numel())
-        body = bytearray(data[at : at + count * kind.itemsize])  # writable, as torch wants its memory
-        tensors.append(torch.frombuffer(body, dtype=kind).view(fact["shape"]) if body else torch.empty(fact["shape"]))
-        at += len(body)
+        body = bytearray(data[start : start + count * dtype.itemsize])  # torch.frombuffer wants writable memory
+        tensors.append(torch.frombuffer(body, dtype=dtype).view(fact["shape"]) if body else torch.empty(fact["shape"]))
+        start += len(body)
     return head["message"], tensors
 
 
-def _made(kind: type[Any], given: Mapping[str, Any]) -> Any:
-    """A dataclass of numbers and tuples of numbers, its law left a mapping."""
-    values = {f.name: given[f.name] for f in fields(kind)}
-    return kind(**{key: value if key == "law" else _frozen(value) for key, value in values.items()})
+def _record(kind: type[Any], body: Mapping[str, Any]) -> Any:
+    """Returns a dataclass of numbers and tuples of numbers; a law stays a mapping."""
+    values = {f.name: body[f.name] for f in fields(kind)}
+    return kind(**{key: value if key == "law" else _as_tuple(value) for key, value in values.items()})
 
 
-def _frozen(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _as_tuple(value: Any) -> Any:
+    """Returns JSON lists as tuples, recursively."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

@@ -33,7 +33,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class AxisScale:
     """From ``low``..``high`` to ``start``..``end``."""
 
     low: float
@@ -52,11 +52,11 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Axes:
     """Two scales and the drawing of their axes."""
 
-    x: Scale
-    y: Scale
+    x: AxisScale
+    y: AxisScale
     shapes: Html
 
 
@@ -71,7 +71,7 @@ def ticks(low: float, high: float, count: int = 7) -> list[float]:
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def scale(axis: Axis, values: Iterable[float], start: float, end: float) -> tuple[Scale, list[float]]:
+def scale(axis: Axis, values: Iterable[float], start: float, end: float) -> tuple[AxisScale, list[float]]:
     """A scale that shows all finite ``values``, and its ticks."""
     extra = [v for v in (axis.low, axis.high, *axis.at) if v is not None]
     shown = [v for v in (*values, *extra) if axis.shows(v)] or [1.0]
@@ -80,7 +80,7 @@ def scale(axis: Axis, values: Iterable[float], start: float, end: float) -> tupl
         if high <= low:
             low, high = low / 2, high * 2
         at = list(axis.at) or _powers(low, high)
-        return Scale(low, high, start, end, log=True), at
+        return AxisScale(low, high, start, end, log=True), at
     if axis.zero:
         low, high = min(0.0, low), max(0.0, high)
     if high <= low:
@@ -92,10 +92,10 @@ def scale(axis: Axis, values: Iterable[float], start: float, end: float) -> tupl
         high = max(high, math.ceil(high / step - 1e-9) * step)
         low = min(low, math.floor(low / step + 1e-9) * step)
         at = ticks(low, high)
-    return Scale(low, high, start, end), at
+    return AxisScale(low, high, start, end), at
 
 
-def frame(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float], height: float = HEIGHT) -> Frame:
+def frame(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float], height: float = HEIGHT) -> Axes:
     """Axes with grid lines, ticks and labels around the data."""
     across, at_x = scale(x, xs, LEFT, WIDTH - RIGHT)
     up, at_y = scale(y, ys, height - BOTTOM, TOP)
@@ -113,7 +113,7 @@ def frame(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float], height: fl
             element("text", tick(value, at_x), x=across(value), y=floor + 18, text_anchor="middle", class_="dim")
         )
     shapes.append(element("text", x.label, x=(LEFT + right) / 2, y=height - 6, text_anchor="middle", class_="dim"))
-    return Frame(across, up, join(*shapes))
+    return Axes(across, up, join(*shapes))
 
 
 def tick(value: float, among: Sequence[float]) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from foretoken.report.axes import HEIGHT, WIDTH, Axis, Frame, Scale, frame
+from foretoken.report.axes import HEIGHT, WIDTH, Axes, Axis, AxisScale, frame
 from foretoken.report.document import folded, table
 from foretoken.report.markup import Html, compact, element, figure, join
 from foretoken.report.style import SERIES
@@ -108,7 +108,7 @@ def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = N
     if not shown:
         return missing(title)
     reach = [v for bar in shown for v in (bar.value, bar.high) if v is not None and math.isfinite(v)]
-    across = Scale(0.0, max(*reach, level or 0.0, 1e-12), 0.0, WIDTH - 62)
+    across = AxisScale(0.0, max(*reach, level or 0.0, 1e-12), 0.0, WIDTH - 62)
     height = LINE * len(shown)
     shapes = [shape for at, bar in enumerate(shown) for shape in _bar(across, bar, at * LINE)]
     if level is not None:
@@ -118,7 +118,7 @@ def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = N
     return chart(title, said, height, shapes, _folded(table((" ", unit, "interval"), rows)), note=note)
 
 
-def _bar(across: Scale, bar: Bar, top: float) -> list[Html]:
+def _bar(across: AxisScale, bar: Bar, top: float) -> list[Html]:
     middle = top + 22 + BAR / 2
     low, high = (bar.value if v is None or not math.isfinite(v) else v for v in (bar.low, bar.high))
     shapes = [
@@ -136,7 +136,7 @@ def _short(label: str) -> str:
     return label if len(label) <= LETTERS else label[: LETTERS - 1] + "…"
 
 
-def _line(box: Frame, index: int, one: Series, points: Sequence[Point], x: Axis, y: Axis) -> Html:
+def _line(box: Axes, index: int, one: Series, points: Sequence[Point], x: Axis, y: Axis) -> Html:
     upper = [(p.x, p.high) for p in points if p.high is not None and p.low is not None]
     lower = [(p.x, p.low) for p in points if p.high is not None and p.low is not None]
     band = ""
@@ -147,7 +147,7 @@ def _line(box: Frame, index: int, one: Series, points: Sequence[Point], x: Axis,
     return element("g", band, curve, *marks, class_=_class(index, one))
 
 
-def _cloud(box: Frame, index: int, one: Series, points: Sequence[Point], x: Axis, y: Axis) -> Html:
+def _cloud(box: Axes, index: int, one: Series, points: Sequence[Point], x: Axis, y: Axis) -> Html:
     shapes: list[Html] = []
     for p in points:
         if p.low is not None and p.high is not None:
@@ -157,7 +157,7 @@ def _cloud(box: Frame, index: int, one: Series, points: Sequence[Point], x: Axis
     return element("g", *shapes, class_=_class(index, one))
 
 
-def _mark(box: Frame, index: int, name: str, p: Point, x: Axis, y: Axis) -> Html:
+def _mark(box: Axes, index: int, name: str, p: Point, x: Axis, y: Axis) -> Html:
     """A point, its shape by the series', with what it says when pointed at."""
     at, up = box.x(p.x), box.y(p.y)
     said = f"{name}: {y.label} {figure(p.y)}"
@@ -199,14 +199,14 @@ def _class(index: int, one: Series) -> str:
     return f"s{index % SERIES}" + (" reference" if one.reference else "")
 
 
-def _level(box: Frame, level: float | None) -> Html:
+def _level(box: Axes, level: float | None) -> Html:
     if level is None:
         return Html()
     at = box.y(level)
     return element("line", x1=box.x.start, y1=at, x2=box.x.end, y2=at, class_="rule")
 
 
-def _path(box: Frame, points: Iterable[tuple[float, float]]) -> str:
+def _path(box: Axes, points: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{compact(box.x(u))},{compact(box.y.clamped(v))}" for u, v in points)
 
 

@@ -12,7 +12,7 @@ from foretoken.report.intervals import wilson
 from foretoken.report.markup import Html, element, figure, join, percent
 from foretoken.report.timeline import STYLE as TIMELINE
 from foretoken.report.timeline import Lap, timeline
-from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Round, Token, Trace
+from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Token, Trace, TraceStep
 
 WORDS = {ACCEPTED: "draft, accepted", REJECTED: "draft, rejected", TARGET: "the target's own"}
 PARTS = ("propose", "score", "verify", "commit")
@@ -160,7 +160,7 @@ def _timeline(trace: Trace) -> Html:
     return timeline("Time of each round, by part", PARTS, laps, note=note)
 
 
-def _lap(each: Round) -> Lap:
+def _lap(each: TraceStep) -> Lap:
     t = each.timings
     shared = f", {t.batch} sequences" if t.batch > 1 else ""
     said = f"{each.drafted} drafted, {each.landed} accepted, {each.emitted} emitted{shared}"

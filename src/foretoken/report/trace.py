@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.core.draft import Draft
-from foretoken.core.step import Step, Timings
+from foretoken.core.step import StepOutput, Timings
 from foretoken.engine.detokenize import Detokenizer, Tokenizer
 from foretoken.outputs import CompletionOutput, Logprob, SpeculationStats, StreamPiece
 
@@ -15,7 +15,7 @@ ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class DraftedToken:
     """A drafted token. q: the probability with which it was drawn, None where nothing was drawn.
 
     score: what the draft expected of it where it said so, a probability that the target gets there.
@@ -47,7 +47,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TraceStep:
     """drafted: nodes; depth: of the deepest. tried, landed: positions that were judged, and that were accepted."""
 
     number: int
@@ -66,7 +66,7 @@ class Trace:
 
     prompt: str
     tokens: tuple[Token, ...]  # in reading order; what was drafted in vain stands before what came instead
-    rounds: tuple[Round, ...]
+    rounds: tuple[TraceStep, ...]
     text: str
     stats: SpeculationStats
     finish_reason: str | None
@@ -90,10 +90,12 @@ class Tracer:
 
     tokenizer: Tokenizer
     prompt_ids: Sequence[int]
-    _steps: list[Step] = field(default_factory=list)
-    _guesses: list[tuple[Guess | None, ...]] = field(default_factory=list)  # by round: of each token that was emitted
-    _vain: list[tuple[Guess, ...]] = field(default_factory=list)
-    _rounds: list[Round] = field(default_factory=list)
+    _steps: list[StepOutput] = field(default_factory=list)
+    _guesses: list[tuple[DraftedToken | None, ...]] = field(
+        default_factory=list
+    )  # by round: of each token that was emitted
+    _vain: list[tuple[DraftedToken, ...]] = field(default_factory=list)
+    _rounds: list[TraceStep] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)
     _emitted: list[tuple[int, ...]] = field(default_factory=list)
     _output: CompletionOutput | None = None
@@ -140,7 +142,7 @@ class Tracer:
         return made
 
     def _token(
-        self, token: int, text: str, number: int, guess: Guess | None, row: Mapping[int, Logprob], cut: bool
+        self, token: int, text: str, number: int, guess: DraftedToken | None, row: Mapping[int, Logprob], cut: bool
     ) -> Token:
         own = row.get(token)
         special = "" if text else self.tokenizer.decode([token], skip_special_tokens=False)
@@ -158,17 +160,17 @@ class Tracer:
             cut=cut or bool(mark),
         )
 
-    def _vain_token(self, guess: Guess, number: int, row: Mapping[int, Logprob]) -> Token:
+    def _vain_token(self, guess: DraftedToken, number: int, row: Mapping[int, Logprob]) -> Token:
         known = row.get(guess.id)
         text = self.tokenizer.decode([guess.id], skip_special_tokens=False)
         p, rank = (math.exp(known.logprob), known.rank) if known else (None, None)
         return Token(guess.id, text, REJECTED, number, p, rank, guess.q, guess.score)
 
 
-def _round(number: int, step: Step) -> Round:
+def _round(number: int, step: StepOutput) -> TraceStep:
     path, draft = step.verdict.path, step.draft
     more = bool(draft.children[(path[-1] if path else -1) + 1])
-    return Round(
+    return TraceStep(
         number=number,
         timings=step.timings,
         drafted=len(draft),
@@ -180,9 +182,9 @@ def _round(number: int, step: Step) -> Round:
     )
 
 
-def _guess(draft: Draft, node: int) -> Guess:
+def _guess(draft: Draft, node: int) -> DraftedToken:
     score = None if draft.scores is None else min(1.0, math.exp(float(draft.scores[node])))
-    return Guess(draft.ids[node], draft.chance(node), score)
+    return DraftedToken(draft.ids[node], draft.chance(node), score)
 
 
 def _others(row: Mapping[int, Logprob], token: int) -> tuple[tuple[str, float], ...]:

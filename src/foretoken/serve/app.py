@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from foretoken import __version__
-from foretoken.serve.answers import ChatCompletion, Completion, Error, Health, Model, ModelList, Version
 from foretoken.serve.chat import answer
 from foretoken.serve.chat_schema import ChatRequest
 from foretoken.serve.completions import complete
-from foretoken.serve.errors import Unavailable, add_handlers
+from foretoken.serve.errors import ServerUnavailable, add_handlers
 from foretoken.serve.json_body import JsonRoute
-from foretoken.serve.limits import Guard, Settings, effective_salt
+from foretoken.serve.limits import LimitsMiddleware, ServerSettings, effective_salt
+from foretoken.serve.responses import ChatCompletion, Completion, Error, Health, ModelList, ServedModel, Version
 from foretoken.serve.schema import CompletionRequest, Generate
 from foretoken.serve.service import Service
 from foretoken.serve.worker import Worker
@@ -50,9 +50,9 @@ def open_paths() -> frozenset[str]:
     return frozenset({"/health", *playground()})
 
 
-def create_app(worker: Worker, settings: Settings | None = None) -> FastAPI:
+def create_app(worker: Worker, settings: ServerSettings | None = None) -> FastAPI:
     """The server of one worker, which it starts and closes with itself."""
-    settings = settings or Settings()
+    settings = settings or ServerSettings()
     service = Service(worker, settings)
 
     @asynccontextmanager
@@ -77,7 +77,7 @@ def create_app(worker: Worker, settings: Settings | None = None) -> FastAPI:
     app.include_router(_listing(service), dependencies=guarded)
     for path, file in playground().items():
         app.add_route(path, _page(file), methods=["GET"], include_in_schema=False)
-    app.add_middleware(Guard, settings=settings, open_paths=open_paths())
+    app.add_middleware(LimitsMiddleware, settings=settings, open_paths=open_paths())
     if settings.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
@@ -121,7 +121,7 @@ def _listing(service: Service) -> APIRouter:
         return {"object": "list", "data": [service.model(name) for name in service.settings.model_names]}
 
     @router.get("/v1/models/{name:path}", responses=_errors(401, 403, 404))
-    async def model(name: str) -> Model:
+    async def model(name: str) -> ServedModel:
         """One of them."""
         return service.model(name)
 
@@ -129,9 +129,9 @@ def _listing(service: Service) -> APIRouter:
     async def health() -> Health:
         """Whether requests are taken."""
         if not service.worker.alive:
-            raise Unavailable("the engine is not running")
+            raise ServerUnavailable("the engine is not running")
         if service.worker.draining:
-            raise Unavailable("the server is shutting down")
+            raise ServerUnavailable("the server is shutting down")
         return {"status": "ok"}
 
     @router.get(

@@ -11,14 +11,14 @@ from starlette.types import Receive
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.outputs import StreamPiece
-from foretoken.serve.answers import ChatChoice, ChatCompletion, ChatLogprobs
 from foretoken.serve.chat_schema import ChatRequest, Message, NamedTool
 from foretoken.serve.errors import invalid
 from foretoken.serve.generation import Generation, collect
 from foretoken.serve.parameters import sampling
+from foretoken.serve.responses import ChatChoice, ChatCompletion, ChatLogprobs
 from foretoken.serve.service import Service
-from foretoken.serve.spelling import chat_logprobs
-from foretoken.serve.stream import attended, stream
+from foretoken.serve.stream import cancel_on_disconnect, stream
+from foretoken.serve.token_text import chat_logprobs
 from foretoken.serve.tools import Delta, ToolParser, forced, message_of, parsed_arguments
 
 
@@ -30,7 +30,7 @@ async def answer(service: Service, body: ChatRequest, receive: Receive) -> Respo
     service.check_counts(body.n or 1, 1, body.top_logprobs, "top_logprobs")
     calls = forced(body)
     llm, template = service.worker.llm, service.settings.chat_template
-    text = await service.worker.aside(lambda: render(llm.tokenizer, body, template))
+    text = await service.worker.run_in_thread(lambda: render(llm.tokenizer, body, template))
     ids = await service.tokenized(len(text), lambda: llm.requests.rendered(text), "messages")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = sampling(
@@ -41,11 +41,11 @@ async def answer(service: Service, body: ChatRequest, receive: Receive) -> Respo
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     generation = await service.begin("chatcmpl", body, [ids], params)
-    writer = _Writer(service, body, bare=calls is not None)
+    writer = _ChatWriter(service, body, bare=calls is not None)
     if body.streams:
         return await stream(body, generation, writer, service.spelling, receive)
     with generation:
-        finals = await attended(receive, collect(generation))
+        finals = await cancel_on_disconnect(receive, collect(generation))
         return JSONResponse(_answer(writer, generation, finals, body.return_steps))
 
 
@@ -94,7 +94,7 @@ def _told(message: Message) -> dict[str, Any]:
 
 
 def _answer(
-    writer: _Writer, generation: Generation, finals: Mapping[int, StreamPiece], detailed: bool
+    writer: _ChatWriter, generation: Generation, finals: Mapping[int, StreamPiece], detailed: bool
 ) -> ChatCompletion:
     return {
         "id": generation.id,
@@ -107,7 +107,7 @@ def _answer(
     }
 
 
-class _Writer:
+class _ChatWriter:
     """Choices of a request; also its stream's ``Composer``. bare: the text is JSON of calls."""
 
     object = "chat.completion.chunk"

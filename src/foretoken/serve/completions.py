@@ -10,14 +10,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from foretoken.outputs import CompletionOutput, StreamPiece
-from foretoken.serve.answers import Completion, CompletionChoice, CompletionLogprobs
 from foretoken.serve.errors import invalid
 from foretoken.serve.generation import Generation, collect
 from foretoken.serve.parameters import sampling
+from foretoken.serve.responses import Completion, CompletionChoice, CompletionLogprobs
 from foretoken.serve.schema import CompletionRequest
 from foretoken.serve.service import Service
-from foretoken.serve.spelling import LegacyLogprobs
-from foretoken.serve.stream import attended, stream
+from foretoken.serve.stream import cancel_on_disconnect, stream
+from foretoken.serve.token_text import LegacyLogprobs
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -52,11 +52,11 @@ async def complete(service: Service, body: CompletionRequest, receive: Receive) 
     )
     generation = await service.begin("cmpl", body, [prompt.ids for prompt in prompts], params)
     generation.shown = budget > 0
-    writer = _Writer(service, body, prompts, candidates, generation.shown)
+    writer = _CompletionWriter(service, body, prompts, candidates, generation.shown)
     if body.streams:
         return await stream(body, generation, writer, service.spelling, receive)
     with generation:
-        finals = await attended(receive, collect(generation))
+        finals = await cancel_on_disconnect(receive, collect(generation))
         return JSONResponse(_answer(writer, generation, finals, n, body.return_steps))
 
 
@@ -70,7 +70,7 @@ async def _read(service: Service, prompt: str | list[int], echo: bool) -> Prompt
     llm = service.worker.llm
 
     def read() -> Prompt:
-        given = llm.requests.read(prompt)
+        given = llm.requests.tokenize(prompt)
         text = llm.tokenizer.decode(given.ids) if given.text is None and echo else given.text or ""
         return Prompt(text, given.ids)
 
@@ -78,7 +78,7 @@ async def _read(service: Service, prompt: str | list[int], echo: bool) -> Prompt
 
 
 def _answer(
-    writer: _Writer, generation: Generation, finals: Mapping[int, StreamPiece], n: int, detailed: bool
+    writer: _CompletionWriter, generation: Generation, finals: Mapping[int, StreamPiece], n: int, detailed: bool
 ) -> Completion:
     per_prompt = generation.params.n
     choices: list[CompletionChoice] = []
@@ -106,7 +106,7 @@ def _mean_logprob(output: CompletionOutput | None) -> float:
     return total / max(1, len(output.token_ids))
 
 
-class _Writer:
+class _CompletionWriter:
     """Choices of a request; also its stream's ``Composer``."""
 
     object = "text_completion"

@@ -29,7 +29,7 @@ class Overloaded(ForetokenError):
     """As many requests wait as may."""
 
 
-class Unavailable(ForetokenError):
+class ServerUnavailable(ForetokenError):
     """The server takes no requests: it is shutting down, or its engine is dead."""
 
 
@@ -77,7 +77,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, Overloaded):
         retry = {"Retry-After": str(RETRY_SECONDS)}
         return ApiError(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=retry)
-    if isinstance(error, Unavailable):
+    if isinstance(error, ServerUnavailable):
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": str(RETRY_SECONDS)})
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than this server allows; ask for fewer tokens", code="timeout")

@@ -9,21 +9,23 @@ from typing import Any, Literal, Self
 from uuid import uuid4
 
 from foretoken.outputs import StreamPiece
-from foretoken.propose.selection import PREDICTION
-from foretoken.serve.answers import RequestMetrics, Usage
+from foretoken.propose.per_request import PREDICTION
 from foretoken.serve.metrics import Metrics, SpeculationRecord
-from foretoken.serve.ticket import Ticket
+from foretoken.serve.request_stream import RequestStream
+from foretoken.serve.responses import RequestMetrics, TokenUsage
 from foretoken.serve.worker import Worker
 
 
 class Generation:
     """Iterate over it, within ``with``: (choice, piece) as they come; choices of the second prompt follow the first's.
 
-    Leaving the ``with`` cancels what is left. Raises TimeoutError after ``timeout`` seconds, and as ``Ticket`` does.
+    Leaving the ``with`` cancels what is left. Raises TimeoutError after ``timeout`` seconds, else as ``RequestStream``.
     shown: whether the client gets what is generated, and has it counted.
     """
 
-    def __init__(self, kind: str, model: str, ticket: Ticket, worker: Worker, metrics: Metrics, timeout: float) -> None:
+    def __init__(
+        self, kind: str, model: str, ticket: RequestStream, worker: Worker, metrics: Metrics, timeout: float
+    ) -> None:
         self.id, self.model, self.created = f"{kind}-{uuid4().hex}", model, int(time.time())
         self.ticket = ticket
         self.params = ticket.request.params
@@ -79,7 +81,7 @@ class Generation:
         """Whether every choice is."""
         return not self._left
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """So far."""
         generated = self._generated if self.shown else 0
         accepted = self._accepted_of_prediction

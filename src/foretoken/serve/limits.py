@@ -24,7 +24,7 @@ MAX_HEADERS = 64 * 2**10  # bytes of a request's headers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """How an app serves.
 
     model_names: what clients may call the model; the first is what answers say.
@@ -54,13 +54,13 @@ class Settings:
     timeout: float = 600.0
 
 
-class Guard:
+class LimitsMiddleware:
     """ASGI middleware. ``open_paths`` need no key and are not counted.
 
     A request counts as being answered once its body is complete, so that slow senders keep nobody out.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, open_paths: frozenset[str]) -> None:
         self._app, self._settings, self._open_paths = app, settings, open_paths
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
         self._scoped = len(set(self._keys)) > 1 and not settings.share_cache_across_keys

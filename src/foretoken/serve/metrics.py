@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 
 PREFIX = "foretoken:"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -35,7 +35,7 @@ _Values = dict[tuple[str, ...], float]  # by the values of a counter's labels, t
 _REMEMBERED = 65_536  # sequences whose last round is known; those that were dropped unfinished leave in time
 
 
-class Usage(Protocol):
+class EngineUsage(Protocol):
     """How full the engine is. ``kv_capacity`` 0: unbounded. Prefix queries and hits are counted in tokens."""
 
     @property
@@ -56,7 +56,7 @@ class Usage(Protocol):
 
 @dataclass(slots=True)
 class SpeculationRecord:
-    """One request's speculation, as load generators read it; a reader of ``Step``.
+    """One request's speculation, as load generators read it; a reader of ``StepOutput``.
 
     num_spec_tokens: draft tokens a round that were configured, where that is known; a longer draft raises it.
 
@@ -68,7 +68,7 @@ class SpeculationRecord:
     _accepted: list[int] = field(default_factory=list)
     _drafted: list[int] = field(default_factory=list)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepOutput) -> None:
         if len(step.draft):
             self._accepted.append(step.accepted)
             self._drafted.append(len(step.draft))
@@ -141,7 +141,7 @@ class _Speculation:
     accepted: Counter[int] = field(default_factory=Counter)
     judged: Counter[int] = field(default_factory=Counter)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepOutput) -> None:
         path, accepted = step.verdict.path, step.accepted
         refused = accepted == len(path) and (path[-1] if path else -1) in step.draft.parents
         self.drafts += 1
@@ -151,7 +151,7 @@ class _Speculation:
 
 
 class Metrics(Collector):
-    """Prometheus metrics of one server, in a registry of its own; see docs/metrics.md for each.
+    """Prometheus metrics of one server, in a registry of its own; see docs/reference/metrics.md for each.
 
     model_name: the label on all of them. usage: how full the engine is, asked when the metrics are shown.
     method_of: which method drafted a step, for the label ``method``; without it the label is empty.
@@ -163,8 +163,8 @@ class Metrics(Collector):
     def __init__(
         self,
         model_name: str,
-        usage: Callable[[], Usage],
-        method_of: Callable[[Step], str] | None = None,
+        usage: Callable[[], EngineUsage],
+        method_of: Callable[[StepOutput], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model, self._usage, self._method_of, self._clock = model_name, usage, method_of, clock
@@ -180,7 +180,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def on_steps(self, steps: Sequence[Step]) -> None:
+    def on_steps(self, steps: Sequence[StepOutput]) -> None:
         """Count one round: the steps of all sequences that took part."""
         if not steps:
             return
@@ -242,7 +242,7 @@ class Metrics(Collector):
             families = [*self._engine(usage), *self._counted(), *self._speculated(), *self._distributions()]
         return iter(families)
 
-    def _engine(self, usage: Usage) -> Iterator[Metric]:
+    def _engine(self, usage: EngineUsage) -> Iterator[Metric]:
         share = usage.kv_tokens / usage.kv_capacity if usage.kv_capacity else 0.0
         yield self._gauge("num_requests_running", "Sequences in work.", usage.running)
         yield self._gauge("num_requests_waiting", "Sequences that wait for a place.", usage.waiting)

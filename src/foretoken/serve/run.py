@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _LAST_WORDS = 5.0  # seconds for answers to be sent when requests have been ended
 
 
-class Work(Protocol):
+class Servable(Protocol):
     """What a server asks of whoever answers: a ``Worker``, for instance."""
 
     draining: bool
@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, worker: Work, drain_timeout: float = 30.0, announce: Callable[[], None] = lambda: None
+        self, app: FastAPI, worker: Servable, drain_timeout: float = 30.0, announce: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(
             uvicorn.Config(

@@ -115,7 +115,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class Prediction(Body):
+class PredictedContent(Body):
     """OpenAI's predicted output: a text that the answer is expected to follow."""
 
     type: Literal["content"]
@@ -169,7 +169,7 @@ class Generate(Body):
     logit_bias: Annotated[dict[Annotated[str, Field(pattern=_TOKEN)], Bias], _BIASES] | None = None
     max_tokens: Count | None = None
     n: Choices | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedContent | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Integer64 | None = None
     stop: str | Annotated[Strings, Field(max_length=64)] | None = None

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from foretoken.core.errors import ContextLengthExceeded
 from foretoken.params import SamplingParams
-from foretoken.serve.answers import Model
 from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
 from foretoken.serve.generation import Generation
-from foretoken.serve.limits import Settings
+from foretoken.serve.limits import ServerSettings
 from foretoken.serve.metrics import Metrics
+from foretoken.serve.responses import ServedModel
 from foretoken.serve.schema import Generate
-from foretoken.serve.spelling import Spelling
+from foretoken.serve.token_text import TokenText
 from foretoken.serve.worker import Worker
 
 T = TypeVar("T")
@@ -23,10 +23,10 @@ T = TypeVar("T")
 class Service:
     """One worker behind one app."""
 
-    def __init__(self, worker: Worker, settings: Settings) -> None:
+    def __init__(self, worker: Worker, settings: ServerSettings) -> None:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(settings.model_names[0], lambda: worker.engine.usage, worker.method_of)
-        self.spelling = Spelling(worker.llm.tokenizer)
+        self.spelling = TokenText(worker.llm.tokenizer)
         self.created = int(time.time())
         worker.listeners.append(self.metrics.on_steps)
 
@@ -43,7 +43,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return model or names[0]
 
-    def model(self, name: str) -> Model:
+    def model(self, name: str) -> ServedModel:
         """What /v1/models says of it."""
         llm = self.worker.llm
         return {
@@ -74,7 +74,7 @@ class Service:
         size: of the text in characters, or its ids. param: what the error names where the text is too long.
         """
         try:
-            return await self.worker.aside(work, size)
+            return await self.worker.run_in_thread(work, size)
         except ContextLengthExceeded as error:
             raise invalid(str(error), param, CONTEXT_LENGTH) from error
 
@@ -100,6 +100,6 @@ class Service:
         """Queue it. kind: how its identifier begins. Raises InvalidRequest, Overloaded or Unavailable."""
         name = self.named(body.model)
         if params.logprobs is not None or params.prompt_logprobs is not None or params.explain:
-            await self.worker.aside(self.spelling.load)
+            await self.worker.run_in_thread(self.spelling.load)
         ticket = await self.worker.submit(prompts, params, body.priority)
         return Generation(kind, name, ticket, self.worker, self.metrics, self.settings.timeout)

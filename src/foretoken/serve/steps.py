@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from foretoken.outputs import StreamPiece
-from foretoken.serve.spelling import Spelling
+from foretoken.serve.token_text import TokenText
 
 
-def step_record(piece: StreamPiece, index: int, spelling: Spelling) -> dict[str, Any]:
+def step_record(piece: StreamPiece, index: int, spelling: TokenText) -> dict[str, Any]:
     """One round of one choice.
 
     draft: what was drafted, parents before children; a parent is an index into it, -1 the last committed token. p is
@@ -38,7 +38,7 @@ def step_record(piece: StreamPiece, index: int, spelling: Spelling) -> dict[str,
                 "token": token,
                 "text": spelling.text(token),
                 "origin": "accepted" if place < step.accepted else "target",
-                "p": explained.came[place] if explained else None,
+                "p": explained.emitted_prob[place] if explained else None,
             }
             for place, token in enumerate(step.tokens)
         ],

@@ -14,8 +14,8 @@ from foretoken.outputs import StreamPiece
 from foretoken.serve.errors import ApiError, as_api_error
 from foretoken.serve.generation import Generation
 from foretoken.serve.schema import Generate
-from foretoken.serve.spelling import Spelling
 from foretoken.serve.steps import step_record
+from foretoken.serve.token_text import TokenText
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _DONE = b"data: [DONE]\n\n"
 _GRACE = 10.0  # seconds for a client to read what is left once its request is over
 
 
-async def attended(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """``work``, unless the client goes away: then it is cancelled, and a 499 raised that nobody will read."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -56,7 +56,7 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout_at(self._generation.deadline + _GRACE):
-                await attended(receive, self.stream_response(send))
+                await cancel_on_disconnect(receive, self.stream_response(send))
         except (ApiError, TimeoutError):
             return  # gone, or deaf
         finally:
@@ -78,11 +78,11 @@ class Composer(Protocol):
 
 
 async def stream(
-    body: Generate, generation: Generation, composer: Composer, spelling: Spelling, receive: Receive
+    body: Generate, generation: Generation, composer: Composer, spelling: TokenText, receive: Receive
 ) -> EventStream:
     """Begins once the first piece is there, so that what fails before is an error like any other."""
     try:
-        first = await attended(receive, anext(generation))
+        first = await cancel_on_disconnect(receive, anext(generation))
     except BaseException as error:
         generation.close("error" if isinstance(error, Exception) else "abort")
         raise
@@ -90,7 +90,7 @@ async def stream(
 
 
 async def _events(
-    body: Generate, generation: Generation, first: tuple[int, StreamPiece], composer: Composer, spelling: Spelling
+    body: Generate, generation: Generation, first: tuple[int, StreamPiece], composer: Composer, spelling: TokenText
 ) -> AsyncIterator[bytes]:
     """Chunks as events, the usage, and the end mark; or an error in their place, and no end mark."""
     options = body.stream_options

@@ -23,18 +23,17 @@ import torch
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError
-from foretoken.core.step import Step
+from foretoken.core.step import StepOutput
 from foretoken.engine.assemble import Assembler
-from foretoken.engine.assemble import submit as enqueue
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.requests import Restrictions
 from foretoken.engine.structured import IsolatedGrammars
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
-from foretoken.propose.selection import Selection
-from foretoken.propose.tolerant import Tolerant
-from foretoken.serve.errors import Overloaded, RequestFailed, Unavailable
-from foretoken.serve.ticket import Built, Delivery, Ticket, hand_over
+from foretoken.propose.fallback import FallbackProposer
+from foretoken.propose.per_request import PerRequestProposer
+from foretoken.serve.errors import Overloaded, RequestFailed, ServerUnavailable
+from foretoken.serve.request_stream import Built, Delivery, RequestStream, hand_over
 
 _log = logging.getLogger(__name__)
 
@@ -56,10 +55,10 @@ class Worker:
     def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
         self.llm, self.engine = llm, llm.engine
         self.max_waiting = max_waiting
-        self.listeners: list[Callable[[Sequence[Step]], None]] = []
+        self.listeners: list[Callable[[Sequence[StepOutput]], None]] = []
         self.draining = False
         self.dead: Exception | None = None
-        self._open: set[Ticket] = set()
+        self._open: set[RequestStream] = set()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._large_intake = ThreadPoolExecutor(1, "foretoken-large-intake")
@@ -69,12 +68,12 @@ class Worker:
             llm.requests.grammars = IsolatedGrammars(llm.tokenizer, llm.target.vocab_size)
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
         self._chooses = self.engine.proposer
-        self.engine.proposer = Tolerant(self._chooses)  # nobody fails because nobody drafts
+        self.engine.proposer = FallbackProposer(self._chooses)  # nobody fails because nobody drafts
         # The engine's thread alone looks at these.
         self._assembler = Assembler(self.engine, llm.tokenizer)
-        self._tickets: dict[int, Ticket] = {}  # by sequence
+        self._tickets: dict[int, RequestStream] = {}  # by sequence
         self._methods: dict[int, str] = {}  # by sequence
-        self._fresh: list[Ticket] = []  # not taken up yet
+        self._fresh: list[RequestStream] = []  # not taken up yet
 
     # the event loop's side
 
@@ -91,7 +90,7 @@ class Worker:
         """Whether any request is open."""
         return bool(self._open)
 
-    async def aside(self, work: Callable[[], T], size: int = 0) -> T:
+    async def run_in_thread(self, work: Callable[[], T], size: int = 0) -> T:
         """Do what takes longer than the loop may stand still, such as tokenizing a prompt.
 
         size: characters to tokenize. Large texts have a thread of their own, so that others do not wait for them.
@@ -104,32 +103,32 @@ class Worker:
         """Sequences that may run or wait."""
         return self.engine.max_sequences + self.max_waiting
 
-    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> Ticket:
+    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> RequestStream:
         """Check and queue all of ``prompts``, or none. Raises InvalidRequest, Overloaded or Unavailable."""
         self._admit(len(prompts) * params.n)
         if isinstance(params.prediction, str):
             tokenize = partial(self.llm.requests.prediction, params.prediction)
-            params = replace(params, prediction=await self.aside(tokenize, len(params.prediction)))
+            params = replace(params, prediction=await self.run_in_thread(tokenize, len(params.prediction)))
         restrictions = await self._restrictions(params)
-        built = await self.aside(lambda: [self._build(prompt, params, restrictions) for prompt in prompts])
+        built = await self.run_in_thread(lambda: [self._build(prompt, params, restrictions) for prompt in prompts])
         self._admit(len(prompts) * params.n)  # again: others came while the prompts were read
-        ticket = Ticket(built, priority, self._release)
+        ticket = RequestStream(built, priority, self._release)
         self._open.add(ticket)
         self._orders.put(lambda: self._add(ticket))
         return ticket
 
     def method(self, context: Context) -> str:
         """Which of ``llm.methods`` drafts for it."""
-        return self._chooses.of(context) if isinstance(self._chooses, Selection) else self.llm.methods[0]
+        return self._chooses.of(context) if isinstance(self._chooses, PerRequestProposer) else self.llm.methods[0]
 
-    def method_of(self, step: Step) -> str:
+    def method_of(self, step: StepOutput) -> str:
         """Which of them drafted it; for listeners, while they are told of it."""
         return self._methods.get(step.sequence, self.llm.methods[0])
 
     def abandon(self) -> None:
         """End what is still open, for shutting down."""
         for ticket in list(self._open):
-            ticket.end(Unavailable("the server shut down before the request was done"), abort=True)
+            ticket.end(ServerUnavailable("the server shut down before the request was done"), abort=True)
 
     def close(self) -> None:
         """Stop the thread after the round it is in, wait for it, and leave the engine as it was."""
@@ -145,9 +144,9 @@ class Worker:
 
     def _admit(self, sequences: int) -> None:
         if self.dead is not None:
-            raise Unavailable(f"the engine stopped working ({self.dead}); the server has to be started again")
+            raise ServerUnavailable(f"the engine stopped working ({self.dead}); the server has to be started again")
         if self.draining:
-            raise Unavailable("the server is shutting down; ask another one")
+            raise ServerUnavailable("the server is shutting down; ask another one")
         if sum(len(ticket.members) for ticket in self._open) + sequences > self.capacity:
             raise Overloaded(f"the queue is full: {self.capacity} sequences may run or wait; try again later")
 
@@ -171,7 +170,7 @@ class Worker:
             self.engine.check(context)
         return request, contexts
 
-    def _release(self, ticket: Ticket, abort: bool) -> None:
+    def _release(self, ticket: RequestStream, abort: bool) -> None:
         self._open.discard(ticket)
         if abort:
             self._orders.put(lambda: self._drop(ticket))
@@ -186,7 +185,7 @@ class Worker:
         except Exception as error:
             _log.exception("the engine's thread ended")
             self.dead = error
-            end = Unavailable(f"the engine stopped working ({error})")
+            end = ServerUnavailable(f"the engine stopped working ({error})")
             self._deliver([(ticket, end) for ticket in set(self._tickets.values())])
 
     def _obey(self) -> bool:
@@ -227,7 +226,7 @@ class Worker:
             ticket.began = now
             self._fresh.remove(ticket)
 
-    def _piece(self, step: Step) -> Delivery | None:
+    def _piece(self, step: StepOutput) -> Delivery | None:
         ticket = self._tickets.get(step.sequence)
         if ticket is None:
             return None
@@ -248,19 +247,18 @@ class Worker:
             self._drop(ticket)
         self._deliver([(ticket, _failure(error)) for ticket in failed])
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, ticket: RequestStream) -> None:
         self._fresh.append(ticket)
         try:
             for request, contexts in ticket.built:
                 self._tickets.update(dict.fromkeys(request.members, ticket))
                 self._methods.update({context.id: self.method(context) for context in contexts})
-                self._assembler.add(request)
-                enqueue(self.engine, request, contexts, ticket.priority)
+                self._assembler.add(request, contexts, ticket.priority)
         except Exception as error:
             self._drop(ticket)
             self._deliver([(ticket, _failure(error))])
 
-    def _drop(self, ticket: Ticket) -> None:
+    def _drop(self, ticket: RequestStream) -> None:
         if ticket in self._fresh:
             self._fresh.remove(ticket)
         for request in ticket.requests:
@@ -294,6 +292,6 @@ def _failure(error: Exception) -> Exception:
     return failure
 
 
-def _light(step: Step) -> Step:
+def _light(step: StepOutput) -> StepOutput:
     """Without the law that the draft was drawn from, which can be a row of the vocabulary for each node."""
     return replace(step, draft=Draft(torch.tensor(step.draft.ids, dtype=torch.int64), step.draft.parents))

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from foretoken.control.learned import EXTRA, MODEL_TYPE, features
 from foretoken.core.checks import integer, number
-from foretoken.models.checkpoint import load_tokenizer, resolve_device
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
 from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json

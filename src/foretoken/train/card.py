@@ -13,7 +13,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model
+from foretoken.models.loading import load_model
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.draft import DistillConfig, load_teacher, measure
 from foretoken.train.files import PROVENANCE, write_json

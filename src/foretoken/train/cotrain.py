@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.models.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.train.acceptance import head_loss, known
 from foretoken.train.lessons import Head, Lesson, Teacher
 from foretoken.train.progress import quiet_transformers

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.train.lessons import Head, Lesson, Norm, Teacher
+from foretoken.train.lessons import Head, Lesson, RmsNorm, Teacher
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Eagle3Head(Head):
         width, shape = teacher.hidden, teacher.config
         self.fc = nn.Linear(3 * width, width, bias=False)
         self.midlayer = _Layer(config, shape)
-        self.norm = Norm(width, shape.rms_norm_eps)
+        self.norm = RmsNorm(width, shape.rms_norm_eps)
         self.lm_head = nn.Linear(width, len(vocabulary), bias=False)
         self.vocabulary = vocabulary
         self._start_from(teacher)
@@ -154,9 +154,9 @@ class _Layer(nn.Module):
     def __init__(self, config: Eagle3Config, shape: Any) -> None:
         super().__init__()
         width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = Norm(width, eps)
-        self.hidden_norm = Norm(width, eps)
-        self.post_attention_layernorm = Norm(width, eps)
+        self.input_layernorm = RmsNorm(width, eps)
+        self.hidden_norm = RmsNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
         self.self_attn = _Attention(config, shape)
         self.mlp = _Mlp(width, config.intermediate)
 

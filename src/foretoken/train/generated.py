@@ -16,7 +16,8 @@ import torch
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, TrainingError
 from foretoken.models.base import Handle, Model
-from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.loading import load_model
 from foretoken.train import processes
 from foretoken.train.data import Corpus, encode
 from foretoken.train.progress import Reporter

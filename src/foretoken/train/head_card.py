@@ -10,7 +10,7 @@ import numpy as np
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.llm import LLM
-from foretoken.models.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.params import SamplingParams
 from foretoken.speculation import SpeculativeConfig
 from foretoken.train.data import Corpus, encode

@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
-from foretoken.models.checkpoint import resolve_device
+from foretoken.models.loading import resolve_device
 from foretoken.train import processes
 from foretoken.train.acceptance import chain_acceptance, figures, head_loss, known
 from foretoken.train.cotrain import TARGET_RATE, CoTrained, text_loss
@@ -27,12 +27,12 @@ from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, w
 from foretoken.train.generated import Prompts, prepared
 from foretoken.train.lessons import Head, Lessons, Teacher
 from foretoken.train.parallel_heads import (
-    BlockwiseConfig,
     BlockwiseHead,
-    EarlyExitConfig,
+    BlockwiseTrainConfig,
     EarlyExitHead,
-    MedusaConfig,
+    EarlyExitTrainConfig,
     MedusaHead,
+    MedusaTrainConfig,
 )
 from foretoken.train.trainer import TrainConfig, Trainer, provenance
 
@@ -52,9 +52,9 @@ class Role:
 
 ROLES = {
     "eagle3": Role(Eagle3Config, Eagle3Head.made),
-    "medusa": Role(MedusaConfig, MedusaHead.made, 6e-3),
-    "blockwise": Role(BlockwiseConfig, BlockwiseHead.made, 6e-3),
-    "early-exit": Role(EarlyExitConfig, EarlyExitHead.made),
+    "medusa": Role(MedusaTrainConfig, MedusaHead.made, 6e-3),
+    "blockwise": Role(BlockwiseTrainConfig, BlockwiseHead.made, 6e-3),
+    "early-exit": Role(EarlyExitTrainConfig, EarlyExitHead.made),
 }
 
 

@@ -132,7 +132,7 @@ class Lesson:
             return self.read(self.last()).float().softmax(-1)
 
 
-class Norm(nn.RMSNorm):
+class RmsNorm(nn.RMSNorm):
     """RMS norm in float32, whatever comes in."""
 
     def forward(self, x: Tensor) -> Tensor:

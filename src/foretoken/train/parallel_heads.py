@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.train.lessons import Head, Lesson, Norm, Teacher
+from foretoken.train.lessons import Head, Lesson, RmsNorm, Teacher
 
 
 def _at_least_one(config: object, *names: str) -> None:
@@ -20,7 +20,7 @@ def _at_least_one(config: object, *names: str) -> None:
 
 
 @dataclass(frozen=True)
-class MedusaConfig:
+class MedusaTrainConfig:
     """``heads`` guesses, each through ``layers`` residual layers."""
 
     heads: int = 4
@@ -33,13 +33,13 @@ class MedusaConfig:
 class MedusaHead(Head):
     """Medusa (2401.10774): x + SiLU(W x + b) of the normed hidden state x, read by the target's vocabulary head."""
 
-    def __init__(self, config: MedusaConfig, teacher: Teacher) -> None:
+    def __init__(self, config: MedusaTrainConfig, teacher: Teacher) -> None:
         super().__init__()
         self.depths, self.layers = config.heads, config.layers
         self.blocks = nn.ModuleList(_Block(config.layers, teacher.hidden) for _ in range(config.heads))
 
     @classmethod
-    def made(cls, config: MedusaConfig, teacher: Teacher, counts: Tensor) -> MedusaHead:
+    def made(cls, config: MedusaTrainConfig, teacher: Teacher, counts: Tensor) -> MedusaHead:
         """The untrained head."""
         return cls(config, teacher)
 
@@ -76,7 +76,7 @@ class _Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class BlockwiseConfig:
+class BlockwiseTrainConfig:
     """``heads`` guesses, each through one hidden layer of ``intermediate`` units."""
 
     heads: int = 4
@@ -89,13 +89,13 @@ class BlockwiseConfig:
 class BlockwiseHead(Head):
     """Blockwise parallel decoding (1811.03115): x + down(relu(up x)), read by the target's vocabulary head."""
 
-    def __init__(self, config: BlockwiseConfig, teacher: Teacher) -> None:
+    def __init__(self, config: BlockwiseTrainConfig, teacher: Teacher) -> None:
         super().__init__()
         self.depths, self.intermediate = config.heads, config.intermediate
         self.heads = nn.ModuleList(_Residual(teacher.hidden, config.intermediate) for _ in range(config.heads))
 
     @classmethod
-    def made(cls, config: BlockwiseConfig, teacher: Teacher, counts: Tensor) -> BlockwiseHead:
+    def made(cls, config: BlockwiseTrainConfig, teacher: Teacher, counts: Tensor) -> BlockwiseHead:
         """The untrained head."""
         return cls(config, teacher)
 
@@ -127,7 +127,7 @@ class _Residual(nn.Module):
 
 
 @dataclass(frozen=True)
-class EarlyExitConfig:
+class EarlyExitTrainConfig:
     """Leave the target before layer ``exit_layer`` (None: after a quarter of its layers)."""
 
     exit_layer: int | None = None
@@ -148,11 +148,11 @@ class EarlyExitHead(Head):
 
     drawn = True
 
-    def __init__(self, config: EarlyExitConfig, teacher: Teacher, depths: int = 4) -> None:
+    def __init__(self, config: EarlyExitTrainConfig, teacher: Teacher, depths: int = 4) -> None:
         super().__init__()
         self.depths, self.exit_layer = depths, config.tapped(teacher.layers)
         self.taps = (self.exit_layer,)
-        self.norm = Norm(teacher.hidden, teacher.config.rms_norm_eps)
+        self.norm = RmsNorm(teacher.hidden, teacher.config.rms_norm_eps)
         self.adapter = nn.Linear(teacher.hidden, teacher.hidden, bias=False)
         nn.init.zeros_(self.adapter.weight)
         if (norm := teacher.final_norm()) is not None:
@@ -160,7 +160,7 @@ class EarlyExitHead(Head):
                 self.norm.weight.copy_(norm)
 
     @classmethod
-    def made(cls, config: EarlyExitConfig, teacher: Teacher, counts: Tensor) -> EarlyExitHead:
+    def made(cls, config: EarlyExitTrainConfig, teacher: Teacher, counts: Tensor) -> EarlyExitHead:
         """The untrained head."""
         return cls(config, teacher)
 

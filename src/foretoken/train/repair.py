@@ -28,7 +28,7 @@ _HELD_OUT_SEED = 1 << 20  # apart from the training batches' numbers
 IGNORED = -100  # the label that no loss counts, as transformers has it
 
 
-class Task(NamedTuple):
+class RepairTask(NamedTuple):
     """The question and its answer."""
 
     broken: str
@@ -91,11 +91,11 @@ def batches(data: Snippets, tokens: int, seed: int, start: int = 0) -> Iterator[
         length = list(data.by_length)[int(rng.choice(len(weights), p=weights / weights.sum()))]
         texts = data.by_length[length]
         rows = [texts[int(i)] for i in rng.integers(len(texts), size=max(1, tokens // length))]
-        yield batch(data.tokenizer, [Task(plant(text, rng), text) for text in rows], length)
+        yield batch(data.tokenizer, [RepairTask(plant(text, rng), text) for text in rows], length)
         step += 1
 
 
-def batch(tokenizer: PreTrainedTokenizerFast, tasks: list[Task], length: int) -> Batch:
+def batch(tokenizer: PreTrainedTokenizerFast, tasks: list[RepairTask], length: int) -> Batch:
     """The tasks as rows of ``length``: both sides end with the end token, labels are ignored behind it."""
     end = tokenizer.eos_token_id
     encode = tokenizer.backend_tokenizer.encode_batch
@@ -115,7 +115,7 @@ def batch(tokenizer: PreTrainedTokenizerFast, tasks: list[Task], length: int) ->
 def held_out(
     count: int, seed: int = 0, corpus: Corpus | None = None, tokenizer: PreTrainedTokenizerFast | None = None,
     window: int = 176,
-) -> list[Task]:  # fmt: skip
+) -> list[RepairTask]:  # fmt: skip
     """At most ``count`` tasks from files that nobody trained on, of all lengths; the bundled tokenizer and corpus
     by default. The same arguments give the same tasks. Raises InvalidRequest where there are none.
     """
@@ -123,12 +123,14 @@ def held_out(
     data = snippets((corpus or standard_library()).held_out, tokenizer, window, _HELD_OUT_SEED)
     texts = [text for listed in data.by_length.values() for text in listed]
     rng = np.random.default_rng([_HELD_OUT_SEED, seed])
-    return [Task(plant(texts[int(i)], rng), texts[int(i)]) for i in rng.permutation(len(texts))[:count]]
+    return [RepairTask(plant(texts[int(i)], rng), texts[int(i)]) for i in rng.permutation(len(texts))[:count]]
 
 
-def held_out_batches(tokenizer: PreTrainedTokenizerFast, tasks: list[Task], window: int, tokens: int) -> list[Batch]:
+def held_out_batches(
+    tokenizer: PreTrainedTokenizerFast, tasks: list[RepairTask], window: int, tokens: int
+) -> list[Batch]:
     """The tasks as padded batches, each in the shortest rows that hold it."""
-    by_length: dict[int, list[Task]] = {length: [] for length in lengths(window)}
+    by_length: dict[int, list[RepairTask]] = {length: [] for length in lengths(window)}
     for task in tasks:
         longest = max(len(ids) for ids in tokenizer(list(task), add_special_tokens=False)["input_ids"])
         fitting = [length for length in by_length if longest < length]

@@ -13,7 +13,7 @@ from foretoken.train.card import ZOO_ENTRY, read_provenance
 from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, write_json
 from foretoken.train.progress import Reporter, quiet_transformers
-from foretoken.train.repair import IGNORED, Batch, Task, bundled_tokenizer, held_out, held_out_batches
+from foretoken.train.repair import IGNORED, Batch, RepairTask, bundled_tokenizer, held_out, held_out_batches
 from foretoken.train.seq2seq import SEQ2SEQ_SHAPE, T5Shape, command_line, measure
 from foretoken.train.seq2seq_draft import SEQ2SEQ_DRAFT_SHAPE, load_seq2seq, measure_pair
 from foretoken.train.trainer import TrainConfig
@@ -48,7 +48,7 @@ def write_seq2seq_cards(target: Path, draft: Path | None, corpus: Corpus) -> lis
 
 
 @torch.no_grad()
-def exactness(model: T5ForConditionalGeneration, tasks: list[Task], window: int) -> dict[str, float]:
+def exactness(model: T5ForConditionalGeneration, tasks: list[RepairTask], window: int) -> dict[str, float]:
     """The share of ``tasks`` whose answer, written greedily to its end, is the right one token by token."""
     exact = rows = 0
     generate: Any = model.generate
@@ -69,7 +69,7 @@ def _judged(corpus: Corpus, facts: dict[str, Any]) -> list[Batch]:
     return held_out_batches(bundled_tokenizer(), _tasks(corpus, facts, _TASKS), window, 16 * window)
 
 
-def _tasks(corpus: Corpus, facts: dict[str, Any], count: int) -> list[Task]:
+def _tasks(corpus: Corpus, facts: dict[str, Any], count: int) -> list[RepairTask]:
     return held_out(count, 0, corpus, window=facts["config"]["window"])
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.models.checkpoint import open_weights
+from foretoken.models.formats.checkpoint import open_weights
 from foretoken.train.files import write_json
 
 INDEX = "model.safetensors.index.json"
@@ -34,7 +34,7 @@ def weights_sha256(folder: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointPlan:
     """A checkpoint that is to be written: how many parameters, of which type, its config, where the source's layers
     stand in it, and its tensors one after another.
     """

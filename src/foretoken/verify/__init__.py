@@ -1,6 +1,6 @@
-"""Verification: pure functions of a draft, the target's rows and random numbers. Nothing else can reach them.
+"""Verification: pure functions of a draft, the target's distributions and random numbers.
 
-Which rule is exact follows from how the draft was made and from what the request was promised:
+The exact verifier follows from how the draft was made and from the grade of exactness:
 
 | law of the draft | distribution | trajectory |
 |---|---|---|
@@ -9,7 +9,7 @@ Which rule is exact follows from how the draft was made and from what the reques
 | drawn tree, siblings i.i.d. or without replacement | traversal (or recursive) | coupled |
 | top k-1 plus one drawn | greedy multi-draft | coupled |
 
-The lossy rules, like ``typical``, are had only by their own name; so is ``continuous``, for real values in the place of
+Lossy verifiers, like ``typical``, are used only under their own name; so is ``continuous``, for real values in place of
 tokens.
 """
 
@@ -30,26 +30,15 @@ from foretoken.verify.rows import Probs
 __all__ = ["VERIFIERS", "Rule", "Verifier", "choose", "stream_for"]
 
 Verifier = Callable[[Draft, Probs, Stream], Verdict]
-"""(draft, probs [n+1, V], stream) -> verdict. Row 0 is the target's law at the root, row i + 1 at node i; ``Rows``
-are computed as they are read."""
+"""(draft, probs [n+1, V], stream) -> verdict. Row 0 is the target's distribution at the root, row i + 1 at node i."""
 
 Rule = Callable[[ProposalLaw, Exactness], Verifier]
-"""Which verifier judges drafts of a law in a request of a grade; ``choose`` is the exact one."""
-
-
-def _by_shape(chain: Verifier, drawn_tree: Verifier) -> Verifier:
-    """A rule for drawn chains, and its kin for drawn trees."""
-
-    def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-        return chain(draft, probs, stream) if draft.is_chain else drawn_tree(draft, probs, stream)
-
-    return verify
-
+"""Chooses the verifier for a draft's law and a request's grade. ``choose`` is the exact one."""
 
 VERIFIERS: dict[str, Verifier] = {
     "walk": walk.verify,
-    "token": _by_shape(token.verify, tree.recursive),
-    "block": _by_shape(block.verify, tree.traversal),
+    "token": token.verify,
+    "block": block.verify,
     "recursive": tree.recursive,
     "traversal": tree.traversal,
     "greedy-multi": tree.greedy_multi,
@@ -59,10 +48,16 @@ VERIFIERS: dict[str, Verifier] = {
 
 
 def choose(law: ProposalLaw, exactness: Exactness = Exactness.DISTRIBUTION, rejection: str = "block") -> Verifier:
-    """The rule that keeps the promise ``exactness`` for drafts made by ``law``.
+    """Returns the verifier that is exact for drafts made by ``law`` in the grade ``exactness``.
 
-    rejection: for drawn tokens in the distribution grade: ``"block"`` judges paths as wholes (block verification,
-    traversal), ``"token"`` every token by itself (token and recursive rejection), which accepts less.
+    Args:
+        law: How the draft tokens were produced.
+        exactness: Grade of the request.
+        rejection: For drawn tokens in the distribution grade. ``"block"`` verifies whole paths (block verification,
+            traversal). ``"token"`` verifies token by token (token and recursive rejection), which accepts less.
+
+    Raises:
+        InvalidRequest: ``rejection`` is neither.
     """
     if rejection not in ("block", "token"):
         raise InvalidRequest(f"rejection must be 'block' or 'token', got {rejection!r}")
@@ -84,9 +79,9 @@ def choose(law: ProposalLaw, exactness: Exactness = Exactness.DISTRIBUTION, reje
 
 
 def stream_for(exactness: Exactness, streams: Streams, position: int) -> Stream:
-    """The random numbers for verifying the round that begins after ``position`` generated tokens.
+    """Returns the random numbers for verifying the step that begins after ``position`` generated tokens.
 
-    The trajectory grade verifies with the noise that drafting may share; every other grade with its own.
+    The trajectory grade verifies with the noise that drafting may share. All other grades use separate numbers.
     """
     if exactness is Exactness.TRAJECTORY:
         return streams.shared(position)

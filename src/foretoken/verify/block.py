@@ -1,7 +1,7 @@
-"""Block verification of a drawn chain (2403.10444, algorithm 2): the best rule for a single path.
+"""Block verification of a drawn chain (2403.10444, algorithm 2), optimal for a single path.
 
-With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), E[accepted] = sum_i E_q[w_i], never less than
-token rejection's. Exact also when the draft's length is a stopping time.
+With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), E[accepted] = sum_i E_q[w_i], never less than with token
+rejection. It is also exact when the draft's length is a stopping time.
 """
 
 from __future__ import annotations
@@ -11,19 +11,27 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
+from foretoken.verify import tree
 from foretoken.verify.residual import drawn_rows, excess, ratio
 from foretoken.verify.rows import Probs, chances, draw, reached
 
 
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-    """tau = max{i : u_i <= h_i}, then one draw from norm((w_tau p_{tau+1} - q_{tau+1})+), or p_{n+1} if tau = n.
+    """Accepts tau = max{i : u_i <= h_i} tokens, then draws from norm((w_tau p_{tau+1} - q_{tau+1})+).
 
-    h_n = w_n, else h_i = Z_i / (Z_i + 1 - w_i) with Z_i the mass of that excess. Once w_i is 0 it stays so, and no row
-    below is read; the others are asked from the deepest up, so no excess is computed nearer the root than tau. Nor is
-    one where u_i >= w_i: it is no larger than w_i, so h_i is not either.
+    h_n = w_n, else h_i = Z_i / (Z_i + 1 - w_i), where Z_i is the mass of that excess. If tau = n, the bonus token is
+    drawn from p_{n+1}. A tree that is no chain is verified by ``tree.traversal``, the same rule for trees.
 
-    draft: a chain with law ``Sampled``; token i was drawn from row i of q. probs: [n+1, V].
+    Once w_i is 0 it stays 0, and no row below is read. The other rows are tested from the deepest up, so no excess is
+    computed nearer the root than tau. Nor is it where u_i >= w_i: the excess is at most w_i, and so is h_i.
+
+    Args:
+        draft: A draft with law ``Sampled``; token i of a chain was drawn from row i of q.
+        probs: [n+1, V].
+        stream: Random numbers of the verification.
     """
+    if not draft.is_chain:
+        return tree.traversal(draft, probs, stream)
     n = len(draft)
     q = drawn_rows(draft, probs)
     w = _weights(draft, probs, q)
@@ -33,16 +41,16 @@ def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
         u = stream.uniform(tau) if tau else None
         if u is not None and not u.below(w[tau]):
             continue
-        p = reached(probs, tau)  # where no token can come, w is 0 below and h is w itself
-        rest, mass = excess(p, q[tau], w[tau])
+        p = reached(probs, tau)  # where no token is possible, w is 0 below and h equals w
+        residual, mass = excess(p, q[tau], w[tau])
         exit_mass = mass + (1.0 - w[tau])
         if u is None or u.below(mass / exit_mass if exit_mass > 0.0 else 1.0):
-            return Verdict(tuple(range(tau)), stream.categorical(rest if mass > 0.0 else p, index=tau))
+            return Verdict(tuple(range(tau)), stream.categorical(residual if mass > 0.0 else p, index=tau))
     raise AssertionError("row 0 always yields a token")
 
 
 def _weights(draft: Draft, probs: Probs, q: Tensor) -> list[float]:
-    """w_0, w_1, ... in float64, as far as they are not 0."""
+    """Returns w_0, w_1, ... in float64, up to the first that is 0, exclusive."""
     w = [1.0]
     q_drawn = q[range(len(draft)), draft.ids].tolist() if len(draft) else []
     for p_x, q_x in zip(chances(probs, range(len(draft)), draft.ids), q_drawn, strict=True):

@@ -1,4 +1,4 @@
-"""The trajectory grade (2408.07978): the emitted token is argmax(log p + G[seed, position]), whatever was proposed."""
+"""The trajectory grade (2408.07978): the emitted token is argmax(log p + G[seed, position]) for every draft."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from foretoken.verify.rows import Probs
 
 
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-    """The walk over the noise of ``Streams.shared(position)``.
+    """Walks the tree with the noise of ``Streams.shared(position)``.
 
-    The walk addresses its draw at depth d by d, which the shared stream maps to position + d: the address at
-    which plain decoding would draw that token. So the same seed gives the same text for every proposer, depth
-    and batch, and drafts made from the same noise are mostly accepted.
+    The walk addresses its draw at depth d by d, which the shared stream maps to position + d, the address of that token
+    in plain decoding. So the same seed gives the same text for every proposer, draft length and batch, and drafts made
+    from the same noise are mostly accepted.
     """
     return walk.verify(draft, probs, stream)

@@ -1,4 +1,4 @@
-"""The target's laws as a verifier reads them: a tensor [n+1, V], or rows that are computed when asked for."""
+"""The target's distributions as a verifier reads them: a tensor [n+1, V], or lazily computed rows."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from foretoken.core.distributions import NodeDistributions
 from foretoken.core.errors import NoTokenAllowed
-from foretoken.core.sampling import Rows
 from foretoken.core.streams import Stream
 
-Probs = Tensor | Rows
-"""[n+1, V]; ``probs[i]`` is the law [V] at the root for i = 0, else at node i - 1.
+Probs = Tensor | NodeDistributions
+"""[n+1, V]. ``probs[i]`` is the distribution [V] at the root for i = 0, else at node i - 1.
 
-A row where no token can come is NaN. It counts as a law whose only outcome is the end of the request: it gives every
-token probability 0, and a verdict that reaches it raises ``NoTokenAllowed``.
+A row where no token is possible is NaN. Its only outcome is the end of the request: every token has probability 0, and
+a verdict that reaches it raises ``NoTokenAllowed``.
 """
 
 
 def draw(probs: Probs, row: int, stream: Stream, index: int) -> int:
-    """A token from row ``row``. Where only one is possible it needs neither a row nor a random number.
+    """Returns a token drawn from row ``row``. A greedy law needs neither the row nor a random number.
 
-    Raises NoTokenAllowed where no token can come.
+    Raises:
+        NoTokenAllowed: No token is possible at the row.
     """
-    certain = probs.certain(row) if isinstance(probs, Rows) else None
+    certain = probs.certain(row) if isinstance(probs, NodeDistributions) else None
     if certain is None:
         return stream.categorical(reached(probs, row), index=index)
     if certain < 0:
@@ -34,24 +35,24 @@ def draw(probs: Probs, row: int, stream: Stream, index: int) -> int:
 
 
 def reached(probs: Probs, row: int) -> Tensor:
-    """The law [V] of a row that the verdict has reached. Raises NoTokenAllowed where no token can come."""
+    """Returns the distribution [V] of a row that the verdict has reached. Raises NoTokenAllowed for a row of NaN."""
     if not possible(probs, row):
         raise NoTokenAllowed(row)
     return probs[row]
 
 
 def possible(probs: Probs, row: int) -> bool:
-    """Whether any token can come at row ``row``."""
+    """Returns whether any token is possible at row ``row``."""
     return not math.isnan(probs[row][0])
 
 
 def chances(probs: Probs, rows: Sequence[int], tokens: Sequence[int]) -> Iterator[float]:
-    """The probability of ``tokens[i]`` in row ``rows[i]``, NaN where no token can come."""
-    if isinstance(probs, Rows):
+    """Yields the probability of ``tokens[i]`` in row ``rows[i]``, NaN where no token is possible."""
+    if isinstance(probs, NodeDistributions):
         return probs.chances(rows, tokens)
     return (float(probs[row, token]) for row, token in zip(rows, tokens, strict=True))
 
 
 def dense(probs: Probs) -> Tensor:
-    """All rows, for rules that look at all of them."""
+    """Returns all rows as a tensor [n+1, V]."""
     return probs if isinstance(probs, Tensor) else torch.stack([probs[row] for row in range(probs.shape[0])])

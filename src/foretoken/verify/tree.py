@@ -1,7 +1,7 @@
-"""Drawn trees: from the leaves up (traversal), or from the root down by one solver per node.
+"""Verifiers of drawn trees: from the leaves up (traversal), or from the root down with one solver per node.
 
-In all of them the shape may depend on anything drawn before, but how many children a node has is decided before any of
-them is drawn, and what was drawn stays.
+All of them require that the number of a node's children is decided before any of them is drawn, and that no drawn node
+is removed. Apart from that, the shape may depend on anything drawn before.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from foretoken.verify.rows import Probs, chances, draw, possible, reached
 
 
 def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-    """Traversal verification (2505.12398, algorithm 2), leaf to root: block verification's idea, for a tree.
+    """Traversal verification (2505.12398, algorithm 2), leaf to root: block verification for a tree.
 
     A node is reached with weight pa: 1 at the root, min(1, pa p(x) / q(x)) at its child x. The first leaf in post-order
-    is accepted with its pa, whole path and all. Else it is deleted, and with Z the mass of (pa p - q)+ its parent gets
-    pa <- Z / (Z + 1 - pa), p <- norm((pa p - q)+); siblings drawn without replacement also take q[x] <- 0,
-    renormalised. Below a weight of 0 everything is rejected, and no row is read; nor is one above what was accepted at
-    once. On a chain this is block verification, number for number.
+    is accepted with probability pa, together with its path. Otherwise it is deleted, and its parent gets
+    pa <- Z / (Z + 1 - pa) and p <- norm((pa p - q)+), where Z is the mass of (pa p - q)+. For siblings drawn without
+    replacement, q[x] <- 0 and q is renormalized. Below a weight of 0 everything is rejected and no row is read; neither
+    are rows above a leaf that is accepted at once. On a chain the result equals block verification's, bit for bit.
 
-    draft: law ``Sampled`` (siblings i.i.d.) or ``WithoutReplacement``. probs: [n+1, V].
+    Args:
+        draft: Law ``Sampled`` (siblings i.i.d.) or ``WithoutReplacement``.
+        probs: [n+1, V].
+        stream: Random numbers of the verification.
     """
     rows = drawn_rows(draft, probs)
     replaced = isinstance(draft.law, Sampled)
 
     def settle(node: int, weight: float) -> Verdict | None:
-        """The verdict below ``node``, None when all of it is rejected."""
-        p: Tensor | None = None  # the whole row only once a child was rejected
+        """Returns the verdict for the subtree of ``node``, None when all of it is rejected."""
+        p: Tensor | None = None  # the whole row is needed only after a child was rejected
         children = draft.children[node + 1]
         q = rows[node + 1] if children else None
         for child in children:
@@ -49,10 +52,10 @@ def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
                 if not possible(probs, node + 1):
                     break  # all children are rejected, and the node keeps its weight
                 p = probs[node + 1]
-            rest, mass = excess(p, q, weight)
+            residual, mass = excess(p, q, weight)
             left = mass + (1.0 - weight)
             weight = mass / left if left > 0.0 else 1.0
-            p = rest / mass if mass > 0.0 else p
+            p = residual / mass if mass > 0.0 else p
             q = q if replaced else _without(q, [token])
         if node >= 0 and not stream.bernoulli(weight, index=node + 1):
             return None
@@ -67,10 +70,14 @@ def traversal(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
 def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     """Recursive rejection (SpecInfer, 2305.09781; without replacement: Sequoia, 2402.12374).
 
-    Children in turn: accept with min(1, p/q), else p <- norm((p - q)+); siblings drawn without replacement also
-    take q[x] <- 0, renormalised. When all have failed, y ~ p. On a chain this is token rejection.
+    The children are tested in turn: each is accepted with min(1, p/q), else p <- norm((p - q)+). For siblings drawn
+    without replacement, q[x] <- 0 and q is renormalized. When all are rejected, the token is drawn from p. On a chain
+    this is token rejection.
 
-    draft: law ``Sampled`` (siblings i.i.d.) or ``WithoutReplacement``. probs: [n+1, V].
+    Args:
+        draft: Law ``Sampled`` (siblings i.i.d.) or ``WithoutReplacement``.
+        probs: [n+1, V].
+        stream: Random numbers of the verification.
     """
     rows = drawn_rows(draft, probs)
     node = -1
@@ -83,8 +90,8 @@ def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
             if stream.bernoulli(min(1.0, ratio(float(p[token]), float(q[token]))), index=child):
                 node = child
                 break
-            rest, mass = excess(p, q)
-            p = rest / mass if mass > 0.0 else p
+            residual, mass = excess(p, q)
+            p = residual / mass if mass > 0.0 else p
             if isinstance(draft.law, WithoutReplacement):
                 q = _without(q, [token])
         else:
@@ -93,12 +100,16 @@ def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
 
 
 def greedy_multi(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-    """Greedy multi-draft (2502.18779): k-1 fixed siblings T and a last one drawn from q' = q outside T.
+    """Greedy multi-draft (2502.18779): k-1 fixed siblings T and a last one drawn from q', which is q outside T.
 
-    Accept the drawn one with min(1, p/q'), else y ~ norm((p - q')+), which may land in T and go on from there.
-    Attains the optimal-transport bound p(T) + sum over the rest of min(p, q').
+    The drawn sibling is accepted with min(1, p/q'). Otherwise a token is drawn from norm((p - q')+); if it is in T, the
+    verification continues from that node. The acceptance attains the optimal-transport bound p(T) + sum of min(p, q')
+    over the tokens outside T.
 
-    draft: law ``TopPlusSampled``. probs: [n+1, V].
+    Args:
+        draft: Law ``TopPlusSampled``.
+        probs: [n+1, V].
+        stream: Random numbers of the verification.
     """
     rows = drawn_rows(draft, probs)
     node = -1
@@ -112,8 +123,8 @@ def greedy_multi(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
             if stream.bernoulli(min(1.0, ratio(float(p[token]), float(q[token]))), index=drawn):
                 node = drawn
                 continue
-            rest, mass = excess(p, q)
-            p = rest if mass > 0.0 else p
+            residual, mass = excess(p, q)
+            p = residual if mass > 0.0 else p
         token = stream.categorical(p, index=depth)
         landed = next((c for c in children if draft.ids[c] == token), None)
         if landed is None:
@@ -123,7 +134,7 @@ def greedy_multi(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
 
 
 def _without(q: Tensor, tokens: list[int]) -> Tensor:
-    """q with ``tokens`` taken out, renormalised by the mass that is left; all zeros when nothing is left."""
+    """Returns q without ``tokens``, renormalized by the mass that is left; all zeros when nothing is left."""
     left = q.double().clone()
     left[tokens] = 0.0
     return normalised(left)

@@ -1,6 +1,6 @@
-"""Typical acceptance (Medusa, 2401.10774, section 2.3.1). LOSSY: the output does not have the target's law.
+"""Typical acceptance (Medusa, 2401.10774, section 2.3.1). LOSSY: the output does not follow the target's distribution.
 
-Only for requests that ask for it by name, and their outputs are labelled with it.
+It is used only for requests that ask for it by name, and their outputs are labelled with it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ DELTA = 0.3
 
 
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-    """Accept a node where p(x) > min(EPSILON, DELTA exp(-H(p))), H in nats; keep the longest accepted path.
+    """Accepts nodes with p(x) > min(EPSILON, DELTA exp(-H(p))), H in nats, and keeps the longest accepted path.
 
-    The target's token is then drawn from the row at its end. Under the greedy law only the argmax passes, and
-    the rule is exact. probs: [n+1, V].
+    The target's token is then drawn from the row at the end of the path. With greedy sampling only the argmax passes,
+    and the result is exact. probs: [n+1, V].
     """
     rows = dense(probs)
     threshold = (DELTA * torch.exp(-torch.special.entr(rows).sum(-1))).clamp(max=EPSILON)  # [n+1]

@@ -1,7 +1,7 @@
-"""Walk down the tree with the target's own draws: exact for fixed candidates, however they were made.
+"""Walks down the tree with the target's own draws: exact for fixed candidates, however they were made.
 
-E[accepted] is the sum over nodes of the target's path probability, the best possible for a fixed tree. EAGLE-2
-and EAGLE-3 (2406.16858, 2503.01840) verify by this rule.
+E[accepted] is the sum over nodes of the target's path probability, the optimum for a fixed tree. EAGLE-2 and EAGLE-3
+(2406.16858, 2503.01840) verify in this way.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from foretoken.verify.rows import Probs, draw
 
 
 def verify(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
-    """Draw y ~ p at a node; if y is a child go there, else emit it and stop.
+    """Draws y ~ p at a node. If y is a child, continues there; otherwise emits y and stops.
 
-    probs: [n+1, V], row 0 at the root, row i + 1 at node i. One draw per depth, addressed by the depth.
+    There is one draw per depth, addressed by the depth. probs: [n+1, V], row 0 at the root, row i + 1 at node i.
     """
-    nodes: tuple[int, ...] = (-1,)  # every node that spells the accepted prefix: duplicate children are one
+    nodes: tuple[int, ...] = (-1,)  # all nodes with the accepted prefix: duplicate children count as one
     depth = 0
     while True:
         token = draw(probs, nodes[0] + 1, stream, index=depth)

@@ -1,4 +1,4 @@
-"""The bundled models: small, real, trained here on the Python standard library's source."""
+"""The bundled models: small models trained on the source of the Python standard library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class ZooModel:
-    """One bundled model. ``card`` is its README; ``size_bytes`` that of all its files."""
+    """One bundled model. card: its README. size_bytes: size of all its files."""
 
     name: str
     role: str
@@ -28,13 +28,13 @@ class ZooModel:
 
 
 def list_models() -> list[ZooModel]:
-    """All bundled models, targets first, then by name. Reads a few small files and no weights."""
-    found = [_read(entry) for entry in _HERE.glob("*/zoo.json")]
-    return sorted(found, key=lambda m: (m.role != "target", m.role != "draft", m.role, m.name))
+    """Returns all bundled models, targets first, then by name. Reads no weights."""
+    models = [_read(entry) for entry in _HERE.glob("*/zoo.json")]
+    return sorted(models, key=lambda m: (m.role != "target", m.role != "draft", m.role, m.name))
 
 
 def path(name: str) -> Path:
-    """The folder of the bundled model with that name or role. Raises InvalidRequest listing what there is."""
+    """Returns the folder of a bundled model by name or role. Raises InvalidRequest that lists the known ones."""
     models = list_models()
     for model in models:
         if model.name == name:
@@ -60,7 +60,7 @@ def _read(entry: Path) -> ZooModel:
 
 
 def _parameters(file: Path) -> int:
-    """From the header alone: 8 bytes of length, then JSON."""
+    """Counts parameters from the safetensors header: 8 bytes of length, then JSON."""
     with file.open("rb") as handle:
         header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
     return sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")

@@ -97,15 +97,19 @@ HEADS = {
 
 @pytest.mark.parametrize("runner", ["compiled", "torch"])
 @pytest.mark.parametrize("name", HEADS)
-def test_net_computes_what_the_papers_say(name: str, runner: str, tmp_path: Path) -> None:
+def test_the_net_equals_the_papers_equations(name: str, runner: str, tmp_path: Path) -> None:
     config, tensors = HEADS[name]
     unembed = None if "lm_head.weight" in tensors else _random(101, config["hidden_size"])
     head = read_eagle(tiny.save(tmp_path, config, tensors))
     with only_runner(runner):
         net = EagleNet(
-            head, tensors["embed_tokens.weight"], torch.float32, CPU, 512,
+            head,
+            tensors["embed_tokens.weight"],
+            torch.float32,
+            CPU,
+            512,
             None if unembed is None else (lambda x: x @ unembed.T),
-        )  # fmt: skip
+        )
     reference = Reference(config, tensors, unembed)
     tokens = torch.randint(0, 101, (9,), generator=torch.Generator().manual_seed(3)).tolist()
     raw = _random(9, 3 * head.target_hidden if head.version == 3 else head.hidden)
@@ -139,7 +143,7 @@ def test_net_computes_what_the_papers_say(name: str, runner: str, tmp_path: Path
     torch.testing.assert_close(rows[1], whole[-1:], **close)
 
 
-def test_long_prompts_are_taken_in_pieces(tmp_path: Path) -> None:
+def test_long_prompts_are_prefilled_in_chunks(tmp_path: Path) -> None:
     config, tensors = HEADS["eagle3"]
     head = read_eagle(tiny.save(tmp_path, config, tensors))
     net = EagleNet(head, tensors["embed_tokens.weight"], torch.float32, CPU, 2048)
@@ -155,7 +159,7 @@ def test_rows_do_not_depend_on_what_shares_the_pass(dtype: torch.dtype, tmp_path
     config, tensors = HEADS["eagle3"]
     head = read_eagle(tiny.save(tmp_path, config, tensors))
     net = EagleNet(head, tensors["embed_tokens.weight"], dtype, CPU, 512)
-    if not net.rows_independent:
+    if not net.batch_invariant:
         pytest.skip("no compiled kernels here")
     raw = [_random(n, 192) for n in (3, 11, 40)]
     tokens = [[i % 101 for i in range(len(part))] for part in raw]
@@ -167,11 +171,11 @@ def test_rows_do_not_depend_on_what_shares_the_pass(dtype: torch.dtype, tmp_path
         assert torch.equal(one, other)
 
 
-def test_rows_that_an_earlier_sequence_left_serve_one_that_begins_alike(tmp_path: Path) -> None:
+def test_the_prefix_cache_serves_a_sequence_with_a_common_prefix(tmp_path: Path) -> None:
     config, tensors = HEADS["eagle3"]
     head = read_eagle(tiny.save(tmp_path, config, tensors))
     net = EagleNet(head, tensors["embed_tokens.weight"], torch.float32, CPU, 512)
-    net.keep(2**24)
+    net.enable_prefix_cache(2**24)
     if not net.keeps:
         pytest.skip("no compiled kernels here")
     tokens, features = [(3 * i) % 101 for i in range(150)], net.features(_random(149, 192))

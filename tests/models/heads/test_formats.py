@@ -1,4 +1,4 @@
-"""Heads' files: every dialect is read, round trips keep every bit, and what is wrong is refused by name."""
+"""Checkpoints of heads: every format is read, round trips keep every bit, and wrong files are refused by name."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_medusa_round_trips_keep_every_bit(own: int, tmp_path: Path) -> None:
     assert json.loads((back / "config.json").read_text())["medusa_fc_bias"]
 
 
-def test_medusa_heads_that_share_the_targets_need_it_to_be_written(tmp_path: Path) -> None:
+def test_medusa_heads_without_a_vocabulary_head_need_the_targets_to_be_written(tmp_path: Path) -> None:
     heads = read_medusa(tiny.save(tmp_path, *tiny.medusa()))
     assert heads.vocabulary == ()
     with pytest.raises(InvalidRequest, match="--target"):
@@ -142,7 +142,7 @@ def test_damaged_eagle_heads_are_refused(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_other_damage_is_refused(tmp_path: Path) -> None:
+def test_other_damaged_heads_are_refused(tmp_path: Path) -> None:
     path = tiny.save(tmp_path / "cut", *tiny.medusa())
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -170,7 +170,7 @@ def test_dialects_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         write_medusa(read_medusa(tiny.save(tmp_path / "3", *tiny.medusa(own=3))), "sglang")
 
 
-def test_eagle1_is_read(tmp_path: Path) -> None:
+def test_eagle1_is_supported(tmp_path: Path) -> None:
     config, tensors = tiny.eagle1()
     head = read_eagle(tiny.save(tmp_path, config, tensors))
     assert (head.version, head.taps, head.target_hidden) == (1, None, 64)

@@ -1,4 +1,4 @@
-"""Which layers a head reads is measured where config.json leaves it open."""
+"""The tapped layers of a head are measured if config.json is ambiguous."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from tests.models.heads import tiny
 
 from foretoken.core.draft import Draft
-from foretoken.models.checkpoint import load_model, load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.heads.loading import load_eagle
 from foretoken.models.heads.taps import PROMPTS, TOKENS
+from foretoken.models.loading import load_model
 
 
 def learnt(target: Any, tokenizer: Any, written: tuple[dict[str, Any], tiny.Tensors], taps: tuple[int, ...]) -> None:
@@ -32,19 +33,19 @@ def learnt(target: Any, tokenizer: Any, written: tuple[dict[str, Any], tiny.Tens
             next_tokens.append(token)
             target.commit([handle], [[token]])
         seen.pop()
-        next_tokens.pop(len(next_tokens) - TOKENS - 2)  # a row guesses the token after the next
+        next_tokens.pop(len(next_tokens) - TOKENS - 2)  # a row predicts the token after the next
         target.close(handle)
     states, ids = torch.stack(seen), torch.tensor(next_tokens)
     hidden = tensors["fc.weight"].shape[0]
-    wanted = tensors["lm_head.weight"] = torch.nn.functional.normalize(tensors["lm_head.weight"], dim=-1)
-    tensors["fc.weight"] = (torch.linalg.pinv(states) @ wanted[ids]).T.contiguous()
+    head_weights = tensors["lm_head.weight"] = torch.nn.functional.normalize(tensors["lm_head.weight"], dim=-1)
+    tensors["fc.weight"] = (torch.linalg.pinv(states) @ head_weights[ids]).T.contiguous()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         tensors[f"midlayer.{name}.weight"].zero_()
     tensors["norm.weight"] = torch.ones(hidden)
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_the_better_reading_is_taken_and_said(
+def test_the_better_convention_is_used_and_logged(
     shift: int, tiny_pair: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, tokenizer = load_model(tiny_pair.target, "float32", "cpu"), load_tokenizer(tiny_pair.target)
@@ -57,21 +58,21 @@ def test_the_better_reading_is_taken_and_said(
     with caplog.at_level(logging.INFO):
         loaded = load_eagle(target, tokenizer, folder, None)
     assert loaded.taps == (shift, 1 + shift, 1 + shift)
-    assert loaded.reading is not None
-    right, wrong = loaded.reading.inputs, loaded.reading.outputs
+    assert loaded.convention is not None
+    right, wrong = loaded.convention.inputs, loaded.convention.outputs
     if shift:
         right, wrong = wrong, right
     assert right > 0.5 > wrong
     assert f"as the {'outputs' if shift else 'inputs'} of those layers" in caplog.text
 
 
-def test_nothing_is_measured_where_the_ids_are_plain(tiny_pair: Any, tmp_path: Path) -> None:
+def test_nothing_is_measured_if_the_ids_are_unambiguous(tiny_pair: Any, tmp_path: Path) -> None:
     target = load_model(tiny_pair.target, "float32", "cpu")
     folder = tiny.save(tmp_path, *tiny.eagle3(vocab=target.vocab_size))
-    assert load_eagle(target, None, folder, None).reading is None
+    assert load_eagle(target, None, folder, None).convention is None
 
 
-def test_the_last_layer_has_one_reading(tiny_pair: Any, tmp_path: Path) -> None:
+def test_the_last_layer_has_one_convention(tiny_pair: Any, tmp_path: Path) -> None:
     target, tokenizer = load_model(tiny_pair.target, "float32", "cpu"), load_tokenizer(tiny_pair.target)
     config, tensors = tiny.eagle3(vocab=target.vocab_size, taps=(1, 2, 3))
     del config["foretoken_taps"]

@@ -47,14 +47,16 @@ def eagle3(
     for i in range(layers):
         at, reads = ("midlayer", 2 * hidden) if i == 0 else (f"layers.{i}", hidden)
         tensors |= {
-            f"{at}.input_layernorm.weight": norm(), f"{at}.post_attention_layernorm.weight": norm(),
+            f"{at}.input_layernorm.weight": norm(),
+            f"{at}.post_attention_layernorm.weight": norm(),
             f"{at}.self_attn.q_proj.weight": random(heads * dim, reads) * 2,
             f"{at}.self_attn.k_proj.weight": random(kv * dim, reads) * 2,
             f"{at}.self_attn.v_proj.weight": random(kv * dim, reads),
             f"{at}.self_attn.o_proj.weight": random(hidden, heads * dim),
-            f"{at}.mlp.gate_proj.weight": random(inner, hidden), f"{at}.mlp.up_proj.weight": random(inner, hidden),
+            f"{at}.mlp.gate_proj.weight": random(inner, hidden),
+            f"{at}.mlp.up_proj.weight": random(inner, hidden),
             f"{at}.mlp.down_proj.weight": random(hidden, inner),
-        }  # fmt: skip
+        }
     ids = torch.randperm(vocab, generator=g)[:draft_vocab].sort().values
     tensors |= {"norm.weight": norm(), "lm_head.weight": random(draft_vocab, hidden) * 4}
     if draft_vocab != vocab:
@@ -68,12 +70,24 @@ def eagle3(
     if extra.get("fc_norm"):
         tensors |= {f"fc_norm.{i}.weight": norm(target_hidden) for i in range(len(taps))}
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": hidden,
-        "target_hidden_size": target_hidden, "intermediate_size": inner, "num_attention_heads": heads,
-        "num_key_value_heads": kv, "head_dim": dim, "num_hidden_layers": layers, "vocab_size": vocab,
-        "draft_vocab_size": draft_vocab, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "max_position_embeddings": 512, "foretoken_taps": list(taps), **extra,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "target_hidden_size": target_hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": dim,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "foretoken_taps": list(taps),
+        **extra,
+    }
     return config, tensors
 
 
@@ -108,9 +122,15 @@ def medusa(
     for i in range(own):
         tensors[f"lm_heads.{i}.weight"] = torch.randn(vocab, hidden, generator=g) * 0.3
     config = {
-        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": hidden, "vocab_size": vocab,
-        "num_heads": heads, "num_hidden_layers": layers, "truncated_vocab_size": vocab, "original_lm_head": own == 0,
-    }  # fmt: skip
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "num_heads": heads,
+        "num_hidden_layers": layers,
+        "truncated_vocab_size": vocab,
+        "original_lm_head": own == 0,
+    }
     return config, tensors
 
 

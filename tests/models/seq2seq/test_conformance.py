@@ -1,4 +1,4 @@
-"""Whatever was scored, in whatever company, equals transformers' own full forward."""
+"""Encoder-decoders: whatever is scored and whatever shares the pass equals transformers' full forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model
+from foretoken.models.loading import load_model
 from foretoken.models.seq2seq.model import EncoderDecoder
 from foretoken.models.seq2seq.positions import buckets
 
@@ -46,11 +46,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(load_model(folder, dtype="float32"), module)
 
 
-def near(mine: Tensor, theirs: Tensor) -> bool:
-    return bool((mine - theirs).abs().max() < TOLERANCE * max(1.0, float(theirs.std())))
+def near(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual - expected).abs().max() < TOLERANCE * max(1.0, float(expected.std())))
 
 
-def test_a_ragged_batch_with_trees(pair: Pair) -> None:
+def test_a_ragged_batch_with_trees_equals_transformers(pair: Pair) -> None:
     texts = ([0, 4, 5], [0], [0, *range(30, 75)], [0, 8])
     handles = [pair.model.open(text, source) for text, source in zip(texts, SOURCES, strict=True)]
     drafts = [TREE, Draft.empty(), Draft.chain([3, 4]), TREE]
@@ -67,28 +67,29 @@ def test_a_ragged_batch_with_trees(pair: Pair) -> None:
         pair.model.close(handle)
 
 
-def test_a_place_that_is_taken_again_reads_its_own_source(pair: Pair) -> None:
+def test_a_reused_slot_reads_its_own_source(pair: Pair) -> None:
     for source in SOURCES:
         handle = pair.model.open([0], source)
         assert near(pair.model.score([handle], [Draft.empty()])[0].logits, pair.reference(source, [0]))
         pair.model.close(handle)
 
 
-def test_taps_are_what_transformers_gives(pair: Pair) -> None:
+def test_taps_equal_transformers_hidden_states(pair: Pair) -> None:
     handle, layers = pair.model.open([0, 4, 5], SOURCES[0]), (0, 1, pair.model.num_layers)
     (scores,) = pair.model.score([handle], [Draft.chain([6])], layers)
     with torch.no_grad():
         output = pair.module(
-            input_ids=torch.tensor([SOURCES[0]]), decoder_input_ids=torch.tensor([[0, 4, 5, 6]]),
+            input_ids=torch.tensor([SOURCES[0]]),
+            decoder_input_ids=torch.tensor([[0, 4, 5, 6]]),
             output_hidden_states=True,
-        )  # fmt: skip
+        )
     for layer in layers:
         assert near(scores.taps[layer], output.decoder_hidden_states[layer][0])
     assert near(pair.model.unembed(scores.taps[pair.model.num_layers][-1:]), scores.logits[-1:])
     pair.model.close(handle)
 
 
-def test_the_source_is_asked_for_and_bounded(tmp_path: Path) -> None:
+def test_a_missing_or_long_source_is_refused(tmp_path: Path) -> None:
     save("bart", tmp_path, max_position_embeddings=32)
     model = load_model(tmp_path, dtype="float32")
     with pytest.raises(InvalidRequest, match="encoder-decoder"):
@@ -102,7 +103,7 @@ def test_the_source_is_asked_for_and_bounded(tmp_path: Path) -> None:
         model.score([handle], [Draft.empty()])
 
 
-def test_a_head_of_its_own_is_read(tmp_path: Path) -> None:
+def test_a_separate_vocabulary_head_is_loaded(tmp_path: Path) -> None:
     """Checkpoints of T5 1.1 have one."""
     from safetensors.torch import load_file, save_file
 
@@ -121,17 +122,17 @@ def test_a_head_of_its_own_is_read(tmp_path: Path) -> None:
     assert near(scores.logits, hidden @ weights["lm_head.weight"].T)
 
 
-def test_int8_is_another_target_but_a_near_one(tmp_path: Path) -> None:
+def test_int8_changes_the_distribution_a_little(tmp_path: Path) -> None:
     save("t5-1.1", tmp_path)
-    laws = []
+    distributions = []
     for quantization in (None, "int8"):
         model = load_model(tmp_path, dtype="float32", quantization=quantization)
         (scores,) = model.score([model.open([0, 4], SOURCES[0])], [Draft.empty()])
-        laws.append(scores.logits.softmax(-1))
-    assert 0 < float((laws[0] - laws[1]).abs().sum() / 2) < 0.1
+        distributions.append(scores.logits.softmax(-1))
+    assert 0 < float((distributions[0] - distributions[1]).abs().sum() / 2) < 0.1
 
 
-def test_two_encoders_that_are_the_same_are_one(tmp_path: Path) -> None:
+def test_equal_encoders_are_shared(tmp_path: Path) -> None:
     save("t5", tmp_path / "target", num_decoder_layers=2)
     save("t5", tmp_path / "other", d_ff=64)
     target, twin, other = (load_model(tmp_path / name, dtype="float32") for name in ("target", "target", "other"))
@@ -146,5 +147,5 @@ def test_buckets_are_those_of_the_papers_code(both_ways: bool, count: int, farth
     from transformers.models.t5.modeling_t5 import T5Attention
 
     distances = torch.arange(-farthest, farthest + 1)
-    theirs = T5Attention._relative_position_bucket(distances, both_ways, count, farthest)
-    assert buckets(count, farthest, both_ways).tolist() == theirs.tolist()
+    expected = T5Attention._relative_position_bucket(distances, both_ways, count, farthest)
+    assert buckets(count, farthest, both_ways).tolist() == expected.tolist()

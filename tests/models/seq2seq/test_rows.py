@@ -1,4 +1,4 @@
-"""No row of an encoder-decoder depends on what shares its pass, bit for bit."""
+"""Batch invariance of encoder-decoders, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.models.trees import repeating
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import load_model
-from foretoken.models.linear import can_pack
+from foretoken.models.loading import load_model
+from foretoken.models.runners.linear import can_pack
 
 from .tiny import save
 
@@ -34,10 +34,12 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 101, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def one_by_one(model: Model, prompt: list[int], rest: list[int], source: list[int] = SOURCE) -> list[torch.Tensor]:
+def one_by_one(
+    model: Model, prompt: list[int], continuation: list[int], source: list[int] = SOURCE
+) -> list[torch.Tensor]:
     """The reference: plain decoding, alone, one row a pass."""
     handle, rows = model.open(prompt, source), []
-    for token in rest:
+    for token in continuation:
         rows.append(model.score([handle], [Draft.empty()])[0].logits[0])
         model.commit([handle], [[token]])
     model.close(handle)
@@ -46,11 +48,11 @@ def one_by_one(model: Model, prompt: list[int], rest: list[int], source: list[in
 
 @pytest.mark.parametrize("length", [1, 150])
 def test_chains_equal_plain_decoding(model: Model, length: int) -> None:
-    prompt, rest = tokens(length), tokens(17, seed=9)
-    expected = one_by_one(model, prompt, rest)
+    prompt, continuation = tokens(length), tokens(17, seed=9)
+    expected = one_by_one(model, prompt, continuation)
     for depth in (1, 2, 3, 4, 7, 8, 16):
         handle = model.open(prompt, SOURCE)
-        got = model.score([handle], [Draft.chain(rest[:depth])])[0].logits
+        got = model.score([handle], [Draft.chain(continuation[:depth])])[0].logits
         model.close(handle)
         assert all(torch.equal(got[row], expected[row]) for row in range(depth + 1)), depth
 
@@ -71,13 +73,13 @@ def test_every_path_of_a_tree_equals_plain_decoding(model: Model) -> None:
 
 
 @pytest.mark.parametrize("other", [1, 165])
-def test_neighbours_and_their_sources_change_no_bit(model: Model, other: int) -> None:
-    prompt, rest = tokens(20), tokens(5, seed=9)
-    expected = one_by_one(model, prompt, rest)
+def test_other_sequences_and_their_sources_change_no_bit(model: Model, other: int) -> None:
+    prompt, continuation = tokens(20), tokens(5, seed=9)
+    expected = one_by_one(model, prompt, continuation)
     drafts = [Draft.empty(), Draft.chain(tokens(5, 1)), repeating((-1, 0, -1, 1))]
     handles = [model.open(tokens(3 + i, 3), tokens(other * (i + 1), i)) for i in range(3)]
-    mine = model.open(prompt, SOURCE)
-    got = model.score([*handles, mine], [*drafts, Draft.chain(rest[:4])])[-1].logits
+    last = model.open(prompt, SOURCE)
+    got = model.score([*handles, last], [*drafts, Draft.chain(continuation[:4])])[-1].logits
     assert all(torch.equal(got[row], expected[row]) for row in range(5))
-    for handle in (*handles, mine):
+    for handle in (*handles, last):
         model.close(handle)

@@ -1,4 +1,4 @@
-"""Tiny random encoder-decoders of every family that is computed."""
+"""Tiny random encoder-decoders of every supported family."""
 
 from __future__ import annotations
 
@@ -9,24 +9,34 @@ import torch
 import transformers
 
 T5: dict[str, Any] = {
-    "vocab_size": 101, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+    "vocab_size": 101,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
     "decoder_start_token_id": 0,
-}  # fmt: skip
+}
 BART: dict[str, Any] = {
-    "vocab_size": 101, "d_model": 64, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 80, "max_position_embeddings": 512,
+    "vocab_size": 101,
+    "d_model": 64,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 80,
+    "max_position_embeddings": 512,
     "init_std": 0.3,
-}  # fmt: skip
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5", {**T5, "initializer_factor": 2.0}),
-    "t5-1.1": (
-        "T5", {**T5, "num_decoder_layers": 3, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    ),
+    "t5-1.1": ("T5", {**T5, "num_decoder_layers": 3, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mt5": ("MT5", {**T5, "relative_attention_num_buckets": 12, "relative_attention_max_distance": 20}),
     "umt5": ("UMT5", {**T5, "initializer_factor": 2.0}),
     "bart": ("Bart", BART),
     "mbart": ("MBart", {**BART, "scale_embedding": True, "activation_function": "relu"}),
-}  # fmt: skip
+}
 
 
 def build(family: str, **changes: Any) -> Any:

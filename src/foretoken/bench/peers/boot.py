@@ -1,6 +1,6 @@
-"""``python -P boot.py NAME``: the process of one peer, in the peer's own environment, where foretoken is not installed.
+"""``python -P boot.py NAME``: runs one peer in its own environment, where foretoken is not installed.
 
-So the package is made known by its place, without the packages that live beside it.
+The package is imported from its folder, without exposing the packages installed beside it.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def boot(name: str) -> None:
-    """Serve the peer ``name`` on standard input and output."""
+    """Serves the peer ``name`` on standard input and output."""
     root = Path(__file__).resolve().parents[2]
     spec = spec_from_file_location("foretoken", root / "__init__.py", submodule_search_locations=[str(root)])
     if spec is None or spec.loader is None:

@@ -1,4 +1,4 @@
-"""OpenVINO's form of a checkpoint, made once by optimum-intel and kept."""
+"""Exports a checkpoint to OpenVINO's format with optimum-intel, and caches it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from foretoken.core.errors import ModelLoadError
 
 
 def exported(checkpoint: Path, weights: str = "fp16") -> Path:
-    """The folder of ``checkpoint`` for OpenVINO with ``weights`` "fp16" or "int8". Raises ModelLoadError.
+    """Returns the folder of ``checkpoint`` in OpenVINO's format with ``weights`` "fp16" or "int8".
 
-    fp16 is what it computes bf16 from: the weights are half of float32's size, and the hint does the rest.
+    fp16 files are used for bf16 inference, which the inference-precision hint selects. Raises ModelLoadError.
     """
     out = zoo.cache_folder() / "openvino" / f"{checkpoint.name}-{weights}-{_fingerprint(checkpoint)}"
     if (out / "openvino_model.xml").exists():
@@ -25,9 +25,19 @@ def exported(checkpoint: Path, weights: str = "fp16") -> Path:
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
     command = [
-        str(PEERS["openvino"].python), "-m", "optimum.commands.optimum_cli", "export", "openvino",
-        "--model", str(checkpoint), "--task", "text-generation-with-past", "--weight-format", weights, str(part),
-    ]  # fmt: skip
+        str(PEERS["openvino"].python),
+        "-m",
+        "optimum.commands.optimum_cli",
+        "export",
+        "openvino",
+        "--model",
+        str(checkpoint),
+        "--task",
+        "text-generation-with-past",
+        "--weight-format",
+        weights,
+        str(part),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
     )
@@ -40,7 +50,7 @@ def exported(checkpoint: Path, weights: str = "fp16") -> Path:
 
 
 def _fingerprint(checkpoint: Path) -> str:
-    """Changes when the checkpoint does, without reading its weights."""
+    """Returns a hash that changes with the checkpoint, without reading its weights."""
     files = sorted([checkpoint / "config.json", *checkpoint.glob("*.safetensors")])
     facts = [str(checkpoint.absolute()), *(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Foretoken, asked as its users ask it: ``LLM.stream`` on one prompt or several."""
+"""Foretoken as its users call it: ``LLM.stream`` on one prompt or several."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from time import perf_counter
 from typing import Any
 
-from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, Watch
+from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, Watch
 
 
 def load(setup: Setup) -> tuple[Complete, str]:
-    """``options`` is the speculative config."""
+    """Loads Foretoken. ``setup.options`` is the speculative config."""
     import torch
 
     from foretoken import LLM, SamplingParams, __version__
@@ -27,7 +27,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
         **options,
     )
 
-    def complete(ask: Ask) -> Answer:
+    def complete(ask: PeerRequest) -> Answer:
         params = SamplingParams(
             max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True, speculative_tokens=ask.depth
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, Watch
+from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, Watch
 
 KV_GIGABYTES = 1
 
@@ -38,7 +38,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
         def end(self) -> None:
             return
 
-    def complete(ask: Ask) -> Answer:
+    def complete(ask: PeerRequest) -> Answer:
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.apply_chat_template = ask.max_tokens, True, False
         config.do_sample = ask.temperature > 0

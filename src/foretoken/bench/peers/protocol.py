@@ -1,7 +1,7 @@
-"""What the race and a peer's process say to each other: one JSON object a line. Standard library only.
+"""The protocol between the race and a peer's process: one JSON object per line. Standard library only.
 
-The process gets a ``Setup`` and answers ``{"ready": version}``; then for every ``Ask`` an ``Answer``. What it cannot do
-it answers with ``{"error": reason}``.
+The process receives a ``Setup`` and replies ``{"ready": version}``; then it replies to every ``PeerRequest`` with an
+``Answer``, or with ``{"error": reason}``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from typing import Any
 class Setup:
     """What a process loads, once.
 
-    method: "plain", or how it speculates. depth: 0 where the process takes it with every question.
-    quantization: "" is bf16. max_length: prompt and output together. options: the system's own, values as JSON.
+    Attributes:
+        method: "plain", or a speculation method.
+        depth: Draft tokens per step; 0 where each request carries its own.
+        quantization: "" is bf16.
+        max_length: Prompt and output tokens together.
+        options: The system's own options, values as JSON.
     """
 
     system: str
@@ -37,8 +41,8 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Complete these prompts at once, each by ``max_tokens``, end-of-text ignored; depth 0 is plain decoding."""
+class PeerRequest:
+    """Completes prompts in one batch, each by ``max_tokens`` tokens, ignoring EOS. depth 0 is plain decoding."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -48,10 +52,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came out and what it took.
+    """Completions and their timing.
 
-    first_seconds, first_tokens: until every prompt had its first tokens, and all tokens there were by then.
-    passes: of the target, counted once for every sequence that shared it.
+    Attributes:
+        first_seconds: Seconds until every prompt had its first tokens.
+        first_tokens: All tokens emitted by then.
+        passes: Target passes, counted once for every sequence in a pass.
     """
 
     tokens: list[list[int]]
@@ -65,19 +71,19 @@ class Answer:
         return sum(len(tokens) for tokens in self.tokens)
 
 
-Complete = Callable[[Ask], Answer]
+Complete = Callable[[PeerRequest], Answer]
 
 
 @dataclass
 class Watch:
-    """Notes when every one of ``count`` sequences has its first tokens."""
+    """Notes when each of ``count`` sequences has its first tokens."""
 
     count: int
     tokens: dict[int, int] = field(default_factory=dict)
     first: tuple[float, int] | None = None
 
     def saw(self, sequence: int, tokens: int, seconds: float) -> None:
-        """``sequence`` has ``tokens`` more, ``seconds`` after the start."""
+        """Records ``tokens`` new tokens of ``sequence``, ``seconds`` after the start."""
         self.tokens[sequence] = self.tokens.get(sequence, 0) + tokens
         if self.first is None and len(self.tokens) == self.count:
             self.first = (seconds, sum(self.tokens.values()))
@@ -88,9 +94,9 @@ class Watch:
 
 
 def serve(load: Callable[[Setup], tuple[Complete, str]]) -> None:
-    """Answer until standard input ends. ``load`` -> how to complete, and the version that does.
+    """Replies until standard input ends. ``load`` returns a function that completes requests, and a version.
 
-    Libraries print as they please, so what they take for standard output is standard error.
+    Libraries may print to standard output, so theirs is redirected to standard error.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -109,13 +115,13 @@ def serve(load: Callable[[Setup], tuple[Complete, str]]) -> None:
                 complete, version = load(Setup(**message))
                 reply({"ready": version})
             else:
-                reply(asdict(complete(Ask(**message))))
+                reply(asdict(complete(PeerRequest(**message))))
         except Exception as error:
             reply({"error": f"{type(error).__name__}: {error}"})
 
 
 def _die_with_parent() -> None:
-    """A race that is killed outright cannot end processes that sleep; the kernel does it where it can (Linux)."""
+    """Makes the kernel end this process with its parent (Linux), since a killed race cannot end stopped processes."""
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)

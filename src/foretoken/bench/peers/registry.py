@@ -1,4 +1,4 @@
-"""The systems that can be raced: what each can do, and where its environment is."""
+"""The systems that can race: their capabilities and environments."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ BOOT = Path(__file__).with_name("boot.py")
 class Peer:
     """One system.
 
-    home: its environment below ``folder()``; "" is the one that runs this. batches: takes several prompts at once.
-    fixed_depth: the depth is chosen when it loads. quantizations: besides bf16, which "" stands for.
+    Attributes:
+        home: Its virtual environment below ``folder()``; "" is the current one.
+        methods: Speculation methods.
+        batches: Whether it takes several prompts at once.
+        fixed_depth: Whether the depth is chosen when it loads.
+        quantizations: Quantizations of the target; "" is bf16.
     """
 
     name: str
@@ -38,7 +42,7 @@ class Peer:
         return [str(self.python), "-P", str(BOOT), self.name]
 
     def refusal(self, batch: int, quantization: str) -> str:
-        """Why it sits out, in one line; empty when it can race."""
+        """Returns why it cannot race, in one line; empty if it can."""
         if not self.python.exists():
             return f"{self.name} is not set up ({self.python} is missing); `make peers` does it. Racing without it."
         if batch > 1 and not self.batches:
@@ -60,15 +64,15 @@ PEERS = {
 
 
 def folder() -> Path:
-    """Where ``make peers`` keeps the environments."""
+    """Returns the folder in which ``make peers`` keeps the environments."""
     return zoo.cache_folder() / "peers"
 
 
 def chosen(names: str | Sequence[str]) -> list[Peer]:
-    """The peers of a comma-separated list; "none" is nobody. Raises InvalidRequest for an unknown one."""
-    wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
-    wanted = [name for name in wanted if name and name != "none"]
-    unknown = [name for name in wanted if name not in PEERS]
+    """Returns the peers of a comma-separated list; "none" is an empty list. Raises InvalidRequest for unknown ones."""
+    requested = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+    requested = [name for name in requested if name and name != "none"]
+    unknown = [name for name in requested if name not in PEERS]
     if unknown:
         raise InvalidRequest(f"unknown peer {unknown[0]!r}; known: {', '.join(PEERS)}, or none")
-    return [PEERS[name] for name in dict.fromkeys(wanted)]
+    return [PEERS[name] for name in dict.fromkeys(requested)]

@@ -1,15 +1,15 @@
-"""transformers' ``generate``, as its documentation says: plain, with an assistant model, with prompt lookup."""
+"""transformers' ``generate`` as documented: plain, with an assistant model, or with prompt lookup."""
 
 from __future__ import annotations
 
 from time import perf_counter
 from typing import Any
 
-from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, Watch
+from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, Watch
 
 
 def load(setup: Setup) -> tuple[Complete, str]:
-    """A constant depth, no confidence threshold, and no top-k on the draft, whose default would bend the law."""
+    """Loads transformers with a constant depth, no confidence threshold, and no top-k on the draft (it would bias)."""
     import torch
     import transformers
     from transformers.utils import logging
@@ -30,7 +30,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
         assistant.assistant_confidence_threshold = 0.0
         assistant.top_k = 0
 
-    def complete(ask: Ask) -> Answer:
+    def complete(ask: PeerRequest) -> Answer:
         options: dict[str, Any] = {"do_sample": False}
         if ask.temperature:
             options = {"do_sample": True, "temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
@@ -45,7 +45,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
 
 
 def _generate(model: Any, prompt: list[int], max_tokens: int, options: dict[str, Any]) -> Answer:
-    """One ``generate``; stopping criteria are asked after every round, which tells prefill from decoding."""
+    """Runs ``generate``. Stopping criteria run after every step, which separates prefill from decoding."""
     import torch
 
     ids = torch.tensor([prompt])

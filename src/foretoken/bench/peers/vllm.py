@@ -1,4 +1,4 @@
-"""vLLM's CPU build, step by step through its engine, prefix caching off (repeats would find their prompts computed)."""
+"""vLLM's CPU build, driven step by step. Prefix caching is off, since repeats would hit the prefix cache."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 from time import perf_counter
 from typing import Any
 
-from foretoken.bench.peers.protocol import Answer, Ask, Complete, Setup, Watch
+from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, Watch
 
 KV_GIGABYTES = 1
 
 
 def load(setup: Setup) -> tuple[Complete, str]:
-    """The depth is fixed when an engine is made, so every depth is a process of its own."""
+    """Loads vLLM. The depth is fixed when an engine is created, so every depth is a separate process."""
     cores = sorted(os.sched_getaffinity(0))[: setup.threads]
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIGABYTES),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # the cores that all systems have
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # the cores that all systems use
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -47,7 +47,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
         speculative_config=speculation,
     )
 
-    def complete(ask: Ask) -> Answer:
+    def complete(ask: PeerRequest) -> Answer:
         params = vllm.SamplingParams(
             max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True, detokenize=False
         )
@@ -56,8 +56,8 @@ def load(setup: Setup) -> tuple[Complete, str]:
     return complete, vllm.__version__
 
 
-def _drain(engine: Any, ask: Ask, params: Any) -> Answer:
-    """All prompts in, then step until they are done. Every output of a step is one pass of one sequence."""
+def _drain(engine: Any, ask: PeerRequest, params: Any) -> Answer:
+    """Adds all prompts and steps until they are done. Every output of a step is one pass of one sequence."""
     watch, passes = Watch(len(ask.prompts)), 0
     done: dict[int, list[int]] = {}
     started = perf_counter()

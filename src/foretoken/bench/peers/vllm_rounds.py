@@ -1,9 +1,8 @@
-"""vLLM with any engine arguments and any ``speculative_config``, timed round by round.
+"""vLLM with any engine arguments and any ``speculative_config``, timed step by step.
 
-Drafts of every depth come from one process: the engine is made for the deepest, and what its scheduler looks up by
-batch size (vLLM's ``num_speculative_tokens_per_batch_size``) is set before each question. Proposers that learn from
-texts are made once for every depth, so that none finds what another has just written; a question without prompts makes
-them forget.
+One process drafts at every depth: the engine is created for the deepest, and the table that its scheduler reads
+(vLLM's ``num_speculative_tokens_per_batch_size``) is set before each request. Proposers that learn from texts are
+created once per depth, so that none finds what another has just written. A request without prompts resets them.
 """
 
 from __future__ import annotations
@@ -15,18 +14,22 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from foretoken.bench.peers.protocol import Ask, Setup
+from foretoken.bench.peers.protocol import PeerRequest, Setup
 
 KV_GIGABYTES = "1"
 _LEARN = ("custom_class", "suffix")
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """What came out, and every round in which all sequences took part and none read its prompt.
+class VllmStepTimes:
+    """Completions, and the decode steps in which all sequences took part.
 
-    tokens, passes: by prompt; its first pass is not counted. seconds: of each round. emitted: of each pass of each
-    sequence, tokens. first_seconds: until every prompt had its first token.
+    Attributes:
+        tokens: Token ids of each prompt's completion.
+        passes: Passes of each prompt, without the first.
+        seconds: Seconds of each such step.
+        emitted: Tokens of each pass of each sequence.
+        first_seconds: Seconds until every prompt had its first token.
     """
 
     tokens: list[list[int]]
@@ -36,11 +39,11 @@ class Rounds:
     first_seconds: float
 
 
-def load(setup: Setup) -> tuple[Callable[[Ask], Rounds], str]:
-    """options: "speculative_config" (None is plain) and "engine", further arguments of ``vllm.LLM``."""
+def load(setup: Setup) -> tuple[Callable[[PeerRequest], VllmStepTimes], str]:
+    """Loads vLLM. Options: "speculative_config" (None is plain) and "engine", further arguments of ``vllm.LLM``."""
     options = {name: json.loads(value) for name, value in setup.options}
     cores = sorted(os.sched_getaffinity(0))[: setup.threads]
-    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # steps are taken from here
+    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # this process drives the steps
     usual = {
         "VLLM_CPU_KVCACHE_SPACE": KV_GIGABYTES,
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -56,11 +59,11 @@ def load(setup: Setup) -> tuple[Callable[[Ask], Rounds], str]:
 
     depths = Depths(llm, speculation, arguments["max_num_seqs"]) if speculation is not None else None
 
-    def complete(ask: Ask) -> Rounds:
+    def complete(ask: PeerRequest) -> VllmStepTimes:
         if depths is not None:
             depths.choose(ask.depth, fresh=not ask.prompts)
         if not ask.prompts:
-            return Rounds([], [], [], [], 0.0)
+            return VllmStepTimes([], [], [], [], 0.0)
         params = vllm.SamplingParams(
             max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True, detokenize=False
         )
@@ -70,34 +73,34 @@ def load(setup: Setup) -> tuple[Callable[[Ask], Rounds], str]:
 
 
 class Depths:
-    """How many tokens an engine drafts from now on. most: sequences at once."""
+    """Sets the number of draft tokens of a running engine. max_sequences: its batch limit."""
 
-    def __init__(self, llm: Any, speculation: dict[str, Any], most: int) -> None:
+    def __init__(self, llm: Any, speculation: dict[str, Any], max_sequences: int) -> None:
         core = llm.llm_engine.engine_core.engine_core
         self.config, self.scheduler = llm.llm_engine.vllm_config, core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
-        self.speculation, self.most = speculation, most
+        self.speculation, self.max_sequences = speculation, max_sequences
         self.learned: dict[int, Any] = {}
 
     def choose(self, depth: int, fresh: bool) -> None:
-        """fresh: whoever learns has learned nothing."""
+        """Drafts ``depth`` tokens from now on. fresh: reset proposers that learn."""
         method = self.speculation["method"]
         if method in _LEARN:
             if fresh:
                 self.learned.clear()
-                vars(self.runner.model).pop("compute_logits", None)  # where proposers of ours look at logits
+                vars(self.runner.model).pop("compute_logits", None)  # replaced by our proposers to see logits
             if depth not in self.learned:
                 self.learned[depth] = made = type(self.runner.drafter)(self.config)
                 made.depth = made.num_speculative_tokens = depth
                 made.load_model(self.runner.model)
             self.runner.drafter = self.learned[depth]
-        if method != "custom_class":  # which is not told the number
-            made_for = depth == self.speculation["num_speculative_tokens"]  # then all is as its user has it
-            self.scheduler.dynamic_sd_lookup = None if made_for else [depth] * (self.most + 1)
+        if method != "custom_class":  # a custom class is not told the number
+            made_for = depth == self.speculation["num_speculative_tokens"]  # then the engine's own setting applies
+            self.scheduler.dynamic_sd_lookup = None if made_for else [depth] * (self.max_sequences + 1)
 
 
-def timed(engine: Any, ask: Ask, params: Any) -> Rounds:
-    """All prompts in, then step until they are done. Every output of a step is one pass of one sequence."""
+def timed(engine: Any, ask: PeerRequest, params: Any) -> VllmStepTimes:
+    """Adds all prompts and steps until they are done. Every output of a step is one pass of one sequence."""
     count = len(ask.prompts)
     done: list[list[int]] = [[] for _ in range(count)]
     passes, seconds, emitted = [0] * count, [], []
@@ -120,4 +123,4 @@ def timed(engine: Any, ask: Ask, params: Any) -> Rounds:
             seconds.append(took)
         if not first_seconds and all(done):
             first_seconds = perf_counter() - started
-    return Rounds(done, passes, seconds, emitted, first_seconds)
+    return VllmStepTimes(done, passes, seconds, emitted, first_seconds)

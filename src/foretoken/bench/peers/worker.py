@@ -1,4 +1,4 @@
-"""A peer's process from outside: started once, asked, and asleep while others are measured."""
+"""The parent's side of a peer's process: started once, stopped while other systems are measured."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from foretoken.bench.peers.protocol import Answer, Ask, Setup
+from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.core.errors import ForetokenError
 
 
 class PeerError(ForetokenError):
-    """A peer that could not load or answer; the race goes on without it."""
+    """A peer could not load or answer. The race goes on without it."""
 
 
-class Worker:
-    """Loads ``setup`` in a process of its own and then sleeps until it is asked.
+class PeerWorker:
+    """Loads ``setup`` in a separate process, which is stopped except during requests.
 
-    Asleep is stopped (SIGSTOP, the whole process group): a thread pool that spins while it waits would take time
-    from whoever is measured. What the process prints goes to the file ``log``. Raises PeerError.
+    The whole process group is stopped (SIGSTOP), because spinning thread pools would disturb other measurements. The
+    output of the process goes to the file ``log``. Raises PeerError.
     """
 
     def __init__(self, command: Sequence[str], setup: Setup, log: Path) -> None:
@@ -32,21 +32,26 @@ class Worker:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                encoding="utf-8", start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,
+            )
         try:
             self.version = str(self._exchange(asdict(setup))["ready"])
         except BaseException:
             self.close()
             raise
 
-    def ask(self, question: Ask) -> Answer:
-        """Wake, complete, sleep."""
+    def ask(self, question: PeerRequest) -> Answer:
+        """Resumes the process, completes the request, stops it again."""
         return Answer(**self._exchange(asdict(question)))
 
     def close(self) -> None:
-        """End the process and all it started; twice does nothing."""
+        """Kills the process and its children. Idempotent."""
         if self._process.poll() is None:
             self._signal(signal.SIGKILL)
         self._process.wait()
@@ -88,7 +93,7 @@ class Worker:
         lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         return lines[-1].strip()[:300] if lines else f"exit code {self._process.wait()}"
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> PeerWorker:
         return self
 
     def __exit__(

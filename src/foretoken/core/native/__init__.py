@@ -1,1 +1,1 @@
-"""Compiled code: how it is built and kept, and the laws' own kernels (see csrc/laws.cpp)."""
+"""Building and caching of compiled kernels, and the sampling kernels (csrc/laws.cpp)."""

@@ -1,6 +1,6 @@
-"""Compiling kernels: once per machine and set of flags, kept on disk, with whatever C++ compiler is there.
+"""Compiles kernels once per machine and set of flags, with the C++ compiler of the machine, and caches them on disk.
 
-Without a compiler, or on a CPU without AVX-512, ``Unavailable`` says why, and what is made of torch operators serves.
+Without a compiler, or on a CPU without AVX-512, ``KernelsUnavailable`` is raised and torch operators are the fallback.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 from foretoken.core.files import cache_folder
 
 SHARED = Path(__file__).parent / "csrc"
-SWITCH = "FORETOKEN_NATIVE"  # "0" keeps the compiled kernels out
+SWITCH = "FORETOKEN_NATIVE"  # "0" disables the compiled kernels
 REQUIRED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
 _log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-w")
 
 
-class Unavailable(Exception):
-    """Why the compiled kernels cannot serve here, in words."""
+class KernelsUnavailable(Exception):
+    """Compiled kernels cannot be used on this machine. The message says why."""
 
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What the processor can do, by the names of /proc/cpuinfo; empty where that cannot be read."""
+    """Returns the processor's features by their names in /proc/cpuinfo; empty where that cannot be read."""
     if platform.machine() not in ("x86_64", "AMD64") or not Path("/proc/cpuinfo").is_file():
         return frozenset()
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -39,17 +39,22 @@ def cpu_flags() -> frozenset[str]:
 
 
 def require(*features: str) -> None:
-    """Raises ``Unavailable`` where kernels are switched off or the processor lacks one of these."""
+    """Raises KernelsUnavailable where kernels are disabled or the processor lacks one of ``features``."""
     if os.environ.get(SWITCH) == "0":
-        raise Unavailable(f"{SWITCH}=0 is set")
-    if lost := sorted({*REQUIRED, *features} - cpu_flags()):
-        raise Unavailable(f"the processor lacks {', '.join(lost)}")
+        raise KernelsUnavailable(f"{SWITCH}=0 is set")
+    if missing := sorted({*REQUIRED, *features} - cpu_flags()):
+        raise KernelsUnavailable(f"the processor lacks {', '.join(missing)}")
 
 
 def compiled(source: Path, flags: Sequence[str]) -> Path:
-    """The shared library of ``source``, from the cache or made now; a half-written one is never seen.
+    """Returns the shared library of ``source``, from the cache or compiled now. The file is written atomically.
 
-    It may include what lies beside it and in ``SHARED``. flags: beside those that all have. Raises ``Unavailable``.
+    Args:
+        source: C++ file. It may include headers beside it and in ``SHARED``.
+        flags: Compiler flags in addition to the common ones.
+
+    Raises:
+        KernelsUnavailable: There is no compiler, or it fails.
     """
     flags = (*_FLAGS, *(f"-m{name}" for name in REQUIRED), *flags)
     beside = sorted({*source.parent.glob("*.hpp"), *SHARED.glob("*.hpp"), source})
@@ -58,21 +63,21 @@ def compiled(source: Path, flags: Sequence[str]) -> Path:
     target = folder / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.so"
     if target.is_file():
         return target
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if compiler is None:
-        raise Unavailable("there is no C++ compiler (c++, g++ or clang++)")
+        raise KernelsUnavailable("there is no C++ compiler (c++, g++ or clang++)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / target.name
-            command = [compiler, *flags, f"-I{SHARED}", str(source), "-o", str(made)]
+            library = Path(scratch) / target.name
+            command = [compiler, *flags, f"-I{SHARED}", str(source), "-o", str(library)]
             _log.info("compiling kernels, once: %s", " ".join(command))
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise Unavailable(f"{compiler} does not compile the kernels: {_first_error(done.stderr)}")
-            made.replace(target)
+                raise KernelsUnavailable(f"{compiler} does not compile the kernels: {_first_error(done.stderr)}")
+            library.replace(target)
     except OSError as error:
-        raise Unavailable(f"the kernels cannot be kept in {folder} ({error.strerror})") from error
+        raise KernelsUnavailable(f"the kernels cannot be stored in {folder} ({error.strerror})") from error
     return target
 
 

@@ -1,6 +1,6 @@
-"""The laws' kernels as Python calls them: rows of float32 logits on the CPU to probabilities, draws and races.
+"""Python interface of the compiled sampling kernels: probabilities and draws from float32 logits on the CPU.
 
-Each function has a twin made of torch or numpy operators where it is called from, which serves everything else.
+Each caller also implements the function with torch or numpy operators, for all other tensors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.native.build import Unavailable, compiled, require
+from foretoken.core.native.build import KernelsUnavailable, compiled, require
 
 _SOURCE = Path(__file__).parent / "csrc" / "laws.cpp"
-_MOST = torch.finfo(torch.float32).max
+_MAX_FLOAT = torch.finfo(torch.float32).max
 _log = logging.getLogger(__name__)
 
 
@@ -29,11 +29,11 @@ class _Filter(Structure):
 
 
 class _Law(Structure):
-    _fields_ = [*((name, c_float) for name in ("top", "inverse", "least", "over")), ("last", c_int32)]
+    _fields_ = [*((name, c_float) for name in ("top", "inverse", "lowest", "over")), ("last", c_int32)]
 
 
 class Filter(NamedTuple):
-    """What of a row is left, and how sharp: see ``SamplingLaw``."""
+    """Temperature and filters of a row. See ``SamplingLaw``."""
 
     temperature: float
     min_p: float
@@ -42,13 +42,13 @@ class Filter(NamedTuple):
 
 
 class Kernels:
-    """The library. Logits are float32 [rows, V] whose rows are dense."""
+    """The compiled library. Logits are float32 [rows, V] with contiguous rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def rows(self, logits: Tensor, kept: Filter) -> Tensor:
-        """float32 [rows, V]: probabilities. A row that holds NaN or has no largest entry is NaN."""
+        """Returns probabilities, float32 [rows, V]. A row that contains NaN or whose maximum is not finite is NaN."""
         out = torch.empty(logits.shape)
         laws, (rows, vocabulary) = self._laws(logits, kept), logits.shape
         self._library.foretoken_rows(
@@ -57,7 +57,7 @@ class Kernels:
         return out
 
     def chances(self, logits: Tensor, tokens: Sequence[int], kept: Filter) -> list[float]:
-        """The probability of ``tokens[r]`` in row r, as ``rows`` has it, and no row is written."""
+        """Returns the probability of ``tokens[r]`` in row r, equal to that of ``rows``, without writing rows."""
         ids, out = (c_int64 * len(tokens))(*tokens), (c_float * len(tokens))()
         laws = self._laws(logits, kept)
         self._library.foretoken_chances(logits.data_ptr(), logits.stride(0), len(tokens), laws, ids, out)
@@ -67,24 +67,24 @@ class Kernels:
         rows, vocabulary = logits.shape
         laws = (_Law * rows)()
         floor = math.log(kept.min_p) if kept.min_p > 0.0 else -math.inf
-        top_k = min(max(kept.top_k, 0), vocabulary)  # in 32 bits a larger one would wrap
-        asked = _Filter(min(1.0 / kept.temperature, _MOST), floor, top_k, kept.top_p)
+        top_k = min(max(kept.top_k, 0), vocabulary)  # a larger one would overflow 32 bits
+        filters = _Filter(min(1.0 / kept.temperature, _MAX_FLOAT), floor, top_k, kept.top_p)
         self._library.foretoken_laws(
-            logits.data_ptr(), logits.stride(0), rows, vocabulary, asked, laws, torch.get_num_threads()
+            logits.data_ptr(), logits.stride(0), rows, vocabulary, filters, laws, torch.get_num_threads()
         )
         return laws
 
     def excess(self, p: Tensor, q: Tensor, weight: float) -> tuple[Tensor, float]:
-        """(weight p - q)+ in float64 [V], and its mass. p: float32 or float64; q: float32."""
-        rest = torch.empty(p.shape, dtype=torch.float64)
+        """Returns (weight p - q)+ in float64 [V], and its mass. p: float32 or float64; q: float32."""
+        out = torch.empty(p.shape, dtype=torch.float64)
+        wide, threads = p.dtype == torch.float64, torch.get_num_threads()
         mass: float = self._library.foretoken_excess(
-            p.data_ptr(), p.dtype == torch.float64, q.data_ptr(), weight, rest.data_ptr(), p.shape[0],
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return rest, mass
+            p.data_ptr(), wide, q.data_ptr(), weight, out.data_ptr(), p.shape[0], threads
+        )
+        return out, mass
 
     def draw(self, weights: Tensor, u: float) -> tuple[int, float]:
-        """The token at ``u`` of all weight, between 0 and 1, and all weight; -1 where nothing can be drawn."""
+        """Returns the token at fraction ``u`` of the total weight (-1 where nothing can be drawn), and the total."""
         total = c_double()
         token: int = self._library.foretoken_draw(
             weights.data_ptr(), weights.dtype == torch.float64, weights.shape[0], u, total, torch.get_num_threads()
@@ -92,7 +92,7 @@ class Kernels:
         return token, total.value
 
     def race(self, weights: Tensor, key: int) -> int:
-        """The argmax of weights / E under ``key``, lowest id on ties; -1 where all are zero."""
+        """Returns the argmax of weights / E under ``key``, lowest id on ties; -1 where all are zero."""
         token: int = self._library.foretoken_race(
             weights.data_ptr(), weights.dtype == torch.float64, weights.shape[0], key, torch.get_num_threads()
         )
@@ -101,16 +101,16 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """Compiled when first needed; None where that cannot be."""
+    """Returns the library, compiled on first use; None where it cannot be compiled."""
     try:
         require()
         library = ctypes.CDLL(str(compiled(_SOURCE, ())))
-    except Unavailable as why:
-        _log.info("laws are computed by torch's operators: %s", why)
+    except KernelsUnavailable as why:
+        _log.info("sampling uses torch operators: %s", why)
         return None
     pointer, wide, number = c_void_p, c_int64, c_int32
-    laws, asked = POINTER(_Law), POINTER(_Filter)
-    library.foretoken_laws.argtypes = [pointer, wide, wide, wide, asked, laws, number]
+    laws, filters = POINTER(_Law), POINTER(_Filter)
+    library.foretoken_laws.argtypes = [pointer, wide, wide, wide, filters, laws, number]
     library.foretoken_rows.argtypes = [pointer, wide, wide, wide, laws, pointer, number]
     library.foretoken_chances.argtypes = [pointer, wide, wide, laws, POINTER(c_int64), POINTER(c_float)]
     library.foretoken_excess.argtypes = [pointer, number, pointer, c_double, pointer, wide, number]
@@ -123,13 +123,13 @@ def kernels() -> Kernels | None:
 
 
 def for_rows(logits: Tensor) -> Kernels | None:
-    """The kernels where they can read these [rows, V]."""
+    """Returns the kernels if they support ``logits`` [rows, V], else None."""
     fits = logits.is_cpu and logits.dtype == torch.float32 and logits.ndim == 2 and logits.stride(1) == 1
     return kernels() if fits and logits.shape[1] > 1 else None
 
 
 def for_weights(*weights: Tensor) -> Kernels | None:
-    """The kernels where they can read these, [V] each, the first in float32 or float64 and others in float32."""
+    """Returns the kernels if they support ``weights``, [V] each: the first float32 or float64, the others float32."""
     for i, each in enumerate(weights):
         kinds = (torch.float32, torch.float64)[: 2 - bool(i)]
         if not each.is_cpu or each.dtype not in kinds or each.ndim != 1 or each.stride(0) != 1:

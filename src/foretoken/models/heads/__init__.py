@@ -1,1 +1,1 @@
-"""Heads on a target's hidden states: their files in every dialect of the field, and their nets at inference."""
+"""Draft heads on a target's hidden states: their checkpoints in the formats of other engines, and their networks."""

@@ -1,6 +1,7 @@
-"""Blockwise heads (1811.03115, section 5): hidden_i = x + down(relu(up x)), then the target's vocabulary head.
+"""Checkpoints of blockwise heads (1811.03115, section 5).
 
-x is the target's normed last state. As with Medusa, head i guesses the token i + 2 places after x's row.
+hidden_i = x + down(relu(up x)), followed by the target's vocabulary head, where x is the target's normed last state. As
+in Medusa, head i predicts the token i + 2 positions after x's row.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ class Feedforward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockwiseHeads:
-    """One checkpoint."""
+    """The heads of one checkpoint."""
 
     hidden: int
     heads: tuple[Feedforward, ...]
 
     @property
     def depth(self) -> int:
+        """Number of heads."""
         return len(self.heads)
 
 
 def read_blockwise(path: Path) -> BlockwiseHeads:
-    """The checkpoint in ``path``. Raises ModelLoadError for what is incomplete or inconsistent."""
+    """Reads the checkpoint in ``path``. Raises ModelLoadError if it is incomplete or inconsistent."""
     config, weights = open_head(path)
     if config.get("model_type") != MODEL_TYPE:
         raise ModelLoadError(f"{path} has model_type {config.get('model_type')!r}; blockwise heads have {MODEL_TYPE!r}")
@@ -54,13 +56,15 @@ def read_blockwise(path: Path) -> BlockwiseHeads:
 
 
 def write_blockwise(heads: BlockwiseHeads) -> Written:
-    """config.json and tensors."""
+    """Returns config.json and tensors of a checkpoint."""
     tensors: dict[str, Tensor] = {}
     for i, head in enumerate(heads.heads):
         tensors |= {
-            f"heads.{i}.up.weight": head.up, f"heads.{i}.up.bias": head.up_bias,
-            f"heads.{i}.down.weight": head.down, f"heads.{i}.down.bias": head.down_bias,
-        }  # fmt: skip
+            f"heads.{i}.up.weight": head.up,
+            f"heads.{i}.up.bias": head.up_bias,
+            f"heads.{i}.down.weight": head.down,
+            f"heads.{i}.down.bias": head.down_bias,
+        }
     inner = heads.heads[0].up.shape[0]
     sizes = {"hidden_size": heads.hidden, "intermediate_size": inner, "num_heads": heads.depth}
     return {"model_type": MODEL_TYPE, **sizes}, tensors

@@ -1,6 +1,7 @@
-"""EAGLE-3 heads in the form that another engine loads.
+"""Writes EAGLE heads in the formats of other engines.
 
-The tensors are the same in all of them; ``midlayer.*`` or ``layers.0.*``, and config.json, are not.
+The tensors are the same in all of them; the name of the first layer (``midlayer.*`` or ``layers.0.*``) and config.json
+differ.
 """
 
 from __future__ import annotations
@@ -12,25 +13,31 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.heads.eagle import EagleHead
-from foretoken.models.heads.files import OURS
+from foretoken.models.heads.files import TAPS_KEY
 
 EAGLE_DIALECTS = ("sglang", "vllm", "speculators")
 Written = tuple[dict[str, Any], dict[str, Tensor]]
-"""config.json and the tensors of model.safetensors"""
+"""config.json, and the tensors of model.safetensors."""
 
 
 def write_eagle(
     head: EagleHead, dialect: str, taps: tuple[int, ...] | None = None, verifier: str | None = None
 ) -> Written:
-    """``head`` for ``dialect``. Raises InvalidRequest for one that has no such heads.
+    """Returns ``head`` in the format ``dialect``.
 
-    taps: indices of the inputs of the tapped layers; None keeps what the head says. verifier: the target's name or
-    folder, which speculators keeps.
+    Args:
+        head: the head.
+        dialect: one of ``EAGLE_DIALECTS``.
+        taps: indices of the inputs of the tapped layers; None for the head's own.
+        verifier: the target's name or folder, which the speculators format contains.
+
+    Raises:
+        InvalidRequest: the format does not support such heads.
     """
     if dialect not in EAGLE_DIALECTS or (head.version != 3 and dialect == "speculators"):
         raise InvalidRequest(
             f"an EAGLE-{head.version} head has no dialect {dialect!r}; known: {', '.join(EAGLE_DIALECTS)} "
-            "(speculators for EAGLE-3 alone)"
+            "(speculators for EAGLE-3 only)"
         )
     if dialect == "sglang" and head.version == 3 and head.layers > 1:
         raise InvalidRequest(f"SGLang's form of EAGLE-3 has one layer, this head {head.layers}; write it for vllm")
@@ -45,7 +52,7 @@ def write_eagle(
 
 
 def _with_maps(head: EagleHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Both maps between the vocabularies where they differ: the peers expect both, and none where they do not."""
+    """Adds both maps between the vocabularies if these differ; other engines expect both, or none."""
     if head.draft_vocab == head.vocab:
         return tensors
     ids = head.ids()
@@ -72,7 +79,7 @@ def _plain(head: EagleHead, dialect: str, inputs: tuple[int, ...] | None) -> dic
             **_common(head),
             "architectures": ["LlamaForCausalLMEagle" if dialect == "sglang" else "EagleLlamaForCausalLM"],
         }
-    # SGLang adds 1 to explicit ids; vLLM takes them as they are.
+    # SGLang adds 1 to explicit ids; vLLM does not.
     shift = 1 if dialect == "sglang" else 0
     ids = [i - shift for i in inputs] if inputs is not None else list(head.taps or ())
     config = {
@@ -84,7 +91,7 @@ def _plain(head: EagleHead, dialect: str, inputs: tuple[int, ...] | None) -> dic
     }
     if ids:
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
-    return config | ({OURS: list(inputs)} if inputs is not None else {})
+    return config | ({TAPS_KEY: list(inputs)} if inputs is not None else {})
 
 
 def _speculators(head: EagleHead, inputs: tuple[int, ...] | None, verifier: str | None) -> dict[str, Any]:
@@ -105,11 +112,11 @@ def _speculators(head: EagleHead, inputs: tuple[int, ...] | None, verifier: str 
         "norm_before_residual": head.norm_before_residual,
         **_switches(head),
         **({"eagle_aux_hidden_state_layer_ids": list(ids)} if ids else {}),
-        **({OURS: list(inputs)} if inputs is not None else {}),
+        **({TAPS_KEY: list(inputs)} if inputs is not None else {}),
     }
 
 
 def _switches(head: EagleHead) -> dict[str, bool]:
-    """Only what is on: other engines do not know all of them."""
+    """Returns the options that are on; other engines do not know all of them."""
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return {name: True for name in names if getattr(head, name)}

@@ -1,8 +1,8 @@
-"""EAGLE's checkpoints (1, 2: 2401.15077, 2406.16858; 3: 2503.01840), read from any dialect into one form.
+"""Reads EAGLE checkpoints (1, 2: 2401.15077, 2406.16858; 3: 2503.01840) of any format into one form.
 
-One form: names as in vLLM and speculators, ``layers.0.*``, and a config as EAGLE's own. The dialects differ in the name
-of the first layer (``midlayer.*`` in EAGLE, SpecForge and SGLang), in where config.json keeps things, and in what
-explicit ids of tapped layers mean: see ``taps``.
+Tensors are named as in vLLM and speculators (``layers.0.*``), settings as in EAGLE's own config.json. The formats
+differ in the name of the first layer (``midlayer.*`` in EAGLE, SpecForge and SGLang), in the structure of config.json,
+and in the meaning of explicit ids of tapped layers: see ``taps.py``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, Size, parse
-from foretoken.models.architecture import supports
-from foretoken.models.heads.files import MAX_HEADS, OURS, check_shapes, number, open_head
+from foretoken.models.families.architecture import supports
+from foretoken.models.heads.files import MAX_HEADS, TAPS_KEY, check_shapes, number, open_head
 
-LAYER_KEYS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-    "hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
-)  # fmt: skip
+_SIZE_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+LAYER_KEYS = (*_SIZE_KEYS, "rms_norm_eps", "hidden_act", *_ROPE_KEYS)
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _Taps = Annotated[list[Annotated[int, Field(ge=0, le=10_000)]], Field(max_length=64)]
-# One dialect counts a layer's output, so the first layer's input is -1.
+# One format counts the outputs of layers, so the first layer's input is -1.
 _LayerIds = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(max_length=64)]
 
 
 class EagleSections(Schema):
-    """The parts that some dialects nest."""
+    """The sections of config.json that some formats nest."""
 
     speculators_model_type: str | None = None
     transformer_layer_config: dict[str, Any] | None = None
@@ -40,8 +39,8 @@ class EagleSections(Schema):
     eagle_config: dict[str, Any] | None = None
 
 
-class EagleConfig(Schema):
-    """What is particular to heads, all parts on one level; their layer has to satisfy ``CausalConfig`` too."""
+class EagleCheckpointConfig(Schema):
+    """The fields of heads, all sections on one level. The layer's fields must also satisfy ``CausalConfig``."""
 
     foretoken_taps: _Taps | None = None
     eagle_aux_hidden_state_layer_ids: _LayerIds | None = None
@@ -54,11 +53,22 @@ class EagleConfig(Schema):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleHead:
-    """One checkpoint. ``tensors`` are named and shaped as conventions have it, with ``layers.0`` for ``midlayer``.
+    """The head of one checkpoint.
 
-    version: 3, or 1 for EAGLE-1 and 2. layer: sizes and rotary settings by the names of Llama's config.json.
-    taps: tapped layers as config.json gives them, None where it leaves them to the default. exact: they are indices
-    of layer *inputs* without doubt. norm_before_residual, norm_before_fc, fc_norm, norm_output: as in vLLM.
+    Attributes:
+        version: 3, or 1 for EAGLE-1 and 2.
+        layer: sizes and rotary settings by the names of Llama's config.json.
+        layers: number of layers.
+        target_hidden: hidden size of the target.
+        vocab: size of the target's vocabulary.
+        draft_vocab: size of the head's vocabulary.
+        tensors: by their names in vLLM, with ``layers.0`` for ``midlayer``.
+        taps: ids of the tapped layers in config.json; None for the default.
+        exact: whether the ids are known to be indices of layer *inputs*.
+        norm_before_residual: as in vLLM.
+        norm_before_fc: as in vLLM.
+        fc_norm: as in vLLM.
+        norm_output: as in vLLM.
     """
 
     version: int
@@ -77,26 +87,32 @@ class EagleHead:
 
     @property
     def hidden(self) -> int:
+        """Hidden size of the head."""
         return int(self.layer["hidden_size"])
 
     @property
     def head_dim(self) -> int:
+        """Width of an attention head."""
         return int(self.layer.get("head_dim") or self.hidden // self.layer["num_attention_heads"])
 
     def ids(self) -> Tensor:
-        """int64 [Vd]: the target's token of each of the draft's. ``d2t`` holds offsets: target = i + d2t[i]."""
+        """Returns the target's token id for each of the draft's, int64 [Vd]. ``d2t`` holds offsets: id = i + d2t[i]."""
         offsets = self.tensors.get("d2t")
         own = torch.arange(self.draft_vocab)
         return own if offsets is None else own + offsets.long()
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
-    """What is tapped where nothing is said, of a target of ``layers``: inputs of a low, a middle and a high one."""
+    """Returns the default taps for a target of ``layers`` layers: inputs of a low, a middle and a high layer."""
     return 2, layers // 2, layers - 3
 
 
 def read_eagle(path: Path) -> EagleHead:
-    """The checkpoint in ``path``. Raises ModelLoadError for what is incomplete, inconsistent or not an EAGLE head."""
+    """Reads the checkpoint in ``path``.
+
+    Raises:
+        ModelLoadError: it is incomplete, inconsistent, or not an EAGLE head.
+    """
     config, weights = open_head(path)
     flat = _flat(config, path)
     tensors = {name.replace("midlayer.", "layers.0."): weights[name] for name in weights}
@@ -111,7 +127,7 @@ def read_eagle(path: Path) -> EagleHead:
 
 
 def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """All settings on one level: speculators keeps the layer's apart, vLLM's own wrapper under "model"."""
+    """Returns all settings on one level. speculators nests the layer's, vLLM's own wrapper nests under "model"."""
     parse(EagleSections, config, str(path / "config.json"))
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
@@ -120,8 +136,8 @@ def _flat(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     flat = {**inner, **{k: v for k, v in config.items() if v is not None and k not in ("model_type", "model")}}
     flat = {**(config.get("eagle_config") or {}), **flat}
     if kind is not None:
-        flat.setdefault("norm_before_residual", True)  # as vLLM reads it
-    parse(EagleConfig, flat, str(path / "config.json"))
+        flat.setdefault("norm_before_residual", True)  # as in vLLM
+    parse(EagleCheckpointConfig, flat, str(path / "config.json"))
     return flat
 
 
@@ -135,11 +151,11 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path:
     vocab = number(flat, path, "vocab_size")
     if not supports({**layer, "model_type": "llama", "vocab_size": vocab, "num_hidden_layers": layers}):
         raise ModelLoadError(f"the layer in {path} has an activation or rotary scaling that is not computed here")
-    named = flat.get(OURS) or flat.get(_IDS)
+    named = flat.get(TAPS_KEY) or flat.get(_IDS)
     taps = tuple(named) if named and version == 3 else None
     inputs = int(tensors["fc.weight"].shape[-1])
     if "t2d" in tensors:
-        vocab = int(tensors["t2d"].shape[0])  # SpecForge and EAGLE agree here where config.json may not
+        vocab = int(tensors["t2d"].shape[0])  # SpecForge and EAGLE agree on this tensor, even if config.json differs
     return EagleHead(
         version=version,
         layer=layer,
@@ -149,35 +165,42 @@ def _sized(flat: dict[str, Any], tensors: dict[str, Tensor], version: int, path:
         draft_vocab=number(flat, path, "draft_vocab_size", default=vocab) if version == 3 else vocab,
         tensors=tensors,
         taps=taps,
-        exact=taps is None or OURS in flat,
+        exact=taps is None or TAPS_KEY in flat,
         **{key: bool(flat.get(key)) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
     )
 
 
-def _target_hidden(flat: Mapping[str, Any], read: int, version: int) -> int:
-    """EAGLE-1's features are as wide as itself; a head's own word goes before what fc reads, to be checked by it."""
-    return int(flat["hidden_size"] if version == 1 else flat.get("target_hidden_size") or read)
+def _target_hidden(flat: Mapping[str, Any], tapped: int, version: int) -> int:
+    """Returns the target's hidden size: config.json's, or ``tapped``, the input width of fc per tap.
+
+    EAGLE-1's features are as wide as the head itself.
+    """
+    return int(flat["hidden_size"] if version == 1 else flat.get("target_hidden_size") or tapped)
 
 
 def _shapes(head: EagleHead) -> dict[str, tuple[int, ...]]:
-    """What must be there, with its shape."""
+    """Returns the shapes of the required tensors by name."""
     h, v3, inner = head.hidden, head.version == 3, int(head.layer["intermediate_size"])
     heads, kv = (head.layer[key] * head.head_dim for key in ("num_attention_heads", "num_key_value_heads"))
     shapes: dict[str, tuple[int, ...]] = {}
     count = len(head.taps) if head.taps else 3
     shapes["fc.weight"] = (h, count * head.target_hidden) if v3 else (h, 2 * h)
     for i in range(head.layers):
-        at, reads = f"layers.{i}.", 2 * h if v3 and i == 0 else h
+        at, inputs = f"layers.{i}.", 2 * h if v3 and i == 0 else h
         if v3 or i:
             shapes[at + "input_layernorm.weight"] = (h,)
         if v3 and i == 0:
             shapes[at + "hidden_norm.weight"] = (h,)
         shapes |= {
-            at + "self_attn.q_proj.weight": (heads, reads), at + "self_attn.k_proj.weight": (kv, reads),
-            at + "self_attn.v_proj.weight": (kv, reads), at + "self_attn.o_proj.weight": (h, heads),
-            at + "post_attention_layernorm.weight": (h,), at + "mlp.gate_proj.weight": (inner, h),
-            at + "mlp.up_proj.weight": (inner, h), at + "mlp.down_proj.weight": (h, inner),
-        }  # fmt: skip
+            at + "self_attn.q_proj.weight": (heads, inputs),
+            at + "self_attn.k_proj.weight": (kv, inputs),
+            at + "self_attn.v_proj.weight": (kv, inputs),
+            at + "self_attn.o_proj.weight": (h, heads),
+            at + "post_attention_layernorm.weight": (h,),
+            at + "mlp.gate_proj.weight": (inner, h),
+            at + "mlp.up_proj.weight": (inner, h),
+            at + "mlp.down_proj.weight": (h, inner),
+        }
     if v3:
         shapes |= {"norm.weight": (h,), "lm_head.weight": (head.draft_vocab, h)}
         if head.draft_vocab != head.vocab:

@@ -1,8 +1,9 @@
-"""An EAGLE head on our runtime (2401.15077, 2503.01840): one decoder layer that is given features, over its own cache.
+"""An EAGLE head on our runtime (2401.15077, 2503.01840): a decoder layer on features, with its own KV cache.
 
-Row i of its cache is made of the token at i + 1 and the target's features at i, and guesses the token at i + 2. So the
-row of a sequence's newest token needs features of the token before it, which the target's last pass computed: drafting
-starts from there, feeding the layer's own outputs down the tree. Those rows are dropped when the truth is known.
+Row i of its cache is computed from the token at i + 1 and the target's features at i, and predicts the token at i + 2.
+So the row of a sequence's newest token needs the features of the token before it, which the target's last pass
+computed. Drafting starts there, and feeds the layer's own outputs down the tree. These rows are dropped after
+verification.
 """
 
 from __future__ import annotations
@@ -15,26 +16,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.draft import Draft
-from foretoken.models.architecture import Architecture
 from foretoken.models.base import Handle
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.heads.eagle import EagleHead
-from foretoken.models.linear import product
-from foretoken.models.plan import Plan
-from foretoken.models.runner import Pass, build
-from foretoken.models.weights import Ends, Entry, LayerWeights
+from foretoken.models.runners.base import Pass
+from foretoken.models.runners.choose import build_runner
+from foretoken.models.runners.linear import product
+from foretoken.models.runners.pass_plan import PassPlan
 
-PREFILL_ROWS = 256  # of a pass that reads
-JOINT_ROWS = 32  # pending ones that are computed with the first guess; of more, most need keys and values alone
-_NEXT = -1  # stands for the token that a sequence goes on with: a row that nobody has
+PREFILL_ROWS = 256  # rows of one prefill pass
+JOINT_ROWS = 32  # a sequence with more pending rows than this is prefilled first, by passes without logits
+_NEXT = -1  # stands for the next token in a lookup of the prefix cache: no cached row has it
 
 
 @dataclass(eq=False, slots=True)
 class HeadHandle(Handle):
     """A sequence in the head's cache; its ``tokens`` are the target's from the second on.
 
-    fresh: features [n, H] of the pending tokens, in pieces. states: [1 + nodes, H], the layer's outputs at the newest
-    token and at the cached nodes: what the nodes below them are fed. root: the target's first token, None where that is
-    not known or rows are missing, so that nobody else could make use of them.
+    Attributes:
+        fresh: features [n, H] of the pending tokens, in pieces.
+        states: the layer's outputs [1 + nodes, H] at the newest token and at the cached nodes: the features of their
+            children.
+        root: the target's first token; None if it is unknown or rows are missing, so that no row can be shared.
     """
 
     fresh: list[Tensor] = field(default_factory=list)
@@ -42,7 +46,7 @@ class HeadHandle(Handle):
     root: int | None = None
 
     def below(self, parents: Sequence[int]) -> Tensor:
-        """What children of these nodes are fed, [n, H]; -1 is the newest token."""
+        """Returns the features of children of these nodes, [n, H]; -1 is the newest token."""
         if self.states is None:
             raise ValueError("catch_up computes the newest token's row before anything grows below it")
         index = torch.tensor(parents, device=self.states.device)
@@ -50,10 +54,15 @@ class HeadHandle(Handle):
 
 
 class EagleNet:
-    """The head's arithmetic; sequences in it are ``HeadHandle``s.
+    """The network of an EAGLE head.
 
-    embedding: [V, H], the head's own or the target's. unembed: the target's vocabulary head, for heads without one.
-    max_length: tokens of a sequence at most, drafts included.
+    Args:
+        head: the checkpoint.
+        embedding: the head's own or the target's, [V, H].
+        dtype: dtype of the computation.
+        device: device of weights and KV cache.
+        max_length: maximum length of a sequence in tokens, drafts included.
+        unembed: the target's vocabulary head, for heads without their own.
     """
 
     def __init__(
@@ -73,23 +82,23 @@ class EagleNet:
         self._embedding = embedding.to(dtype)
         self._ids = head.ids().to(device)
         self._whole = head.draft_vocab == head.vocab and bool((self._ids == torch.arange(head.vocab).to(device)).all())
-        vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden)).to(dtype)  # zeros are never asked
+        vocabulary = head.tensors.get("lm_head.weight", torch.zeros(1, head.hidden)).to(dtype)  # zeros: unused
         config = {**head.layer, "model_type": "llama", "vocab_size": vocabulary.shape[0]}
         config |= {"num_hidden_layers": head.layers, "max_position_embeddings": max_length}
         architecture = Architecture.of(config)
         self._eps = architecture.eps
-        self._state = head.layers if head.norm_output else head.layers + 1  # the tap that is fed down the tree
+        self._state = head.layers if head.norm_output else head.layers + 1  # the tap that is the feature of child nodes
         self.keeps = False
         layers = [_layer(head, i, dtype) for i in range(head.layers)]
         ends = Ends(self._embedding, self._norm("norm"), vocabulary)
         entry = Entry(self.joined, self._norm("layers.0.hidden_norm"), head.norm_before_residual)
-        self._runner = build(architecture, layers, ends, dtype, device, entry)
-        self.rows_independent = self._runner.rows_independent
+        self._runner = build_runner(architecture, layers, ends, dtype, device, entry)
+        self.batch_invariant = self._runner.batch_invariant
 
     # features
 
     def features(self, taps: Tensor) -> Tensor:
-        """The target's hidden states [rows, taps * Ht], side by side, as the head takes them: [rows, H]."""
+        """Returns the features [rows, H] for the target's concatenated hidden states [rows, taps * Ht]."""
         if not self.joined:
             return taps
         if self.head.norm_before_fc:
@@ -101,76 +110,76 @@ class EagleNet:
         return self._multiply(taps)
 
     def to_target(self, logits: Tensor) -> Tensor:
-        """Logits over the draft's vocabulary [n, Vd] to the target's [n, V]; -inf where the draft has no token."""
+        """Returns logits [n, Vd] as logits over the target's vocabulary [n, V]; -inf for tokens not in the draft's."""
         if self._whole:
             return logits
         return logits.new_full((logits.shape[0], self.head.vocab), -torch.inf).index_copy_(1, self._ids, logits)
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """The draft's token ids to the target's."""
+        """Returns the target's token ids for the draft's."""
         return torch.take(self._ids, ids)
 
     # sequences
 
     def open(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> HeadHandle:
-        """A sequence that has in place what earlier ones left of the first rows of the target's ``tokens``.
+        """Opens a sequence, with the rows of the target's first ``tokens`` that are in the prefix cache.
 
-        cache_salt: only what sequences of the same salt left.
+        Rows are shared only between sequences with the same ``cache_salt``.
         """
-        slot, known = self._runner.acquire([*self._names(tokens), _NEXT], cache_salt)
+        slot, known = self._runner.acquire([*self._row_keys(tokens), _NEXT], cache_salt)
         return HeadHandle(slot, list(tokens[1 : known + 1]), known, root=tokens[0] if tokens else None)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes that one token's keys and values take."""
-        return self._runner.row_bytes
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache per token."""
+        return self._runner.kv_bytes_per_token
 
-    def keep(self, limit: int) -> None:
-        """Hold at most ``limit`` bytes, rows for later sequences that begin alike among them, where the runner can."""
-        self.keeps = self._runner.keep(limit)
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        """Enable prefix caching within ``max_bytes`` where the runner supports it."""
+        self.keeps = self._runner.enable_prefix_cache(max_bytes)
 
     def close(self, handle: HeadHandle) -> None:
-        """Give the place back. Closing twice does nothing."""
+        """Closes a sequence and frees its slot. Closing twice does nothing."""
         if handle.slot >= 0:
             self._runner.release(handle.slot)
             handle.slot = -1
 
     def extend(self, handle: HeadHandle, tokens: Sequence[int], features: Tensor) -> None:
-        """Committed tokens and the features [n, H] of the tokens before them. What was drafted is dropped."""
+        """Appends committed tokens with the features [n, H] of the tokens before them; drops the draft."""
         handle.nodes.clear()
         handle.parents.clear()
         handle.states = None
         handle.tokens.extend(tokens)
         handle.fresh.append(features)
 
-    def read(self, handle: HeadHandle, left: int = 0) -> None:
-        """Keys and values of pending rows, in passes of bounded size, until no more than ``left`` are pending."""
+    def prefill(self, handle: HeadHandle, left: int = 0) -> None:
+        """Computes pending rows without logits, in passes of bounded size, until at most ``left`` are pending."""
         if len(handle.pending) <= left:
             return
         fresh = torch.cat(handle.fresh)
         while len(handle.pending) > left:
             rows = min(PREFILL_ROWS, len(handle.pending) - left)
             part = Handle(handle.slot, handle.tokens[: handle.cached + rows], handle.cached)
-            self._run(Plan.of([part], [Draft.empty()], [0]), fresh[:rows], answered=False)
+            self._run(PassPlan.of([part], [Draft.empty()], [0]), fresh[:rows], outputs=False)
             handle.cached += rows
             fresh = fresh[rows:]
         handle.fresh[:] = [fresh] if left else []
 
     def catch_up(self, handles: Sequence[HeadHandle]) -> list[Tensor]:
-        """Compute all pending rows. -> logits [1, Vd] after each sequence's newest token"""
+        """Computes all pending rows. Returns the logits [1, Vd] after each sequence's newest token."""
         for handle in handles:
-            self.read(handle, JOINT_ROWS)
+            self.prefill(handle, JOINT_ROWS)
         fresh = [piece for handle in handles for piece in handle.fresh]
         logits, states = self._score(handles, [Draft.empty()] * len(handles), torch.cat(fresh))
         for handle, own in zip(handles, states, strict=True):
             handle.fresh.clear()
             handle.cached, handle.states = len(handle.tokens), own[-1:]
             if self.keeps and handle.root is not None:
-                self._runner.publish(handle.slot, self._names([handle.root, *handle.tokens]), handle.cached)
+                self._runner.publish(handle.slot, self._row_keys([handle.root, *handle.tokens]), handle.cached)
         return logits
 
     def grow(self, handles: Sequence[HeadHandle], drafts: Sequence[Draft]) -> list[Tensor]:
-        """Compute the new nodes of drafts that grow on those already cached. -> their logits [new, Vd]"""
+        """Computes the new nodes of drafts that grow on the cached nodes. Returns the new nodes' logits [new, Vd]."""
         fed = [h.below(d.parents[len(h.nodes) :]) for h, d in zip(handles, drafts, strict=True)]
         logits, states = self._score(handles, drafts, torch.cat(fed))
         for handle, draft, own in zip(handles, drafts, states, strict=True):
@@ -179,17 +188,17 @@ class EagleNet:
         return logits
 
     def teach(self, tokens: Sequence[int], features: Tensor) -> Tensor:
-        """Logits [n, Vd] of every row of a sequence of its own, fed the target's features [n, H] throughout."""
+        """Returns the logits [n, Vd] of all rows of a new sequence, computed from the target's features [n, H]."""
         handle = HeadHandle(self._runner.acquire()[0], list(tokens))
         try:
-            plan = Plan.of([handle], [Draft.empty()], [0])
+            plan = PassPlan.of([handle], [Draft.empty()], [0])
             plan = replace(plan, outputs=list(range(len(tokens))), output_counts=[len(tokens)])
             return self._logits(self._run(plan, features), plan)
         finally:
             self.close(handle)
 
-    def _names(self, tokens: Sequence[int]) -> list[int]:
-        """What is in each row, for who looks for it: its token, and in the first the token before it, too."""
+    def _row_keys(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the key of each row for the prefix cache: its token, in the first row also the token before it."""
         return [tokens[0] * self.head.vocab + tokens[1], *tokens[2:]] if len(tokens) > 1 else []
 
     # passes
@@ -197,8 +206,8 @@ class EagleNet:
     def _score(
         self, handles: Sequence[HeadHandle], drafts: Sequence[Draft], features: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """One pass. -> each sequence's logits and states"""
-        plan = Plan.of(handles, drafts, [len(handle.nodes) for handle in handles])
+        """Runs one pass. Returns each sequence's logits and states."""
+        plan = PassPlan.of(handles, drafts, [len(handle.nodes) for handle in handles])
         result = self._run(plan, features)
         logits = self._logits(result, plan)
         states = result.taps[self._state]
@@ -206,23 +215,23 @@ class EagleNet:
             return [logits], [states]
         return list(logits.split(plan.output_counts)), list(states.split([part.count for part in plan.parts]))
 
-    def _run(self, plan: Plan, features: Tensor, answered: bool = True) -> Pass:
-        """answered: whether logits and states are wanted, and not keys and values alone."""
+    def _run(self, plan: PassPlan, features: Tensor, outputs: bool = True) -> Pass:
+        """Runs one pass. Without ``outputs`` it computes keys and values only."""
         if not self.joined:
             tokens = torch.tensor(plan.tokens, device=self._embedding.device)
             embedded = F.embedding(tokens, self._embedding).to(self.device)
             features = self._multiply(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
-        taps = (self._state,) if answered else ()
-        return self._runner.run(replace(plan, features=features), taps, answered and self._unembed is None)
+        taps = (self._state,) if outputs else ()
+        return self._runner.run(replace(plan, features=features), taps, outputs and self._unembed is None)
 
-    def _logits(self, result: Pass, plan: Plan) -> Tensor:
+    def _logits(self, result: Pass, plan: PassPlan) -> Tensor:
         if result.logits is not None:
             return result.logits
         assert self._unembed is not None
         return self._unembed(result.taps[self._state][plan.outputs])
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """fc, a lone row doubled (see ``linear.py``)."""
+        """Applies fc. A single row is doubled (see ``linear.py``)."""
         rows = x.to(self.device, self.dtype)
         return self._fc(rows if len(rows) > 1 else rows.expand(2, -1).contiguous())[: len(rows)]
 
@@ -246,7 +255,7 @@ class EagleNet:
 
 
 def _layer(head: EagleHead, index: int, dtype: torch.dtype) -> LayerWeights:
-    """Layer ``index`` as the runners take it; shapes were checked when it was read."""
+    """Returns the weights of layer ``index`` for a runner; their shapes were checked when the head was read."""
     at, tensors = f"layers.{index}.", head.tensors
     qkv = [f"{at}self_attn.{part}_proj" for part in "qkv"]
     biased = all(f"{name}.bias" in tensors for name in qkv)

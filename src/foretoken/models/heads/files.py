@@ -1,4 +1,4 @@
-"""What all heads' checkpoints share: where they lie, how they are opened, and what is refused."""
+"""Finds and opens checkpoints of heads, and checks their tensors and sizes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from torch import Tensor
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import MAX_INT, shortened
-from foretoken.models.checkpoint import INDEX, PICKLES, SINGLE, Weights, load_config, open_weights, resolve
+from foretoken.models.formats.checkpoint import INDEX, PICKLES, SINGLE, Weights, load_config, open_weights, resolve
 
-FOLDER = "heads"  # a target's folder may hold heads for it, each in heads/<role>
-MAX_HEADS = 256  # of one checkpoint, and layers of one head: what is expected of each is listed before it is read
-OURS = "foretoken_taps"  # our key in config.json: layers tapped, as indices of their inputs
+FOLDER = "heads"  # a target's folder may contain heads for it, each in heads/<role>
+MAX_HEADS = 256  # heads of a checkpoint, and layers of a head; their tensors are listed before any is read
+TAPS_KEY = "foretoken_taps"  # our key in config.json: the tapped layers, as indices of their inputs
 
 
 def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
-    """The folder of the heads to use: ``model`` where it is given, else those that come with the target.
+    """Returns the folder of the heads to use: ``model``, or the heads that come with the target.
 
-    A target's own lie in its folder under ``heads/<role>``; the bundled target's are in the zoo. Raises InvalidRequest
-    when there are none, ModelLoadError when ``model`` cannot be found.
+    A target's own heads are in its folder under ``heads/<role>``; those of the bundled target are in the zoo.
+
+    Raises:
+        InvalidRequest: ``model`` is None, and the target has no such heads.
+        ModelLoadError: ``model`` is not found.
     """
     if model is not None:
         return resolve(model)
@@ -39,7 +42,11 @@ def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
 
 
 def open_head(path: Path) -> tuple[dict[str, Any], Weights]:
-    """config.json, and the tensors as they are asked for. Raises ModelLoadError, for pickles with the way out."""
+    """Returns config.json and the tensors, which are read on access.
+
+    Raises:
+        ModelLoadError: the checkpoint is damaged, or its weights are pickles; the message says how to convert them.
+    """
     config = load_config(path)
     if not (path / SINGLE).is_file() and not (path / INDEX).is_file():
         pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
@@ -53,7 +60,7 @@ def open_head(path: Path) -> tuple[dict[str, Any], Weights]:
 
 
 def check_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ModelLoadError for the first of ``expected`` that is missing or has another shape."""
+    """Raises ModelLoadError for the first tensor of ``expected`` that is missing or has another shape."""
     for name, shape in expected.items():
         if name not in tensors:
             raise ModelLoadError(f"the heads in {path} lack the tensor {name!r}; is the checkpoint complete?")
@@ -64,7 +71,11 @@ def check_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[st
 
 
 def number(config: Mapping[str, Any], path: Path, *names: str, default: int | None = None, high: int = MAX_INT) -> int:
-    """The first of ``names`` that config.json has, as an integer from 1 to ``high``. Raises ModelLoadError."""
+    """Returns the first of ``names`` in config.json, or ``default``, as an integer from 1 to ``high``.
+
+    Raises:
+        ModelLoadError: it is missing or no such integer.
+    """
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
         raise ModelLoadError(

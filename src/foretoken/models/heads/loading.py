@@ -1,4 +1,4 @@
-"""From a folder of heads to what drafts with a given target: checked against it, and its taps read rightly."""
+"""Loads EAGLE heads for a target: checks that they fit it, and finds out the meaning of their taps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
-from foretoken.models.checkpoint import open_weights
+from foretoken.models.formats.checkpoint import open_weights
 from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
 from foretoken.models.heads.eagle_net import EagleNet
 from foretoken.models.heads.files import find_head
-from foretoken.models.heads.taps import Reading, choose_reading
+from foretoken.models.heads.taps import TapConvention, measure_taps
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight")
 _log = logging.getLogger(__name__)
@@ -23,17 +23,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedEagle:
-    """An EAGLE head ready to draft. taps: the target's layers it reads; reading: what their ids were found to mean."""
+    """An EAGLE head that is ready to draft.
+
+    Attributes:
+        net: the network.
+        taps: indices of the inputs of the tapped layers of the target.
+        convention: the measured meaning of the ids in config.json; None if there was no doubt.
+    """
 
     net: EagleNet
     taps: tuple[int, ...]
-    reading: Reading | None = None
+    convention: TapConvention | None = None
 
 
 def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Path | None) -> LoadedEagle:
-    """The head ``model``, or the one that comes with the target in ``path``, checked against the target.
+    """Loads an EAGLE head and checks it against the target.
 
-    Raises InvalidRequest when there is none, ModelLoadError for one that is damaged or made for another target.
+    Args:
+        target: the target.
+        tokenizer: the target's tokenizer, or None.
+        model: folder or hub id of the head; None for the one that comes with the target.
+        path: the target's folder.
+
+    Raises:
+        InvalidRequest: ``model`` is None, and the target has no EAGLE head.
+        ModelLoadError: the head is damaged, or was made for another target.
     """
     folder = find_head("eagle3", model, path)
     head = read_eagle(folder)
@@ -44,26 +58,26 @@ def load_eagle(target: Model, tokenizer: Any, model: str | Path | None, path: Pa
     taps = head.taps or default_taps(target.num_layers)
     if head.exact:
         return LoadedEagle(net, taps)
-    reading = choose_reading(net, target, tokenizer, taps)
-    _log.info("%s: %s", folder, reading)
-    return LoadedEagle(net, reading.taps, reading)
+    convention = measure_taps(net, target, tokenizer, taps)
+    _log.info("%s: %s", folder, convention)
+    return LoadedEagle(net, convention.taps, convention)
 
 
 def check_width(what: str, folder: Path, hidden: int, target: Model) -> None:
-    """Raises ModelLoadError for heads made for another width."""
+    """Raises ModelLoadError for heads that were made for another hidden size."""
     if hidden != target.hidden_size:
         raise ModelLoadError(
             f"the {what} in {folder} was made for a target with hidden size {hidden}, this one has "
-            f"{target.hidden_size}; heads fit the model they were trained on alone"
+            f"{target.hidden_size}; heads only fit the model that they were trained on"
         )
 
 
 def check_vocabulary(what: str, folder: Path, vocab: int, target: Model) -> None:
-    """Raises ModelLoadError for heads made for another vocabulary."""
+    """Raises ModelLoadError for heads that were made for another vocabulary."""
     if vocab != target.vocab_size:
         raise ModelLoadError(
             f"the {what} in {folder} was made for a vocabulary of {vocab}, this target has {target.vocab_size}; "
-            "heads fit the model they were trained on alone"
+            "heads only fit the model that they were trained on"
         )
 
 
@@ -74,12 +88,12 @@ def _check(head: EagleHead, folder: Path, target: Model) -> None:
     if head.version == 3 and not all(0 <= i <= target.num_layers for i in taps):
         raise ModelLoadError(
             f"the EAGLE head in {folder} reads the layers {list(taps)}, this target has {target.num_layers}; "
-            "heads fit the model they were trained on alone"
+            "heads only fit the model that they were trained on"
         )
 
 
 def _embedding(head: EagleHead, folder: Path, target: Path | None) -> Tensor:
-    """The head's own embedding [V, H], else the target's, read where it lies."""
+    """Returns the head's own embedding [V, H], else the target's, read from the target's checkpoint."""
     if (own := head.tensors.get("embed_tokens.weight")) is not None:
         return own
     weights = open_weights(target) if target is not None else {}

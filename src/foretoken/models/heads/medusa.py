@@ -1,7 +1,7 @@
-"""Medusa's checkpoints (2401.10774), the original's names and vLLM's.
+"""Medusa checkpoints (2401.10774), by the names of the original and of vLLM.
 
 Head i: x <- x + SiLU(W x + b) once or more, then a vocabulary head: its own, one that all heads share, or the target's.
-It guesses the token i + 2 places after the row that x comes from; the target's own head guesses the next one.
+It predicts the token i + 2 positions after x's row; the target's own head predicts the next one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MEDUSA_DIALECTS = ("medusa", "vllm")
 _ORIGINAL = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 
 
-class MedusaConfig(Schema):
-    """The fields of config.json that are no sizes."""
+class MedusaCheckpointConfig(Schema):
+    """The fields of config.json that are not sizes."""
 
     original_lm_head: bool | None = None
     base_model_name_or_path: str | None = None
@@ -33,11 +33,15 @@ class MedusaConfig(Schema):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MedusaHeads:
-    """One checkpoint.
+    """The heads of one checkpoint.
 
-    blocks: by head and layer, W [H, H] and b [H] or None. vocabulary: one matrix [V', H] for each head, a single one
-    that they share, or none for the target's. tokens: int64 [V'], the ids that the matrices' rows stand for; None for
-    all in order.
+    Attributes:
+        hidden: hidden size of the target.
+        vocab: size of the target's vocabulary.
+        blocks: by head and layer, W [H, H] and b [H] or None.
+        vocabulary: vocabulary heads [V', H]: one for each head, a single shared one, or none for the target's.
+        tokens: token ids of the rows of the vocabulary heads, int64 [V']; None for the whole vocabulary in order.
+        base: the target, if the checkpoint names it.
     """
 
     hidden: int
@@ -45,14 +49,19 @@ class MedusaHeads:
     blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
     vocabulary: tuple[Tensor, ...] = ()
     tokens: Tensor | None = None
-    base: str | None = None  # the target, where the checkpoint names it
+    base: str | None = None
 
     @property
     def depth(self) -> int:
+        """Number of heads."""
         return len(self.blocks)
 
     def with_vocabulary(self, matrix: Tensor) -> MedusaHeads:
-        """The same heads with the target's vocabulary head [V, H] written out. Raises InvalidRequest for another's."""
+        """Returns the heads with the target's vocabulary head [V, H] as their own, unless they have one.
+
+        Raises:
+            InvalidRequest: the matrix has another shape.
+        """
         if tuple(matrix.shape) != (self.vocab, self.hidden):
             raise InvalidRequest(
                 f"these heads were made for a target with a vocabulary head of {self.vocab} x {self.hidden}, not of "
@@ -62,9 +71,9 @@ class MedusaHeads:
 
 
 def read_medusa(path: Path) -> MedusaHeads:
-    """The checkpoint in ``path``. Raises ModelLoadError for what is incomplete or inconsistent."""
+    """Reads the checkpoint in ``path``. Raises ModelLoadError if it is incomplete or inconsistent."""
     config, weights = open_head(path)
-    parse(MedusaConfig, config, str(path / "config.json"))
+    parse(MedusaCheckpointConfig, config, str(path / "config.json"))
     tensors = {_canonical(name, weights): weights[name] for name in weights}
     heads = number(config, path, "num_heads", "medusa_num_heads", high=MAX_HEADS)
     layers = number(config, path, "num_hidden_layers", "medusa_num_layers", default=1, high=MAX_HEADS)
@@ -74,8 +83,8 @@ def read_medusa(path: Path) -> MedusaHeads:
     shapes: dict[str, tuple[int, ...]] = {
         f"blocks.{i}.layers.{j}.weight": (hidden, hidden) for i in range(heads) for j in range(layers)
     }
-    shapes |= {f"blocks.{i}.layers.{j}.bias": (hidden,) for i in range(heads) for j in range(layers)
-               if f"blocks.{i}.layers.{j}.bias" in tensors}  # fmt: skip
+    biases = (f"blocks.{i}.layers.{j}.bias" for i in range(heads) for j in range(layers))
+    shapes |= {name: (hidden,) for name in biases if name in tensors}
     vocabulary = _vocabulary(tensors, heads, bool(config.get("original_lm_head")))
     rows_of = tensors.get(vocabulary[0]) if vocabulary else None
     vocab = number(config, path, "vocab_size", default=rows_of.shape[0] if rows_of is not None else None)
@@ -97,7 +106,11 @@ def read_medusa(path: Path) -> MedusaHeads:
 
 
 def write_medusa(heads: MedusaHeads, dialect: str) -> Written:
-    """``heads`` for ``dialect``. Raises InvalidRequest for one without Medusa heads, or without a vocabulary head."""
+    """Returns ``heads`` in the format ``dialect``, one of ``MEDUSA_DIALECTS``.
+
+    Raises:
+        InvalidRequest: the format is unknown or does not support these heads, or they have no vocabulary head.
+    """
     if dialect not in MEDUSA_DIALECTS:
         raise InvalidRequest(f"Medusa heads have no dialect {dialect!r}; known: {', '.join(MEDUSA_DIALECTS)}")
     if not heads.vocabulary:
@@ -144,7 +157,7 @@ def _config(heads: MedusaHeads, kept: int, shared: bool) -> dict[str, Any]:
 
 
 def bare(heads: MedusaHeads) -> Written:
-    """Our own form: vLLM's without a vocabulary head, so that the target's is used."""
+    """Returns ``heads`` in our own format: vLLM's, but the heads may use the target's vocabulary head."""
     tensors = _named(heads, lambda i, j, kind: f"blocks.{i}.layers.{j}.{kind}")
     names = [f"lm_heads.{i}.weight" for i in range(len(heads.vocabulary))]
     return _config(heads, heads.vocab, not names), tensors | dict(zip(names, heads.vocabulary, strict=True))
@@ -161,11 +174,11 @@ def _named(heads: MedusaHeads, name: Callable[[int, int, str], str]) -> dict[str
 
 
 def _canonical(name: str, names: Mapping[str, Any] | Sequence[str]) -> str:
-    """vLLM's name of a tensor."""
-    found = _ORIGINAL.fullmatch(name)
-    if found is None:
+    """Returns vLLM's name of a tensor."""
+    match = _ORIGINAL.fullmatch(name)
+    if match is None:
         return name
-    head, layer, kind = found.groups()
+    head, layer, kind = match.groups()
     block = f"{head}.{layer}.linear.weight"
     if any(other.endswith(block) for other in names):
         return f"blocks.{head}.layers.{layer}.{kind}"
@@ -173,7 +186,7 @@ def _canonical(name: str, names: Mapping[str, Any] | Sequence[str]) -> str:
 
 
 def _vocabulary(tensors: Mapping[str, Tensor], heads: int, shared: bool) -> list[str]:
-    """Names of the vocabulary heads, in order; none where the target's is used."""
+    """Returns the names of the vocabulary heads, in order; none if the target's is used."""
     if shared:
         return [name for name in ("lm_head.weight", "lm_heads.0.weight") if name in tensors][:1]
     if "lm_head.weight" in tensors:

@@ -1,4 +1,4 @@
-"""Heads that guess several tokens ahead from one hidden state: the nets of Medusa and of blockwise decoding."""
+"""Networks that predict several tokens from one hidden state: Medusa and blockwise heads."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from torch import Tensor
 
 from foretoken.models.heads.blockwise import BlockwiseHeads
 from foretoken.models.heads.medusa import MedusaHeads
-from foretoken.models.linear import Product, product
+from foretoken.models.runners.linear import Product, product
 
 Unembed = Callable[[Tensor], Tensor]
 """The target's vocabulary head: normed states [rows, H] -> float32 [rows, V]."""
 
 
 class ParallelNet(Protocol):
-    """Guesses for each of the next ``depth`` places."""
+    """Predicts the tokens at the next ``depth`` positions."""
 
     depth: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The target's normed last states [rows, H] -> logits [rows, depth, V]; -inf where a head has no token."""
+        """Returns logits [rows, depth, V]; -inf for tokens that a head does not have.
+
+        Args:
+            x: the target's normed last states [rows, H].
+        """
 
 
 class MedusaNet:
-    """x <- x + SiLU(W x + b) for each head, then its vocabulary head (2401.10774); first layers are one product."""
+    """x <- x + SiLU(W x + b) for each head, then its vocabulary head (2401.10774).
+
+    The first layers of all heads are one product.
+    """
 
     def __init__(self, heads: MedusaHeads, dtype: torch.dtype, device: torch.device, unembed: Unembed) -> None:
         self.depth, self._heads, self._dtype, self._device = heads.depth, heads, dtype, device
@@ -62,7 +69,10 @@ class MedusaNet:
 
 
 class BlockwiseNet:
-    """x + down(relu(up x)) for each head, then the target's vocabulary head (1811.03115); all up's are one product."""
+    """x + down(relu(up x)) for each head, then the target's vocabulary head (1811.03115).
+
+    The up-projections of all heads are one product.
+    """
 
     def __init__(self, heads: BlockwiseHeads, dtype: torch.dtype, device: torch.device, unembed: Unembed) -> None:
         self.depth, self._dtype, self._device, self._unembed = heads.depth, dtype, device, unembed
@@ -83,5 +93,5 @@ def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, device: to
 
 
 def _multiply(by: Product, x: Tensor) -> Tensor:
-    """A lone row is doubled (see ``linear.py``)."""
+    """Multiplies x. A single row is doubled (see ``linear.py``)."""
     return by(x) if len(x) > 1 else by(x.expand(2, -1).contiguous())[:1]

@@ -1,8 +1,8 @@
-"""Which layers an EAGLE-3 head reads, measured.
+"""Measures which hidden states an EAGLE-3 head was trained on.
 
-config.json names layers, and engines differ in what an explicit id means: the input of that layer (vLLM, speculators,
-transformers' ``hidden_states[id]``) or its output, one more (SGLang). A wrong reading costs nearly all acceptance and
-says nothing, so both are tried on a little text of the target's own.
+config.json lists layer ids, and engines differ in their meaning: the input of the layer (vLLM, speculators,
+transformers' ``hidden_states[id]``), or its output, which is one more (SGLang). The wrong meaning loses nearly all
+acceptance without an error, so both are tried on a short text that the target generates.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 from foretoken.models.heads.eagle_net import EagleNet
 
-TOKENS = 24  # generated for each prompt; few passes, and enough to tell 59 % from 1 %
+TOKENS = 24  # generated for each prompt; few passes, and enough to distinguish 59 % from 1 %
 PROMPTS = ("def main():\n", "The first thing to know about", "import os\n\nclass ", "1. ")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What was measured. inputs, outputs: how often the head's best guess was right under either reading of the ids."""
+class TapConvention:
+    """The measured meaning of layer ids.
+
+    Attributes:
+        ids: the ids in config.json.
+        inputs: accuracy of the head's top token if the ids are layer inputs.
+        outputs: accuracy of the head's top token if the ids are layer outputs.
+    """
 
     ids: tuple[int, ...]
     inputs: float
@@ -32,7 +38,7 @@ class Reading:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Indices of layer inputs under the better reading; the plain one where they tie."""
+        """Indices of layer inputs, by the meaning with the higher accuracy; layer inputs on a tie."""
         shift = int(self.outputs > self.inputs)
         return tuple(i + shift for i in self.ids)
 
@@ -40,19 +46,26 @@ class Reading:
         taken = "outputs" if self.outputs > self.inputs else "inputs"
         return (
             f"ids {list(self.ids)} are read as the {taken} of those layers: as inputs {self.inputs:.0%} of the head's "
-            f"guesses are right, as outputs {self.outputs:.0%}"
+            f"top tokens are right, as outputs {self.outputs:.0%}"
         )
 
 
 @torch.inference_mode()
-def choose_reading(net: EagleNet, target: Model, tokenizer: Any, ids: Sequence[int]) -> Reading:
-    """Let the target continue a few prompts greedily and the head guess along, with either reading's hidden states."""
+def measure_taps(net: EagleNet, target: Model, tokenizer: Any, ids: Sequence[int]) -> TapConvention:
+    """Measures the head's accuracy on the target's greedy text with both meanings of the layer ids.
+
+    Args:
+        net: the head.
+        target: the target.
+        tokenizer: the target's tokenizer; None for prompts of arbitrary tokens.
+        ids: the layer ids in config.json.
+    """
     shifted = tuple(i + 1 for i in ids)
-    wanted = tuple(sorted({*ids, *(i for i in shifted if i <= target.num_layers)}))
-    texts, taps = _texts(target, _prompts(tokenizer, target.vocab_size), wanted)
-    inputs = _share(net, texts, taps, ids)
+    layers = tuple(sorted({*ids, *(i for i in shifted if i <= target.num_layers)}))
+    texts, taps = _texts(target, _prompts(tokenizer, target.vocab_size), layers)
+    inputs = _accuracy(net, texts, taps, ids)
     possible = max(shifted) <= target.num_layers
-    return Reading(tuple(ids), inputs, _share(net, texts, taps, shifted) if possible else 0.0)
+    return TapConvention(tuple(ids), inputs, _accuracy(net, texts, taps, shifted) if possible else 0.0)
 
 
 def _prompts(tokenizer: Any, vocab: int) -> list[list[int]]:
@@ -63,15 +76,15 @@ def _prompts(tokenizer: Any, vocab: int) -> list[list[int]]:
 
 
 def _texts(
-    target: Model, prompts: Sequence[list[int]], wanted: Sequence[int]
+    target: Model, prompts: Sequence[list[int]], layers: Sequence[int]
 ) -> tuple[list[list[int]], list[dict[int, Tensor]]]:
-    """The prompts with the target's greedy continuations, and its hidden states at all but the last token of each."""
+    """Returns the prompts with greedy continuations, and the target's hidden states at all but each last token."""
     handles = [target.open(prompt) for prompt in prompts]
     texts = [list(prompt) for prompt in prompts]
     seen: list[list[dict[int, Tensor]]] = [[] for _ in prompts]
     try:
         for _ in range(TOKENS):
-            scores = target.score(handles, [Draft.empty()] * len(handles), wanted)
+            scores = target.score(handles, [Draft.empty()] * len(handles), layers)
             best = [[int(score.logits[-1].argmax())] for score in scores]
             target.commit(handles, best)
             for text, own, token, score in zip(texts, seen, best, scores, strict=True):
@@ -80,16 +93,18 @@ def _texts(
     finally:
         for handle in handles:
             target.close(handle)
-    return texts, [{i: torch.cat([taps[i] for taps in own]) for i in wanted} for own in seen]
+    return texts, [{i: torch.cat([taps[i] for taps in own]) for i in layers} for own in seen]
 
 
-def _share(net: EagleNet, texts: Sequence[list[int]], taps: Sequence[dict[int, Tensor]], ids: Sequence[int]) -> float:
-    """Of the tokens that the target wrote, how many the head guesses one step ahead."""
+def _accuracy(
+    net: EagleNet, texts: Sequence[list[int]], taps: Sequence[dict[int, Tensor]], ids: Sequence[int]
+) -> float:
+    """Returns the share of the target's tokens that are the head's top token one step ahead."""
     right = total = 0
     for text, states in zip(texts, taps, strict=True):
         features = net.features(torch.cat([states[i] for i in ids], dim=-1))
-        guesses = net.target_ids(net.teach(text[1:], features).argmax(-1)).tolist()
-        truth = text[2:]
-        right += sum(a == b for a, b in zip(guesses[-TOKENS:-1], truth[-TOKENS + 1 :], strict=True))
+        predicted = net.target_ids(net.teach(text[1:], features).argmax(-1)).tolist()
+        actual = text[2:]
+        right += sum(a == b for a, b in zip(predicted[-TOKENS:-1], actual[-TOKENS + 1 :], strict=True))
         total += TOKENS - 1
     return right / total

@@ -1,1 +1,1 @@
-"""Encoder-decoders of the T5 and BART families: a source is read once, the decoder is a model as any other."""
+"""Encoder-decoders of the T5 and BART families: the encoder runs once, the decoder is a model like any other."""

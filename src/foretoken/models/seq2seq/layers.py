@@ -1,4 +1,4 @@
-"""The layers of both stacks on the device, their matrices packed, and the encoder."""
+"""The layers of encoder and decoder on the device, with packed matrices, and the encoder itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.linear import Product, product
-from foretoken.models.quantize import stacked
-from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture
+from foretoken.models.families.seq2seq import Seq2SeqArchitecture
+from foretoken.models.formats.quantize import stacked
+from foretoken.models.runners.linear import Product, product
 from foretoken.models.seq2seq.positions import RelativeBias
-from foretoken.models.seq2seq.weights import AttentionWeights, BlockWeights, MLPWeights, Norm, StackEnds
+from foretoken.models.seq2seq.weights import AttentionWeights, BlockWeights, MLPWeights, NormWeight, StackEnds
 
-KEPT = 32  # sources whose states are kept, for the other completions of a request and for a draft that shares them
+MAX_SOURCES = 32  # cached encoder outputs, for other completions of a request and for a draft that shares the encoder
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -30,8 +30,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 Normalise = Callable[[Tensor], Tensor]
 
 
-def norm_of(norm: Norm, eps: float, device: torch.device) -> Normalise:
-    """In float32, rounded once."""
+def norm_of(norm: NormWeight, eps: float, device: torch.device) -> Normalise:
+    """Returns the norm as a function; it is computed in float32 and rounded once."""
     weight, shape = norm.weight.to(device), norm.weight.shape
     if norm.bias is None:
         return lambda x: F.rms_norm(x.float(), shape, weight, eps).to(x.dtype)
@@ -40,14 +40,18 @@ def norm_of(norm: Norm, eps: float, device: torch.device) -> Normalise:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Where there is no norm."""
+    """Returns x: in place of a norm that a model does not have."""
     return x
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """``into``: queries, keys and values in one product, or of a cross-attention the queries alone; the source's keys
-    and values are ``keys_values`` then.
+    """Self-attention or cross-attention with its norm.
+
+    Attributes:
+        into: projection to queries, keys and values; in cross-attention, to queries alone.
+        keys_values: projection of the encoder's output to keys and values; None in self-attention.
+        out: output projection.
     """
 
     norm: Normalise
@@ -57,11 +61,12 @@ class Attention:
 
     @staticmethod
     def of(w: AttentionWeights, a: Seq2SeqArchitecture, device: torch.device, across: bool) -> Attention:
+        """Packs the weights for ``device``; ``across`` for cross-attention."""
         norm = norm_of(w.norm, a.eps, device)
         out = product(w.out.to(device), _to(w.out_bias, device))
         if across:
-            apart = product(stacked(w.keys_values).to(device), _to(w.keys_values_bias, device))
-            return Attention(norm, product(w.queries.to(device), _to(w.queries_bias, device)), apart, out)
+            keys_values = product(stacked(w.keys_values).to(device), _to(w.keys_values_bias, device))
+            return Attention(norm, product(w.queries.to(device), _to(w.queries_bias, device)), keys_values, out)
         biases = [b for b in (w.queries_bias, w.keys_values_bias) if b is not None]
         whole = stacked((w.queries, *w.keys_values)).to(device)
         return Attention(norm, product(whole, torch.cat(biases).to(device) if biases else None), None, out)
@@ -79,6 +84,7 @@ class MLP:
 
     @staticmethod
     def of(w: MLPWeights, a: Seq2SeqArchitecture, device: torch.device) -> MLP:
+        """Packs the weights for ``device``."""
         up = product(stacked(w.up).to(device), _to(w.up_bias, device))
         down = product(w.down.to(device), _to(w.down_bias, device))
         return MLP(norm_of(w.norm, a.eps, device), up, down, _ACTIVATIONS[a.activation], a.gated)
@@ -93,7 +99,7 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer; ``across`` in a decoder's."""
+    """One layer; only a decoder's has ``across``, the cross-attention."""
 
     itself: Attention
     across: Attention | None
@@ -101,19 +107,20 @@ class Block:
 
     @staticmethod
     def of(a: Seq2SeqArchitecture, device: torch.device, w: BlockWeights) -> Block:
+        """Packs a layer's weights for ``device``."""
         across = None if w.across is None else Attention.of(w.across, a, device, across=True)
         return Block(Attention.of(w.itself, a, device, across=False), across, MLP.of(w.mlp, a, device))
 
 
 def branch(first: bool, norm: Normalise, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-    """hidden + part(norm(hidden)), or norm(hidden + part(hidden)) where norms do not come first."""
+    """Returns hidden + part(norm(hidden)) if norms come first, else norm(hidden + part(hidden))."""
     return hidden + part(norm(hidden)) if first else norm(hidden + part(hidden))
 
 
 def build(
     a: Seq2SeqArchitecture, device: torch.device, both_ways: bool, blocks: Iterable[BlockWeights]
 ) -> tuple[list[Block], list[RelativeBias]]:
-    """A stack's layers and its tables of relative positions: none, one for all layers, or one each."""
+    """Returns a stack's layers and its tables of relative positions: none, one for all layers, or one each."""
     made: list[Block] = []
     tables: list[RelativeBias] = []
     for weights in blocks:
@@ -125,7 +132,7 @@ def build(
 
 
 class Entrance:
-    """From token ids to the residual stream of one stack."""
+    """The input of one stack: from token ids to the residual stream."""
 
     def __init__(self, a: Seq2SeqArchitecture, embedding: Tensor, ends: StackEnds, device: torch.device) -> None:
         self._embedding, self._scale = embedding, a.embedding_scale
@@ -140,33 +147,37 @@ class Entrance:
 
 
 class Encoder:
-    """Reads one source at a time, so that its states depend on nothing else, and keeps the latest."""
+    """The encoder. It runs on one source at a time, so that its output depends on nothing else, and caches outputs."""
 
     def __init__(
-        self, a: Seq2SeqArchitecture, blocks: Iterable[BlockWeights], ends: StackEnds, entrance: Entrance,
+        self,
+        a: Seq2SeqArchitecture,
+        blocks: Iterable[BlockWeights],
+        ends: StackEnds,
+        entrance: Entrance,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._a, self._stack, self._entrance, self._device = a, a.encoder, entrance, device
         self._blocks, self._tables = build(a, device, True, blocks)
         self._last = unchanged if ends.last is None else norm_of(ends.last, a.eps, device)
-        self._kept: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._cached: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
 
     def states(self, source: Sequence[int]) -> Tensor:
-        """[source, H]"""
+        """Returns the encoder's output for a source, [source, H]."""
         key = tuple(source)
-        found = self._kept.pop(key, None)
-        self._kept[key] = found = self._read(key) if found is None else found
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return found
+        states = self._cached.pop(key, None)
+        self._cached[key] = states = self._compute(key) if states is None else states
+        while len(self._cached) > MAX_SOURCES:
+            self._cached.popitem(last=False)
+        return states
 
     @torch.inference_mode()
-    def _read(self, source: tuple[int, ...]) -> Tensor:
+    def _compute(self, source: tuple[int, ...]) -> Tensor:
         positions = torch.arange(len(source))
         biases = [table(positions, positions).to(self._device) for table in self._tables]
         hidden = self._entrance(torch.tensor(source, device=self._device), positions.to(self._device))
         if len(source) == 1:
-            hidden = hidden.repeat(2, 1)  # a lone row may take another kernel (see ``linear.py``)
+            hidden = hidden.repeat(2, 1)  # a single row may use another kernel (see ``linear.py``)
         for number, block in enumerate(self._blocks):
             bias = biases[min(number, len(biases) - 1)] if biases else None
             look = partial(self._attend, block.itself, bias, len(source))

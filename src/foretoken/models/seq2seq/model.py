@@ -1,4 +1,4 @@
-"""An encoder-decoder behind the one contract: a decoder whose sequences have a source beside them."""
+"""An encoder-decoder behind the model contract: a decoder whose sequences each have a source."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
+from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
+from foretoken.models.formats.weights import TensorReader
 from foretoken.models.options import check_quantization
-from foretoken.models.seq2seq.architecture import Seq2SeqArchitecture, supports
 from foretoken.models.seq2seq.runner import Seq2SeqRunner
 from foretoken.models.seq2seq.weights import Seq2SeqWeights
-from foretoken.models.weights import Reader
 
 
 class EncoderDecoder(Decoder):
-    """See the module. ``config`` is the checkpoint's config.json as a dict; quantization is None or "int8"."""
+    """An encoder-decoder; its arguments are those of ``Decoder``."""
 
     architecture: Seq2SeqArchitecture
     runner: Seq2SeqRunner
@@ -36,16 +36,16 @@ class EncoderDecoder(Decoder):
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length, self.source_length = a.max_length, a.source_length
-        reader = Reader(weights, dtype, check_quantization(quantization))
+        reader = TensorReader(weights, dtype, check_quantization(quantization))
         self.runner = Seq2SeqRunner(Seq2SeqWeights(reader, a), dtype, device)
-        self.rows_independent, self.cuts_freely = self.runner.rows_independent, self.runner.cuts_freely
+        self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 
     @staticmethod
     def supports(config: Mapping[str, Any]) -> bool:
         return supports(config)
 
     def share(self, other: Model) -> bool:
-        """One encoder for both, where it is the same."""
+        """Shares the encoder if both models have the same one."""
         if not isinstance(other, EncoderDecoder) or other.runner.fingerprint != self.runner.fingerprint:
             return False
         self.runner.encoder = other.runner.encoder

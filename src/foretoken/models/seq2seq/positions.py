@@ -1,4 +1,4 @@
-"""T5's relative positions (1910.10683, 2.1): one number for each head and each bucket of distances, added to scores."""
+"""T5's relative positions (1910.10683, 2.1): a bias on the scores for each head and each bucket of distances."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from foretoken.models.attention import Geometry
-from foretoken.models.plan import Plan
+from foretoken.models.runners.attention import Geometry
+from foretoken.models.runners.pass_plan import PassPlan
 
 
 def buckets(count: int, farthest: int, both_ways: bool) -> Tensor:
-    """The bucket of every distance key - query from -farthest to farthest, int64 [2 farthest + 1].
+    """Returns the bucket of every distance key - query from -farthest to farthest, int64 [2 farthest + 1].
 
-    Half of the buckets of a direction hold one distance each, the others grow with its logarithm. A decoder sees no
-    key that lies ahead; such distances count as 0.
+    Half of the buckets of a direction hold one distance each; the others grow logarithmically with the distance.
+
+    Args:
+        count: number of buckets.
+        farthest: distance from which on all distances share a bucket.
+        both_ways: whether rows see keys after them (encoder). In a decoder such distances count as 0.
     """
     distance = torch.arange(-farthest, farthest + 1)
     ahead = torch.zeros_like(distance)
@@ -26,26 +30,26 @@ def buckets(count: int, farthest: int, both_ways: bool) -> Tensor:
     else:
         distance = (-distance).clamp(min=0)
     exact = count // 2
-    # the same float32 steps as in the model's own training, since a bucket's edge is decided by rounding
+    # the same float32 operations as in transformers, because rounding decides the edges of buckets
     far = exact + (torch.log(distance.float() / exact) / math.log(farthest / exact) * (count - exact)).long()
     return ahead + torch.where(distance < exact, distance, far.clamp(max=count - 1))
 
 
 class RelativeBias:
-    """One table [buckets, heads] as what every distance adds."""
+    """The biases of one table [buckets, heads] by distance; the other arguments are those of ``buckets``."""
 
     def __init__(self, table: Tensor, farthest: int, both_ways: bool) -> None:
         self._farthest = farthest
         self._by_distance = table.T[:, buckets(table.shape[0], farthest, both_ways)].contiguous()  # [heads, distances]
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Positions [..., Q] and [..., K] -> float32 [heads, ..., Q, K]"""
+        """Returns the biases for positions [..., Q] and [..., K], float32 [heads, ..., Q, K]."""
         distance = (keys[..., None, :] - queries[..., :, None]).clamp_(-self._farthest, self._farthest)
         return self._by_distance[:, distance + self._farthest]
 
 
-def positions_of(plan: Plan, g: Geometry) -> tuple[Tensor, Tensor]:
-    """Where the queries of a pass stand, [S, width], and the keys it reads, [S, K]; a draft's nodes by their depth."""
+def positions_of(plan: PassPlan, g: Geometry) -> tuple[Tensor, Tensor]:
+    """Returns the positions of a pass's queries [S, width] and keys [S, K]; a draft node's follows from its depth."""
     queries = torch.zeros(g.high - g.low, g.width, dtype=torch.int64)
     keys = torch.arange(g.keys).repeat(g.high - g.low, 1)
     at = 0

@@ -1,6 +1,6 @@
-"""Passes of a decoder that looks across to what an encoder read; its rows are as independent as any other's.
+"""The runner of encoder-decoders: batch-invariant passes of a decoder with cross-attention.
 
-The source's keys and values lie in slots of their own, beside those of the text, and are never moved.
+The source's keys and values lie in a cache of their own, beside the text's, and are never moved.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.models.attention import KEY_MULTIPLE, Geometry, attend, look_up
-from foretoken.models.kv import KVCache, finite, padded
-from foretoken.models.linear import can_pack, product
-from foretoken.models.plan import Plan
-from foretoken.models.runner import Pass
-from foretoken.models.seq2seq.architecture import Stack
+from foretoken.models.families.seq2seq import Stack
+from foretoken.models.runners.attention import KEY_MULTIPLE, Geometry, attend, look_up
+from foretoken.models.runners.base import Pass
+from foretoken.models.runners.linear import can_pack, product
+from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.seq2seq.layers import Attention, Block, Encoder, Entrance, branch, build, norm_of, unchanged
 from foretoken.models.seq2seq.positions import positions_of
-from foretoken.models.seq2seq.weights import Norm, Seq2SeqWeights
+from foretoken.models.seq2seq.weights import NormWeight, Seq2SeqWeights
+from foretoken.models.state.kv import KVCache, finite, padded
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a pass sees. own: by layer, what is added to scores over the text; across: over the source. keys: of it."""
+    """The masks of a pass, which are added to the scores.
+
+    Attributes:
+        own: for self-attention, by layer or one for all layers, relative positions included.
+        across: for cross-attention.
+        keys: number of source rows that are read.
+    """
 
     own: list[Tensor]
     across: Tensor
@@ -36,21 +42,27 @@ class Sight:
 
 
 class Seq2SeqRunner:
-    """See ``runner.Runner``; made of torch operators, on every device and dtype that torch has."""
+    """A runner of torch operators, for every device and dtype that torch supports.
+
+    Args:
+        weights: reads the checkpoint's tensors.
+        dtype: dtype of the computation.
+        device: device of weights and KV cache.
+    """
 
     joint_rows = 32
-    cuts_freely = False
+    chunk_invariant = False
 
     def __init__(self, weights: Seq2SeqWeights, dtype: torch.dtype, device: torch.device) -> None:
         a = self._architecture = weights.architecture
         self._dtype, self._device = dtype, device
-        self.rows_independent = can_pack(dtype, device)
+        self.batch_invariant = can_pack(dtype, device)
         embedding = weights.embedding().to(device)
         sides = {side: weights.ends(side) for side in ("encoder", "decoder")}
-        doors = {side: Entrance(a, embedding, ends, device) for side, ends in sides.items()}
-        self.encoder = Encoder(a, weights.blocks("encoder"), sides["encoder"], doors["encoder"], device)
+        entrances = {side: Entrance(a, embedding, ends, device) for side, ends in sides.items()}
+        self.encoder = Encoder(a, weights.blocks("encoder"), sides["encoder"], entrances["encoder"], device)
         self.fingerprint = weights.fingerprint()
-        self._entrance = doors["decoder"]
+        self._entrance = entrances["decoder"]
         self._blocks, self._tables = build(a, device, False, weights.blocks("decoder"))
         last = sides["decoder"].last
         self._norm = unchanged if last is None else norm_of(last, a.eps, device)
@@ -59,28 +71,28 @@ class Seq2SeqRunner:
         self._begin()
 
     def _begin(self) -> None:
-        """No slot in use."""
+        """Creates empty caches."""
         stack = self._architecture.decoder
-        kept = torch.float64 if self._dtype == torch.float32 and self.rows_independent else self._dtype  # attention.py
-        sizes = (stack.layers, stack.heads, stack.head_dim, kept, self._device)
+        dtype = torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype  # attention.py
+        sizes = (stack.layers, stack.heads, stack.head_dim, dtype, self._device)
         self._cache, self._sources = KVCache(*sizes), KVCache(*sizes)
-        self._unread: dict[int, tuple[int, ...]] = {}  # by slot: sources that are still to be encoded
-        self._lengths: dict[int, int] = {}  # by slot: of sources
+        self._pending: dict[int, tuple[int, ...]] = {}  # sources that are not encoded yet, by slot
+        self._lengths: dict[int, int] = {}  # tokens of sources, by slot
 
     def first(self, architecture: Any, norm: Tensor | None) -> Self:
         view = copy(self)
         view._architecture = architecture
         view._blocks = self._blocks[: architecture.layers]
         if norm is not None:
-            view._norm = norm_of(Norm(norm, None), architecture.eps, self._device)
+            view._norm = norm_of(NormWeight(norm, None), architecture.eps, self._device)
         view._begin()
         return view
 
     # slots
 
     @property
-    def row_bytes(self) -> int:
-        return self._cache.row_bytes
+    def kv_bytes_per_token(self) -> int:
+        return self._cache.kv_bytes_per_token
 
     def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
         slot, beside = self._cache.acquire(), self._sources.acquire()
@@ -93,22 +105,22 @@ class Seq2SeqRunner:
                 f"the source has {len(source)} tokens and the encoder reads at most "
                 f"{self._architecture.source_length}; shorten it"
             )
-        self._unread[slot], self._lengths[slot] = tuple(source), len(source)
+        self._pending[slot], self._lengths[slot] = tuple(source), len(source)
 
     def release(self, slot: int) -> None:
-        self._unread.pop(slot, None)
+        self._pending.pop(slot, None)
         self._lengths.pop(slot, None)
         self._cache.release(slot)
         self._sources.release(slot)
 
     def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
-        """Nothing: slots share no rows."""
+        """Does nothing: slots share no rows."""
 
-    def keep(self, limit: int) -> bool:
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
         return False
 
     def check(self) -> None:
-        assert set(self._unread) <= set(self._lengths), "a source is waiting for no slot"
+        assert set(self._pending) <= set(self._lengths), "a pending source has no slot"
 
     @torch.inference_mode()
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
@@ -120,13 +132,13 @@ class Seq2SeqRunner:
     # passes
 
     @torch.inference_mode()
-    def run(self, plan: Plan, taps: Sequence[int], logits: bool) -> Pass:
+    def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         for part in plan.parts:
-            self._read(part.slot)
+            self._encode(part.slot)
         self._cache.reserve(plan.reach + 1)
         g = Geometry.of(plan, (0,), self._device)
         sight = self._sight(plan, g)
-        alone = not logits and len(plan.parts) == 1  # a piece of one prompt, cut where it always is
+        alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
         hidden = self._entrance(g.tokens, g.positions)
         states: dict[int, Tensor] = {}
         for number, block in enumerate(self._blocks):
@@ -174,8 +186,8 @@ class Seq2SeqRunner:
     def _stack(self) -> Stack:
         return self._architecture.decoder
 
-    def _sight(self, plan: Plan, g: Geometry) -> Sight:
-        """Masks and relative positions of a pass; slots between its sequences, whose rows go nowhere, see all."""
+    def _sight(self, plan: PassPlan, g: Geometry) -> Sight:
+        """Returns the masks of a pass. Slots between its sequences, whose rows are not used, see all keys."""
         lengths = [self._lengths.get(slot, 0) for slot in range(g.low, g.high)]
         keys = padded(max(lengths), KEY_MULTIPLE)
         ends = torch.tensor([length or keys for length in lengths])[:, None]
@@ -186,9 +198,9 @@ class Seq2SeqRunner:
             own = [table(*places).transpose(0, 1)[:, :, :, None].to(self._device) + own[0] for table in self._tables]
         return Sight(own, across[:, None, None, None].to(self._device), keys)
 
-    def _read(self, slot: int) -> None:
-        """Encode the slot's source, if that is not done, and keep its keys and values by layer."""
-        source = self._unread.get(slot)
+    def _encode(self, slot: int) -> None:
+        """Encodes the slot's source if it is pending, and writes its keys and values by layer."""
+        source = self._pending.get(slot)
         if source is None:
             if slot not in self._lengths:
                 raise InvalidRequest("this model is an encoder-decoder; give it a text for its encoder")
@@ -201,4 +213,4 @@ class Seq2SeqRunner:
             made = block.across.keys_values(rows, True)[:count].view(count, 2, self._stack.heads, -1)
             for kept, part in zip((self._sources.keys, self._sources.values), made.unbind(1), strict=True):
                 kept[number][slot, :, :count] = finite(part.transpose(0, 1))
-        del self._unread[slot]
+        del self._pending[slot]

@@ -1,4 +1,4 @@
-"""An encoder-decoder's tensors in the shape the runner takes, by T5's names and by BART's."""
+"""An encoder-decoder's tensors as the runner takes them, by T5's names and by BART's."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foretoken.models.finite import converted
-from foretoken.models.memory import give_back
-from foretoken.models.quantize import Matrix, quantise
-from foretoken.models.seq2seq.architecture import LEARNED_OFFSET, T5, Seq2SeqArchitecture, Stack
-from foretoken.models.weights import Reader
+from foretoken.models.families.seq2seq import LEARNED_OFFSET, T5, Seq2SeqArchitecture, Stack
+from foretoken.models.formats.finite import converted
+from foretoken.models.formats.memory import give_back
+from foretoken.models.formats.quantize import Matrix, quantise
+from foretoken.models.formats.weights import TensorReader
 
-_SAMPLE = 1024  # numbers of a tensor by which two encoders are told apart
+_SAMPLE = 1024  # numbers of each tensor that the fingerprint of an encoder covers
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """float32 [H] each; no bias: a norm by root mean square."""
+class NormWeight:
+    """Weight and bias of a norm, float32 [H] each; without a bias it is an RMS norm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -27,12 +27,13 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """One attention with its norm. Matrices are [out, in]; a cross-attention's ``keys_values`` read the source.
+    """The weights of one attention with its norm.
 
-    bias: float32 [buckets, heads] of relative positions, None where the layer has no table of its own.
+    Matrices are [out, in]. In cross-attention the input of ``keys_values`` is the encoder's output. ``bias`` is the
+    table of relative positions, float32 [buckets, heads]; None if the layer has no table of its own.
     """
 
-    norm: Norm
+    norm: NormWeight
     queries: Matrix
     queries_bias: Tensor | None
     keys_values: tuple[Matrix, Matrix]
@@ -44,9 +45,9 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
-    """``up``: gate and up, or up alone."""
+    """The weights of one MLP with its norm; ``up`` is gate and up, or up alone."""
 
-    norm: Norm
+    norm: NormWeight
     up: tuple[Matrix, ...]
     up_bias: Tensor | None
     down: Matrix
@@ -55,7 +56,7 @@ class MLPWeights:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """One layer of a stack; only a decoder's looks ``across``."""
+    """The weights of one layer; only a decoder's has ``across``, the cross-attention."""
 
     itself: AttentionWeights
     across: AttentionWeights | None
@@ -64,28 +65,38 @@ class BlockWeights:
 
 @dataclass(frozen=True, slots=True)
 class StackEnds:
-    """positions: [positions, H], learned ones. norm: on the embeddings. last: behind the last layer."""
+    """The weights before and after a stack's layers.
+
+    Attributes:
+        positions: learned positions, [positions, H].
+        norm: norm of the embeddings.
+        last: norm after the last layer.
+    """
 
     positions: Tensor | None
-    norm: Norm | None
-    last: Norm | None
+    norm: NormWeight | None
+    last: NormWeight | None
 
 
 class Seq2SeqWeights:
-    """Reads a checkpoint a layer at a time. Raises ModelLoadError for tensors that are missing or of another shape."""
+    """Reads a checkpoint one layer at a time.
 
-    def __init__(self, reader: Reader, architecture: Seq2SeqArchitecture) -> None:
+    Methods raise ModelLoadError for a tensor that is missing or has the wrong shape.
+    """
+
+    def __init__(self, reader: TensorReader, architecture: Seq2SeqArchitecture) -> None:
         self.architecture, self._reader = architecture, reader
         self._t5 = architecture.family in T5
 
     def blocks(self, side: str) -> Iterator[BlockWeights]:
-        """Of the "encoder" or the "decoder"."""
+        """Yields the layers of the "encoder" or the "decoder"."""
         stack = self._stack(side)
         for index in range(stack.layers):
             yield self._t5_block(side, stack, index) if self._t5 else self._bart_block(side, stack, index)
             give_back()
 
     def ends(self, side: str) -> StackEnds:
+        """Reads positions and norms of the "encoder" or the "decoder"."""
         a = self.architecture
         if self._t5:
             return StackEnds(None, None, self._norm(f"{side}.final_layer_norm"))
@@ -97,14 +108,14 @@ class Seq2SeqWeights:
         return StackEnds(positions, self._norm(f"{at}.layernorm_embedding"), last)
 
     def embedding(self) -> Tensor:
-        """[V, H]"""
+        """Reads the embedding that encoder and decoder share, [V, H]."""
         a, name = self.architecture, "shared" if self._t5 else "model.shared"
         stored = self._reader.get(f"{name}.weight")
         self._reader.check((stored,), (name,), a.vocab, a.hidden)
         return converted(f"{name}.weight", stored, self._reader.dtype, copy=True)
 
     def head(self, embedding: Tensor) -> tuple[Matrix, Tensor | None]:
-        """The vocabulary head [V, H], which is the embedding where the checkpoint has no other, and its bias [V]."""
+        """Returns the vocabulary head [V, H] and its bias [V]. Without a head in the checkpoint it is the embedding."""
         a, bias = self.architecture, None
         if "final_logits_bias" in self._reader.weights:
             stored = self._reader.floats("final_logits_bias", (1, a.vocab)).flatten()
@@ -114,7 +125,7 @@ class Seq2SeqWeights:
         return (quantise(embedding) if self._reader.quantise else embedding), bias
 
     def fingerprint(self) -> str:
-        """Of the encoder: two that agree in it are taken for the same."""
+        """Returns a hash of the encoder; encoders with equal hashes are treated as the same."""
         digest = hashlib.sha256(repr((self.architecture.encoder, self._reader.dtype, self._reader.quantise)).encode())
         prefixes = ("encoder.", "shared.") if self._t5 else ("model.encoder.", "model.shared.")
         for name in sorted(n for n in self._reader.weights if n.startswith(prefixes)):
@@ -133,8 +144,8 @@ class Seq2SeqWeights:
             projections = {part: f"{at}.{number}.{name}.{part}" for part in "qkvo"}
             bias = f"{at}.{number}.{name}.relative_attention_bias.weight"
             shape = (self.architecture.buckets, stack.heads)
-            found = self._reader.floats(bias, shape) if bias in self._reader.weights else None
-            return self._attention(projections, f"{at}.{number}.layer_norm", stack, found)
+            table = self._reader.floats(bias, shape) if bias in self._reader.weights else None
+            return self._attention(projections, f"{at}.{number}.layer_norm", stack, table)
 
         last = 2 if side == "decoder" else 1
         dense = f"{at}.{last}.DenseReluDense"
@@ -164,25 +175,30 @@ class Seq2SeqWeights:
         hidden, reader = self.architecture.hidden, self._reader
         queries, keys, values = (reader.matrix(names[part], stack.width, hidden) for part in "qkv")
         return AttentionWeights(
-            self._norm(norm),
-            queries, reader.bias((names["q"],), stack.width),
-            (keys, values), reader.bias((names["k"], names["v"]), 2 * stack.width),
-            reader.matrix(names["o"], hidden, stack.width), reader.bias((names["o"],), hidden),
-            bias,
-        )  # fmt: skip
+            norm=self._norm(norm),
+            queries=queries,
+            queries_bias=reader.bias((names["q"],), stack.width),
+            keys_values=(keys, values),
+            keys_values_bias=reader.bias((names["k"], names["v"]), 2 * stack.width),
+            out=reader.matrix(names["o"], hidden, stack.width),
+            out_bias=reader.bias((names["o"],), hidden),
+            bias=bias,
+        )
 
     def _mlp(self, up: tuple[str, ...], down: str, norm: str, stack: Stack) -> MLPWeights:
         hidden, reader = self.architecture.hidden, self._reader
         return MLPWeights(
-            self._norm(norm),
-            reader.parts(up, len(up) * stack.inner, hidden), reader.bias(up, len(up) * stack.inner),
-            reader.matrix(down, hidden, stack.inner), reader.bias((down,), hidden),
-        )  # fmt: skip
+            norm=self._norm(norm),
+            up=reader.parts(up, len(up) * stack.inner, hidden),
+            up_bias=reader.bias(up, len(up) * stack.inner),
+            down=reader.matrix(down, hidden, stack.inner),
+            down_bias=reader.bias((down,), hidden),
+        )
 
-    def _norm(self, name: str) -> Norm:
+    def _norm(self, name: str) -> NormWeight:
         a = self.architecture
         weight = self._reader.norm(name, a.hidden)
-        return Norm(weight, self._reader.floats(f"{name}.bias", (a.hidden,)) if a.layer_norm else None)
+        return NormWeight(weight, self._reader.floats(f"{name}.bias", (a.hidden,)) if a.layer_norm else None)
 
     def _stack(self, side: str) -> Stack:
         return self.architecture.encoder if side == "encoder" else self.architecture.decoder

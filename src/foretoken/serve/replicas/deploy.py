@@ -25,9 +25,9 @@ from ray.serve.schema import LoggingConfig
 
 from foretoken.core.errors import ForetokenError
 from foretoken.serve.replicas.forwarded import Forwarded, ReplicaLost
-from foretoken.serve.replicas.replica import Engine, Replica
+from foretoken.serve.replicas.replica import Replica, ReplicaConfig
 from foretoken.serve.replicas.router import PrefixRouter
-from foretoken.serve.replicas.scale import Scale, share
+from foretoken.serve.replicas.scale import ReplicaScale, share
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class RayReplicas:
 
 @contextmanager
 def replicas(
-    engine: Engine,
-    scale: Scale,
+    engine: ReplicaConfig,
+    scale: ReplicaScale,
     drain_timeout: float,
     starting: AbstractContextManager[Any] | None = None,
     verbose: bool = False,
@@ -114,10 +114,10 @@ def _connect(address: str | None, verbose: bool) -> None:
             ray.init(address=address, **quiet)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = "on this machine" if address is None else f"at {address}"
-        raise ForetokenError(f"no Ray {where}: {error}; see docs/ray.md") from error
+        raise ForetokenError(f"no Ray {where}: {error}; see docs/guides/ray.md") from error
 
 
-def _deploy(engine: Engine, scale: Scale, drain_timeout: float, app: str) -> DeploymentHandle[Any]:
+def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, app: str) -> DeploymentHandle[Any]:
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     # One more pass waits in the engine, where priorities count; the rest at the front, for whoever is free first.
     most = 2 * engine.seats

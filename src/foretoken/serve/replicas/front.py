@@ -20,12 +20,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from foretoken import __version__
 from foretoken.serve.app import open_paths
-from foretoken.serve.errors import ApiError, Unavailable, add_handlers
-from foretoken.serve.limits import Guard, Settings
+from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers
+from foretoken.serve.limits import LimitsMiddleware, ServerSettings
 from foretoken.serve.replicas.forwarded import Forwarded, parse
 from foretoken.serve.replicas.gathered import Gathered
 from foretoken.serve.replicas.relay import OUTCOMES, Relay
-from foretoken.serve.stream import attended
+from foretoken.serve.stream import cancel_on_disconnect
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Replicas(Protocol):
 class Front:
     """Requests that are on their way. ``draining``: refuse new ones. ``abandon`` ends those that are left."""
 
-    def __init__(self, replicas: Replicas, settings: Settings) -> None:
+    def __init__(self, replicas: Replicas, settings: ServerSettings) -> None:
         self.draining = False
         self.failovers: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._replicas, self._settings = replicas, settings
@@ -59,19 +59,19 @@ class Front:
     def abandon(self) -> None:
         """End what is still open, for shutting down."""
         for relay in list(self._relays):
-            relay.end(Unavailable("the server shut down before the request was done"))
+            relay.end(ServerUnavailable("the server shut down before the request was done"))
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, as ASGI has it. Raises ApiError, Unavailable or TimeoutError where nothing was sent yet."""
         body = await _read(receive)
         if self.draining and scope["method"] == "POST":
-            raise Unavailable("the server is shutting down; ask another one")
+            raise ServerUnavailable("the server is shutting down; ask another one")
         parsed = await parse(body) if scope["method"] == "POST" else {}
         request = Forwarded.of(scope, body, parsed)
         relay = Relay(self._replicas.respond, request, parsed, send, self._settings.timeout, self.failovers)
         self._relays.add(relay)
         try:
-            await attended(receive, relay.run())
+            await cancel_on_disconnect(receive, relay.run())
         except ApiError as error:
             if error.status != 499:  # gone: nobody will read it
                 raise
@@ -81,9 +81,9 @@ class Front:
     async def health(self, request: Request) -> Response:
         """Whether requests are taken: 200 while one replica answers."""
         if self.draining:
-            raise Unavailable("the server is shutting down")
+            raise ServerUnavailable("the server is shutting down")
         if not await self._replicas.metrics():
-            raise Unavailable("no replica is running")
+            raise ServerUnavailable("no replica is running")
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -92,7 +92,7 @@ class Front:
         return Response(body, headers={"Content-Type": kind})
 
 
-def create_front(front: Front, settings: Settings) -> FastAPI:
+def create_front(front: Front, settings: ServerSettings) -> FastAPI:
     """Its app: keys, bodies and numbers of requests are judged here, all else by the replicas."""
     app = FastAPI(title="Foretoken", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.front = front
@@ -100,7 +100,7 @@ def create_front(front: Front, settings: Settings) -> FastAPI:
     app.add_route("/health", front.health, methods=["GET"])
     app.add_route("/metrics", front.metrics, methods=["GET"])
     app.router.default = _Forwarding(front)
-    app.add_middleware(Guard, settings=settings, open_paths=open_paths())
+    app.add_middleware(LimitsMiddleware, settings=settings, open_paths=open_paths())
     if settings.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]

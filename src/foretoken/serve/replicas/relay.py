@@ -13,7 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Message, Send
 
-from foretoken.serve.errors import RETRY_SECONDS, ApiError, Unavailable, as_api_error
+from foretoken.serve.errors import RETRY_SECONDS, ApiError, ServerUnavailable, as_api_error
 from foretoken.serve.replicas.forwarded import Forwarded, ReplicaLost, repeatable
 from foretoken.serve.replicas.replay import Different, Replay, Transcript, event
 
@@ -67,7 +67,7 @@ class Relay:
             if self._ended is None:
                 raise
             await self._give_up(self._ended)
-        except (ApiError, Unavailable, TimeoutError) as error:
+        except (ApiError, ServerUnavailable, TimeoutError) as error:
             await self._give_up(error)
 
     async def _attempt(self) -> None:
@@ -82,7 +82,7 @@ class Relay:
             await self._note_loss(error)
         except Different:
             self._failovers[BROKEN] += 1
-            raise Unavailable("a replica was lost, and another one writes another text; ask again") from None
+            raise ServerUnavailable("a replica was lost, and another one writes another text; ask again") from None
         else:
             if self._lost and self._over:
                 self._failovers[REPLAYED if again else RETRIED] += 1
@@ -135,10 +135,12 @@ class Relay:
         self._lost.append(name)
         if self._streaming and self._transcript is None:
             self._failovers[BROKEN] += 1
-            raise Unavailable("the replica was lost in the middle of the answer; with a seed, streams survive that")
+            raise ServerUnavailable(
+                "the replica was lost in the middle of the answer; with a seed, streams survive that"
+            )
         if len(self._lost) >= LOSSES:
             self._failovers[BROKEN] += 1
-            raise Unavailable(f"{LOSSES} replicas were lost over this request; it is not tried again")
+            raise ServerUnavailable(f"{LOSSES} replicas were lost over this request; it is not tried again")
 
     async def _give_up(self, error: Exception) -> None:
         if not self._streaming:

@@ -14,7 +14,7 @@ from starlette.types import Message
 from foretoken.core.streams import SeedDomain, derived_seed
 from foretoken.llm import LLM
 from foretoken.serve.app import create_app
-from foretoken.serve.limits import Settings
+from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.forwarded import Forwarded, ReplicaLost
 from foretoken.serve.worker import Worker
 
@@ -24,13 +24,13 @@ _NO_BOUND = 2**31  # the front counts requests
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class ReplicaConfig:
     """How a replica is made. options: of ``LLM``. created: when the model began to be served, in Unix seconds."""
 
     model: str | None = None
     draft_model: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    settings: Settings = field(default_factory=Settings)
+    settings: ServerSettings = field(default_factory=ServerSettings)
     max_waiting: int = 256
     created: int = 0
 
@@ -40,7 +40,7 @@ class Engine:
         return int(self.options.get("max_num_seqs", 16))
 
     @property
-    def room(self) -> int:
+    def max_requests(self) -> int:
         """Sequences that may be in work or wait."""
         return self.seats + self.max_waiting
 
@@ -52,7 +52,7 @@ class Replica:
     other origins are the front's concern.
     """
 
-    def __init__(self, engine: Engine, name: str | None = None) -> None:
+    def __init__(self, engine: ReplicaConfig, name: str | None = None) -> None:
         self.name = name or _own_name()
         options = {**engine.options, "seed": _seed(engine.options.get("seed", 0), self.name)}
         self.worker = Worker(LLM(engine.model, engine.draft_model, **options), max_waiting=engine.max_waiting)

@@ -9,7 +9,7 @@ from foretoken.core.errors import InvalidRequest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class ReplicaScale:
     """How many replicas, and where.
 
     replicas: to begin with, and the fewest. most: None for no more; else as many as requests ask for.

@@ -1,4 +1,4 @@
-// The exponential that all kernels share.
+// The exponential function of all kernels.
 #pragma once
 
 #include <immintrin.h>

@@ -1,8 +1,8 @@
-// Laws and draws over whole vocabularies: one row of logits to probabilities, the rest (p - q)+, a draw, a race.
+// Sampling kernels over whole vocabularies: logits to probabilities, the excess (p - q)+, a draw, an exponential race.
 //
-// A law is five numbers (`Law`), from which any token's probability follows; rows of probabilities are written only
-// where somebody wants all of them. Sums go over chunks of fixed size, in order, so that no result depends on how many
-// threads there are or which rows come along.
+// A distribution is five numbers (`Law`) that determine every token's probability. Rows of probabilities are written
+// only where all of them are needed. Sums go over chunks of fixed size, in order, so results do not depend on the number
+// of threads or on the other rows.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,19 +15,19 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int64_t CHUNK = 4096;      // tokens of one partial sum
-constexpr int64_t ALONE = 1 << 15;   // numbers that one thread looks at sooner than two would have agreed
-constexpr int64_t GROUP = 32;        // tokens that are judged by their largest where few are wanted
+constexpr int64_t ALONE = 1 << 15;   // up to this many numbers one thread is faster than two
+constexpr int64_t GROUP = 32;        // tokens whose maximum is compared first where few are kept
 
-// What SamplingLaw asks for. floor: log of min_p; top_k: 0 for all; top_p: 1 for all.
+// Parameters of a SamplingLaw. floor: log of min_p; top_k: 0 for all; top_p: 1 for all.
 struct Filter {
     float inverse, floor;
     int32_t top_k;
     float top_p;
 };
 
-// p(v) = exp((x_v - top) inverse) / mass where x_v > least, or x_v = least and v <= last; else 0.
+// p(v) = exp((x_v - top) inverse) / mass where x_v > lowest, or x_v = lowest and v <= last; else 0.
 struct Law {
-    float top, inverse, least, over;  // over: 1 / mass
+    float top, inverse, lowest, over;  // over: 1 / mass
     int32_t last;
 };
 
@@ -46,35 +46,35 @@ inline __m512 power(__m512 x, const Law& law) {
 
 // Probabilities of sixteen tokens from id `at` on.
 inline __m512 chances(__m512 x, int64_t at, const Law& law) {
-    const __m512 least = _mm512_set1_ps(law.least);
+    const __m512 lowest = _mm512_set1_ps(law.lowest);
     const __m512i ids = _mm512_add_epi32(_mm512_set1_epi32((int)at),
                                          _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-    __mmask16 kept = _mm512_cmp_ps_mask(x, least, _CMP_GT_OQ);
-    kept |= _mm512_cmp_ps_mask(x, least, _CMP_EQ_OQ) & _mm512_cmple_epi32_mask(ids, _mm512_set1_epi32(law.last));
-    if (std::isnan(law.over)) kept = 0xffff;  // a row that is no law says so everywhere
+    __mmask16 kept = _mm512_cmp_ps_mask(x, lowest, _CMP_GT_OQ);
+    kept |= _mm512_cmp_ps_mask(x, lowest, _CMP_EQ_OQ) & _mm512_cmple_epi32_mask(ids, _mm512_set1_epi32(law.last));
+    if (std::isnan(law.over)) kept = 0xffff;  // a row without a distribution is NaN everywhere
     return _mm512_maskz_mul_ps(kept, power(x, law), _mm512_set1_ps(law.over));
 }
 
-// A first look at a chunk: its largest entry, NaN if there is one, and the sum of exponentials relative to it.
+// First pass over a chunk: its largest entry (NaN if any entry is), and the sum of exponentials relative to it.
 struct Look {
     float top;
     double sum;
 };
 
-// groups: null, or the largest of every GROUP tokens, [chunk / GROUP].
+// groups: null, or receives the maximum of every GROUP tokens, [chunk / GROUP].
 Look look(const float* x, int64_t n, float inverse, bool sum, float* groups) {
     const __m512 none = _mm512_set1_ps(-INFINITY);
     __m512 top = none;
     __mmask16 lost = 0;
     for (int64_t from = 0; from < n; from += GROUP * LANES) {
-        __m512 most = none;
+        __m512 largest = none;
         for (int64_t i = from; i < std::min(n, from + GROUP * LANES); i += LANES) {
             const __m512 v = _mm512_mask_loadu_ps(none, lanes(n - i), x + i);
             lost |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-            most = _mm512_max_ps(most, v);
+            largest = _mm512_max_ps(largest, v);
         }
-        if (groups) _mm512_storeu_ps(groups + from / GROUP, most);
-        top = _mm512_max_ps(top, most);
+        if (groups) _mm512_storeu_ps(groups + from / GROUP, largest);
+        top = _mm512_max_ps(top, largest);
     }
     const Law own{_mm512_reduce_max_ps(top), inverse, 0.0f, 0.0f, 0};
     if (lost || !sum || !std::isfinite(own.top)) return {lost ? NAN : own.top, 0.0};
@@ -84,8 +84,8 @@ Look look(const float* x, int64_t n, float inverse, bool sum, float* groups) {
     return {own.top, _mm512_reduce_add_ps(all)};
 }
 
-// Sum of exponentials of a chunk, of those not under the floor; `least` becomes the smallest x among them.
-double summed(const float* x, int64_t n, const Law& law, float floor, float& least) {
+// Sum of the exponentials of a chunk that are not under the floor. `lowest` becomes the smallest x among them.
+double summed(const float* x, int64_t n, const Law& law, float floor, float& lowest) {
     __m512 sum = _mm512_setzero_ps(), low = _mm512_set1_ps(INFINITY);
     for (int64_t i = 0; i < n; i += LANES) {
         const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(n - i), x + i);
@@ -94,11 +94,11 @@ double summed(const float* x, int64_t n, const Law& law, float floor, float& lea
         sum = _mm512_mask_add_ps(sum, kept, sum, exponential(y));
         low = _mm512_mask_min_ps(low, kept, low, v);
     }
-    least = std::min(least, _mm512_reduce_min_ps(low));
+    lowest = std::min(lowest, _mm512_reduce_min_ps(low));
     return _mm512_reduce_add_ps(sum);
 }
 
-// A row, and the largest of each GROUP of its tokens: those of lane l in GROUP vectors, sixteen groups side by side.
+// A row, and the maximum of each GROUP of its tokens: lane l of GROUP vectors, sixteen groups side by side.
 struct Row {
     const float* x;
     int64_t n;
@@ -106,16 +106,16 @@ struct Row {
     int64_t group_count() const { return (n + GROUP * LANES - 1) / (GROUP * LANES) * LANES; }
 };
 
-// Everything of a row that is not under `bound`, ids rising.
-void collect(const Row& row, float bound, std::vector<Entry>& found) {
-    found.clear();
+// Collects the entries of a row that are not under `bound`, in rising order of ids.
+void collect(const Row& row, float bound, std::vector<Entry>& entries) {
+    entries.clear();
     const __m512 b = _mm512_set1_ps(bound);
     for (int64_t from = 0; from < row.n; from += GROUP * LANES) {
         if (!_mm512_cmp_ps_mask(_mm512_loadu_ps(row.groups + from / GROUP), b, _CMP_GE_OQ)) continue;
         for (int64_t i = from; i < std::min(row.n, from + GROUP * LANES); i += LANES) {
             const __m512 v = _mm512_maskz_loadu_ps(lanes(row.n - i), row.x + i);
             for (unsigned hit = _mm512_cmp_ps_mask(v, b, _CMP_GE_OQ) & lanes(row.n - i); hit; hit &= hit - 1)
-                found.push_back({row.x[i + __builtin_ctz(hit)], (int32_t)(i + __builtin_ctz(hit))});
+                entries.push_back({row.x[i + __builtin_ctz(hit)], (int32_t)(i + __builtin_ctz(hit))});
         }
     }
 }
@@ -125,61 +125,62 @@ float kth(std::vector<float>& values, int64_t k) {
     return values[k - 1];
 }
 
-// The k-th largest of a row. The k-th largest of the groups' largest is a floor that k entries reach and few others.
-float kth_of_row(const Row& row, int64_t k, std::vector<Entry>& found) {
+// Returns the k-th largest entry of a row. At least k entries, and few others, reach the k-th largest group maximum.
+float kth_of_row(const Row& row, int64_t k, std::vector<Entry>& entries) {
     std::vector<float> values(row.groups, row.groups + row.group_count());
-    collect(row, k <= row.group_count() ? kth(values, k) : -INFINITY, found);
+    collect(row, k <= row.group_count() ? kth(values, k) : -INFINITY, entries);
     values.clear();
-    for (const Entry& e : found) values.push_back(e.x);
+    for (const Entry& e : entries) values.push_back(e.x);
     return kth(values, k);
 }
 
 float power_of(float x, const Law& law) { return _mm512_cvtss_f32(power(_mm512_set1_ps(x), law)); }
 
-// The most probable of `found` before which less than top_p of `total` lies, lowest ids first on ties. -> whether they
-// were found among those: the list holds the head of the row only.
-bool nucleus(std::vector<Entry>& found, double total, float top_p, bool whole, Law& law) {
-    std::sort(found.begin(), found.end(),
+// Selects the nucleus: the most probable entries preceded by less than top_p of `total`, lowest ids first on ties.
+// Returns whether `entries`, the head of the row, contains all of it.
+bool nucleus(std::vector<Entry>& entries, double total, float top_p, bool whole, Law& law) {
+    std::sort(entries.begin(), entries.end(),
               [](const Entry& a, const Entry& b) { return a.x > b.x || (a.x == b.x && a.id < b.id); });
     const float over = (float)(1.0 / total);
     double before = 0.0, mass = 0.0;
     size_t count = 0;
-    for (; count < found.size(); count++) {
-        const float e = power_of(found[count].x, law), p = e * over;
+    for (; count < entries.size(); count++) {
+        const float e = power_of(entries[count].x, law), p = e * over;
         if (count && (float)(before + p) - p >= top_p) break;
         before += p, mass += e;
-        law.least = found[count].x, law.last = found[count].id;
+        law.lowest = entries[count].x, law.last = entries[count].id;
     }
     law.over = (float)(1.0 / mass);
-    return count < found.size() || whole;
+    return count < entries.size() || whole;
 }
 
-// top_k and top_p, of a row whose top is known; total: mass of all that min_p leaves, whose smallest is law.least.
+// Applies top_k and top_p to a row whose top is known. total: mass of the entries that min_p keeps, whose smallest is
+// law.lowest.
 void narrow(const Row& row, const Filter& f, double total, Law& law) {
-    static thread_local std::vector<Entry> found;
+    static thread_local std::vector<Entry> entries;
     const bool few = f.top_k > 0 && f.top_k < row.n;
     if (few) {
-        const float least = kth_of_row(row, f.top_k, found);
-        auto outside = [&](const Entry& e) { return e.x < least || (e.x - law.top) * f.inverse < f.floor; };
-        found.erase(std::remove_if(found.begin(), found.end(), outside), found.end());
-        total = 0.0, law.least = INFINITY;
-        for (const Entry& e : found) total += power_of(e.x, law), law.least = std::min(law.least, e.x);
+        const float smallest = kth_of_row(row, f.top_k, entries);
+        auto outside = [&](const Entry& e) { return e.x < smallest || (e.x - law.top) * f.inverse < f.floor; };
+        entries.erase(std::remove_if(entries.begin(), entries.end(), outside), entries.end());
+        total = 0.0, law.lowest = INFINITY;
+        for (const Entry& e : entries) total += power_of(e.x, law), law.lowest = std::min(law.lowest, e.x);
         law.over = (float)(1.0 / total);
     }
     if (f.top_p >= 1.0f) return;
     if (few) {
-        nucleus(found, total, f.top_p, true, law);
+        nucleus(entries, total, f.top_p, true, law);
         return;
     }
-    const float lowest = law.least;
+    const float lowest = law.lowest;
     for (double floor : {1e-3, 1e-5, (1.0 - f.top_p) / (double)row.n, 0.0}) {
         const float bound = floor > 0.0 ? law.top + (float)std::log(floor * total) / f.inverse : -INFINITY;
-        collect(row, std::max(bound, lowest), found);
-        if (nucleus(found, total, f.top_p, bound <= lowest, law)) return;
+        collect(row, std::max(bound, lowest), entries);
+        if (nucleus(entries, total, f.top_p, bound <= lowest, law)) return;
     }
 }
 
-// Sums of chunks of weights, float64.
+// Sum of a chunk of weights, float64.
 template <class T>
 double weigh(const T* w, int64_t n) {
     __m512d sum = _mm512_setzero_pd();
@@ -190,12 +191,12 @@ double weigh(const T* w, int64_t n) {
         else
             sum = _mm512_add_pd(sum, _mm512_loadu_pd((const double*)w + i));
     }
-    double rest = 0.0;
-    for (; i < n; i++) rest += w[i];
-    return _mm512_reduce_add_pd(sum) + rest;
+    double tail = 0.0;
+    for (; i < n; i++) tail += w[i];
+    return _mm512_reduce_add_pd(sum) + tail;
 }
 
-// The token at `u` of all weight, -1 where there is none; `total` says how much there was.
+// Returns the token at fraction `u` of the total weight, -1 where the weight is 0. `total` receives the total weight.
 template <class T>
 int64_t drawn(const T* w, int64_t n, double u, double& total, int threads) {
     std::vector<double> sums(chunks(n));
@@ -212,7 +213,7 @@ int64_t drawn(const T* w, int64_t n, double u, double& total, int threads) {
         if (before + sums[c] > point) break;
         before += sums[c];
     }
-    // Rounding can put the point at the very end of all, or of a chunk: its last token with any mass is then right.
+    // Rounding can put the point past the end of the row or of a chunk: its last token with any mass is then right.
     const int64_t from = last * CHUNK, to = std::min(n, from + CHUNK);
     if (c == (int64_t)sums.size()) before = -INFINITY;
     int64_t chosen = -1;
@@ -225,23 +226,23 @@ int64_t drawn(const T* w, int64_t n, double u, double& total, int threads) {
 }
 
 template <class T>
-double rest_of(const T* p, const float* q, double weight, double* rest, int64_t n, int threads) {
+double excess_of(const T* p, const float* q, double weight, double* excess, int64_t n, int threads) {
     std::vector<double> sums(chunks(n));
 #pragma omp parallel for num_threads(sharing(n, threads)) if (sharing(n, threads) > 1) schedule(static)
     for (int64_t c = 0; c < (int64_t)sums.size(); c++) {
         const int64_t from = c * CHUNK, to = std::min(n, from + CHUNK);
         for (int64_t i = from; i < to; i++) {
             const double left = (double)p[i] * weight - (double)q[i];
-            rest[i] = left < 0.0 ? 0.0 : left;  // NaN stays
+            excess[i] = left < 0.0 ? 0.0 : left;  // NaN stays
         }
-        sums[c] = weigh(rest + from, to - from);
+        sums[c] = weigh(excess + from, to - from);
     }
     double mass = 0.0;
     for (double sum : sums) mass += sum;
     return mass;
 }
 
-// The exponential race of some tokens under one key: see core/streams.py, whose numbers these are.
+// The exponential race of a range of tokens under one key, with the random numbers of core/streams.py.
 struct Best {
     double score = 0.0;
     int64_t id = -1;
@@ -264,7 +265,7 @@ Best raced(const T* w, int64_t from, int64_t to, uint64_t key) {
             weight = _mm512_cvtps_pd(_mm256_maskz_loadu_ps(there, (const float*)w + i));
         else
             weight = _mm512_maskz_loadu_pd(there, (const double*)w + i);
-        // No exponential is under 2^-53: who cannot win with that one need not be looked at.
+        // No exponential is under 2^-53: tokens that cannot win with that one are skipped.
         const double reach = best.score * 0x1p-53;
         if (!_mm512_cmp_pd_mask(weight, _mm512_set1_pd(reach), _CMP_GT_OQ)) continue;
         __m512i z = counter;
@@ -273,17 +274,17 @@ Best raced(const T* w, int64_t from, int64_t to, uint64_t key) {
         z = _mm512_srli_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 31)), 12);
         const __m512d half = _mm512_add_pd(_mm512_cvtepi64_pd(z), _mm512_set1_pd(0.5));
         const __m512d u = _mm512_mul_pd(half, _mm512_set1_pd(0x1p-52));
-        // -log u >= 1 - u, so a score is at most weight / (1 - u); a little more, for rounding.
-        const __m512d least = _mm512_set1_pd(best.score * (1.0 - 1e-12));
-        const __m512d bound = _mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(1.0), u), least);
+        // -log u >= 1 - u, so a score is at most weight / (1 - u), plus a margin for rounding.
+        const __m512d score = _mm512_set1_pd(best.score * (1.0 - 1e-12));
+        const __m512d bound = _mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(1.0), u), score);
         unsigned hit = _mm512_cmp_pd_mask(weight, bound, _CMP_GE_OQ) &
                        _mm512_cmp_pd_mask(weight, _mm512_setzero_pd(), _CMP_GT_OQ);
         alignas(64) double numbers[8];
         if (hit) _mm512_store_pd(numbers, u);
         for (; hit; hit &= hit - 1) {
             const int lane = __builtin_ctz(hit);
-            const double score = (double)w[i + lane] / -std::log(numbers[lane]);
-            if (score > best.score) best = {score, i + lane};
+            const double next = (double)w[i + lane] / -std::log(numbers[lane]);
+            if (next > best.score) best = {next, i + lane};
         }
     }
     return best;
@@ -291,13 +292,13 @@ Best raced(const T* w, int64_t from, int64_t to, uint64_t key) {
 
 template <class T>
 int64_t winner(const T* w, int64_t n, uint64_t key, int threads) {
-    const int64_t width = n < ALONE ? n : CHUNK * 8;  // a long run, so that the best so far spares the others
+    const int64_t width = n < ALONE ? n : CHUNK * 8;  // long runs, so that the best score so far excludes most tokens
     const int64_t runs = (n + width - 1) / width;
-    std::vector<Best> found(runs);
+    std::vector<Best> results(runs);
 #pragma omp parallel for num_threads(sharing(n, threads)) if (sharing(n, threads) > 1) schedule(static)
-    for (int64_t c = 0; c < runs; c++) found[c] = raced(w, c * width, std::min(n, (c + 1) * width), key);
+    for (int64_t c = 0; c < runs; c++) results[c] = raced(w, c * width, std::min(n, (c + 1) * width), key);
     Best best;
-    for (const Best& each : found)
+    for (const Best& each : results)
         if (each.score > best.score) best = each;
     return best.id;
 }
@@ -306,14 +307,14 @@ int64_t winner(const T* w, int64_t n, uint64_t key, int threads) {
 
 extern "C" {
 
-// The laws of `rows` rows of logits, a stride apart.
+// Computes the laws of `rows` rows of logits, a stride apart.
 void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n, const Filter* f, Law* laws,
                     int threads) {
     const int64_t each = chunks(n), items = rows * each, groups = CHUNK / GROUP;
     const bool few = f->top_k > 0 && f->top_k < n, floored = f->floor > -INFINITY && !few;
     const bool narrowed = few || f->top_p < 1.0f;
     std::vector<Look> looks(items);
-    std::vector<float> least(floored ? items : 0), tops(narrowed ? items * groups : 0);
+    std::vector<float> lowest(floored ? items : 0), tops(narrowed ? items * groups : 0);
     const int team = sharing(rows * n, threads);
     auto chunk = [&](int64_t i) { return logits + i / each * stride + i % each * CHUNK; };
     auto length = [&](int64_t i) { return std::min(CHUNK, n - i % each * CHUNK); };
@@ -332,8 +333,8 @@ void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n
         if (floored) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < items; i++) {
-                least[i] = INFINITY;
-                looks[i].sum = summed(chunk(i), length(i), laws[i / each], f->floor, least[i]);
+                lowest[i] = INFINITY;
+                looks[i].sum = summed(chunk(i), length(i), laws[i / each], f->floor, lowest[i]);
             }
         }
 #pragma omp for schedule(static)
@@ -341,7 +342,7 @@ void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n
             Law& law = laws[r];
             if (std::isnan(law.over)) continue;
             double total = 0.0;
-            if (floored) law.least = *std::min_element(&least[r * each], &least[r * each] + each);
+            if (floored) law.lowest = *std::min_element(&lowest[r * each], &lowest[r * each] + each);
             for (int64_t i = r * each; i < (r + 1) * each; i++)
                 total += looks[i].sum * (floored ? 1.0 : std::exp(((double)looks[i].top - law.top) * law.inverse));
             law.over = (float)(1.0 / total);
@@ -350,7 +351,7 @@ void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n
     }
 }
 
-// All probabilities of each row; out: [rows][n].
+// Computes all probabilities of each row. out: [rows][n].
 void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Law* laws, float* out,
                     int threads) {
     const int64_t each = chunks(n), items = rows * each;
@@ -366,25 +367,26 @@ void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n
     }
 }
 
-// The probability of one token of each row.
+// Computes the probability of one token of each row.
 void foretoken_chances(const float* logits, int64_t stride, int64_t rows, const Law* laws, const int64_t* tokens,
                        float* out) {
     for (int64_t r = 0; r < rows; r++)
         out[r] = _mm512_cvtss_f32(chances(_mm512_set1_ps(logits[r * stride + tokens[r]]), tokens[r], laws[r]));
 }
 
-// (weight p - q)+ in float64. -> its mass
-double foretoken_excess(const void* p, int wide, const float* q, double weight, double* rest, int64_t n, int threads) {
-    if (wide) return rest_of((const double*)p, q, weight, rest, n, threads);
-    return rest_of((const float*)p, q, weight, rest, n, threads);
+// Writes (weight p - q)+ in float64. Returns its mass.
+double foretoken_excess(const void* p, int wide, const float* q, double weight, double* excess, int64_t n,
+                        int threads) {
+    if (wide) return excess_of((const double*)p, q, weight, excess, n, threads);
+    return excess_of((const float*)p, q, weight, excess, n, threads);
 }
 
-// The token at `u`, between 0 and 1, of weights that sum to `total`; -1 where nothing can be drawn.
+// Returns the token at fraction `u` of the weights, whose sum `total` receives; -1 where nothing can be drawn.
 int64_t foretoken_draw(const void* w, int wide, int64_t n, double u, double* total, int threads) {
     return wide ? drawn((const double*)w, n, u, *total, threads) : drawn((const float*)w, n, u, *total, threads);
 }
 
-// The argmax of w / E under a key, the lowest id on ties; -1 where no weight is above 0.
+// Returns the argmax of w / E under a key, the lowest id on ties; -1 where no weight is above 0.
 int64_t foretoken_race(const void* w, int wide, int64_t n, uint64_t key, int threads) {
     return wide ? winner((const double*)w, n, key, threads) : winner((const float*)w, n, key, threads);
 }

@@ -1,0 +1,98 @@
+"""Breaks the time of a decode step into forward passes and overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from time import perf_counter
+from typing import Any
+
+from foretoken.llm import LLM
+from foretoken.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds over all steps but each prompt's first, which includes prefill.
+
+    Attributes:
+        target: Forward passes of the target, inside ``Model.score``.
+        draft: Forward passes of the draft model.
+        propose: The proposer without its passes.
+        verify: As in ``Timings``.
+        commit: As in ``Timings``.
+    """
+
+    steps: int
+    tokens: int
+    total: float
+    target: float
+    draft: float
+    propose: float
+    verify: float
+    commit: float
+
+    @property
+    def other(self) -> float:
+        """Seconds of the engine, detokenization and the stream."""
+        return self.total - self.target - self.draft - self.propose - self.verify - self.commit
+
+    @property
+    def outside(self) -> float:
+        """The share of a step outside forward passes."""
+        return 1 - (self.target + self.draft) / self.total if self.total else 0.0
+
+    def per_step(self) -> dict[str, float]:
+        """Returns the seconds of one step, by part."""
+        parts = [f.name for f in fields(self) if f.name not in ("steps", "tokens")]
+        return {name: getattr(self, name) / max(1, self.steps) for name in (*parts, "other")}
+
+
+def step_times(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> StepTimes:
+    """Times decode steps of one prompt after another through ``LLM.stream``."""
+    drafter: Any = getattr(llm.engine.proposer, "model", None)
+    passes = _Timed(drafter.score) if drafter is not None else None
+    if passes is not None:
+        drafter.score = passes
+    sums = dict.fromkeys(("steps", "tokens", "total", "target", "draft", "propose", "verify", "commit"), 0.0)
+    try:
+        for prompt in prompts:
+            pieces = iter(llm.stream(prompt, params))
+            next(pieces, None)
+            while True:
+                before, started = passes.seconds if passes else 0.0, perf_counter()
+                piece = next(pieces, None)
+                wall = perf_counter() - started
+                if piece is None:
+                    break
+                drafting, laps = (passes.seconds if passes else 0.0) - before, piece.step.timings
+                parts = {
+                    "steps": 1,
+                    "tokens": len(piece.token_ids),
+                    "total": wall,
+                    "target": laps.score,
+                    "draft": drafting,
+                    "propose": laps.propose - drafting,
+                    "verify": laps.verify,
+                    "commit": laps.commit,
+                }
+                for name, value in parts.items():
+                    sums[name] += value
+    finally:
+        if passes is not None:
+            del drafter.score
+    return StepTimes(**sums | {"steps": int(sums["steps"]), "tokens": int(sums["tokens"])})  # type: ignore[arg-type]
+
+
+class _Timed:
+    """Wraps a function and sums the seconds spent inside it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call, self.seconds = call, 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        started = perf_counter()
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            self.seconds += perf_counter() - started

@@ -1,0 +1,65 @@
+"""``foretoken widen``: widen a checkpoint without changing what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def widen(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama or T5 checkpoint (safetensors).")],
+    out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    size: Annotated[
+        str | None, typer.Option(help="The size to reach: 0.7b, 1b, 3b or 7b; of a T5 t5-base or t5-large (0.7 B).")
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden size, instead of the preset's.")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="Neurons per layer, instead of the preset's.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers, of a T5 in each stack, instead of the preset's.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads, instead of the preset's.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads, instead of the preset's.")] = None,
+    head: Annotated[
+        list[Path] | None, typer.Option(help="Heads for SRC, to be widened into DST/heads; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the rotation and of what fills up.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace DST whatever it holds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Write a checkpoint that computes what SRC computes at the cost of a larger model."""
+    import json
+    from dataclasses import replace
+
+    from foretoken.core.errors import InvalidRequest
+    from foretoken.train.files import check_output
+    from foretoken.train.widen import checkpoint as up
+    from foretoken.train.widen.heads import widen_head
+
+    out, source = check_output(out, force), source.expanduser().absolute()
+    if out == source:
+        raise InvalidRequest("SRC and DST are the same folder; name another DST")
+    config = up.read_config(source)
+    t5 = config["model_type"] == "t5"
+    shape: Any = up.like(size or ("t5-large" if t5 else "0.7b"), config["head_dim"], config["model_type"])
+    if t5 and (kv_heads or head):
+        raise InvalidRequest(
+            "a T5 has no key heads of its own and no heads that guess; leave --kv-heads and --head out"
+        )
+    chosen: dict[str, int | None] = {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+    }  # fmt: skip
+    if t5:
+        chosen = {
+            "d_model": hidden, "d_ff": intermediate, "num_layers": layers, "num_decoder_layers": layers,
+            "num_heads": heads,
+        }  # fmt: skip
+    given = {name: value for name, value in chosen.items() if value is not None}
+    shape = replace(shape, **given)
+    result = up.widen_checkpoint(source, out, shape, seed)
+    for folder in head or ():
+        widen_head(folder.expanduser().absolute(), source, out)
+    if as_json:
+        print(json.dumps({"path": str(result.path), "parameters": result.parameters, "bytes": result.bytes}))
+    else:
+        print(f"{result.path}: {result.parameters / 1e9:.2f} B parameters, {result.bytes / 1e9:.2f} GB")

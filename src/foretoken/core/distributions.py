@@ -1,0 +1,149 @@
+"""Target distributions of the nodes of a draft: the interface of a sampling law, and its lazily computed rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.history import History
+
+
+class Law(Protocol):
+    """Turns logits into probabilities, one row per node, given each node's history."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every row is one-hot."""
+        ...
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether equal logits may give different probabilities. If not, histories may be omitted."""
+        ...
+
+    def best(self, logits: Tensor, histories: Sequence[History]) -> list[int]:
+        """Returns each row's most probable token, the lowest id on ties; -1 where no token is possible."""
+        ...
+
+    def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
+        """Returns probabilities, float32 [rows, V] (float64 for float64 logits).
+
+        A row is NaN where no token is possible: all are forbidden, or the logits are not finite. Such a node ends the
+        request with an error only when it is reached: a draft has no children there, and a verifier gives them
+        probability 0.
+
+        Args:
+            logits: [rows, V].
+            histories: One per row.
+        """
+        ...
+
+    def chances(self, logits: Tensor, histories: Sequence[History], tokens: Sequence[int]) -> list[float]:
+        """Returns the probability of ``tokens[r]`` in row r, equal to that of ``probs``."""
+        return at_tokens(self.probs(logits, histories), tokens)
+
+    def refusal(self, logits: Tensor, history: History) -> InvalidRequest:
+        """Returns the error that ends a request at a node where no token is possible. logits: [V]"""
+        return not_finite()
+
+    def with_temperature(self, temperature: float) -> Law:
+        """Returns the same law at another temperature, for a draft hotter or colder than its target."""
+        ...
+
+
+class NodeDistributions:
+    """The target's distributions at the root and at every node of a draft, each computed on first use.
+
+    It is indexed like the tensor [n+1, V]: ``rows[i]`` is one distribution, [V]. A verifier that stops early does not
+    pay for the rows below.
+
+    A row where no token is possible is NaN, as in ``Law.probs``. So is a row whose law raises, because the node may be
+    rejected, and then the error must have no effect. ``refusal(i)`` is the error for a request that reaches row i.
+
+    Args:
+        law: The sampling law of the request.
+        logits: [n+1, V]. Row 0 at the root, row i + 1 at node i.
+        history: Returns the history of a row. Called only where the law needs it.
+    """
+
+    def __init__(self, law: Law, logits: Tensor, history: Callable[[int], History]) -> None:
+        self.shape = logits.shape
+        self._law, self._logits, self._history = law, logits, history
+        self._known: dict[int, Tensor] = {}
+        self._best: list[int] | None = None
+        self._errors: dict[int, Exception] = {}
+
+    def __getitem__(self, row: int) -> Tensor:
+        known = self._known.get(row)
+        if known is None:
+            try:
+                known = self._law.probs(self._logits[row : row + 1], self._histories(row))[0]
+            except Exception as error:
+                self._errors[row] = error
+                known = torch.full(self.shape[1:], torch.nan)
+            self._known[row] = known
+        return known
+
+    def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> Iterator[float]:
+        """Yields the probability of ``tokens[i]`` in row ``rows[i]``, NaN where no token is possible.
+
+        No other entries of the rows are computed. All are computed at once where the law needs no history, else one by
+        one as the iterator advances.
+        """
+        if self._law.needs_history:
+            for row, token in zip(rows, tokens, strict=True):
+                yield self._chance(row, token)
+        elif rows:
+            contiguous = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+            logits = self._logits[rows[0] : rows[0] + len(rows)] if contiguous else self._logits[list(rows)]
+            yield from self._law.chances(logits, (), tokens)
+
+    def certain(self, row: int) -> int | None:
+        """Returns the token of a greedy law at ``row``, -1 where none is possible, or None for another law.
+
+        No one-hot row is computed for it.
+        """
+        if not self._law.greedy:
+            return None
+        try:
+            if self._logits.is_cpu:
+                return self._law.best(self._logits[row : row + 1], self._histories(row))[0]
+            if self._best is None:  # on a device a synchronization costs more than the rows, so all rows take one
+                self._best = self._law.best(self._logits, self._histories(*range(self.shape[0])))
+        except Exception as error:
+            self._errors[row] = error
+            return -1
+        return self._best[row]
+
+    def refusal(self, row: int) -> Exception:
+        """Returns the reason that no token is possible at ``row``."""
+        return self._errors.get(row) or self._law.refusal(self._logits[row], self._history(row))
+
+    def _chance(self, row: int, token: int) -> float:
+        try:
+            return self._law.chances(self._logits[row : row + 1], self._histories(row), [token])[0]
+        except Exception as error:
+            self._errors[row] = error
+            return math.nan
+
+    def _histories(self, *rows: int) -> Sequence[History]:
+        return [self._history(row) for row in rows] if self._law.needs_history else ()
+
+
+def not_finite() -> InvalidRequest:
+    """Returns the error for logits that do not define a distribution."""
+    return InvalidRequest(
+        "the model computed logits that are NaN or infinite, so no token can be drawn; check the checkpoint's weights, "
+        "or load the model in another dtype"
+    )
+
+
+def at_tokens(probs: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Returns entry ``tokens[r]`` of row r."""
+    entries: list[float] = probs[range(len(tokens)), list(tokens)].tolist()
+    return entries

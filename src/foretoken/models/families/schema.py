@@ -1,0 +1,185 @@
+"""Schemas of config.json for the families that our runtime computes: Llama and its relatives, T5 and BART."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from foretoken.core.schema import MAX_ATTENTION_HEADS, Epsilon, Heads, Layers, NotNegative, Positive, Schema, Size
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Base = Annotated[float, Field(ge=1, le=1e30)]
+Buckets = Annotated[int, Field(ge=4, le=65_536)]
+Distance = Annotated[int, Field(ge=1, le=2**20)]
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
+# Defaults of transformers for missing fields. The keys are the families of decoders that our runtime computes.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096, "use_sliding_window": True},
+    "phi3": {"use_sliding_window": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA
+    | {
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": _GEMMA
+    | {
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+}
+
+
+class LayerRope(Schema):
+    """One set of rotary settings. The types that our runtime computes must be complete."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Base | None = None
+    partial_rotary_factor: Share | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        kind = self.rope_type or self.type
+        bands = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        needed = {"linear": ("factor",), "llama3": ("factor", *bands)}.get(kind or "", ())
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(f"lacks {name!r}, which the rotary type {kind!r} needs")
+        if kind == "llama3" and (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
+            raise ValueError("has a low_freq_factor that is not below high_freq_factor")
+        return self
+
+
+class Rope(LayerRope):
+    """Rotary settings: one set for all layers, or one for each kind of layer."""
+
+    full_attention: LayerRope | None = None
+    sliding_attention: LayerRope | None = None
+
+
+class CausalConfig(Schema):
+    """The fields of a decoder's config.json that our runtime reads, with the family's defaults filled in."""
+
+    model_type: str
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None = None
+    head_dim: Heads | None = None
+    max_position_embeddings: Size
+    rms_norm_eps: Epsilon
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    layer_types: list[str] | None = None
+    sliding_window: Annotated[int, Field(ge=0)] | None = None
+    use_sliding_window: bool | None = None
+    sliding_window_pattern: Layers = 6
+    max_window_layers: Annotated[int, Field(ge=0)] = 28
+    no_rope_layers: list[Annotated[int, Field(ge=0, le=1)]] | None = None
+    no_rope_layer_interval: Layers = 4
+    query_pre_attn_scalar: Positive | None = None
+    attn_logit_softcapping: NotNegative | None = None
+    final_logit_softcapping: NotNegative | None = None
+    tie_word_embeddings: bool | None = None
+    mlp_bias: bool | None = None
+    use_bidirectional_attention: bool | str | None = None
+    partial_rotary_factor: Share | None = None
+    rope_theta: Base | None = None
+    rope_local_base_freq: Base | None = None
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        layers, heads = self.num_hidden_layers, self.num_attention_heads
+        for name in ("layer_types", "no_rope_layers"):
+            listed = getattr(self, name)
+            if listed and len(listed) != layers:
+                raise ValueError(f"has {len(listed)} entries in {name}, which should be num_hidden_layers = {layers}")
+        if heads % (self.num_key_value_heads or heads):
+            raise ValueError(
+                f"has num_attention_heads = {heads}, which should be a multiple of num_key_value_heads = "
+                f"{self.num_key_value_heads}"
+            )
+        head_dim = self.head_dim or self.hidden_size // heads
+        if head_dim % 2 or not 2 <= head_dim <= MAX_ATTENTION_HEADS:
+            raise ValueError(
+                f"has heads of {head_dim} numbers (head_dim, or hidden_size / num_attention_heads), which should be "
+                f"even and from 2 to {MAX_ATTENTION_HEADS}"
+            )
+        return self
+
+
+class T5Config(Schema):
+    """The fields of a T5, mT5 or umT5's config.json that our runtime reads."""
+
+    model_type: str
+    vocab_size: Size
+    d_model: Size
+    d_kv: Heads
+    d_ff: Size
+    num_layers: Layers
+    num_heads: Heads
+    num_decoder_layers: Layers | None = None
+    n_positions: Size | None = None
+    layer_norm_epsilon: Epsilon = 1e-6
+    relative_attention_num_buckets: Buckets = 32
+    relative_attention_max_distance: Distance = 128
+    feed_forward_proj: str | None = None
+    scale_decoder_outputs: bool = False
+    tie_word_embeddings: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        exact, farthest = self.relative_attention_num_buckets // 2, self.relative_attention_max_distance
+        if farthest <= exact:
+            raise ValueError(
+                f"has relative_attention_max_distance = {farthest}, which should be above half of "
+                f"relative_attention_num_buckets = {self.relative_attention_num_buckets}"
+            )
+        return self
+
+
+class BartConfig(Schema):
+    """The fields of a BART or mBART's config.json that our runtime reads."""
+
+    model_type: str
+    vocab_size: Size
+    d_model: Size
+    encoder_layers: Layers
+    decoder_layers: Layers
+    encoder_attention_heads: Heads
+    decoder_attention_heads: Heads
+    encoder_ffn_dim: Size
+    decoder_ffn_dim: Size
+    max_position_embeddings: Size
+    activation_function: str | None = None
+    scale_embedding: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for side in ("encoder", "decoder"):
+            heads = getattr(self, f"{side}_attention_heads")
+            if self.d_model % heads:
+                raise ValueError(
+                    f"has d_model = {self.d_model}, which should be a multiple of {side}_attention_heads = {heads}"
+                )
+        return self

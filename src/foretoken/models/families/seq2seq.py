@@ -1,0 +1,181 @@
+"""The architecture of an encoder-decoder: T5 (1910.10683), BART (1910.13461) and their relatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foretoken.core.schema import parse
+from foretoken.models.families.schema import BartConfig, T5Config
+
+T5, BART = ("t5", "mt5", "umt5"), ("bart", "mbart")
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish")
+ENDLESS = 4096  # maximum length in tokens if positions are relative and config.json has no limit
+LEARNED_OFFSET = 2  # BART's positions begin in the third row of their table
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Sizes of the encoder or the decoder. It has the properties of ``runners.attention.Heads``."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    inner: int
+    scale: float
+    attention_softcap: float = 0.0
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.heads
+
+    @property
+    def width(self) -> int:
+        """Width of all heads together."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2SeqArchitecture:
+    """An encoder-decoder.
+
+    Attributes:
+        norm_first: whether norms come before attention and MLP (T5, mBART), or after the addition (BART).
+        last_norm: whether each stack ends with a norm.
+        layer_norm: whether norms are layer norms with mean and bias; otherwise RMS norms.
+        buckets: number of buckets of T5's relative positions; 0 for learned absolute positions.
+        farthest: distance from which on all relative positions share a bucket.
+        own_bias: whether every layer has a table of relative positions (umT5); otherwise all share the first layer's.
+        embedding_scale: factor of the embeddings.
+        logit_scale: factor of the hidden states before the vocabulary head.
+        source_length: maximum length of a source in tokens.
+    """
+
+    family: str
+    vocab: int
+    hidden: int
+    encoder: Stack
+    decoder: Stack
+    activation: str
+    gated: bool
+    norm_first: bool
+    last_norm: bool
+    layer_norm: bool
+    eps: float
+    buckets: int
+    farthest: int
+    own_bias: bool
+    embedding_scale: float
+    logit_scale: float
+    max_length: int
+    source_length: int
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers, the ones that drafts and heads see."""
+        return self.decoder.layers
+
+    def first(self, layers: int) -> Seq2SeqArchitecture:
+        """Returns the architecture with the first ``layers`` layers of the decoder."""
+        return replace(self, decoder=replace(self.decoder, layers=layers))
+
+    @staticmethod
+    def of(config: Mapping[str, Any], max_length: int | None = None) -> Seq2SeqArchitecture:
+        """Returns the architecture of a config.json that ``supports`` accepts.
+
+        Raises:
+            ModelLoadError: a field is missing or wrong.
+        """
+        _check(config)
+        return (_of_t5 if config["model_type"] in T5 else _of_bart)(config, max_length)
+
+
+def supports(config: Mapping[str, Any]) -> bool:
+    """Returns whether our runtime computes this encoder-decoder exactly.
+
+    Raises:
+        ModelLoadError: a field of a known architecture is missing or wrong.
+    """
+    family = config.get("model_type")
+    if family not in (*T5, *BART):
+        return False
+    _check(config)
+    if family in T5:
+        return _activation(config)[0] in ACTIVATIONS
+    return config.get("activation_function", "gelu") in ACTIVATIONS
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    parse(T5Config if config["model_type"] in T5 else BartConfig, config, "config.json")
+
+
+def _of_t5(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
+    family, hidden = c["model_type"], c["d_model"]
+    activation, gated = _activation(c)
+    encoder = Stack(c["num_layers"], c["num_heads"], c["d_kv"], c["d_ff"], scale=1.0)
+    # As in transformers: T5 1.0 scales by the width, 1.1 (not tied) does not; mT5 never scales, umT5 always does.
+    scaled = family == "umt5" or (
+        family == "t5" and bool(c.get("scale_decoder_outputs", c.get("tie_word_embeddings") is not False))
+    )
+    length = max(c.get("n_positions") or 0, ENDLESS)
+    return Seq2SeqArchitecture(
+        family=family,
+        vocab=c["vocab_size"],
+        hidden=hidden,
+        encoder=encoder,
+        decoder=replace(encoder, layers=c.get("num_decoder_layers") or encoder.layers),
+        activation=activation,
+        gated=gated,
+        norm_first=True,
+        last_norm=True,
+        layer_norm=False,
+        eps=c.get("layer_norm_epsilon", 1e-6),
+        buckets=c.get("relative_attention_num_buckets", 32),
+        farthest=c.get("relative_attention_max_distance", 128),
+        own_bias=family == "umt5",
+        embedding_scale=1.0,
+        logit_scale=hidden**-0.5 if scaled else 1.0,
+        max_length=max_length or length,
+        source_length=length,
+    )
+
+
+def _of_bart(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
+    hidden, positions, first = c["d_model"], c["max_position_embeddings"], c["model_type"] == "mbart"
+
+    def stack(side: str) -> Stack:
+        heads = c[f"{side}_attention_heads"]
+        dim = hidden // heads
+        return Stack(c[f"{side}_layers"], heads, dim, c[f"{side}_ffn_dim"], scale=dim**-0.5)
+
+    return Seq2SeqArchitecture(
+        family=c["model_type"],
+        vocab=c["vocab_size"],
+        hidden=hidden,
+        encoder=stack("encoder"),
+        decoder=stack("decoder"),
+        activation=c.get("activation_function", "gelu"),
+        gated=False,
+        norm_first=first,
+        last_norm=first,
+        layer_norm=True,
+        eps=1e-5,
+        buckets=0,
+        farthest=0,
+        own_bias=False,
+        embedding_scale=math.sqrt(hidden) if c.get("scale_embedding") else 1.0,
+        logit_scale=1.0,
+        max_length=min(max_length or positions, positions),
+        source_length=positions,
+    )
+
+
+def _activation(c: Mapping[str, Any]) -> tuple[str, bool]:
+    """Returns T5's activation, and whether its MLP is gated."""
+    default = "gated-gelu" if c["model_type"] != "t5" else "relu"
+    name = c.get("feed_forward_proj") or default
+    gated = name.startswith("gated-")
+    return ("gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")), gated

@@ -1,0 +1,1 @@
+"""Checkpoint formats: reads configurations, tensors, tokenizers and quantized weights."""

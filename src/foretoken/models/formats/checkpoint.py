@@ -1,0 +1,242 @@
+"""Finds and reads checkpoints: configuration, weights and tokenizer of a folder or hub id.
+
+Weights are read from safetensors only. Pickles are refused, because loading one can run code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+from torch import Tensor
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import Layers, Schema, Size, TokenId, TokenIds, parse, read_object
+from foretoken.models.formats.finite import check_finite
+from foretoken.models.formats.tokenizer import PlainTokenizer, is_plain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "vocab.txt", "merges.txt")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FAST_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+class GenerationSettings(Schema):
+    """Special token ids from generation_config.json or config.json."""
+
+    eos_token_id: TokenIds = Field(default_factory=list)
+    bos_token_id: TokenId | None = None
+    decoder_start_token_id: TokenId | None = None
+    forced_bos_token_id: TokenId | None = None
+
+
+class TokenizerSettings(Schema):
+    """The fields of tokenizer_config.json that choose the tokenizer's class; transformers checks the others."""
+
+    tokenizer_class: str | None = None
+    auto_map: dict[str, Any] | None = None
+
+
+class ShardIndex(Schema):
+    """model.safetensors.index.json: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+class CommonConfig(Schema):
+    """The fields of config.json that are read before the architecture is known."""
+
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+    max_position_embeddings: Size | None = None
+    num_hidden_layers: Layers | None = None
+    num_layers: Layers | None = None
+    num_decoder_layers: Layers | None = None
+    n_layer: Layers | None = None
+    n_layers: Layers | None = None
+    encoder_layers: Layers | None = None
+    decoder_layers: Layers | None = None
+    text_config: CommonConfig | None = None
+
+
+def resolve(name_or_path: str | Path) -> Path:
+    """Returns the local folder of a checkpoint, after a download to the hub's cache if the name is a hub id.
+
+    Only json, safetensors and tokenizer files are downloaded.
+
+    Raises:
+        ModelLoadError: there is neither such a folder nor such a hub id.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir() and str(name_or_path):
+        return path
+    if path.is_file():
+        raise ModelLoadError(f"{path} is a file; expected the folder of a checkpoint (config.json and *.safetensors)")
+    name = str(name_or_path)
+    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelLoadError(f"there is no folder {name!r}; expected a checkpoint's folder or a hub id like 'org/name'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except HFValidationError:
+        raise ModelLoadError(f"{name!r} is neither a local folder nor a valid hub id") from None
+    except Exception as error:  # the hub client raises whatever its transport raises
+        raise ModelLoadError(
+            f"there is no local folder {name!r}, and the hub did not give it ({type(error).__name__}); "
+            "check the spelling, or download the checkpoint and pass its folder"
+        ) from error
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """Returns the checkpoint's config.json; the fields that all architectures share are checked.
+
+    Raises:
+        ModelLoadError: the file is missing or malformed.
+    """
+    return read_object(Path(path) / "config.json", CommonConfig, "the folder of a checkpoint has one")
+
+
+def load_generation_settings(path: Path) -> list[GenerationSettings]:
+    """Returns the special token ids from generation_config.json and config.json, as far as they exist, in that order.
+
+    The first file has precedence.
+
+    Raises:
+        ModelLoadError: a field is wrong.
+    """
+    files = (file for name in ("generation_config.json", "config.json") if (file := path / name).is_file())
+    return [parse(GenerationSettings, read_object(file), str(file)) for file in files]
+
+
+def open_weights(path: Path) -> Weights:
+    """Returns all tensors of a single or sharded checkpoint by name; each is read from disk on access.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged, or the weights are pickles.
+    """
+    return Weights(Path(path))
+
+
+class Weights(Mapping[str, Tensor]):
+    """The tensors of a checkpoint, read lazily from memory-mapped files.
+
+    File headers are checked on construction, and each tensor when it is first read. Each tensor has its own mapping,
+    which ends with the tensor, so weights that were packed do not stay resident twice.
+
+    Attributes:
+        shapes: the shape of each tensor by name, known without reading it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._where: dict[str, str] = {}
+        self._checked: set[str] = set()
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        index = _index(path)
+        for file in _weight_files(path, index):
+            try:
+                handle = self._open(file)
+                for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                    self._where[name], self.shapes[name] = file, tuple(handle.get_slice(name).get_shape())
+            except Exception as error:  # safetensors raises its own and OSError kinds
+                raise ModelLoadError(
+                    f"{path / file} is truncated or not a safetensors file ({error}); download or save it again"
+                ) from error
+        if missing := sorted(set(index or {}) - set(self._where)):
+            raise ModelLoadError(f"{path / INDEX} lists the tensor {missing[0]!r}, which is in none of its files")
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._where[name]
+        tensor: Tensor = self._open(file).get_tensor(name)
+        if name not in self._checked:
+            check_finite(name, tensor, str(self._path / file))
+            self._checked.add(name)
+        return tensor
+
+    def _open(self, file: str) -> Any:
+        from safetensors import safe_open
+
+        return safe_open(str(self._path / file), framework="pt")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def _weight_files(path: Path, index: Mapping[str, str] | None) -> list[str]:
+    if index is None:
+        if (path / SINGLE).is_file():
+            return [SINGLE]
+        if pickles := sorted(file.name for pattern in PICKLES for file in path.glob(pattern)):
+            raise ModelLoadError(
+                f"{path} has its weights only as a pickle ({pickles[0]}), which can run code when it is read; convert "
+                "them with transformers where you trust the file: "
+                "AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
+            )
+        raise ModelLoadError(f"{path} has no weights; expected {SINGLE}, or {INDEX} and its shards")
+    files = sorted(set(index.values()))
+    if missing := [file for file in files if not (path / file).is_file()]:
+        raise ModelLoadError(
+            f"{path} lacks {len(missing)} of {len(files)} shards, first {missing[0]}; download it again"
+        )
+    return files
+
+
+def _index(path: Path) -> dict[str, str] | None:
+    """Returns the file of each tensor of a sharded checkpoint; None if the checkpoint has no index."""
+    if (path / SINGLE).is_file() or not (path / INDEX).is_file():
+        return None
+    where = parse(ShardIndex, read_object(path / INDEX), str(path / INDEX)).weight_map
+    if outside := [file for file in where.values() if Path(file).name != file]:
+        raise ModelLoadError(f"{path / INDEX} names {outside[0]!r}; expected the names of files in its own folder")
+    return where
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer:
+    """Loads the checkpoint's own tokenizer, without remote code.
+
+    Raises:
+        ModelLoadError: the tokenizer cannot be loaded.
+    """
+    path = resolve(name)
+    try:
+        settings = _tokenizer_settings(path)
+        if is_plain(path, settings):
+            return PlainTokenizer(path)
+        if settings.get("tokenizer_class") in _FAST_CLASSES and "auto_map" not in settings:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # tokenizers raise bare exceptions for broken files
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelLoadError(
+            f"no tokenizer loads from {path} ({reason}); expected tokenizer.json or the model's vocabulary files"
+        ) from error
+
+
+def _tokenizer_settings(path: Path) -> dict[str, Any]:
+    """Returns tokenizer_config.json if tokenizer.json lies beside it; else an empty dict.
+
+    It names the tokenizer's class, which AutoTokenizer would otherwise search for seconds.
+    """
+    file = path / "tokenizer_config.json"
+    if not file.is_file() or not (path / "tokenizer.json").is_file():
+        return {}
+    return read_object(file, TokenizerSettings)

@@ -1,0 +1,85 @@
+"""Memory for a model's weights: checks that they fit before anything is read, and returns freed memory."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from foretoken.core.errors import ModelLoadError
+
+CGROUP = Path("/sys/fs/cgroup")
+_GIB = 2**30
+
+
+def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, int8: bool) -> int:
+    """Returns the bytes of these tensors once they are loaded.
+
+    A tied head counts twice, because it is packed apart from the embedding.
+
+    Args:
+        shapes: shapes of the checkpoint's tensors by name.
+        dtype: dtype of the loaded tensors.
+        int8: whether matrices other than the embedding take one byte for each number.
+    """
+    total = 0
+    for name, shape in shapes.items():
+        embeds = "embed_tokens" in name
+        total += math.prod(shape) * (1 if int8 and len(shape) == 2 and not embeds else dtype.itemsize)
+        if embeds and "lm_head.weight" not in shapes:
+            total += math.prod(shape) * (1 if int8 else dtype.itemsize)
+    return total
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Returns the free bytes on the device; None if the system does not report them."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    known = [free for free in (machine_memory(), _container()) if free is not None]
+    return min(known) if known else None
+
+
+def check_fits(needed: int, device: torch.device, what: str) -> None:
+    """Raises ModelLoadError if ``what`` needs more bytes than are free on the device."""
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise ModelLoadError(
+            f"{what} needs {needed / _GIB:.1f} GiB for its weights, but {free / _GIB:.1f} GiB are free on {device}; "
+            "take a smaller dtype, quantization='int8', a smaller model, or another machine"
+        )
+
+
+def give_back() -> None:
+    """Returns freed memory to the system. glibc keeps it otherwise, in holes too small for the next large matrix."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def machine_memory() -> int | None:
+    """Returns the free bytes of the machine; None if the system does not report them."""
+    kibibytes = _field(_lines(Path("/proc/meminfo")), "MemAvailable:")
+    return None if kibibytes is None else kibibytes * 1024
+
+
+def _container() -> int | None:
+    """Returns the free bytes within the container's limit. File pages that the kernel may drop count as free."""
+    limit, used = _lines(CGROUP / "memory.max"), _lines(CGROUP / "memory.current")
+    if not limit or not used or not limit[0].isdigit():
+        return None
+    return int(limit[0]) - int(used[0]) + (_field(_lines(CGROUP / "memory.stat"), "inactive_file") or 0)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+
+
+def _field(lines: Iterable[str], name: str) -> int | None:
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), None)

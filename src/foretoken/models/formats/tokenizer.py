@@ -1,0 +1,106 @@
+"""A tokenizer that needs no transformers, whose import takes longer than loading a small model."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+# Keys of tokenizer_config.json that PlainTokenizer handles, or that do not change how it encodes.
+_KEYS = {"backend", "is_local", "local_files_only", "tokenizer_class", "model_max_length"}
+_KEYS |= {"eos_token", "bos_token", "unk_token", "pad_token"}
+_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_LONG = 4096  # characters; shorter texts are encoded before another thread could take its turn
+
+
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Returns the token ids of ``text``, without blocking other threads if it is long.
+
+    ``Tokenizer.encode`` holds the GIL throughout, for seconds with megabytes of text; ``encode_batch_fast`` releases
+    it. The ids are the same.
+    """
+    if len(text) < _LONG:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    else:
+        ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
+class PlainTokenizer:
+    """Encodes and decodes as ``transformers.PreTrainedTokenizerFast`` of the same folder does.
+
+    Everything else, such as chat templates and padding, is delegated to that class, which is loaded on first use.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Loads tokenizer.json.
+
+        Args:
+            path: a folder that ``is_plain`` accepts.
+
+        Raises:
+            Exception: the file is broken; tokenizers raises no narrower class.
+        """
+        self._path = path
+        self._fast = Tokenizer.from_file(str(path / "tokenizer.json"))
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        self.eos_token: str | None = settings.get("eos_token")
+        self.eos_token_id: int | None = None if self.eos_token is None else self._fast.token_to_id(self.eos_token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of ``text``."""
+        return encode(self._fast, text, add_special_tokens)
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        """Returns the text of token ids; ``options`` are those of transformers."""
+        plain = isinstance(token_ids, list | tuple) and all(isinstance(token, int) for token in token_ids)
+        if options or not plain:
+            return self.full.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+        return self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Returns the id of every token, added tokens included."""
+        vocabulary: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        if isinstance(text, str) and options.keys() <= {"add_special_tokens"}:
+            return {"input_ids": self.encode(text, **options)}
+        return self.full(text, **options)
+
+    def __len__(self) -> int:
+        return int(self._fast.get_vocab_size(with_added_tokens=True))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.full, name)
+
+    @cached_property
+    def full(self) -> Any:
+        """The tokenizer of transformers."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(self._path)
+
+
+def is_plain(path: Path, config: Any) -> bool:
+    """Returns whether ``PlainTokenizer`` tokenizes as transformers does: no file or setting but a few changes the ids.
+
+    Args:
+        path: the checkpoint's folder.
+        config: the content of tokenizer_config.json.
+    """
+    files = ("special_tokens_map.json", "added_tokens.json")  # chat templates are left to transformers
+    return (
+        isinstance(config, dict)
+        and config.get("tokenizer_class") in _CLASSES
+        and _KEYS.issuperset(config)
+        and all(isinstance(config[key], str | None) for key in config if key.endswith("_token"))
+        and not any((path / name).exists() for name in files)
+    )

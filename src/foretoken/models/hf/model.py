@@ -1,0 +1,301 @@
+"""A causal model of transformers behind the model contract: its own module with our KV cache and masks.
+
+The module sees an ordinary padded batch, explicit positions and a 4-D mask. Its cache writes go to our slots, and its
+cache reads return the rows of the sequences in the pass. Attention is the module's own, so the model is not
+batch-invariant.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.base import NO_ENCODER, Handle, Scores, growing
+from foretoken.models.hf.checks import check_parameters, check_size, one_line
+from foretoken.models.hf.probe import WrappedModule, check
+from foretoken.models.hf.rotary import FixedRope
+from foretoken.models.hf.tiny_random import boundaries
+from foretoken.models.state.slots import Placement, Slots
+
+PREFILL_ROWS = 256  # rows of one prefill pass
+JOINT_ROWS = 32  # a sequence with more pending rows than this is prefilled by itself
+_ATTENTION = ("eager", "sdpa")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_CHECKED: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
+
+
+class HFModel(WrappedModule):
+    """A transformers module as a ``Model``.
+
+    The constructor ends with a check that the module's logits in a batch equal its logits alone (``probe.py``). Rotary
+    factors follow from the maximum length (``rotary.py``).
+
+    Args:
+        module: the live module; it is shared, not copied.
+        max_length: maximum length of a sequence in tokens; None for the module's own.
+
+    Raises:
+        ModelLoadError: the module is an encoder-decoder, keeps a state that cannot be rewound (Mamba and other
+            recurrent layers), counts rows instead of positions in its attention (ALiBi, GPT-Neo), or fails the check.
+    """
+
+    def __init__(self, module: Any, max_length: int | None = None) -> None:
+        config = module.config.get_text_config()
+        _refuse(module, config)
+        self.module = module
+        self.device, self.dtype = module.device, module.dtype
+        self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
+        head = module.get_output_embeddings()
+        self.vocab_size = config.vocab_size if head is None else head.weight.shape[0]
+        known = max(0, getattr(config, "max_position_embeddings", None) or 0) or max_length or 1 << 20
+        limit = min(max_length or known, known)
+        self.max_length = known
+        self.batch_invariant = False
+        self._slots = Slots()
+        self._cache = Cache(layer_class_to_replicate=self._slots.new_layer)
+        self._layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
+        self._window = getattr(config, "sliding_window", None) or 0
+        accepted = inspect.signature(module.forward).parameters
+        self._keeps_rows = "logits_to_keep" in accepted
+        self._rope = FixedRope(module, limit)
+        self._check_once(limit)
+        self.max_length = limit
+
+    @classmethod
+    def from_module(cls, module: Any, max_length: int | None = None) -> Self:
+        """Returns the model of a live module, which is shared, not copied."""
+        return cls(module, max_length)
+
+    @classmethod
+    def load(cls, path: Path, dtype: torch.dtype, device: torch.device, max_length: int | None = None) -> Self:
+        """Loads a safetensors checkpoint with the class that its config.json names, without remote code and pickles."""
+        return cls(read_module(path, dtype).to(device).eval(), max_length)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        config = self.module.config.get_text_config()
+        layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+        return sum(map(_cached_values, layers)) * self.dtype.itemsize
+
+    # the contract
+
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+        if source:
+            raise InvalidRequest(NO_ENCODER)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
+        return Handle(self._slots.acquire(), list(prompt))
+
+    def close(self, handle: Handle) -> None:
+        if handle.slot >= 0:
+            self._slots.release(handle.slot)
+            handle.slot = -1
+
+    @torch.inference_mode()
+    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        for handle, new in zip(handles, tokens, strict=True):
+            self._move(handle.slot, *handle.advance(new))
+
+    @torch.inference_mode()
+    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        firsts = [handle.cached for handle in handles]
+        earlier = [self._prefill(handle, taps) for handle in handles]
+        done = [growing(h, d) for h, d in zip(handles, drafts, strict=True)]
+        firsts = [min(first, handle.cached) for first, handle in zip(firsts, handles, strict=True)]
+        counts = [len(d) - n + bool(h.pending) for h, d, n in zip(handles, drafts, done, strict=True)]
+        rows = [len(h.pending) + len(d) - n for h, d, n in zip(handles, drafts, done, strict=True)]
+        output, first = self._run(handles, drafts, done, taps)
+        results = []
+        for at, (handle, draft) in enumerate(zip(handles, drafts, strict=True)):
+            handle.cached = len(handle.tokens)
+            handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
+            start, end = rows[at] - counts[at] - first, rows[at] - first
+            tapped = {
+                layer: torch.cat([*(part[layer] for part in earlier[at]), output.hidden_states[layer][at, : rows[at]]])
+                for layer in taps
+            }
+            results.append(Scores(output.logits[at, start:end], tapped, firsts[at]))
+        return results
+
+    @torch.inference_mode()
+    def unembed(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.module.get_output_embeddings()(hidden.to(self.device, self.dtype))
+        return logits.float()
+
+    # one pass
+
+    def _prefill(self, handle: Handle, taps: Sequence[int]) -> list[dict[int, Tensor]]:
+        """Computes a long pending prompt, all but its last token, in passes of bounded size.
+
+        Returns:
+            The taps of each pass.
+        """
+        tapped: list[dict[int, Tensor]] = []
+        if len(handle.pending) <= JOINT_ROWS:
+            return tapped
+        while len(handle.pending) > 1:
+            count = min(PREFILL_ROWS, len(handle.pending) - 1)
+            part = Handle(handle.slot, handle.tokens[: handle.cached + count], handle.cached)
+            output, _ = self._run([part], [Draft.empty()], [0], taps)
+            tapped.append({layer: output.hidden_states[layer][0, :count] for layer in taps})
+            handle.cached += count
+        return tapped
+
+    def _run(
+        self, handles: Sequence[Handle], drafts: Sequence[Draft], done: Sequence[int], taps: Sequence[int]
+    ) -> tuple[Any, int]:
+        """Runs one padded pass. Returns the module's output, and the row that its logits begin with."""
+        place = Placement.of(handles, drafts, done)
+        if place.reach > self.max_length:
+            raise InvalidRequest(
+                f"a sequence reaches {place.reach} tokens, beyond the {self.max_length} this model was opened with; "
+                "shorten the prompt, lower max_tokens, or raise max_model_len"
+            )
+        return self._pass(place, taps), min(place.roots) if self._keeps_rows else 0
+
+    def _pass(self, place: Placement, taps: Sequence[int]) -> Any:
+        """Runs the module. Returns its output."""
+        keep = {}
+        if self._keeps_rows:
+            keep["logits_to_keep"] = torch.arange(min(place.roots), place.width, device=self.device)
+        with self._slots.serving(place, self.device), _evaluating(self.module), self._rope.applied():
+            return self.module(
+                input_ids=place.tokens.to(self.device),
+                attention_mask=self._masks(place),
+                position_ids=place.positions.to(self.device),
+                past_key_values=self._cache,
+                use_cache=True,
+                output_hidden_states=bool(taps),
+                return_dict=True,
+                **keep,
+            )
+
+    def plain(self, texts: Tensor) -> Tensor:
+        with _evaluating(self.module), self._rope.applied():
+            logits: Tensor = self.module(input_ids=texts.to(self.device), use_cache=False, return_dict=True).logits
+        return logits
+
+    def _move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        self._slots.move(slot, destination, sources)
+
+    def _masks(self, place: Placement) -> Tensor | dict[str, Tensor]:
+        """Returns the additive 4-D mask, or one for each kind of layer if the module has several kinds."""
+
+        def additive(window: int) -> Tensor:
+            seen = place.visible(window).unsqueeze(1).to(self.device)
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+            return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)
+
+        windows = {kind: self._window if kind == "sliding_attention" else 0 for kind in self._layer_types}
+        if len(windows) > 1:
+            return {kind: additive(window) for kind, window in windows.items()}
+        return additive(next(iter(windows.values()), self._window))
+
+    # the check
+
+    def _check_once(self, max_length: int) -> None:
+        """Checks a module when it is first wrapped, and again after its precision or attention changed."""
+        crossed = boundaries(self.module.config.get_text_config(), max_length)
+        state = (self.dtype, getattr(self.module.config, "_attn_implementation", None), tuple(crossed))
+        if _CHECKED.get(self.module) != state:
+            check(self, max_length, _Unchecked)
+            _CHECKED[self.module] = state
+
+
+class _Unchecked(HFModel):
+    """A tiny copy of a module, wrapped so that ``probe.check`` can run it."""
+
+    def _check_once(self, max_length: int) -> None:
+        """Does nothing: this model is part of a check."""
+
+
+def read_module(path: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """Loads the module of a safetensors checkpoint.
+
+    Args:
+        path: the checkpoint's folder.
+        dtype: dtype of the module.
+        options: further arguments of transformers' ``from_pretrained``.
+
+    Raises:
+        ModelLoadError: the checkpoint is incomplete or malformed.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        check_size(config, path)
+        softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        module, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager" if softcap else None,
+            output_loading_info=True,
+            **options,
+        )
+    except ModelLoadError:
+        raise
+    except Exception as error:  # a malformed configuration fails anywhere in transformers
+        raise ModelLoadError(f"transformers cannot load the model in {path}: {one_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelLoadError(
+            f"the checkpoint in {path} lacks {len(missing)} tensor(s), first {missing[0]!r}; is it complete?"
+        )
+    check_parameters(module, path)
+    return module
+
+
+def _refuse(module: Any, config: Any) -> None:
+    """Raises ModelLoadError for a module that is known not to work, with the reason."""
+    name = type(module).__name__
+    if getattr(module.config, "is_encoder_decoder", False):
+        raise ModelLoadError(f"{name} is an encoder-decoder; a decoder-only causal language model is needed")
+    if getattr(module, "_is_stateful", False):
+        raise ModelLoadError(f"{name} keeps a state that cannot be rewound, so drafts cannot be taken back")
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)):
+        raise ModelLoadError(
+            f"{name} has {', '.join(unknown)} layers, and only {' and '.join(_LAYER_TYPES)} layers are supported; "
+            "run it with transformers alone, or take another model"
+        )
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise ModelLoadError(
+            f"{name} uses ALiBi, whose biases transformers computes from row numbers and not from positions; "
+            "models with rotary or learned positions work"
+        )
+    used = getattr(config, "_attn_implementation", None) or "eager"
+    if used not in _ATTENTION:
+        raise ModelLoadError(
+            f"{name} has attn_implementation={used!r}, which takes no tree mask; load it with 'sdpa' or 'eager'"
+        )
+
+
+def _cached_values(layer: Any) -> int:
+    """Returns how many numbers the keys and values of one token are in the layer that this configuration describes."""
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return 2 * int(heads * width)
+
+
+@contextmanager
+def _evaluating(module: Any) -> Iterator[None]:
+    """Context manager: the module is in evaluation mode inside, and back in its own mode afterwards."""
+    training = module.training
+    if training:
+        module.eval()
+    try:
+        yield
+    finally:
+        if training:
+            module.train()

@@ -1,0 +1,163 @@
+"""The check after loading a transformers module: its logits in our batches equal its logits alone.
+
+Without it, a module that builds its own masks or positions would give wrong text without an error. The check runs a
+ragged batch with draft trees for two steps, and compares every logit with a plain pass of the module over that path.
+
+It runs twice. A tiny random copy (``tiny_random.py``) runs it with texts longer than every attention window and every
+length at which rotary factors change. The module itself runs it with a few tokens, in its own precision and on its own
+device. So the class and its attention layout are checked at all lengths, the weights at short lengths only.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import ModelLoadError
+from foretoken.models.base import Handle, Model
+from foretoken.models.hf.checks import one_line
+from foretoken.models.hf.tiny_random import boundaries, tiny_random
+
+_LONG = 40  # tokens: beyond every boundary of a copy, and long enough to be prefilled by itself
+_RAGGED = (_LONG, 5, 2)  # the second text crosses the boundaries while it is decoded
+_SHORT = (3, 1)
+_LONGEST = 1024  # tokens of the longest text that a module without a copy is checked with
+_TREE = (-1, -1, 0, 1)
+_STAGES: tuple[tuple[tuple[int, ...], bool, str], ...] = (
+    ((_LONG,), False, "continuing from its cache gives other logits than its whole text"),
+    (
+        _RAGGED,
+        False,
+        "its attention or positions count the padded rows of a batch, so that a sequence's output would depend on its "
+        "neighbours",
+    ),
+    (_RAGGED, True, "its attention or positions do not follow a draft tree"),
+)
+_ADVICE = "run it with transformers alone, or take another model: Llama, Mistral, Qwen, Gemma, Phi and most others work"
+
+
+class WrappedModule(Model):
+    """A model that is a transformers module, which can also run by itself."""
+
+    module: Any
+
+    @abstractmethod
+    def plain(self, texts: Tensor) -> Tensor:
+        """Returns the module's logits [B, rows, V] of whole texts [B, rows], computed without our cache and masks."""
+
+
+def check(model: WrappedModule, max_length: int, wrap: Callable[[Any], WrappedModule]) -> None:
+    """Raises ModelLoadError, with the reason, for a module whose logits in a batch differ from its logits alone.
+
+    Args:
+        model: the model to check.
+        max_length: length of the longest sequence that the model will serve.
+        wrap: wraps a copy of the module without checking it.
+    """
+    name = type(model.module).__name__
+    crossed = boundaries(model.module.config.get_text_config(), max_length)
+    copy = tiny_random(model.module, crossed)
+    if copy is not None:
+        reason = _failure(wrap(copy))
+        if reason and crossed and not _failure(wrap(tiny_random(model.module, {}))):
+            raise ModelLoadError(_beyond(name, crossed, reason))
+        if reason:
+            raise ModelLoadError(f"{name} cannot be served: {reason}; {_ADVICE}")
+        lengths, steps = _SHORT, 1
+    else:
+        lengths, steps = (max(crossed.values(), default=0) + _SHORT[0], 1), 2
+        if lengths[0] > _LONGEST:
+            raise ModelLoadError(
+                _beyond(name, crossed, "longer texts cannot be checked, because no tiny copy of its class can be built")
+            )
+    if not agrees(model, lengths, steps=steps):
+        raise ModelLoadError(
+            f"{name} cannot be served: it computes other logits in a batch with a draft tree than alone; {_ADVICE}"
+        )
+
+
+@torch.inference_mode()
+def agrees(model: WrappedModule, lengths: Sequence[int], steps: int = 2, trees: bool = True) -> bool:
+    """Returns whether texts of these lengths get the module's own logits in one batch, each with a draft.
+
+    Args:
+        model: the model to run.
+        lengths: tokens of each text.
+        steps: decode steps; the drafts of one step are committed before the next.
+        trees: whether the first text gets a draft tree; otherwise it gets a chain.
+
+    Raises:
+        ModelLoadError: the module cannot run with our masks, positions and cache.
+    """
+    handles = [model.open(_tokens(length, seed, model.vocab_size)) for seed, length in enumerate(lengths)]
+    try:
+        return all(_step(model, handles, trees) for _ in range(steps))
+    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError, AssertionError) as error:
+        raise ModelLoadError(
+            f"{type(model.module).__name__} does not take an explicit mask, positions and cache "
+            f"({one_line(error)}); {_ADVICE}"
+        ) from error
+    finally:
+        for handle in handles:
+            model.close(handle)
+
+
+def _failure(model: WrappedModule) -> str:
+    """Returns the reason why a copy does not agree with its own plain passes; an empty string if it agrees."""
+    if agrees(model, _RAGGED):
+        return ""
+    return next((text for lengths, trees, text in _STAGES if not agrees(model, lengths, trees=trees)), _STAGES[-1][2])
+
+
+def _beyond(name: str, crossed: Mapping[str, int], reason: str) -> str:
+    """Returns the message for a module that is correct only up to the lowest boundary."""
+    lowest = min(crossed, key=lambda boundary: crossed[boundary])
+    return (
+        f"{name} cannot be served beyond its {lowest} of {crossed[lowest]} tokens: {reason}; "
+        f"set max_model_len to at most {crossed[lowest]}"
+    )
+
+
+def _step(model: WrappedModule, handles: Sequence[Handle], trees: bool) -> bool:
+    """Runs one step, and commits the path of each draft's last node. Returns whether every row agrees."""
+    drafts = [_draft(at, len(handle.tokens), trees, model.vocab_size) for at, handle in enumerate(handles)]
+    texts = [list(handle.tokens) for handle in handles]
+    scores = model.score(handles, drafts)
+    for text, draft, scored in zip(texts, drafts, scores, strict=True):
+        for leaf in _leaves(draft):
+            path = draft.path(leaf)
+            alone = model.plain(torch.tensor([[*text, *(draft.ids[node] for node in path)]]))[0, len(text) - 1 :]
+            if not _close(scored.logits[[0, *(node + 1 for node in path)]].float(), alone.float(), model.dtype):
+                return False
+    model.commit(handles, [[*(d.ids[node] for node in d.path(len(d) - 1)), 3] for d in drafts])
+    return True
+
+
+def _close(batched: Tensor, alone: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether logits differ by rounding only.
+
+    Rounding errors are small compared with the spread of the logits; a wrong mask changes them by a share of it.
+    """
+    tolerance = (1e-3 if dtype in (torch.float32, torch.float64) else 0.1) * float(alone.std())
+    return float((batched - alone).abs().max()) <= max(tolerance, 1e-5)
+
+
+def _draft(at: int, length: int, trees: bool, vocab: int) -> Draft:
+    """Returns a tree (or chain) for the first sequence, a chain for the second, and an empty draft for the others."""
+    tokens = _tokens(max(0, 2 - at), length, vocab)
+    return Draft(torch.tensor(2 * tokens), _TREE) if trees and at == 0 else Draft.chain(tokens)
+
+
+def _leaves(draft: Draft) -> list[int]:
+    """Returns the nodes without children; for an empty draft the root, -1."""
+    return [at - 1 for at, children in enumerate(draft.children) if not children]
+
+
+def _tokens(count: int, seed: int, vocab: int) -> list[int]:
+    """Returns tokens that recur, as in real text. They avoid the lowest ids, which are often special tokens."""
+    return [(3 + (4 * seed + 7 * at) % 13) % vocab for at in range(count)]

@@ -1,0 +1,202 @@
+"""Tensor parallelism: a causal model of transformers whose matrices are divided among processes.
+
+transformers defines the division (``base_model_tp_plan``), and every rank reads its own part of the checkpoint. Only
+the first rank has an engine, a draft and a controller. The other ranks compute their part of its passes and make no
+decisions, so differences of clocks, random numbers or rounding cannot make ranks disagree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import ForetokenError, ModelLoadError
+from foretoken.models.formats.memory import check_fits, weight_bytes
+from foretoken.models.hf.checks import one_line
+from foretoken.models.hf.model import HFModel, read_module
+from foretoken.models.hf.ranks import RankGroup
+from foretoken.models.state.slots import Placement
+
+_TUPLES = ("slots", "firsts", "counts", "lengths", "roots")  # fields of a placement
+
+
+class ShardedModel(HFModel):
+    """One rank's part of a model. ``kv_bytes_per_token`` counts this rank's part alone.
+
+    Args:
+        module: this rank's part of the module.
+        ranks: the group of ranks.
+        max_length: maximum length of a sequence in tokens; None for the module's own.
+    """
+
+    def __init__(self, module: Any, ranks: RankGroup, max_length: int | None = None) -> None:
+        self._ranks = ranks
+        super().__init__(module, max_length)
+
+    @classmethod
+    def join(
+        cls,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        size: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        max_length: int | None = None,
+    ) -> Self:
+        """Loads this rank's part of a checkpoint. Returns on the first rank only.
+
+        The other ranks follow the first one's orders until it ends.
+
+        Args:
+            path: the checkpoint's folder.
+            dtype: dtype of the module.
+            device: type of device.
+            size: number of ranks.
+            shapes: shapes of the checkpoint's tensors.
+            max_length: maximum length of a sequence in tokens; None for the module's own.
+
+        Raises:
+            SystemExit: on the other ranks, once the first one has ended.
+            InvalidRequest: there are not ``size`` ranks.
+            ModelLoadError: the model cannot be divided among ``size`` ranks.
+        """
+        ranks = RankGroup.join(size, device)
+        try:
+            part = size if device.type == "cuda" else 1  # ranks on CPUs share one memory
+            check_fits(weight_bytes(shapes, dtype, int8=False) // part, ranks.device, str(path))
+            model = cls(read_part(path, dtype, size), ranks, max_length)
+        except BaseException:
+            ranks.leave()
+            raise
+        if not ranks.leads:
+            model.follow()
+            raise SystemExit(0)
+        weakref.finalize(model, ranks.end)
+        return model
+
+    def follow(self) -> None:
+        """Follows the first rank's orders until it ends.
+
+        Signals to the whole process group are ignored, because the first rank decides when to end.
+
+        Raises:
+            ForetokenError: this rank's part of an order failed.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+        while (order := self._ranks.hear()) is not None:
+            try:
+                self._obey(order)
+            except RuntimeError as error:
+                message = f"rank {self._ranks.rank} could not do its part of a pass: {one_line(error)}"
+                raise ForetokenError(message) from error
+        self._ranks.end()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._slots.kv_bytes_per_token
+
+    @torch.inference_mode()
+    def unembed(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(self.device, self.dtype).contiguous()
+        with self._ranks.doing("unembed", rows=hidden.shape[0]):
+            return super().unembed(self._ranks.share(hidden))
+
+    # the leader's part, with orders to the others
+
+    def _pass(self, place: Placement, taps: Sequence[int]) -> Any:
+        with self._ranks.doing("pass", place=placement_to_json(place), used=self._slots.used):
+            return super()._pass(place, taps)
+
+    def plain(self, texts: Tensor) -> Tensor:
+        with self._ranks.doing("plain", texts=texts.tolist()):
+            return super().plain(texts)
+
+    def _move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        if list(sources) == list(range(destination, destination + len(sources))):
+            return
+        with self._ranks.doing("move", slot=slot, destination=destination, sources=list(sources)):
+            super()._move(slot, destination, sources)
+
+    def _check_once(self, max_length: int) -> None:
+        if self._ranks.leads:
+            super()._check_once(max_length)
+
+    # the other ranks' part
+
+    @torch.inference_mode()
+    def _obey(self, order: dict[str, Any]) -> None:
+        if order["order"] == "pass":
+            self._slots.used = order["used"]
+            super()._pass(placement_from_json(order["place"]), ())
+        elif order["order"] == "plain":
+            super().plain(torch.tensor(order["texts"]))
+        elif order["order"] == "move":
+            super()._move(order["slot"], order["destination"], order["sources"])
+        else:
+            hidden = torch.empty(order["rows"], self.hidden_size, dtype=self.dtype, device=self.device)
+            super().unembed(self._ranks.share(hidden))
+
+
+def read_part(path: Path, dtype: torch.dtype, size: int) -> Any:
+    """Loads this rank's part of a module.
+
+    Args:
+        path: the checkpoint's folder.
+        dtype: dtype of the module.
+        size: number of ranks.
+
+    Raises:
+        ModelLoadError: accelerate is missing, or transformers cannot divide the model among ``size`` ranks.
+    """
+    from transformers import AutoConfig
+    from transformers.distributed import DistributedConfig
+
+    if importlib.util.find_spec("accelerate") is None:
+        raise ModelLoadError(
+            "transformers divides models with accelerate, which is missing; pip install 'foretoken[parallel]'"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelLoadError(f"transformers cannot load the model in {path}: {one_line(error)}") from error
+    if not getattr(config, "base_model_tp_plan", None):
+        raise ModelLoadError(
+            f"transformers has no tensor-parallel plan for the type {config.model_type!r} of {path}; "
+            "leave tensor_parallel_size out"
+        )
+    heads = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    for name, count in heads.items():
+        if isinstance(count, int) and count % size:
+            raise ModelLoadError(
+                f"{path} has {name}={count}, which {size} ranks cannot share evenly; "
+                f"tensor_parallel_size must divide {' and '.join(str(n) for n in heads.values() if n)}"
+            )
+    return read_module(path, dtype, distributed_config=DistributedConfig(tp_size=size, tp_plan="auto")).eval()
+
+
+def placement_to_json(place: Placement) -> dict[str, Any]:
+    """Returns a placement as JSON values. Of a draft it keeps the tree, which is all that a pass needs."""
+    return {
+        **{name: getattr(place, name).tolist() for name in ("tokens", "positions")},
+        **{name: getattr(place, name) for name in _TUPLES},
+        "drafts": [[draft.ids, draft.parents] for draft in place.drafts],
+    }
+
+
+def placement_from_json(written: dict[str, Any]) -> Placement:
+    """Returns the placement that ``placement_to_json`` wrote."""
+    lists = {name: tuple(written[name]) for name in _TUPLES}
+    drafts = (Draft(torch.tensor(ids, dtype=torch.int64), tuple(parents)) for ids, parents in written["drafts"])
+    tokens, positions = torch.tensor(written["tokens"]), torch.tensor(written["positions"])
+    return Placement(tokens=tokens, positions=positions, drafts=tuple(drafts), **lists)

@@ -1,0 +1,144 @@
+"""Loads whole models: chooses the implementation for a checkpoint, a device and a dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.core.checks import integer
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.base import Model
+from foretoken.models.decoder import Decoder
+from foretoken.models.formats.checkpoint import Weights, load_config, open_weights, resolve
+from foretoken.models.formats.memory import check_fits, weight_bytes
+from foretoken.models.formats.prequantized import check_prequantized
+from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization
+from foretoken.models.seq2seq.model import EncoderDecoder
+
+
+def load_model(
+    name: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    backend: str = "auto",
+    max_length: int | None = None,
+    quantization: str | None = None,
+    tensor_parallel_size: int = 1,
+) -> Model:
+    """Loads a causal language model or an encoder-decoder.
+
+    Args:
+        name: a checkpoint's folder, or a hub id.
+        dtype: see ``resolve_dtype``.
+        device: see ``resolve_device``.
+        backend: ``"native"`` is our own decoder for the Llama family, ``"hf"`` is transformers' module for any other
+            model, ``"auto"`` is the first of the two that supports the checkpoint.
+        max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
+        quantization: ``"int8"`` quantizes the matrices of the native decoder, and their inputs row by row.
+        tensor_parallel_size: number of ranks that share the model; see ``models/hf/sharded.py``.
+
+    Raises:
+        InvalidRequest: an option is unknown, or the model does not support it.
+        ModelLoadError: the checkpoint cannot be loaded, or its weights are larger than the free memory.
+    """
+    quantise = check_quantization(quantization)
+    check_backend(backend)
+    where = resolve_device(device)
+    kind = resolve_dtype(dtype, where)
+    path = resolve(name)
+    config = load_config(path)
+    weights = open_weights(path)
+    _check_counts(config, weights, path)
+    if check_ranks(tensor_parallel_size, backend, quantization):
+        from foretoken.models.hf.sharded import ShardedModel
+
+        return ShardedModel.join(path, kind, where, tensor_parallel_size, weights.shapes, max_length)
+    runtime = _runtime(config, path) if backend != "hf" else None
+    native = runtime is not None
+    int8 = quantise or (native and check_prequantized(config))
+    check_fits(weight_bytes(weights.shapes, kind, int8), where, str(path))
+    if runtime is not None:
+        return runtime(config, weights, kind, where, max_length, quantization)
+    if quantise:
+        raise InvalidRequest(
+            f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "
+            "would run on backend 'hf'; leave it out, or quantise the checkpoint with transformers"
+        )
+    if backend == "native":
+        raise ModelLoadError(
+            f"the native decoder does not compute the type {config.get('model_type')!r} of {path}; use backend='hf'"
+        )
+    from foretoken.models.hf.model import HFModel  # transformers takes seconds to import
+
+    return HFModel.load(path, kind, where, max_length)
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """Returns the device to use; for ``"auto"`` CUDA if there is a device, else the CPU.
+
+    Raises:
+        InvalidRequest: torch does not know the device, or has no CUDA device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidRequest(f"device {device!r} is not known; expected 'auto', 'cpu' or 'cuda[:n]'") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest(f"device {str(device)!r} was asked for, but torch finds no CUDA device here; use 'cpu'")
+    return chosen
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """Returns the dtype to use; for ``"auto"`` bfloat16 where the device computes it fast, else float32.
+
+    CUDA devices and CPUs with avx512_bf16 or amx compute bfloat16 fast.
+
+    Raises:
+        InvalidRequest: the dtype is unknown.
+    """
+    name = str(dtype)
+    check_dtype(name)
+    if name == "auto":
+        fast = device.type == "cuda" or (device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return torch.bfloat16 if fast else torch.float32
+    kind: torch.dtype = getattr(torch, DTYPES[name.removeprefix("torch.")])
+    return kind
+
+
+def check_ranks(size: int, backend: str, quantization: str | None) -> bool:
+    """Returns whether a model is divided among ranks. Raises InvalidRequest for options that do not allow it."""
+    integer("tensor_parallel_size", size, 1)
+    if size > 1 and backend == "native":
+        raise InvalidRequest("tensor_parallel_size divides transformers' modules; use backend='hf' or 'auto'")
+    if size > 1 and quantization is not None:
+        raise InvalidRequest(f"quantization={quantization!r} needs the native decoder, which runs on one rank")
+    return size > 1
+
+
+def _runtime(config: Mapping[str, Any], path: Path) -> type[Decoder] | None:
+    """Returns our own class for this architecture, or None. Raises ModelLoadError for a malformed config.json."""
+    try:
+        return next((kind for kind in (Decoder, EncoderDecoder) if kind.supports(config)), None)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{path}: {error}") from None
+
+
+def _check_counts(config: Mapping[str, Any], weights: Weights, path: Path) -> None:
+    """Raises ModelLoadError if config.json has more layers or experts than the tensors can hold.
+
+    Modules and lists are built layer by layer before the first tensor is compared, so a huge count would take all
+    memory.
+    """
+    largest = max((len(weights), *(size for shape in weights.shapes.values() for size in shape)))
+    for settings in (config, config.get("text_config") or {}):
+        for name, value in settings.items():
+            if isinstance(value, int) and value > largest and any(part in name for part in ("layer", "expert")):
+                raise ModelLoadError(
+                    f"{path / 'config.json'} has {name} = {value}, but the checkpoint holds {len(weights)} tensors of "
+                    f"at most {largest} numbers in one dimension; do they belong together?"
+                )

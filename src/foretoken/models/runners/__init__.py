@@ -1,0 +1,1 @@
+"""Runners compute forward passes: compiled kernels, torch operators, CUDA graphs, transformers modules."""

@@ -1,0 +1,225 @@
+"""Batch-invariant attention of a ragged batch of draft trees over the KV cache, made of torch operators.
+
+``scaled_dot_product_attention`` splits its work by the numbers of queries and keys, so its rows change with both. In
+bf16, two batched products around a float32 softmax do not change, if the keys are padded to a multiple of 64 under a
+mask, the heads of a group are folded into the rows, and sums over keys run in blocks of 256. In float32, every product
+chooses its kernel by the numbers of rows and keys, and the path of a tree lies in other rows than in plain decoding. So
+there the sums over keys run in float64, which the cache holds, and their order does not reach float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.state.kv import KVCache, finite, padded
+
+KEY_MULTIPLE, KEY_BLOCK = 64, 256
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The layout of one pass as tensors on the device.
+
+    Rows R are ragged; attention takes them padded to [S, width], one sequence for each slot from ``low`` to ``high``.
+
+    Attributes:
+        tokens: the token of each row [R].
+        positions: the position of each row [R].
+        rows: the cache row of each row [R].
+        slots: the slot of each row [R].
+        places: the index of each row in [S * width], [R]; None if no padding is needed.
+        low: the lowest slot of the pass.
+        high: the highest slot, plus one.
+        width: rows per sequence, padding included.
+        keys: number of cache rows that are read.
+        single: slot, first row and row count of the only sequence; None for several.
+        masks: by window (0 for none), 0 or -inf, float32 [S, 1, width, 1, keys].
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    slots: Tensor
+    places: Tensor | None
+    low: int
+    high: int
+    width: int
+    keys: int
+    single: tuple[int, int, int] | None
+    masks: dict[int, Tensor]
+
+    @staticmethod
+    def of(plan: PassPlan, windows: Iterable[int], device: torch.device) -> Geometry:
+        """Returns the layout of a plan. A single row is doubled (see ``linear.py``)."""
+        tokens, positions, parts = plan.tokens, plan.positions, plan.parts
+        if len(tokens) == 1:
+            tokens, positions = tokens * 2, positions * 2
+            parts = [replace(parts[0], count=2)]
+        width = max(part.count for part in parts)
+        low = min(part.slot for part in parts)
+        high = max(part.slot for part in parts) + 1
+        keys = padded(max(part.first + part.count for part in parts), KEY_MULTIPLE)
+        rows = [part.first + i for part in parts for i in range(part.count)]
+        slots = [part.slot for part in parts for _ in range(part.count)]
+        places = [(part.slot - low) * width + i for part in parts for i in range(part.count)]
+        whole = places == list(range((high - low) * width))  # no gap, and parts in the order of their slots
+        return Geometry(
+            tokens=torch.tensor(tokens, device=device),
+            positions=torch.tensor(positions, device=device),
+            rows=torch.tensor(rows, device=device),
+            slots=torch.tensor(slots, device=device),
+            places=None if whole else torch.tensor(places, device=device),
+            low=low,
+            high=high,
+            width=width,
+            keys=keys,
+            single=(parts[0].slot, parts[0].first, parts[0].count) if len(parts) == 1 else None,
+            masks={
+                window: _mask(parts, positions, low, high, width, keys, window).to(device) for window in set(windows)
+            },
+        )
+
+
+def _mask(
+    parts: Sequence[Part], positions: Sequence[int], low: int, high: int, width: int, keys: int, window: int
+) -> Tensor:
+    """Returns the mask: a row sees the committed rows before it and its ancestors in the draft. Padding sees all."""
+    seen = torch.ones(high - low, width, keys, dtype=torch.bool)
+    at = 0
+    for part in parts:
+        rows = torch.arange(part.first, part.first + part.count)
+        visible = torch.arange(keys) <= rows[:, None]
+        first_node = max(part.first, part.nodes_at) - part.nodes_at
+        count = len(part.draft)
+        if count and not part.draft.is_chain:
+            tail = visible[part.nodes_at + first_node - part.first :][: count - first_node]
+            tail[:, part.nodes_at : part.nodes_at + count] = part.draft.ancestors[first_node:]
+        if window:
+            key_positions = torch.arange(keys)
+            key_positions[part.nodes_at : part.nodes_at + count] = torch.tensor(
+                [part.nodes_at - 1 + d for d in part.draft.depths], dtype=torch.int64
+            )
+            own = torch.tensor(positions[at : at + part.count])
+            visible &= key_positions > own[:, None] - window
+        seen[part.slot - low, : part.count] = visible
+        at += part.count
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+    return mask[:, None, :, None, :]
+
+
+class Heads(Protocol):
+    """The sizes and factors of a layer's attention."""
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+
+    @property
+    def attention_softcap(self) -> float:
+        """Cap of the scores; 0 for none."""
+
+
+def attend(
+    cache: KVCache, layer: int, queries_keys: Tensor, values: Tensor, g: Geometry, a: Heads, mask: Tensor
+) -> Tensor:
+    """Writes the new keys and values to the cache, then computes attention under ``mask``.
+
+    Args:
+        cache: the KV cache.
+        layer: index of the layer.
+        queries_keys: [R, heads + kv_heads, head_dim].
+        values: [R, kv_heads, head_dim].
+        g: layout of the pass.
+        a: sizes of the attention.
+        mask: as in ``Geometry.masks``.
+
+    Returns:
+        [R, heads * head_dim]
+    """
+    heads, kv_heads = a.heads, a.kv_heads
+    queries, keys = queries_keys.split((heads, kv_heads), dim=1)
+    keys, values = finite(keys), finite(values)
+    key_cache, value_cache = cache.keys[layer], cache.values[layer]
+    if g.single is not None:
+        slot, first, count = g.single
+        key_cache[slot, :, first : first + count] = keys.transpose(0, 1)
+        value_cache[slot, :, first : first + count] = values.transpose(0, 1)
+    else:
+        key_cache[g.slots, :, g.rows] = keys.to(key_cache.dtype)
+        value_cache[g.slots, :, g.rows] = values.to(value_cache.dtype)
+    return look_up(
+        queries, key_cache[g.low : g.high, :, : g.keys], value_cache[g.low : g.high, :, : g.keys], mask, g, a
+    )
+
+
+def look_up(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, g: Geometry, a: Heads) -> Tensor:
+    """Computes attention.
+
+    Args:
+        queries: [R, heads, head_dim].
+        keys: [S, kv_heads, K, head_dim].
+        values: [S, kv_heads, K, head_dim].
+        mask: is added to the scores, broadcast to [S, kv_heads, width, group, K].
+        g: layout of the pass.
+        a: sizes of the attention.
+
+    Returns:
+        [R, heads * head_dim]
+    """
+    dtype, heads, kv_heads, dim = queries.dtype, a.heads, a.kv_heads, a.head_dim
+    sequences, group = g.high - g.low, heads // kv_heads
+    if g.places is not None:
+        spread = queries.new_zeros(sequences * g.width, heads, dim)
+        spread[g.places] = queries
+        queries = spread
+    queries = queries.view(sequences, g.width, kv_heads, group, dim).transpose(1, 2)
+    queries = queries.reshape(sequences * kv_heads, g.width * group, dim).to(keys.dtype)
+    count = keys.shape[2]
+    scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)).view(sequences, kv_heads, g.width, group, count)
+    weights = _soft(scores, mask, a).to(values.dtype)
+    mixed = _mix(weights.view(sequences * kv_heads, g.width * group, count), values.flatten(0, 1))
+    mixed = mixed.view(sequences, kv_heads, g.width, group, dim).transpose(1, 2)
+    mixed = mixed.reshape(sequences * g.width, heads * dim).to(dtype)
+    return mixed if g.places is None else mixed[g.places]
+
+
+def _soft(scores: Tensor, mask: Tensor, a: Heads) -> Tensor:
+    """Scales, caps (Gemma 2, 2408.00118: cap * tanh(x / cap)) and masks scores; returns their softmax.
+
+    It is computed at least in float32.
+    """
+    scale, cap = a.scale, a.attention_softcap
+    if cap:
+        scores, scale = (scores.to(torch.promote_types(scores.dtype, mask.dtype)) * (scale / cap)).tanh_(), cap
+    return torch.add(mask, scores, alpha=scale).softmax(-1)
+
+
+def _mix(weights: Tensor, values: Tensor) -> Tensor:
+    """Returns weights @ values. On the CPU, sums over keys run in blocks of fixed size, for batch invariance."""
+    if values.shape[1] <= KEY_BLOCK or values.dtype == torch.float64 or not values.is_cpu:
+        return torch.bmm(weights, values)
+    total: Tensor | None = None
+    for start in range(0, values.shape[1], KEY_BLOCK):
+        block = slice(start, start + KEY_BLOCK)
+        part = torch.bmm(weights[:, :, block], values[:, block]).float()
+        total = part if total is None else total + part
+    assert total is not None
+    return total.to(values.dtype)

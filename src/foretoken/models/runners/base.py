@@ -1,0 +1,112 @@
+"""The interface of runners: a runner holds the weights and the KV cache, and computes forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import NO_ENCODER
+from foretoken.models.runners.pass_plan import PassPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The result of a forward pass.
+
+    Attributes:
+        logits: float32 [outputs, V]; None if they were not requested.
+        taps: hidden states [rows, H] of all rows by layer. Index i is the input of layer i, the number of layers stands
+            for the normed output, and one more for the output before the norm.
+    """
+
+    logits: Tensor | None
+    taps: dict[int, Tensor] = field(default_factory=dict)
+
+
+class DecoderOnly:
+    """Base class of runners without an encoder."""
+
+    def attach(self, slot: int, source: Sequence[int]) -> None:
+        """Raises InvalidRequest: there is no encoder."""
+        raise InvalidRequest(NO_ENCODER)
+
+
+class Runner(Protocol):
+    """Slots of cache rows, and forward passes over them.
+
+    Attributes:
+        batch_invariant: see ``Model``.
+        chunk_invariant: see ``Model``.
+        joint_rows: a sequence with more pending rows than this is prefilled by itself.
+    """
+
+    batch_invariant: bool
+    chunk_invariant: bool
+    joint_rows: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache per token."""
+
+    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+        """Takes the lowest free slot.
+
+        Args:
+            tokens: the prompt, for the prefix cache.
+            cache_salt: rows are shared only between prompts with the same salt.
+
+        Returns:
+            The slot, and the number of leading tokens whose rows it already holds.
+        """
+
+    def attach(self, slot: int, source: Sequence[int]) -> None:
+        """Sets the encoder's input of a slot, before its first pass.
+
+        Raises:
+            InvalidRequest: the model has no encoder, or the source is too long for it.
+        """
+
+    def release(self, slot: int) -> None:
+        """Frees a slot. Its rows stay available to the prefix cache only."""
+
+    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
+        """Makes the slot's first ``rows`` rows shareable: they hold the first of ``tokens`` and are final."""
+
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        """Enables prefix caching within ``max_bytes`` bytes of KV cache. Returns whether the runner supports it."""
+
+    def check(self) -> None:
+        """Raises AssertionError if the bookkeeping of slots and rows is inconsistent."""
+
+    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        """Moves rows ``sources`` (ascending) to ``destination`` onward, in order: the accepted path of a draft tree."""
+
+    def nbytes(self) -> int:
+        """Returns the bytes of the KV cache."""
+
+    def first(self, architecture: Any, norm: Tensor | None) -> Runner:
+        """Returns a runner of the first ``architecture.layers`` layers and the same head.
+
+        It shares the weights and has slots of its own.
+
+        Args:
+            architecture: sizes of the first layers.
+            norm: weight of the norm before the head, float32 [H]; None for the model's own.
+        """
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Applies the vocabulary head alone to normed states [rows, H]. Returns logits, float32 [rows, V]."""
+
+    def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
+        """Computes every row of the plan and writes its keys and values.
+
+        Args:
+            plan: the rows.
+            taps: layers whose hidden states are returned; see ``Pass.taps``.
+            logits: whether logits are computed. A pass without ``logits`` and ``taps`` is a chunk of one prompt, whose
+                cut depends on that sequence alone.
+        """

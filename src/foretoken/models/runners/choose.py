@@ -1,0 +1,58 @@
+"""Chooses the runner for a device and a set of weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from foretoken.core.native.build import KernelsUnavailable
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.quantize import Int8
+from foretoken.models.formats.weights import Ends, Entry, LayerWeights
+from foretoken.models.runners.base import Runner
+from foretoken.models.runners.graphs import GraphRunner
+from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.runners.torch_runner import TorchRunner
+
+_log = logging.getLogger(__name__)
+
+
+def build_runner(
+    architecture: Architecture,
+    layers: Iterable[LayerWeights],
+    ends: Ends,
+    dtype: torch.dtype,
+    device: torch.device,
+    entry: Entry | None = None,
+) -> Runner:
+    """Returns the fastest runner for this model on this device.
+
+    Args:
+        architecture: sizes and operations of the decoder.
+        layers: weights of each layer. They are read one layer at a time, so that only one layer is held twice, and
+            again from the start if the compiled kernels turn out not to support them.
+        ends: embedding, last norm and vocabulary head.
+        dtype: dtype of the computation.
+        device: device of weights and KV cache.
+        entry: how a model that takes features instead of tokens begins; None for an ordinary decoder.
+    """
+    if device.type == "cpu":
+        try:
+            return NativeRunner(architecture, _one_kind(layers, ends), ends, dtype, entry)
+        except KernelsUnavailable as reason:
+            _log.info("torch operators compute the model: %s", reason)
+    if device.type == "cuda" and entry is None:
+        return GraphRunner(architecture, layers, ends, dtype, device)
+    return TorchRunner(architecture, layers, ends, dtype, device, entry)
+
+
+def _one_kind(layers: Iterable[LayerWeights], ends: Ends) -> Iterator[LayerWeights]:
+    """Yields the layers. Raises KernelsUnavailable for a mix of int8 and floats: kernels are compiled for one kind."""
+    int8 = isinstance(ends.head, Int8)
+    for layer in layers:
+        if any(isinstance(matrix, Int8) != int8 for matrix in (*layer.qkv, layer.out, *layer.gate_up, layer.down)):
+            raise KernelsUnavailable("only some of its matrices are int8; quantization='int8' makes the others so")
+        yield layer
+        del layer  # frees it before the next is read

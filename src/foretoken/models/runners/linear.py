@@ -1,0 +1,120 @@
+"""Matrix products whose rows do not depend on how many rows share the pass."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.models.formats.quantize import Int8, Matrix, quantise_rows
+
+# With AMX, oneDNN uses another bf16 kernel from 33 rows on, which sums in another order (measured).
+AMX_ROWS = 32
+# A float32 sum of this many products of two int8 is below 2^24, so it is exact in any order.
+EXACT_TERMS = 1024
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether oneDNN can pack weights of this dtype: on CPUs, in float32, or in bf16 if the CPU has it."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def can_pack_int8(device: torch.device) -> bool:
+    """Returns whether oneDNN multiplies int8 exactly here. On CPUs without VNNI, its intermediate sums saturate."""
+    return device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+
+
+class Product(Protocol):
+    """A linear layer, ``x @ weight.T + bias``."""
+
+    def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
+        """Multiplies x [rows, in]. Returns [rows, out].
+
+        Args:
+            x: the input.
+            alone: whether these rows are always computed together, so that the kernel may depend on their number.
+        """
+
+
+def product(weight: Matrix, bias: Tensor | None = None) -> Product:
+    """Returns the fastest product for this weight."""
+    return Int8Linear(weight, bias) if isinstance(weight, Int8) else Linear(weight, bias)
+
+
+class Linear:
+    """A float weight, packed once for oneDNN if possible.
+
+    A packed weight is read at up to twice the bandwidth of ``F.linear``, and its rows are bitwise equal for any number
+    of rows from 2 on. A single row may use another kernel, so passes are padded to two rows.
+    """
+
+    __slots__ = ("_bias", "_max_rows", "_packed", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._packed = can_pack(weight.dtype, weight.device)
+        if self._packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        else:
+            self._weight = weight.clone() if weight.device.type == "cpu" else weight  # it may be a mapped file
+        self._bias = bias
+        amx = self._packed and weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        self._max_rows = AMX_ROWS if amx else 0
+
+    def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias)
+        if alone or not self._max_rows or x.shape[0] <= self._max_rows:
+            return self._multiply(x)
+        return torch.cat([self._multiply(part) for part in x.tensor_split(-(-x.shape[0] // self._max_rows))])
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y
+
+
+class Int8Linear:
+    """Int8 weights times dynamically quantized rows (W8A8): oneDNN's product, or exact sums in float32."""
+
+    __slots__ = ("_bias", "_packed", "_scales", "_values", "_zeros")
+
+    def __init__(self, weight: Int8, bias: Tensor | None = None) -> None:
+        self._packed = can_pack_int8(weight.values.device)
+        self._scales, self._bias = weight.scales, None if bias is None else bias.float()
+        if self._packed:
+            self._values = torch.ops.onednn.qlinear_prepack(weight.values.contiguous(), None)
+            self._zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+        else:
+            self._values = weight.values.clone()
+
+    def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
+        values, scales = quantise_rows(x)
+        y = self._onednn(values) if self._packed else exact_product(values, self._values) * self._scales
+        y = y * scales if self._bias is None else torch.addcmul(self._bias, y, scales)
+        return y.to(x.dtype)
+
+    def _onednn(self, values: Tensor) -> Tensor:
+        """Returns the integer sums times the channels' scales, float32 [rows, out]."""
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(
+            values, 1.0, 0, self._values, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return y
+
+
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x @ weight.T, float32 [rows, out]: exact sums, rounded once; on any device.
+
+    Args:
+        x: int8 [rows, in].
+        weight: int8 [out, in].
+    """
+    total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
+    for start in range(0, x.shape[1], EXACT_TERMS):
+        terms = slice(start, start + EXACT_TERMS)
+        total += F.linear(x[:, terms].float(), weight[:, terms].float()).to(torch.int32)
+    return total.float()

@@ -1,0 +1,75 @@
+"""The structures of csrc/specs.hpp and csrc/product.hpp, field by field, and the types of the library's functions."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+
+LANES = 16
+UNIT = 32  # outputs of one unit of work; every width is padded to it
+TILE_STEPS = 16
+
+
+class Matrix(Structure):
+    """A packed matrix: blocks of sixteen outputs with ``steps`` vectors each."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("sums", c_void_p),
+        ("units", c_int64),
+        ("steps", c_int64),
+    ]
+
+
+class LayerSpec(Structure):
+    """One decoder layer; a pointer is null if the architecture has no such part."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("norm", "q_norm", "k_norm", "after_attention", "mlp_norm", "after_mlp")),
+        ("window", c_int32),
+        ("rope", c_int32),
+    ]
+
+
+class ModelSpec(Structure):
+    """A whole model."""
+
+    _fields_ = [
+        ("layers", POINTER(LayerSpec)),
+        ("embedding", c_void_p),
+        ("norm", c_void_p),
+        ("feature_norm", c_void_p),
+        ("head", Matrix),
+        ("ropes", POINTER(c_void_p)),
+        *((name, c_int32) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "half", "inner")),
+        *((name, c_int32) for name in ("vocab", "gelu", "joined", "norm_first")),
+        *((name, c_float) for name in ("eps", "scale", "score_cap", "logit_cap", "embedding_scale")),
+    ]
+
+
+class BatchSpec(Structure):
+    """The plan of one pass. Arrays of integers are int32."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("tokens", "positions", "places", "prefix", "branch_from", "branches")),
+        *((name, c_void_p) for name in ("sequence_from", "pages", "outputs", "logits", "tap_layers", "taps")),
+        ("features", c_void_p),
+        *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "reach")),
+    ]
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Sets the argument types of the library's functions. Returns the library."""
+    model, batch, pointer, wide, narrow = POINTER(ModelSpec), POINTER(BatchSpec), c_void_p, c_int64, c_int32
+    library.foretoken_open.restype = pointer
+    library.foretoken_close.argtypes = [pointer]
+    library.foretoken_allocate.argtypes, library.foretoken_allocate.restype = [wide], pointer
+    library.foretoken_free.argtypes = [pointer, wide]
+    library.foretoken_pack.argtypes = [pointer, wide, wide, pointer, wide, wide, wide, narrow]
+    library.foretoken_run.argtypes = [model, batch, pointer, narrow]
+    library.foretoken_move.argtypes = [model, pointer, narrow, pointer, narrow]
+    library.foretoken_floor.argtypes = [model, pointer, narrow, narrow]
+    return library

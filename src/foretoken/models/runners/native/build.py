@@ -1,0 +1,44 @@
+"""Builds the decoder's kernels: one library for each pair of weight type and cache type."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from enum import IntEnum
+from pathlib import Path
+
+from foretoken.core.native import build
+from foretoken.models.runners.native.bindings import declare
+
+_SOURCE = Path(__file__).parent / "csrc" / "decoder.cpp"
+_NAMES = {"avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16"}  # name in /proc/cpuinfo: compiler flag
+_TILES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8"}
+
+
+class Kind(IntEnum):
+    """Types of numbers, with the values of csrc/simd.hpp."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+
+
+def library(weights: Kind, cache: Kind) -> ctypes.CDLL:
+    """Returns the kernels for these types of weights and KV cache. Raises KernelsUnavailable."""
+    build.require(*(("avx512_vnni",) if weights == Kind.INT8 else ()))
+    return loaded_library((*_instructions(), f"-DFORETOKEN_KIND={weights:d}", f"-DFORETOKEN_KV={cache:d}"))
+
+
+@functools.cache
+def loaded_library(flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Returns the kernels compiled with these flags, loaded once. Raises KernelsUnavailable."""
+    kernels = declare(ctypes.CDLL(str(build.compiled(_SOURCE, flags))))
+    if not kernels.foretoken_ready():
+        raise build.KernelsUnavailable("the system does not grant the CPU's tile registers")
+    return kernels
+
+
+def _instructions() -> list[str]:
+    """Returns compiler flags for the optional instruction sets of this processor."""
+    named = _NAMES | (_TILES if build.cpu_flags().issuperset(_TILES) else {})
+    return [f"-m{flag}" for name, flag in named.items() if name in build.cpu_flags()]

@@ -1,0 +1,165 @@
+// Attention of a few rows of one sequence over its cached keys, one head of keys and values at a time.
+//
+// A row sees its prefix and, in a draft tree, its ancestors after the prefix; together they are its keys 0 .. n - 1 in the
+// order of their positions. Scores, the sum of the softmax and the weighted sum of values all follow that order, wherever
+// the keys lie and whatever else is in the pass. So a row's result depends on its own keys alone.
+#pragma once
+
+#include "specs.hpp"
+
+constexpr int TILE_QUERIES = 32;
+constexpr float no_scales[TILE_QUERIES] = {};  // scales for products without scales
+
+template <Kind kv>
+struct Attention {
+    const ModelSpec& m;
+    const BatchSpec& b;
+    const PageLayout& layout;
+    const Word* all_queries;  // [rows][heads][words of a head]
+    Word* queries;            // [TILE_QUERIES][words of a head]; the queries of one run
+    float* scores;            // [TILE_QUERIES][length]
+    float* mixed;             // [TILE_QUERIES][head_dim]
+    int64_t length;           // keys per row of scores
+
+    // Rows [first, last) of a sequence with one head of keys. Calls store(row, head, mixed [head_dim]).
+    template <class Store>
+    void run(int sequence, int layer, int kv_head, int first, int last, Store store) {
+        const int group = m.heads / m.kv_heads, count = (last - first) * group;
+        Word* const* pages = b.pages[sequence];
+        int most = 0, least = b.reach;
+        for (int row = first; row < last; row++) {
+            if (b.prefix[row] > most) most = b.prefix[row];
+            if (start(row, layer) < least) least = start(row, layer);
+        }
+        for (int q = 0; q < count; q++)
+            std::memcpy(queries + q * layout.key_words, query(first, kv_head, q), sizeof(Word) * layout.key_words);
+        for (int64_t page = least / PAGE; page * PAGE < most; page++)
+            product<kv>(keys_of_page(pages, layer, kv_head, page * PAGE), queries, layout.key_words, no_scales, count, 0, 1,
+                        [&](int q, int64_t unit, __m512 low, __m512 high) {
+                            float* at = scores + q * length + page * PAGE + unit * BLOCKS * LANES;
+                            _mm512_storeu_ps(at, scaled(low));
+                            _mm512_storeu_ps(at + LANES, scaled(high));
+                        });
+        float scale[TILE_QUERIES];
+        for (int q = 0; q < count; q++) {
+            const int row = first + q / group;
+            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, layer, kv_head, row, q, j);
+            scale[q] = soften(scores + q * length, start(row, layer), keys_of(row), least, most);
+        }
+        for (int at = 0; at < m.head_dim; at += 4 * LANES) {
+            const int vectors = (m.head_dim - at) / LANES;
+            for (int q = 0; q < count; q += 6) {
+                const int queries = count - q < 6 ? count - q : 6;
+                if (vectors >= 4) pick_mix<6, 4>(queries, pages, layer, kv_head, q, at, least, most);
+                else if (vectors == 3) pick_mix<6, 3>(queries, pages, layer, kv_head, q, at, least, most);
+                else if (vectors == 2) pick_mix<6, 2>(queries, pages, layer, kv_head, q, at, least, most);
+                else pick_mix<6, 1>(queries, pages, layer, kv_head, q, at, least, most);
+            }
+        }
+        for (int q = 0; q < count; q++) {
+            const int row = first + q / group;
+            float* out = mixed + q * m.head_dim;
+            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++)
+                add(out, scores[q * length + b.prefix[row] + j - b.branch_from[row]],
+                    layout.value(pages, layer, kv_head, b.branches[j]));
+            for (int i = 0; i < m.head_dim; i += LANES)
+                _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_loadu_ps(out + i), _mm512_set1_ps(scale[q])));
+            store(row, kv_head * group + q % group, out);
+        }
+    }
+
+   private:
+    int keys_of(int row) const { return b.prefix[row] + b.branch_from[row + 1] - b.branch_from[row]; }
+
+    int start(int row, int layer) const {
+        const int window = m.layers[layer].window, from = b.positions[row] + 1 - window;
+        return window && from > 0 ? from : 0;
+    }
+
+    const Word* query(int first, int kv_head, int q) const {
+        const int group = m.heads / m.kv_heads;
+        return all_queries + ((int64_t)(first + q / group) * m.heads + kv_head * group + q % group) * layout.key_words;
+    }
+
+    __m512 scaled(__m512 v) const {
+        v = _mm512_mul_ps(v, _mm512_set1_ps(m.scale));
+        if (m.score_cap == 0.0f) return v;
+        __m512 cap = _mm512_set1_ps(m.score_cap);
+        return _mm512_mul_ps(cap, hyperbolic_tangent(_mm512_div_ps(v, cap)));
+    }
+
+    // The keys of a page from cache row `from` on, as a packed matrix with one output per key.
+    Matrix keys_of_page(Word* const* pages, int layer, int kv_head, int64_t from) const {
+        return {layout.keys(pages, layer, kv_head, from / LANES), nullptr, nullptr, nullptr,
+                (PAGE - from % PAGE) / LANES / BLOCKS, layout.key_words};
+    }
+
+    // The score of one key after the prefix, by the same product as in the prefix, so that it is bitwise the same.
+    void branch(Word* const* pages, int layer, int kv_head, int row, int q, int j) {
+        const int width = BLOCKS * LANES, place = b.branches[j];
+        Matrix keys = keys_of_page(pages, layer, kv_head, place / width * width);
+        keys.units = 1;
+        alignas(64) float lanes[BLOCKS * LANES];
+        product<kv>(keys, queries + q * layout.key_words, layout.key_words, no_scales, 1, 0, 1,
+                    [&](int, int64_t, __m512 low, __m512 high) {
+                        _mm512_store_ps(lanes, scaled(low));
+                        _mm512_store_ps(lanes + LANES, scaled(high));
+                    });
+        scores[q * length + b.prefix[row] + j - b.branch_from[row]] = lanes[place % width];
+    }
+
+    // Writes exp(score - largest) for keys [from, count) and zeros around them. Returns 1 / their sum.
+    static float soften(float* row, int from, int count, int least, int most) {
+        const int begin = from / LANES * LANES, end = (count + LANES - 1) / LANES * LANES;
+        for (int i = least / LANES * LANES; i < from; i++) row[i] = -INFINITY;
+        for (int i = count; i < end; i++) row[i] = -INFINITY;
+        __m512 largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+        for (int i = begin; i < end; i += LANES) largest = _mm512_max_ps(largest, _mm512_loadu_ps(row + i));
+        largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+        for (int i = least / LANES * LANES; i < begin; i += LANES) _mm512_storeu_ps(row + i, _mm512_setzero_ps());
+        for (int i = begin; i < end; i += LANES) {
+            __m512 score = _mm512_loadu_ps(row + i);
+            __mmask16 seen = _mm512_cmp_ps_mask(score, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+            __m512 e = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(score, largest)));
+            sum = _mm512_add_ps(sum, e);
+            _mm512_storeu_ps(row + i, e);
+        }
+        for (int i = end; i < most; i++) row[i] = 0.0f;
+        return 1.0f / _mm512_reduce_add_ps(sum);
+    }
+
+    // Weighted sum of values: keys [least, most) of Q queries times V vectors of each value row, one key after another.
+    template <int Q, int V>
+    void pick_mix(int count, Word* const* pages, int layer, int kv_head, int q, int at, int least, int most) {
+        if (count == Q) {
+            __m512 sums[Q][V];
+            for (int i = 0; i < Q; i++)
+                for (int v = 0; v < V; v++) sums[i][v] = _mm512_setzero_ps();
+            const float* weights = scores + q * length;
+            for (int key = least; key < most;) {
+                const Word* value = layout.value(pages, layer, kv_head, key);
+                const int end = most < (key / PAGE + 1) * PAGE ? most : (key / PAGE + 1) * PAGE;
+                for (; key < end; key++, value += layout.key_words) {
+                    __m512 parts[V];
+                    for (int v = 0; v < V; v++) parts[v] = get<kv>(value, at + v * LANES);
+#pragma GCC unroll 6
+                    for (int i = 0; i < Q; i++) {
+                        __m512 weight = _mm512_set1_ps(weights[i * length + key]);
+                        for (int v = 0; v < V; v++) sums[i][v] = _mm512_fmadd_ps(weight, parts[v], sums[i][v]);
+                    }
+                }
+            }
+            for (int i = 0; i < Q; i++)
+                for (int v = 0; v < V; v++) _mm512_storeu_ps(mixed + (q + i) * m.head_dim + at + v * LANES, sums[i][v]);
+        } else if constexpr (Q > 1) {
+            pick_mix<Q - 1, V>(count, pages, layer, kv_head, q, at, least, most);
+        }
+    }
+
+    void add(float* out, float weight, const Word* value) const {
+        for (int i = 0; i < m.head_dim; i += LANES) {
+            __m512 sum = _mm512_fmadd_ps(_mm512_set1_ps(weight), get<kv>(value, i), _mm512_loadu_ps(out + i));
+            _mm512_storeu_ps(out + i, sum);
+        }
+    }
+};

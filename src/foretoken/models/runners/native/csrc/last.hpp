@@ -1,0 +1,45 @@
+// Early exit of rows without logits. After the KV projection, a pass's last layer only feeds the vocabulary head. So rows
+// whose logits are not needed, nearly all rows of a prompt, leave the pass there.
+#pragma once
+
+#include <vector>
+
+#include "specs.hpp"
+
+// The plan of `b` for its outputs alone, which ascend. The arrays are valid until the next pass.
+struct Answered {
+    std::vector<int32_t> positions, prefix, branch_from, branches, sequence_from, outputs;
+    BatchSpec batch;
+
+    void plan(const ModelSpec& m, const BatchSpec& b) {
+        batch = b;
+        if (!fewer(m, b)) return;
+        positions.clear(), prefix.clear(), branches.clear(), outputs.clear();
+        branch_from.assign(1, 0), sequence_from.assign(1, 0);
+        int sequence = 0;
+        for (int i = 0; i < count(b); i++) {
+            const int row = b.outputs[i];
+            for (; b.sequence_from[sequence + 1] <= row; sequence++) sequence_from.push_back(i);
+            positions.push_back(b.positions[row]);
+            prefix.push_back(b.prefix[row]);
+            branches.insert(branches.end(), b.branches + b.branch_from[row], b.branches + b.branch_from[row + 1]);
+            branch_from.push_back((int32_t)branches.size());
+            outputs.push_back(i);
+        }
+        sequence_from.resize(b.sequences + 1, count(b));
+        batch.rows = count(b);
+        batch.positions = positions.data(), batch.prefix = prefix.data(), batch.outputs = outputs.data();
+        batch.branches = branches.data(), batch.branch_from = branch_from.data();
+        batch.sequence_from = sequence_from.data();
+    }
+
+   private:
+    // Whether rows can leave: no hidden states after the last layer are needed.
+    static bool fewer(const ModelSpec& m, const BatchSpec& b) {
+        for (int t = 0; t < b.tap_count; t++)
+            if (b.tap_layers[t] >= m.layer_count) return false;
+        return m.layer_count && count(b) < b.rows;
+    }
+
+    static int count(const BatchSpec& b) { return b.logits ? b.output_count : 0; }
+};

@@ -1,0 +1,305 @@
+"""The compiled runner: weights are packed once, the KV cache is paged, and a pass is one call."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Sequence
+from copy import copy
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.core.native.build import KernelsUnavailable
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.quantize import Int8
+from foretoken.models.formats.quantize import Matrix as AnyMatrix
+from foretoken.models.formats.weights import Ends, Entry, LayerWeights
+from foretoken.models.runners.base import DecoderOnly, Pass
+from foretoken.models.runners.native.bindings import LANES, UNIT, BatchSpec, LayerSpec, Matrix, ModelSpec
+from foretoken.models.runners.native.build import Kind, library
+from foretoken.models.runners.native.memory import Arena, pack, padded
+from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.state.pages import PAGE, Pages
+
+MAX_GROUP = 32  # TILE_QUERIES of csrc/attention.hpp
+_KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
+
+
+class NativeRunner(DecoderOnly):
+    """A runner on compiled CPU kernels.
+
+    Each element of a product, score or weighted value is summed in a fixed order, whatever shares the pass. So rows are
+    bitwise equal by construction: across row counts, trees and batches, in every dtype.
+
+    Args:
+        architecture: sizes and operations of the decoder.
+        layers: weights of each layer.
+        ends: embedding, last norm and vocabulary head.
+        dtype: float32 or bfloat16.
+        entry: how a model that takes features begins; None for an ordinary decoder.
+
+    Raises:
+        KernelsUnavailable: the kernels do not support the processor or the model.
+    """
+
+    batch_invariant = chunk_invariant = True
+    joint_rows = 256  # any cut gives the same bits, so the last chunk of a prompt shares the pass of the first step
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Iterable[LayerWeights],
+        ends: Ends,
+        dtype: torch.dtype,
+        entry: Entry | None = None,
+    ) -> None:
+        a = self._architecture = architecture
+        if dtype not in _KINDS:
+            raise KernelsUnavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
+        if a.head_dim % LANES or a.head_dim > 512:
+            raise KernelsUnavailable(
+                f"the kernels need heads of a multiple of {LANES} and at most 512, not {a.head_dim}"
+            )
+        if a.heads // a.kv_heads > MAX_GROUP:
+            raise KernelsUnavailable(f"the kernels take at most {MAX_GROUP} heads to a head of keys")
+        if entry is not None and a.hidden % UNIT:
+            raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
+        cache = _KINDS[dtype]
+        self._library = library(Kind.INT8 if isinstance(ends.head, Int8) else cache, cache)
+        self._arena = Arena(self._library)
+        self._held: list[object] = []  # tensors and structures that the specification points to
+        self._workspace = self._library.foretoken_open()
+        self._spec = self._describe(layers, ends, dtype, entry or Entry())
+        self._row_bytes = 2 * a.kv_heads * a.head_dim * dtype.itemsize  # of one layer's keys and values
+        self._pages = self._new_pages()
+        self._reach = 0
+        self.threads = torch.get_num_threads()
+
+    def __del__(self) -> None:
+        if workspace := getattr(self, "_workspace", None):
+            self._library.foretoken_close(workspace)
+
+    # the runner's interface
+
+    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+        return self._pages.acquire(tokens, cache_salt)
+
+    def release(self, slot: int) -> None:
+        self._pages.release(slot)
+
+    def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
+        self._pages.publish(slot, tokens, rows)
+
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        self._pages.enable_prefix_cache(max_bytes)
+        return True
+
+    def check(self) -> None:
+        self._pages.check()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._architecture.layers * self._row_bytes
+
+    def _new_pages(self) -> Pages:
+        return Pages(self._arena.allocate, PAGE * self.kv_bytes_per_token)
+
+    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        if not sources or (sources[0] == destination and sources[-1] == destination + len(sources) - 1):
+            return
+        rows = array("i", sources)
+        pages = self._pages.addresses(slot)
+        self._library.foretoken_move(self._spec, pages, destination, rows.buffer_info()[0], len(rows))
+
+    def nbytes(self) -> int:
+        return self._pages.nbytes()
+
+    def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
+        a, outputs = self._architecture, len(plan.outputs)
+        self._rotate_up_to(plan.reach)
+        logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if logits else None
+        tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
+        arrays = _arrays(plan)
+        arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first, p.first + p.count) for p in plan.parts])
+        arrays["tap_layers"] = array("i", tapped)
+        arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
+        features = plan.features.float().contiguous() if plan.features is not None else None
+        batch = BatchSpec(
+            **{name: values.buffer_info()[0] for name, values in arrays.items()},
+            features=features.data_ptr() if features is not None else None,
+            logits=logits_out.data_ptr() if logits_out is not None else None,
+            rows=len(plan.tokens),
+            sequences=len(plan.parts),
+            output_count=outputs,
+            tap_count=len(tapped),
+            reach=plan.reach,
+        )
+        if self._library.foretoken_run(self._spec, batch, self._workspace, self.threads):
+            raise MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")
+        return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped)
+
+    def first(self, architecture: Architecture, norm: Tensor | None) -> NativeRunner:
+        view = copy(self)
+        view._architecture = architecture
+        view._held = [self._held, self._spec]  # both specifications point to these
+        view._workspace = self._library.foretoken_open()
+        view._spec = ModelSpec.from_buffer_copy(self._spec)
+        view._spec.layer_count = architecture.layers
+        if norm is not None:
+            view._spec.norm = view._keep(norm)
+        view._ropes = type(self._ropes)()
+        view._spec.ropes = view._ropes
+        view._pages = view._new_pages()
+        view._reach = 0
+        return view
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        a, rows = self._architecture, array("i", range(hidden.shape[0]))
+        features, logits = hidden.float().contiguous(), torch.empty(len(rows), padded(a.vocab, UNIT))
+        batch = BatchSpec(
+            features=features.data_ptr(),
+            outputs=rows.buffer_info()[0],
+            logits=logits.data_ptr(),
+            rows=len(rows),
+            output_count=len(rows),
+        )
+        if self._library.foretoken_run(self._head_alone, batch, self._workspace, self.threads):
+            raise MemoryError(f"no memory for the logits of {len(rows)} rows")
+        return logits[:, : a.vocab]
+
+    def floor(self, rows: int) -> float:
+        """Returns the seconds that all products of a pass take by themselves: a lower bound for the pass."""
+        started = perf_counter()
+        self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
+        return perf_counter() - started
+
+    # the model for the kernels
+
+    def _describe(self, layers: Iterable[LayerWeights], ends: Ends, dtype: torch.dtype, entry: Entry) -> ModelSpec:
+        a = self._architecture
+        specs = (LayerSpec * a.layers)()
+        for number, layer in enumerate(map(self._layer, layers)):  # map drops a layer before it reads the next
+            layer.window, layer.rope = a.windows[number], a.rope[number]
+            specs[number] = layer
+        tied = ends.head is ends.embedding
+        self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
+        spec = ModelSpec(
+            layers=specs,
+            embedding=None if tied else self._keep(_wide(ends.embedding)),
+            norm=self._keep(ends.norm),
+            feature_norm=self._keep(entry.norm),
+            head=self._matrix([ends.head]),
+            ropes=self._ropes,
+            layer_count=a.layers,
+            hidden=a.hidden,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            half=len(a.frequencies[0]),
+            inner=a.intermediate,
+            vocab=a.vocab,
+            gelu=a.activation == "gelu_tanh",
+            joined=entry.joined,
+            norm_first=entry.norm_first,
+            eps=a.eps,
+            scale=a.scale,
+            score_cap=a.attention_softcap,
+            logit_cap=a.final_softcap,
+            embedding_scale=float(torch.tensor(a.embedding_scale, dtype=dtype)),
+        )
+        self._head_alone = ModelSpec.from_buffer_copy(spec)  # for passes of features, without layers and norm
+        self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, None, 0
+        return spec
+
+    def _layer(self, weights: LayerWeights) -> LayerSpec:
+        return LayerSpec(
+            qkv=self._matrix(weights.qkv, weights.qkv_bias),
+            out=self._matrix([weights.out], weights.out_bias),
+            gate_up=self._matrix(_halves(weights.gate_up), interleave=True),
+            down=self._matrix([weights.down]),
+            norm=self._keep(weights.norm),
+            q_norm=self._keep(weights.q_norm),
+            k_norm=self._keep(weights.k_norm),
+            after_attention=self._keep(weights.post_attention_norm),
+            mlp_norm=self._keep(weights.mlp_norm),
+            after_mlp=self._keep(weights.post_mlp_norm),
+        )
+
+    def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
+        packed = pack(self._arena, parts, bias, interleave)
+        self._held.extend(packed.held)
+        return packed.matrix
+
+    def _keep(self, tensor: Tensor | None) -> int | None:
+        """Keeps a tensor as long as the runner lives. Returns its address."""
+        if tensor is None:
+            return None
+        tensor = tensor.contiguous()
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def _rotate_up_to(self, reach: int) -> None:
+        """Grows the tables of cosines and sines, float32 [positions, 2 * half], by doubling."""
+        if reach <= self._reach:
+            return
+        self._reach = max(512, 2 * reach)
+        self._tables = []
+        for number, frequencies in enumerate(self._architecture.frequencies):
+            angles = torch.outer(torch.arange(self._reach).float(), frequencies)
+            self._tables.append(torch.cat((angles.cos(), angles.sin()), dim=-1).contiguous())
+            self._ropes[number] = self._tables[-1].data_ptr()
+
+
+def _wide(embedding: Tensor) -> Tensor:
+    """Returns the embedding with rows padded for the kernels; the tensor itself if they need no padding."""
+    missing = -embedding.shape[1] % UNIT
+    return F.pad(embedding, (0, missing)) if missing else embedding
+
+
+def _halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
+    """Returns gate and up as two matrices."""
+    if len(parts) == 2:
+        return parts
+    (matrix,) = parts
+    middle = matrix.shape[0] // 2
+    if isinstance(matrix, Int8):
+        return [Int8(matrix.values[at : at + middle], matrix.scales[at : at + middle]) for at in (0, middle)]
+    return list(matrix.split(middle))
+
+
+def _arrays(plan: PassPlan) -> dict[str, array[int]]:
+    """Returns the plan's arrays for the kernels: tokens, positions, cache rows, and the keys that each row sees."""
+    places, prefix, branch_from, branches = array("i"), array("i"), array("i", [0]), array("i")
+    sequence_from = array("i", [0])
+    for part in plan.parts:
+        rows = range(part.first, part.first + part.count)
+        places.extend(rows)
+        if part.draft.is_chain:
+            prefix.extend(range(part.first + 1, part.first + part.count + 1))
+            branch_from.extend([len(branches)] * part.count)
+        else:
+            _add_tree(part, prefix, branch_from, branches)
+        sequence_from.append(len(places))
+    return {
+        "tokens": array("i", plan.tokens),
+        "positions": array("i", plan.positions),
+        "places": places,
+        "prefix": prefix,
+        "branch_from": branch_from,
+        "branches": branches,
+        "sequence_from": sequence_from,
+        "outputs": array("i", plan.outputs),
+    }
+
+
+def _add_tree(part: Part, prefix: array[int], branch_from: array[int], branches: array[int]) -> None:
+    """Adds a tree's rows, which see the committed rows and their ancestors."""
+    for place in range(part.first, part.first + part.count):
+        node = place - part.nodes_at
+        prefix.append(min(place + 1, part.nodes_at))
+        if node >= 0:
+            branches.extend(part.nodes_at + above for above in part.draft.path(node))
+        branch_from.append(len(branches))

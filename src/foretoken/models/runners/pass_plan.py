@@ -1,0 +1,75 @@
+"""The plan of one forward pass as plain lists on the host, the same for every runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.models.base import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sequence's rows in a pass: their place in its slot, and the draft tree that the last of them form."""
+
+    slot: int
+    first: int  # the cache row of the first new row
+    count: int
+    nodes_at: int  # the cache row of draft node 0
+    draft: Draft
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """The rows of all sequences, one sequence after another.
+
+    Attributes:
+        tokens: the token of each row.
+        positions: the position of each row; a draft node's follows from its depth.
+        parts: the rows of each sequence.
+        outputs: the rows whose logits are needed, ascending.
+        output_counts: number of outputs of each sequence.
+        reach: the highest cache row in use, plus one.
+        features: [rows, H], for a model whose input are features; see ``weights.Entry``.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    parts: list[Part]
+    outputs: list[int]
+    output_counts: list[int]
+    reach: int
+    features: Tensor | None = None
+
+    @staticmethod
+    def of(handles: Sequence[Handle], drafts: Sequence[Draft], scored: Sequence[int]) -> PassPlan:
+        """Returns the pass over all pending tokens and the draft nodes from ``scored[i]`` on.
+
+        Logits are computed from the root on.
+
+        Raises:
+            ValueError: a sequence has neither a pending token nor a new draft node.
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        parts: list[Part] = []
+        outputs: list[int] = []
+        counts: list[int] = []
+        for handle, draft, done in zip(handles, drafts, scored, strict=True):
+            pending, length = handle.pending, len(handle.tokens)
+            start = len(tokens)
+            tokens += [*pending, *draft.ids[done:]]
+            positions += [*range(handle.cached, length), *(length - 1 + d for d in draft.depths[done:])]
+            count = len(tokens) - start
+            if not count:
+                raise ValueError("nothing to score: no pending token and no new draft node")
+            output_count = len(draft) - done + (1 if pending else 0)
+            outputs += range(len(tokens) - output_count, len(tokens))
+            counts.append(output_count)
+            first = handle.cached if pending else length + done
+            parts.append(Part(handle.slot, first, count, length, draft))
+        reach = max(part.first + part.count for part in parts)
+        return PassPlan(tokens, positions, parts, outputs, counts, reach)

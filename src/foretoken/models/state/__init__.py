@@ -1,0 +1,1 @@
+"""Cached state of sequences: paged and slotted KV caches."""

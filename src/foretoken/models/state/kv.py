@@ -1,0 +1,91 @@
+"""A KV cache in slots: one buffer per layer with a slot for each sequence, grown in buckets."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BUCKET = 128  # the rows of a buffer are a multiple of this
+
+
+def padded(rows: int, bucket: int = BUCKET) -> int:
+    """Returns ``rows`` rounded up to a multiple of ``bucket``."""
+    return -(-rows // bucket) * bucket
+
+
+def finite(states: Tensor) -> Tensor:
+    """Returns keys or values with 0 in place of NaN and infinity.
+
+    A masked key has weight 0, and 0 times infinity is NaN: without this, a value that overflows in one row would reach
+    rows that do not attend to it.
+    """
+    return states.nan_to_num(0.0, 0.0, 0.0)
+
+
+class KVCache:
+    """Keys and values of all sequences: two tensors [slots, kv_heads, rows, head_dim] per layer.
+
+    The row of a sequence's token i is row i of its slot. Buffers start as zeros and hold only finite numbers, because a
+    masked row has weight 0, and 0 times its content must be 0.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = (kv_heads, head_dim)
+        self._dtype, self._device = dtype, device
+        self.slots, self.rows = 0, 0
+        self.keys: list[Tensor] = [self._buffer(0, 0) for _ in range(layers)]
+        self.values: list[Tensor] = [self._buffer(0, 0) for _ in range(layers)]
+        self._free: list[int] = []
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        kv_heads, head_dim = self._shape
+        return 2 * len(self.keys) * kv_heads * head_dim * self._dtype.itemsize
+
+    def acquire(self) -> int:
+        """Takes the lowest free slot, which keeps the batch dense."""
+        if not self._free:
+            slots = max(1, self.slots * 2)
+            self._resize(slots, self.rows)
+            self._free = list(range(self.slots, slots))
+            self.slots = slots
+        return heapq.heappop(self._free)
+
+    def release(self, slot: int) -> None:
+        """Frees a slot."""
+        heapq.heappush(self._free, slot)
+
+    def reserve(self, rows: int) -> None:
+        """Grows every slot to at least ``rows`` rows, by doubling, so that copies are rare."""
+        if rows > self.rows:
+            target = padded(max(rows, 2 * self.rows, 256))
+            self._resize(self.slots, target)
+            self.rows = target
+
+    def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        """Moves rows ``sources`` to ``destination`` onward, in order: the accepted path of a draft tree."""
+        if list(sources) == list(range(destination, destination + len(sources))):
+            return
+        pinned = self._device.type == "cuda"  # an asynchronous copy to the device needs pinned memory
+        index = torch.tensor(sources, pin_memory=pinned).to(self._device, non_blocking=True)
+        for buffer in (*self.keys, *self.values):
+            buffer[slot, :, destination : destination + len(sources)] = buffer[slot].index_select(1, index)
+
+    def nbytes(self) -> int:
+        """Returns the bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
+
+    def _buffer(self, slots: int, rows: int) -> Tensor:
+        kv_heads, head_dim = self._shape
+        return torch.zeros(slots, kv_heads, rows, head_dim, dtype=self._dtype, device=self._device)
+
+    def _resize(self, slots: int, rows: int) -> None:
+        for buffers in (self.keys, self.values):
+            for layer, old in enumerate(buffers):
+                fresh = self._buffer(slots, rows)
+                fresh[: old.shape[0], :, : old.shape[2]] = old
+                buffers[layer] = fresh

@@ -1,0 +1,215 @@
+"""A paged KV cache with prefix caching: a slot is a list of pages, and sequences with a common prefix share pages.
+
+A full page of committed tokens is never written again, so every sequence with the same tokens up to its end can read
+it. Such pages are found by their content. Pages that no slot holds are kept for later prompts within a bound on all
+memory, and evicted in the order of their last use (LRU).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+PAGE = 64  # cache rows of one page; csrc/specs.hpp has the same number
+
+# Identifies a page's content: the serial of the page before it (the cache_salt for the first page), and its tokens.
+Key = tuple[int | str | None, tuple[int, ...]]
+
+
+@dataclass(eq=False, slots=True)
+class Page:
+    """One page.
+
+    Attributes:
+        address: its memory.
+        serial: unique number of its content.
+        users: number of slots that hold it.
+        key: its content; None while the page may still be written.
+    """
+
+    address: int
+    serial: int
+    users: int = 1
+    key: Key | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """The pages of one sequence.
+
+    Attributes:
+        pages: in the order of the sequence.
+        addresses: their memory, as the kernels read it.
+        known: number of leading pages that sequences with the same ``cache_salt`` may share.
+        cache_salt: see ``Model.open``.
+    """
+
+    pages: list[Page] = field(default_factory=list)
+    addresses: array[int] = field(default_factory=lambda: array("Q"))
+    known: int = 0
+    cache_salt: str | None = None
+
+
+class Pages:
+    """Allocates pages to slots.
+
+    Args:
+        allocate: returns the address of as many zeroed bytes as it is called with.
+        page_bytes: size of a page.
+    """
+
+    def __init__(self, allocate: Callable[[int], int], page_bytes: int) -> None:
+        self._allocate, self.page_bytes = allocate, page_bytes
+        self.limit: int | None = None
+        self._slots: list[Slot] = []
+        self._free_slots: list[int] = []
+        self._spare: list[int] = []
+        self._known: dict[Key, Page] = {}
+        self._idle: OrderedDict[int, Page] = OrderedDict()  # known pages that no slot holds, least recently used first
+        self._serials = count(1)
+        self._allocated = 0
+
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        """Keeps pages for later prompts, within ``max_bytes`` for all pages; open slots may exceed the bound."""
+        self.limit = max_bytes
+
+    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+        """Takes the lowest free slot for a sequence that begins with ``tokens``.
+
+        Only pages with the same ``cache_salt`` are reused.
+
+        Returns:
+            The slot, and the number of leading tokens whose rows it holds: always fewer than ``tokens``.
+        """
+        if not self._free_slots:
+            self._free_slots.append(len(self._slots))
+            self._slots.append(Slot())
+        number = heapq.heappop(self._free_slots)
+        slot = self._slots[number]
+        slot.cache_salt = cache_salt
+        before: int | str | None = cache_salt
+        while self.limit is not None and (len(slot.pages) + 1) * PAGE < len(tokens):
+            start = len(slot.pages) * PAGE
+            page = self._known.get((before, tuple(tokens[start : start + PAGE])))
+            if page is None:
+                break
+            page.users += 1
+            self._idle.pop(page.serial, None)
+            self._append(slot, page)
+            before = page.serial
+        slot.known = len(slot.pages)
+        return number, slot.known * PAGE
+
+    def release(self, number: int) -> None:
+        """Frees a slot. Its shareable pages are kept for later prompts, the others are reused."""
+        slot, self._slots[number] = self._slots[number], Slot()
+        for page in reversed(slot.pages):  # the end of a text is evicted before its beginning
+            self._let_go(page)
+        heapq.heappush(self._free_slots, number)
+
+    def publish(self, number: int, tokens: Sequence[int], rows: int) -> None:
+        """Makes full pages shareable: the slot's first ``rows`` rows hold the first of ``tokens`` and are final."""
+        slot = self._slots[number]
+        if self.limit is None:
+            return
+        while (slot.known + 1) * PAGE <= rows:
+            at = slot.known
+            before = slot.pages[at - 1].serial if at else slot.cache_salt
+            key = before, tuple(tokens[at * PAGE : (at + 1) * PAGE])
+            page, twin = slot.pages[at], self._known.get(key)
+            if twin is None:
+                page.key = key
+                self._known[key] = page
+            elif twin is not page:  # another sequence computed the same content meanwhile
+                twin.users += 1
+                self._idle.pop(twin.serial, None)
+                slot.pages[at], slot.addresses[at] = twin, twin.address
+                self._let_go(page)
+            slot.known += 1
+
+    def reserve(self, number: int, first: int, rows: int) -> int:
+        """Allocates pages for ``rows`` rows, of which those from ``first`` on will be written.
+
+        Returns:
+            The address of the slot's array of pages; valid until the slot grows.
+        """
+        slot = self._slots[number]
+        for at in range(first // PAGE, slot.known):
+            self._take_back(slot, at)
+        slot.known = min(slot.known, first // PAGE)
+        while len(slot.pages) * PAGE < rows:
+            self._append(slot, Page(self._address(), next(self._serials)))
+        return slot.addresses.buffer_info()[0]
+
+    def addresses(self, number: int) -> int:
+        """Returns the address of the slot's array of pages."""
+        return self._slots[number].addresses.buffer_info()[0]
+
+    def nbytes(self) -> int:
+        """Returns the bytes of all pages that slots hold."""
+        return self.page_bytes * len({page.serial for slot in self._slots for page in slot.pages})
+
+    def check(self) -> None:
+        """Raises AssertionError if the bookkeeping is inconsistent."""
+        held = [page for slot in self._slots for page in slot.pages]
+        users: dict[int, int] = {}
+        for page in held:
+            users[page.serial] = users.get(page.serial, 0) + 1
+        assert all(page.users == users[page.serial] for page in held), "a page's users are miscounted"
+        assert all(not page.users and page.key for page in self._idle.values()), "a kept page is in use, or has no key"
+        assert all(self._known[page.key] is page for page in self._idle.values() if page.key), "a kept page is lost"
+        assert all(slot.known <= len(slot.pages) for slot in self._slots), "a slot shares more than it has"
+        unshared = [page for slot in self._slots for page in slot.pages[slot.known :]]
+        assert all(page.key is None and page.users == 1 for page in unshared), "a page in work is shared"
+        every = {page.address for page in held} | {page.address for page in self._idle.values()} | {*self._spare}
+        assert len(every) == len(users) + len(self._idle) + len(self._spare) == self._allocated, "a page leaked"
+        assert all(list(slot.addresses) == [page.address for page in slot.pages] for slot in self._slots)
+        assert all(not self._slots[number].pages for number in self._free_slots), "a free slot holds pages"
+
+    def _append(self, slot: Slot, page: Page) -> None:
+        slot.pages.append(page)
+        slot.addresses.append(page.address)
+
+    def _let_go(self, page: Page) -> None:
+        page.users -= 1
+        if page.users:
+            return
+        if page.key is None:
+            self._spare.append(page.address)
+        else:
+            self._idle[page.serial] = page
+
+    def _address(self) -> int:
+        """Returns the memory of an unused page: a spare one, a new one, or the least recently used kept one."""
+        if self._spare:
+            return self._spare.pop()
+        full = self.limit is not None and (self._allocated + 1) * self.page_bytes > self.limit
+        if full and self._idle:
+            _, page = self._idle.popitem(last=False)
+            self._forget(page)
+            return page.address
+        address = self._allocate(self.page_bytes)
+        self._allocated += 1
+        return address
+
+    def _take_back(self, slot: Slot, at: int) -> None:
+        """Prepares page ``at`` for writing: a page of this slot alone loses its key, a shared page is copied."""
+        page = slot.pages[at]
+        if page.users == 1:
+            self._forget(page)
+            page.serial = next(self._serials)  # keys of idle pages that follow the old content hold the old serial
+            return
+        own = Page(self._address(), next(self._serials))
+        ctypes.memmove(own.address, page.address, self.page_bytes)
+        slot.pages[at], slot.addresses[at] = own, own.address
+        page.users -= 1
+
+    def _forget(self, page: Page) -> None:
+        if page.key is not None:
+            del self._known[page.key]
+            page.key = None

@@ -1,0 +1,71 @@
+"""Several speculative methods loaded side by side: each request is drafted for by the one that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.models.base import Scores
+from foretoken.propose.base import Needs, Observation, Proposer
+
+PREDICTION = "prediction"
+
+
+class PerRequestProposer(Proposer):
+    """Chooses a proposer for each request by name.
+
+    A request that names none uses the first, or, if it has a prediction, the method that follows predictions.
+
+    Args:
+        members: Proposers by the name that requests use, the default first; at least one.
+    """
+
+    def __init__(self, members: Mapping[str, Proposer]) -> None:
+        self.members = dict(members)
+        self.usual = next(iter(self.members))
+        first = self.members[self.usual]
+        self.name, self.costless, self.learns = first.name, first.costless, first.learns
+        self.needs = Needs.union(member.needs for member in self.members.values())
+
+    def of(self, context: Context) -> str:
+        """Returns the name of the member that drafts for ``context``."""
+        if context.method is None and context.prediction and self.name != "mixture" and PREDICTION in self.members:
+            return PREDICTION
+        return self.usual if context.method is None else context.method
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        drafts = [Draft.empty()] * len(contexts)
+        for member, own in self._by_member(contexts):
+            made = member.propose([contexts[i] for i in own], [budgets[i] for i in own])
+            for i, draft in zip(own, made, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def reusable_prefix_len(self, context: Context) -> int:
+        return self.members[self.of(context)].reusable_prefix_len(context)
+
+    def prefill(self, contexts: Sequence[Context], scores: Sequence[Scores]) -> None:
+        for member, own in self._by_member(contexts):
+            member.prefill([contexts[i] for i in own], [scores[i] for i in own])
+
+    def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
+        for member, own in self._by_member(contexts):
+            member.observe([contexts[i] for i in own], [observations[i] for i in own])
+
+    def forget(self, context: Context) -> None:
+        self.members[self.of(context)].forget(context)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(member.kv_bytes_per_token for member in self.members.values())
+
+    def enable_prefix_cache(self, max_bytes: int) -> None:
+        self.enable_prefix_caches(self.members.values(), max_bytes)
+
+    def _by_member(self, contexts: Sequence[Context]) -> list[tuple[Proposer, list[int]]]:
+        """Returns the members that have work, with the indices of their contexts."""
+        places: dict[str, list[int]] = {}
+        for i, context in enumerate(contexts):
+            places.setdefault(self.of(context), []).append(i)
+        return [(self.members[name], own) for name, own in places.items()]

@@ -1,0 +1,203 @@
+"""What clients get, as types: OpenAI's objects with ``metrics`` beside them. Plain dictionaries at run time."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CompletionDetails(TypedDict):
+    """Tokens of the client's own prediction, never of a draft model's."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class PromptDetails(TypedDict):
+    """cached_tokens: of the prompt, found computed; known once its answer is whole."""
+
+    cached_tokens: int
+
+
+class TokenUsage(TypedDict):
+    """Tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: NotRequired[PromptDetails]
+    completion_tokens_details: NotRequired[CompletionDetails]
+
+
+class SpeculativeDecoding(TypedDict):
+    """See ``SpeculationRecord.to_dict``."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: NotRequired[list[int]]
+    per_step_drafted: NotRequired[list[int]]
+
+
+class RequestMetrics(TypedDict):
+    """What was measured of the request."""
+
+    speculative_decoding: SpeculativeDecoding
+
+
+class CompletionLogprobs(TypedDict):
+    """The legacy form: parallel lists over tokens; the prompt's first token has no log-probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    """One completion. ``stop_reason``: the stop string or token id that hit, as in vLLM."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+class Completion(TypedDict):
+    """Answer of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage
+    metrics: RequestMetrics
+
+
+class TopLogprob(TypedDict):
+    """One of the likeliest tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the text, and the likeliest in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Of the tokens of the text."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CalledFunction(TypedDict):
+    """``arguments`` are JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(TypedDict):
+    """One call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(TypedDict):
+    """What the model said, or called."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[CalledTool]]
+
+
+class ChatChoice(TypedDict):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+class ChatCompletion(TypedDict):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+    metrics: RequestMetrics
+
+
+class Speculation(TypedDict):
+    """Methods that ``speculative_method`` may name, and the one that drafts where it says nothing."""
+
+    default: str
+    methods: list[str]
+
+
+class ServedModel(TypedDict):
+    """One name under which the model is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    speculation: Speculation
+
+
+class ModelList(TypedDict):
+    """Answer of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class ErrorObject(TypedDict):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """Every answer that is not a success."""
+
+    error: ErrorObject
+
+
+class Health(TypedDict):
+    """Answer of GET /health."""
+
+    status: Literal["ok"]
+
+
+class Version(TypedDict):
+    """Answer of GET /version."""
+
+    version: str

@@ -1,0 +1,1 @@
+"""Widens checkpoints without changing what they compute."""

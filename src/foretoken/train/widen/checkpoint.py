@@ -1,0 +1,264 @@
+"""``foretoken widen``: a checkpoint that behaves like a small one and costs like a large one. Maths: `widen`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken import zoo
+from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.core.schema import parse
+from foretoken.models.families.schema import DEFAULTS, CausalConfig
+from foretoken.models.formats.checkpoint import load_config
+from foretoken.train.files import PROVENANCE, atomic_directory, write_json
+from foretoken.train.progress import Reporter
+from foretoken.train.seq2seq import T5Shape
+from foretoken.train.shards import CheckpointPlan, ShardReader, ShardWriter, weights_sha256
+from foretoken.train.widen import seq2seq as widen_seq2seq
+from foretoken.train.widen.heads import scale_bundled
+from foretoken.train.widen.tensors import Copies, Widener, copies, layer_positions, query_heads, rotation
+
+_LEFT_BEHIND = ("config.json", "README.md", "zoo.json", PROVENANCE, "model.safetensors.index.json")
+_KEPT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+_FORMAT = 1  # of what is cached; another number builds it anew
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class WideShape:
+    """The size asked for; the size of a head stays the source's."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+
+# hidden, intermediate, layers; heads follow from the source's head size, four to a key head.
+PRESETS = {
+    "0.7b": (2048, 5632, 16),
+    "1b": (2048, 8192, 16),
+    "3b": (3072, 8192, 28),
+    "7b": (4096, 14336, 32),
+}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What was written: where, how many parameters, how many bytes of weights."""
+
+    path: Path
+    parameters: int
+    bytes: int
+
+
+def like(name: str, head_dim: int = 64, family: str = "llama") -> WideShape | T5Shape:
+    """The shape of a usual model of that size and family. Raises InvalidRequest for an unknown name."""
+    known = widen_seq2seq.PRESETS if family == "t5" else PRESETS
+    if name not in known:
+        raise InvalidRequest(f"unknown size {name!r}; known: {', '.join(known)}")
+    if family == "t5":
+        return widen_seq2seq.like(name, head_dim)
+    hidden, intermediate, layers = PRESETS[name]
+    heads = hidden // head_dim
+    return WideShape(hidden, intermediate, layers, heads, max(1, heads // 4))
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """The source's config, refused unless it is a plain Llama or a T5. Raises ModelLoadError, InvalidRequest."""
+    config = load_config(source)
+    if config.get("model_type") == "t5":
+        return widen_seq2seq.checked(config)
+    if config.get("model_type") not in ("llama", "mistral"):
+        raise InvalidRequest(
+            f"cannot widen a {config.get('model_type')!r} model; llama, mistral and t5 checkpoints can be widened"
+        )
+    for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):
+        if config.get(key):
+            raise InvalidRequest(f"cannot widen a model with {key}={config[key]!r}; only plain layers can be")
+    parse(CausalConfig, DEFAULTS[config["model_type"]] | config, str(source / "config.json"))
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    if config.get("head_dim") is None:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    return config
+
+
+def widen_checkpoint(source: Path, out: Path, shape: WideShape | T5Shape, seed: int = 0) -> Scaled:
+    """Write a LlamaForCausalLM, or a T5, of ``shape`` to ``out`` that computes what ``source`` does, up to rounding.
+
+    Works in float64 and a layer at a time, saves in the source's dtype, untied. Raises InvalidRequest for what
+    cannot be widened, ModelLoadError for a source that cannot be read, TrainingError for a full disk.
+    """
+    config = read_config(source)
+    if isinstance(shape, T5Shape):
+        plan = widen_seq2seq.plan(ShardReader(source), config, shape, seed)
+    else:
+        plan = _plan(source, config, shape, seed)
+    needed = plan.parameters * plan.dtype.itemsize
+    existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    if shutil.disk_usage(existing).free < needed:
+        raise TrainingError(f"{out} needs {needed / 1e9:.1f} GB and the disk has less free; free some space")
+    with atomic_directory(out) as folder, Reporter("widening") as report:
+        writer = ShardWriter(folder)
+        for name, tensor in plan.tensors:
+            writer.add(name, tensor.to(plan.dtype))
+            report.update(writer.bytes / needed, f"{writer.bytes / 1e9:.2f} GB")
+        writer.close()
+        _copy_companions(source, folder)
+        write_json(folder / "config.json", plan.config)
+        write_json(folder / PROVENANCE, {
+            "widened_from": source.name, "source_sha256": weights_sha256(source), "seed": seed, "shape": asdict(shape),
+            "layers": plan.layers, "parameters": writer.parameters,
+        })  # fmt: skip
+    return Scaled(out, writer.parameters, writer.bytes)
+
+
+def scaled(like_name: str = "0.7b", model: str = "target") -> Path:
+    """A bundled model (name or role) widened to a usual size; built once, then taken from the cache.
+
+    The target's heads come with it, in its folder. Raises InvalidRequest for unknown names, TrainingError when the
+    disk is full.
+    """
+    source = zoo.path(model)
+    config = read_config(source)
+    shape = like(like_name, config["head_dim"], config["model_type"])
+    key = hashlib.sha256(f"{_FORMAT} {shape} {weights_sha256(source)}".encode()).hexdigest()[:12]
+    out = zoo.cache_folder() / "scaled" / f"{source.name}-{like_name}-{key}"
+    if not (out / "config.json").exists():
+        widen_checkpoint(source, out, shape)
+    if source == zoo.path("target"):
+        scale_bundled(out)
+    return out
+
+
+def wide_config(config: dict[str, Any], shape: WideShape) -> dict[str, Any]:
+    """The source's config with the new sizes; tokens, positions and rotary settings stay."""
+    eps = config.get("rms_norm_eps", 1e-6) * config["hidden_size"] / shape.hidden_size
+    kept = {k: v for k, v in config.items() if k not in ("sliding_window", "layer_types")}
+    return kept | asdict(shape) | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": config["head_dim"],
+        "rms_norm_eps": eps, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def expected_parameters(config: dict[str, Any], shape: WideShape) -> int:
+    """How many parameters the wide model has."""
+    hidden, head = shape.hidden_size, config["head_dim"]
+    attention = 2 * hidden * head * (shape.num_attention_heads + shape.num_key_value_heads)
+    layer = attention + 3 * hidden * shape.intermediate_size + 2 * hidden
+    return shape.num_hidden_layers * layer + 2 * config["vocab_size"] * hidden + hidden
+
+
+def _plan(source: Path, config: dict[str, Any], shape: WideShape, seed: int) -> CheckpointPlan:
+    if config["model_type"] == "t5":
+        raise InvalidRequest(f"a T5 grows to one of {', '.join(widen_seq2seq.PRESETS)}; choose one with --size")
+    _check(config, shape)
+    reader = ShardReader(source)
+    _check_weights(reader, config)
+    return CheckpointPlan(
+        expected_parameters(config, shape), reader.get("model.embed_tokens.weight").dtype, wide_config(config, shape),
+        layer_positions(config["num_hidden_layers"], shape.num_hidden_layers), _tensors(reader, config, shape, seed),
+    )  # fmt: skip
+
+
+def _check(config: dict[str, Any], shape: WideShape) -> None:
+    for name, value in asdict(shape).items():
+        if value < config[name]:
+            raise InvalidRequest(f"{name} {value} is less than the source's {config[name]}; a model can only grow")
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % groups:
+        raise InvalidRequest(f"{heads} heads do not divide among {groups} key heads; choose a multiple")
+    per, wide_per = config["num_attention_heads"] // config["num_key_value_heads"], heads // groups
+    if wide_per < per:
+        raise InvalidRequest(
+            f"{wide_per} query heads per key head are fewer than the source's {per}; "
+            f"choose at most {heads // per} key heads"
+        )
+    more = groups > config["num_key_value_heads"] or shape.num_hidden_layers > config["num_hidden_layers"]
+    if wide_per == 1 and more:
+        raise InvalidRequest("a key head with one query head cannot be added so that it cancels; ask for fewer")
+    if shape.hidden_size % heads:
+        raise InvalidRequest(
+            f"hidden_size {shape.hidden_size} is not a multiple of {heads} heads; transformers needs it"
+        )
+
+
+def _check_weights(reader: ShardReader, config: dict[str, Any]) -> None:
+    odd = sorted(n for n in reader.names if n.endswith(".bias") or "q_norm" in n or "k_norm" in n)
+    if odd:
+        raise InvalidRequest(f"cannot widen a model with {odd[0]}; only plain Llama layers are handled")
+    shape = reader.shape("model.embed_tokens.weight")
+    if shape != (config["vocab_size"], config["hidden_size"]):
+        raise ModelLoadError(
+            f"model.embed_tokens.weight is {shape}, but config.json says "
+            f"{config['vocab_size']} x {config['hidden_size']}"
+        )
+
+
+def _tensors(reader: ShardReader, config: dict[str, Any], shape: WideShape, seed: int) -> Tensors:
+    narrow, wide = config["hidden_size"], shape.hidden_size
+    generator = torch.Generator().manual_seed(seed + 1)
+    widener = Widener(rotation(narrow, wide, seed), generator, 0.02 / math.sqrt(2 * shape.num_hidden_layers))
+    embedding = reader.get("model.embed_tokens.weight")
+    yield "model.embed_tokens.weight", widener.embedding(embedding)
+    real = {at: i for i, at in enumerate(layer_positions(config["num_hidden_layers"], shape.num_hidden_layers))}
+    for at in range(shape.num_hidden_layers):
+        source = f"model.layers.{real[at]}." if at in real else None
+        for name, tensor in _layer(reader, widener, config, shape, source):
+            yield f"model.layers.{at}.{name}", tensor
+    yield "model.norm.weight", torch.ones(wide)
+    head = reader.get("lm_head.weight") if "lm_head.weight" in reader.names else embedding
+    yield "lm_head.weight", widener.reads(head, reader.get("model.norm.weight"))
+
+
+def _layer(
+    reader: ShardReader, widener: Widener, config: dict[str, Any], shape: WideShape, source: str | None
+) -> Tensors:
+    """The tensors of one wide layer; ``source`` is the prefix of the real one, None for a layer of fillers."""
+    head, heads, groups = config["head_dim"], 0, 0
+    if source is not None:
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    wide_groups = shape.num_key_value_heads
+    queries = query_heads(heads, groups, shape.num_attention_heads, wide_groups)
+    keys = Copies(tuple(j if j < groups else groups - 1 - j for j in range(wide_groups)), ())
+    neurons = copies(config["intermediate_size"] if source is not None else 0, shape.intermediate_size)
+
+    def reads(name: str, norm: str, which: Copies, size: int) -> torch.Tensor:
+        real = torch.empty(0, size, widener.wide, dtype=torch.float64)
+        if source is not None:
+            weight, gain = reader.get(f"{source}{name}.weight"), reader.get(f"{source}{norm}.weight")
+            real = widener.reads(weight, gain).unflatten(0, (-1, size))
+        filler = widener.filler_reads(which.fillers * size).unflatten(0, (-1, size))
+        return which.gather(real.float(), filler).flatten(0, 1)
+
+    def writes(name: str, which: Copies, size: int) -> torch.Tensor:
+        real = torch.empty(0, size, widener.wide, dtype=torch.float64)
+        if source is not None:
+            real = widener.writes(reader.get(f"{source}{name}.weight")).T.unflatten(0, (-1, size))
+        filler = widener.filler_writes(which.fillers * size).unflatten(0, (-1, size))
+        units = which.gather(real.float(), filler) * torch.tensor(which.factors).view(-1, 1, 1)
+        return units.flatten(0, 1).T
+
+    yield "input_layernorm.weight", torch.ones(widener.wide)
+    yield "self_attn.q_proj.weight", reads("self_attn.q_proj", "input_layernorm", queries, head)
+    yield "self_attn.k_proj.weight", reads("self_attn.k_proj", "input_layernorm", keys, head)
+    yield "self_attn.v_proj.weight", reads("self_attn.v_proj", "input_layernorm", keys, head)
+    yield "self_attn.o_proj.weight", writes("self_attn.o_proj", queries, head)
+    yield "post_attention_layernorm.weight", torch.ones(widener.wide)
+    yield "mlp.gate_proj.weight", reads("mlp.gate_proj", "post_attention_layernorm", neurons, 1)
+    yield "mlp.up_proj.weight", reads("mlp.up_proj", "post_attention_layernorm", neurons, 1)
+    yield "mlp.down_proj.weight", writes("mlp.down_proj", neurons, 1)
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _KEPT_SUFFIXES and file.name not in _LEFT_BEHIND:
+            shutil.copyfile(file, folder / file.name)

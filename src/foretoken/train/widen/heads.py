@@ -1,0 +1,215 @@
+"""Heads for a widened target: they guess there what the narrow ones guess on the narrow target, up to rounding.
+
+With `widen`'s notation, row vectors: the narrow stream x is x Q in the wide target, whose last norm has no weight. For
+a row r = x / rms(x), where the narrow target gives r w, w its last norm's weight, the wide one gives s r Q, s =
+sqrt(h'/h). So W diag(w) Q / s reads the wide one's output as W reads the narrow one's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foretoken import zoo
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.schema import read_object
+from foretoken.models.heads.blockwise import MODEL_TYPE, BlockwiseHeads, Feedforward, read_blockwise, write_blockwise
+from foretoken.models.heads.dialects import Written, write_eagle
+from foretoken.models.heads.eagle import EagleHead, default_taps, read_eagle
+from foretoken.models.heads.files import FOLDER
+from foretoken.models.heads.medusa import MedusaHeads, read_medusa, write_medusa
+from foretoken.train.files import PROVENANCE, atomic_directory, write_json
+from foretoken.train.shards import ShardReader, weights_sha256
+from foretoken.train.widen.tensors import rotation
+
+ROLES = ("eagle3", "medusa", "blockwise")
+
+
+@dataclass(frozen=True)
+class Widening:
+    """How a target was widened. q: [h, h']; norm: [h], the weight of its last norm; layers: where the real ones are."""
+
+    q: Tensor
+    norm: Tensor
+    embedding: Tensor
+    vocabulary: Tensor
+    layers: tuple[int, ...]
+    wide_layers: int
+
+    @property
+    def factor(self) -> float:
+        """s of the module's docstring."""
+        return math.sqrt(self.q.shape[1] / self.q.shape[0])
+
+    @staticmethod
+    def of(source: Path, wide: Path) -> Widening:
+        """What was done to ``source`` to make ``wide``. Raises InvalidRequest where ``wide`` is not made of it."""
+        try:
+            made = read_object(wide / PROVENANCE)
+            digest, shape = made["source_sha256"], made["shape"]
+        except (OSError, ValueError, KeyError) as error:
+            raise InvalidRequest(
+                f"{wide} does not say how it was widened ({PROVENANCE}: {error}); make it with foretoken widen"
+            ) from error
+        if digest != weights_sha256(source):
+            raise InvalidRequest(
+                f"{wide} was widened from another model than {source}; its heads cannot be carried over"
+            )
+        reader = ShardReader(source)
+        embedding = reader.get("model.embed_tokens.weight")
+        tied = "lm_head.weight" not in reader.names
+        return Widening(
+            q=rotation(embedding.shape[1], shape["hidden_size"], made["seed"]),
+            norm=reader.get("model.norm.weight").double(),
+            embedding=embedding,
+            vocabulary=embedding if tied else reader.get("lm_head.weight"),
+            layers=tuple(made["layers"]),
+            wide_layers=shape["num_hidden_layers"],
+        )
+
+    def place(self, tap: int) -> int:
+        """The wide target's index of what the narrow one has as ``hidden_states[tap]``."""
+        return self.layers[tap] if tap < len(self.layers) else self.wide_layers
+
+    def stream(self, weight: Tensor, tap: int) -> Tensor:
+        """What reads the narrow ``hidden_states[tap]``, [n, h], made to read the wide one's: [n, h']."""
+        return weight.double() @ self.q if tap < len(self.layers) else self.normed(weight)
+
+    def normed(self, weight: Tensor) -> Tensor:
+        """The same for the last norm's output."""
+        return (weight.double() * self.norm) @ self.q / self.factor
+
+
+def widen_eagle(head: EagleHead, w: Widening) -> Written:
+    """fc reads every tap through Q; the layer stays as it is, with an embedding of its own."""
+    if head.version != 3 or head.norm_before_fc or head.fc_norm or not head.exact:
+        raise InvalidRequest(
+            "only EAGLE-3 heads whose fc reads hidden states as they are, at known layers, are widened"
+        )
+    taps = head.taps or default_taps(len(w.layers))
+    fc = head.tensors["fc.weight"]
+    blocks = [w.stream(block, tap) for block, tap in zip(fc.chunk(len(taps), dim=1), taps, strict=True)]
+    tensors = {**head.tensors, "fc.weight": torch.cat(blocks, dim=1).to(fc.dtype)}
+    if "embed_tokens.weight" not in tensors:
+        if tuple(w.embedding.shape) != (head.vocab, head.hidden):
+            raise InvalidRequest("the head has no embedding and cannot share its target's, whose size is another")
+        tensors["embed_tokens.weight"] = w.embedding.to(fc.dtype)
+    places = tuple(w.place(tap) for tap in taps)
+    wide = replace(head, tensors=tensors, target_hidden=w.q.shape[1], taps=places)
+    return write_eagle(wide, "sglang" if head.layers == 1 else "vllm", places)
+
+
+def widen_medusa(heads: MedusaHeads, w: Widening) -> Written:
+    """What SiLU gives stays in the first h places of the wide state; the rest of it is the target's, in Q's rows.
+
+    Whatever reads the sum, a further layer or the vocabulary head, must read both: R [Q^T, I_h] = [W diag(w)/s, W]
+    has a solution, as Q's rows and the first h axes are independent.
+    """
+    narrow, wide = w.q.shape
+    if 2 * narrow > wide:
+        raise InvalidRequest(f"Medusa heads are widened to at least twice their {narrow} numbers, not to {wide}")
+    axes = torch.eye(wide, narrow, dtype=torch.float64)
+    inverse = torch.linalg.pinv(torch.cat([w.q.T, axes], dim=1))  # [2h, h']
+
+    def both(weight: Tensor) -> Tensor:
+        parts = torch.cat([weight.double() * w.norm / w.factor, weight.double()], dim=1)
+        return (parts @ inverse).to(weight.dtype)
+
+    def layer(weight: Tensor, bias: Tensor | None, first: bool) -> tuple[Tensor, Tensor | None]:
+        rows = weight.new_zeros(wide, wide)
+        rows[:narrow] = w.normed(weight).to(weight.dtype) if first else both(weight)
+        return rows, None if bias is None else torch.cat([bias, bias.new_zeros(wide - narrow)])
+
+    blocks = tuple(tuple(layer(*part, first=j == 0) for j, part in enumerate(block)) for block in heads.blocks)
+    matrices = heads.vocabulary or (w.vocabulary.to(heads.blocks[0][0][0].dtype),)
+    vocabulary = tuple(both(matrix) for matrix in matrices)
+    return write_medusa(replace(heads, hidden=wide, blocks=blocks, vocabulary=vocabulary), "vllm")
+
+
+def widen_blockwise(heads: BlockwiseHeads, w: Widening) -> Written:
+    """up reads through the norm; down writes a / w through Q, which the wide vocabulary head reads as a."""
+
+    def writes(weight: Tensor) -> Tensor:
+        wide = w.factor * w.q.T @ (weight.double() / w.norm.view(-1, *[1] * (weight.ndim - 1)))
+        return wide.to(weight.dtype)
+
+    wide = tuple(
+        Feedforward(w.normed(h.up).to(h.up.dtype), h.up_bias, writes(h.down), writes(h.down_bias)) for h in heads.heads
+    )
+    return write_blockwise(BlockwiseHeads(w.q.shape[1], wide))
+
+
+def widen_head(head: Path, source: Path, wide: Path) -> Path:
+    """Heads for ``source`` made into heads for ``wide``, which was widened from it; written into its ``heads`` folder.
+
+    Done once for the same heads. Raises InvalidRequest for heads that cannot be widened, ModelLoadError for damaged
+    ones, TrainingError when the disk is full.
+    """
+    digest = weights_sha256(head)
+    config = read_object(head / "config.json")
+    role = _role(config)
+    out = wide / FOLDER / role
+    if _digest(out) == digest:
+        return out
+    config, tensors = _widened(role, head, Widening.of(source, wide))
+    with atomic_directory(out) as folder:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+        write_json(folder / "config.json", config)
+        write_json(folder / PROVENANCE, {"widened_from": head.name, "source_sha256": digest})
+    return out
+
+
+def scaled_head(role: str, wide: Path) -> Path:
+    """The bundled heads of that role for ``wide``, the bundled target widened; made once, then taken from there."""
+    return widen_head(zoo.path(role), zoo.path("target"), wide)
+
+
+def scale_bundled(wide: Path, roles: Sequence[str] = ROLES) -> list[Path]:
+    """All the bundled heads there are, for ``wide``."""
+    there = {model.role for model in zoo.list_models()}
+    return [scaled_head(role, wide) for role in roles if role in there]
+
+
+def _role(config: dict[str, Any]) -> str:
+    kind = config.get("model_type")
+    if kind == MODEL_TYPE:
+        return "blockwise"
+    return "medusa" if kind == "medusa" or "medusa_num_heads" in config else "eagle3"
+
+
+def _widened(role: str, head: Path, w: Widening) -> Written:
+    if role == "eagle3":
+        eagle = read_eagle(head)
+        _check_width(head, eagle.target_hidden, w)
+        return widen_eagle(eagle, w)
+    if role == "medusa":
+        medusa = read_medusa(head)
+        _check_width(head, medusa.hidden, w)
+        return widen_medusa(medusa, w)
+    blockwise = read_blockwise(head)
+    _check_width(head, blockwise.hidden, w)
+    return widen_blockwise(blockwise, w)
+
+
+def _check_width(head: Path, hidden: int, w: Widening) -> None:
+    if hidden != w.q.shape[0]:
+        raise InvalidRequest(
+            f"the heads in {head} were made for a target with hidden size {hidden}, not for one with {w.q.shape[0]}"
+        )
+
+
+def _digest(out: Path) -> str | None:
+    if not (out / PROVENANCE).exists():
+        return None
+    try:
+        made: str | None = read_object(out / PROVENANCE).get("source_sha256")
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {out / PROVENANCE}: {error}; delete {out}") from error
+    return made
