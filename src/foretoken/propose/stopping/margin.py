@@ -56,7 +56,7 @@ class MarginConfig:
 
 
 def margin(row: Tensor) -> float:
-    """Returns the log of the largest probability of ``row`` [V] over the second, at most 16, and 16 without a second."""
+    """Returns log(largest / second probability) of ``row`` [V], at most 16; 16 where there is no second."""
     if row.shape[-1] < 2:
         return _MAX_MARGIN
     first, second = row.topk(2).values.tolist()
