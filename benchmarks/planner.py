@@ -41,9 +41,10 @@ from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.heads.files import find_head
 from foretoken.models.loading import load_model
 from foretoken.plan.candidates import Candidate, candidates
-from foretoken.plan.outcome import Plan, PlanRow
+from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings
 from foretoken.plan.rounds import BESIDE, beside
+from foretoken.plan.rows import PlanRow
 from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig

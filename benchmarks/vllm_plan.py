@@ -34,9 +34,10 @@ from foretoken.bench.peers.vllm_rounds import VllmStepTimes
 from foretoken.bench.setting import setting, wide_console
 from foretoken.cli.plan_vllm import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
-from foretoken.plan.outcome import Plan, PlanRow
-from foretoken.plan.vllm import PLAIN, VllmCandidate, VllmRun, chosen, planned
-from foretoken.plan.vllm_runs import Answers, Bench, PromptCompleter, answers, runs
+from foretoken.plan.outcome import Plan
+from foretoken.plan.rows import PlanRow
+from foretoken.plan.vllm.planning import PLAIN, VllmCandidate, VllmRun, chosen, planned
+from foretoken.plan.vllm.runs import Answers, Bench, PromptCompleter, answers, runs
 from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts
 

@@ -16,14 +16,14 @@ from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, candidates, head_method
-from foretoken.plan.exports import exports
-from foretoken.plan.outcome import Plan, PlanRow, choices, mark
+from foretoken.plan.outcome import Plan, choices, mark
 from foretoken.plan.planner import Planner, PlanSettings, spread, timed_depths
 from foretoken.plan.replay import run
 from foretoken.plan.rounds import PLAIN, Timed, TimedBatch, Turn, _in_turns, plain_pass, reading, timed
+from foretoken.plan.rows import PlanRow, exports
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import write
-from foretoken.plan.times import Passes, Seen, Times, at_speed
+from foretoken.plan.times import PassTimes, Seen, Times, at_speed
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
@@ -172,8 +172,8 @@ def test_one_moment_tells_a_ratio():
 def test_plain_passes_between_visits_tell_how_fast_the_machine_is():
     """Visits happened to meet a fast machine: two rows take what arithmetic takes, one row what memory takes."""
     visits = [{"a": Timed(turns(4.0, 4.0, rows=(5,)), turns(base, base))} for base in (1.0, 1.2, 0.8)]
-    assert Passes(visits).plain == pytest.approx(0.8)
-    found = Passes(visits, [1.6] * 3)
+    assert PassTimes(visits).plain == pytest.approx(0.8)
+    found = PassTimes(visits, [1.6] * 3)
     assert found.plain == pytest.approx(1.2)
     assert found.of("a", 5) == pytest.approx(3.2, rel=0.06)
     assert found.over(2)[1] == pytest.approx(1.2)
@@ -220,12 +220,12 @@ def test_passes_are_known_from_every_temperature_and_moment():
     both = Times([fast, slow], 1).of("a", {4: 1.0})
     assert both.over_plain == pytest.approx(5 / 3)  # seconds for seconds: the same rounds, once at either moment
     assert both.error > 0.1  # the moments differ, and so may the next
-    elsewhere = Times([fast], 1, Passes([fast, slow])).of("a", {4: 1.0})
+    elsewhere = Times([fast], 1, PassTimes([fast, slow])).of("a", {4: 1.0})
     assert elsewhere.over_plain == pytest.approx(0.2 * 2.0 + 0.8 * 5 / 3)  # the rest is of this temperature
 
 
 def test_round_times_of_varying_sizes_follow_their_law():
-    """Passes of 1 and 5 rows take 1 and 2; whoever drafts in a quarter of its rounds takes 1.25, and drafting 0.1."""
+    """Passes over 1 and 5 rows take 1 and 2. A draft in a quarter of the steps makes them 1.25; drafting takes 0.1."""
     plain = tuple(Turn(1.0, 0.0, 1.0, 1) for _ in range(4))
     full = tuple(Turn(2.1, 0.1, 2.0, 5) for _ in range(4))
     mixed = (*full[:3], Turn(1.1, 0.1, 1.0, 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan import acceptance, bounds
+from foretoken.plan.formulas import acceptance, bounds
 from foretoken.plan.predictors import (
     CONSTANT,
     STATISTICS,

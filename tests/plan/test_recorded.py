@@ -12,7 +12,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
-from foretoken.plan.recorded import Recorded, Recording, record
+from foretoken.plan.replay import RecordedModel, Recording, record
 from foretoken.plan.texts import SampledText, told, write
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
@@ -21,7 +21,7 @@ WARM = SamplingLaw()
 
 def test_rows_and_states_are_the_texts():
     text = write(TARGET, [[1, 2, 3], [2, 2, 1, 0]], WARM, 70)[1]
-    model = Recorded(TARGET, record(TARGET, [text], (0, 1)))
+    model = RecordedModel(TARGET, record(TARGET, [text], (0, 1)))
     handle, real = model.open(text.prompt), TARGET.open(text.prompt)
     wrong = (text.tokens[0] + 1) % 6
     tree = Draft(torch.tensor([text.tokens[0], wrong, text.tokens[1]]), (-1, -1, 0))
@@ -42,7 +42,7 @@ def test_rows_and_states_are_the_texts():
 def test_a_law_makes_its_rows_one_hot_whatever_it_asks():
     law = SamplingLaw(temperature=0.01, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.3, presence_penalty=2.0)
     (text,) = write(TARGET, [[1, 2, 3]], law, 12)
-    model = Recorded(TARGET, [Recording(text)])
+    model = RecordedModel(TARGET, [Recording(text)])
     (scores,) = model.score([model.open(text.prompt)], [Draft.chain(list(text.tokens[:5]))])
     context = Context(0, list(text.prompt), 3, law, Streams(0))
     probs = law.probs(scores.logits, context.histories(Draft.chain(list(text.tokens[:5]))))
@@ -51,7 +51,7 @@ def test_a_law_makes_its_rows_one_hot_whatever_it_asks():
 
 def test_texts_of_one_prompt_take_turns_and_others_are_refused():
     texts = [SampledText((1,), (2, 3), 4), SampledText((1,), (4, 5), 4)]
-    model = Recorded(TARGET, record(TARGET, texts))
+    model = RecordedModel(TARGET, record(TARGET, texts))
     firsts = [int(model.score([model.open([1])], [Draft.empty()])[0].logits.argmax()) for _ in range(3)]
     assert firsts == [2, 4, 2]
     with pytest.raises(InvalidRequest, match="not recorded"):

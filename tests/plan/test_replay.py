@@ -8,8 +8,7 @@ import pytest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.toy import ToyModel
 from foretoken.plan.chains import Ratios, accepted, expected, ratios, rows
-from foretoken.plan.recorded import record
-from foretoken.plan.replay import NotReplayable, replayed, run
+from foretoken.plan.replay import NotReplayable, record, replayed, run
 from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.texts import SampledText, write
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig

@@ -79,9 +79,9 @@ def plan(
         return
     from foretoken.cli.generate import speculative
     from foretoken.plan.candidates import candidates
-    from foretoken.plan.elsewhere import check, elsewhere
     from foretoken.plan.planner import PlanSettings
     from foretoken.plan.render import rendered
+    from foretoken.plan.simulation.remote_drafting import check, elsewhere
 
     check(rtt, batch or (1,))
     settings = PlanSettings(

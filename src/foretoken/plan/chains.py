@@ -25,9 +25,9 @@ from torch import Tensor
 
 from foretoken.core.distributions import Law
 from foretoken.models.base import Model
+from foretoken.plan.formulas.theory import text_survival
 from foretoken.plan.tally import AcceptanceEstimate, StepTally, count
 from foretoken.plan.texts import Piece, SampledText, laws, told
-from foretoken.plan.theory import text_survival
 
 Reals = NDArray[np.float64]
 

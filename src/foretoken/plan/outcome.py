@@ -1,63 +1,15 @@
-"""A plan as data: a row for every configuration, temperature and batch, and what follows from the rows."""
+"""A plan as data: a row for every configuration, temperature and batch, and the choices that follow from the rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from foretoken.plan.exports import exports
 from foretoken.plan.predictors import Predictor
-
-if TYPE_CHECKING:
-    from foretoken.plan.elsewhere import RemoteDraftingEstimate
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRow:
-    """One prediction. config: what to paste.
-
-    tokens_per_pass: prompts' passes left out. speedup: of decoding over plain decoding in the same batch, end_to_end
-    with the prompts' passes; low and high: 95 of 100 further runs over as many requests should lie between them.
-    round_seconds, draft_seconds, plain_seconds: a round, drafting in it, and a plain step, of the whole batch.
-    acceptance: by position, rounds that accepted so deep over rounds that drafted so deep. estimator: "law", "text" or
-    "rounds" (see ``chains`` and ``replay``). best: the fastest at its temperature and batch.
-    """
-
-    name: str
-    method: str
-    config: Mapping[str, Any]
-    temperature: float
-    batch: int
-    tokens_per_pass: float
-    tokens_per_pass_low: float
-    tokens_per_pass_high: float
-    speedup: float
-    low: float
-    high: float
-    end_to_end: float
-    round_seconds: float
-    draft_seconds: float
-    plain_seconds: float
-    acceptance: tuple[float, ...]
-    estimator: str
-    requests: int
-    best: bool = False
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        return int(self.config["num_speculative_tokens"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Endless intervals (one request) are None."""
-        forms = exports(self.config)
-        facts = asdict(self) | {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "interval": [_finite(self.tokens_per_pass_low), _finite(self.tokens_per_pass_high)],
-            "paste": {"vLLM": forms["vllm"], "transformers": forms["transformers"]} if self.best else None,
-        }
-        return {key: _finite(value) for key, value in facts.items()}
+from foretoken.plan.rows import PlanRow, exports
+from foretoken.plan.simulation.remote_drafting import RemoteDraftingEstimate
 
 
 @dataclass(frozen=True)
@@ -146,7 +98,3 @@ def choices(rows: Sequence[PlanRow]) -> Iterator[Choice]:
         gains = fastest.speedup > 1.0
         sure = fastest.low > 1.0 if gains else fastest.high < 1.0
         yield Choice(temperature, batch, replace(fastest, best=True) if gains else None, sure)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,14 +19,15 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
-from foretoken.plan.outcome import Plan, PlanRow, choices, mark
+from foretoken.plan.outcome import Plan, choices, mark
 from foretoken.plan.predictors import Predictor, fitted
 from foretoken.plan.rounds import OPEN, PrefillTiming, Visit, midway, plain_pass, reading, timed
+from foretoken.plan.rows import PlanRow
 from foretoken.plan.sample import Proposers, Sample, chain_of
 from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.tally import AcceptanceEstimate
 from foretoken.plan.texts import SampledText, Start, contexts, write
-from foretoken.plan.times import Passes, RoundTime, Times
+from foretoken.plan.times import PassTimes, RoundTime, Times
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
@@ -134,7 +135,7 @@ class Planner:
         self, found: Sequence[_Found], candidates: Sequence[Candidate], readings: Mapping[int, PrefillTiming]
     ) -> Iterator[PlanRow]:
         passes = {
-            batch: Passes(
+            batch: PassTimes(
                 [visit for each in found for visit in each.visits[batch]],
                 [seconds for each in found for seconds in each.between[batch]],
             )

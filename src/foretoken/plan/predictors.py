@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan import bounds
-from foretoken.plan.acceptance import law, token, total_variation
+from foretoken.plan.formulas import bounds
+from foretoken.plan.formulas.acceptance import law, token, total_variation
 
 Reals = NDArray[np.float64]
 

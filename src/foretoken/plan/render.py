@@ -10,8 +10,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from foretoken.plan.exports import exports
-from foretoken.plan.outcome import Choice, Plan, PlanRow
+from foretoken.plan.outcome import Choice, Plan
+from foretoken.plan.rows import PlanRow, exports
 
 SHOWN = 3  # predictors named
 

@@ -12,8 +12,7 @@ from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
 from foretoken.plan.chains import Ratios, expected, ratios, rows
 from foretoken.plan.predictors import TextDistributions, statistics
-from foretoken.plan.recorded import Recording, record
-from foretoken.plan.replay import NotReplayable, replayed, run
+from foretoken.plan.replay import NotReplayable, Recording, record, replayed, run
 from foretoken.plan.tally import AcceptanceEstimate
 from foretoken.plan.texts import TOGETHER, SampledText
 from foretoken.propose.base import Proposer

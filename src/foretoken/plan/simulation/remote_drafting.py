@@ -12,8 +12,8 @@ from typing import Any
 
 from foretoken.core.checks import number
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.outcome import PlanRow
-from foretoken.plan.simulate import MARGIN, Setting, simulate
+from foretoken.plan.rows import PlanRow
+from foretoken.plan.simulation.simulate import MARGIN, Setting, simulate
 
 LOCAL = "local"
 WAYS = ("si", "dsd", "pearl", "dsi")

@@ -1,8 +1,10 @@
-"""A configuration of ours as other engines write it."""
+"""One prediction of a plan, and its configuration as other engines write it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from foretoken.speculation import find
@@ -12,6 +14,52 @@ _VLLM = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"), "suffix": (),
 }  # fmt: skip
 _NGRAM = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One prediction. config: what to paste.
+
+    tokens_per_pass: prompts' passes left out. speedup: of decoding over plain decoding in the same batch, end_to_end
+    with the prompts' passes; low and high: 95 of 100 further runs over as many requests should lie between them.
+    round_seconds, draft_seconds, plain_seconds: a round, drafting in it, and a plain step, of the whole batch.
+    acceptance: by position, rounds that accepted so deep over rounds that drafted so deep. estimator: "law", "text" or
+    "rounds" (see ``chains`` and ``replay``). best: the fastest at its temperature and batch.
+    """
+
+    name: str
+    method: str
+    config: Mapping[str, Any]
+    temperature: float
+    batch: int
+    tokens_per_pass: float
+    tokens_per_pass_low: float
+    tokens_per_pass_high: float
+    speedup: float
+    low: float
+    high: float
+    end_to_end: float
+    round_seconds: float
+    draft_seconds: float
+    plain_seconds: float
+    acceptance: tuple[float, ...]
+    estimator: str
+    requests: int
+    best: bool = False
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return int(self.config["num_speculative_tokens"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Endless intervals (one request) are None."""
+        forms = exports(self.config)
+        facts = asdict(self) | {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "interval": [_finite(self.tokens_per_pass_low), _finite(self.tokens_per_pass_high)],
+            "paste": {"vLLM": forms["vllm"], "transformers": forms["transformers"]} if self.best else None,
+        }
+        return {key: _finite(value) for key, value in facts.items()}
 
 
 def vllm(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -60,3 +108,7 @@ def is_chain(config: Mapping[str, Any]) -> bool:
 def exports(config: Mapping[str, Any]) -> dict[str, Any]:
     """By engine."""
     return {"foretoken": dict(config), "vllm": vllm(config), "transformers": transformers(config)}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

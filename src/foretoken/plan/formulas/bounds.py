@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.checks import integer, number
-from foretoken.plan.acceptance import Law, law
+from foretoken.plan.formulas.acceptance import Law, law
 
 Statistic = Tensor | float
 

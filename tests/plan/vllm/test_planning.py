@@ -13,8 +13,8 @@ from foretoken.bench.peers.protocol import PeerRequest
 from foretoken.bench.peers.vllm_rounds import Depths, VllmStepTimes, timed
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.vllm import CHAIN, COPIED, PLAIN, VllmCandidate, VllmRun, foretold, planned, record
-from foretoken.plan.vllm_runs import Bench, answers, grouped, runs
+from foretoken.plan.vllm.planning import CHAIN, COPIED, PLAIN, VllmCandidate, VllmRun, foretold, planned, record
+from foretoken.plan.vllm.runs import Bench, answers, grouped, runs
 
 DRAFT = VllmCandidate.of({"method": "draft_model", "model": "some/draft"})
 OURS = VllmCandidate.of({"method": "custom_class", "model": "a.B"}, "ours", {"foretoken": {"method": "suffix"}})

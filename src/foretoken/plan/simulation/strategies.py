@@ -13,7 +13,7 @@ from typing import Any
 
 import simpy
 
-from foretoken.plan.pipelines import best_window
+from foretoken.plan.simulation.pipelines import best_window
 
 Steps = Generator[simpy.Event, Any, Any]
 

@@ -148,7 +148,7 @@ def _run(setting: Setting, name: str) -> SimulationResult:
     try:
         import simpy
 
-        from foretoken.plan import strategies
+        from foretoken.plan.simulation import strategies
     except ImportError as error:
         raise InvalidRequest("the simulator needs SimPy; pip install 'foretoken[simulate]'") from error
     env = simpy.Environment()

@@ -12,7 +12,7 @@ import math
 
 from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.theory import tokens_per_pass
+from foretoken.plan.formulas.theory import tokens_per_pass
 
 LIMIT = 32  # drafted tokens a round that ``best_window`` looks at
 

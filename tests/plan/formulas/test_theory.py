@@ -12,7 +12,7 @@ from tests.exactness.enumerate import Branching, outcomes
 from tests.exactness.rounds import PROMPT, Pair, constant, drawn, table
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan import theory
+from foretoken.plan.formulas import theory
 
 chances = st.lists(st.floats(0, 1), max_size=6)
 relaxed = settings(max_examples=25, deadline=None, derandomize=True)

@@ -17,7 +17,8 @@ from typing import Any
 
 from foretoken.bench.peers.vllm_rounds import VllmStepTimes
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.outcome import Plan, PlanRow, choices, mark
+from foretoken.plan.outcome import Plan, choices, mark
+from foretoken.plan.rows import PlanRow
 from foretoken.plan.statistics import ratio_interval
 
 LEVEL = 0.95

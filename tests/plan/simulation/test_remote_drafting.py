@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.elsewhere import LOCAL, WAYS, check, conditional, elsewhere
-from foretoken.plan.outcome import Plan, PlanRow
-from foretoken.plan.pipelines import sequential_seconds
+from foretoken.plan.outcome import Plan
 from foretoken.plan.render import rendered
+from foretoken.plan.rows import PlanRow
+from foretoken.plan.simulation.pipelines import sequential_seconds
+from foretoken.plan.simulation.remote_drafting import LOCAL, WAYS, check, conditional, elsewhere
 from foretoken.report.plan import page
 
 CHANCE = 0.8
@@ -19,7 +20,7 @@ CHANCE = 0.8
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.plan.elsewhere.TOKENS", 150)
+    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.TOKENS", 150)
 
 
 def row(depth: int, target: float, step: float, name: str = "draft_model d", **changed: Any) -> PlanRow:
@@ -60,8 +61,8 @@ def test_far_away_nothing_pays_and_near_by_a_slow_draft_does():
 
 
 def test_waiting_across_the_network_takes_what_it_takes_on_paper(monkeypatch):
-    monkeypatch.setattr("foretoken.plan.elsewhere.WAYS", ("si",))
-    monkeypatch.setattr("foretoken.plan.elsewhere.TOKENS", 1000)
+    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.WAYS", ("si",))
+    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.TOKENS", 1000)
     found = elsewhere(chain(0.030, 0.003), 0.010)[0]
     si = next(way for way in found.ways if way.strategy == "si")
     paper = max(0.030 / sequential_seconds(CHANCE, depth, 0.030, 0.003, 0.010) for depth in range(1, 9))

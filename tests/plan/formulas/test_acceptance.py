@@ -14,7 +14,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import Sampled
 from foretoken.core.streams import SharedStream
-from foretoken.plan import acceptance, bounds
+from foretoken.plan.formulas import acceptance, bounds
 from foretoken.verify import VERIFIERS
 
 relaxed = settings(max_examples=30, deadline=None, derandomize=True)

@@ -15,7 +15,7 @@ from foretoken.bench.peers.vllm_rounds import VllmStepTimes
 from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.vllm import PLAIN, VllmCandidate, VllmRun
+from foretoken.plan.vllm.planning import PLAIN, VllmCandidate, VllmRun
 
 Say = Callable[[str, float], None]  # what is being done, and the share of the whole that is
 _WARM = 8  # tokens of a question whose answer is not looked at
