@@ -58,10 +58,6 @@ class Batch:
         """Number of requests."""
         return len(self.contexts)
 
-    def requested(self) -> list[int]:
-        """Returns budgets in which only requests that ask for a draft length draft."""
-        return [0 if c.depth is None else cap for c, cap in zip(self.contexts, self.caps, strict=True)]
-
 
 class Capped(Controller):
     """A constant draft length, as far as the ledger and memory allow. Base of controllers that choose the length.
@@ -85,7 +81,7 @@ class Capped(Controller):
         self.tuning = costs.tuning
         self.step = 0  # steps so far
         self.held = Decision([], 0)
-        self._since = 0  # step of the decision
+        self._age = 0  # steps that it was held for
         self._ids: list[int] = []
         self._caps: list[int] = []
         self._income = 0.0
@@ -93,16 +89,20 @@ class Capped(Controller):
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         self.step += 1
         limits = caps(contexts, max_draft_tokens, self.max_tokens, self.memory)
-        ids = [context.id for context in contexts]
-        if not self._holds(ids, limits):
-            self._since, self._ids, self._caps = self.step, ids, limits
+        ids, self.resting = [context.id for context in contexts], False
+        holds, drafting = self._holds(ids, limits), any(self.held.budgets)
+        if (drafting or not holds) and self.costs.plain_due(len(ids)):
+            self._ids = self._ids if holds else []
+            return requested(contexts, limits)
+        if not holds:
+            self._age, self._ids, self._caps = 0, ids, limits
             self._income = self.ledger.income(self.costs, len(ids)) if self.ledger else 0.0
             self.held = self.decide(self._batch(contexts, limits))
-        age = self.step - self._since
-        self.resting = age % (self.tuning.rest + 1) > 0 and self.held.steps - age > self.tuning.awake
-        self.resting = self.resting and not any(self.held.budgets)
-        if self.resting and self.ledger:
-            self.ledger.add(self._income)
+        elif not drafting and self._age % (self.tuning.rest + 1) and self.held.steps - self._age > self.tuning.awake:
+            self.resting = True
+            if self.ledger:
+                self.ledger.add(self._income)
+        self._age += 1
         return self.held.budgets
 
     def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
@@ -111,9 +111,9 @@ class Capped(Controller):
 
     def decide(self, batch: Batch) -> Decision:
         """Returns the budgets of a batch: as much of the constant length as the ledger allows, for all or for some."""
-        budgets, until_plain = batch.requested(), self.costs.steps_until_plain(batch.size)
-        if not batch.own or until_plain <= 0:
-            return Decision(budgets, 1 if batch.own else self.tuning.hold_none)
+        budgets = requested(batch.contexts, batch.caps)
+        if not batch.own:
+            return Decision(budgets, self.tuning.hold_none)
         if not self.costs.ready:
             budgets[batch.own[0]] = min(self.tuning.unknown, batch.caps[batch.own[0]]) if batch.allowed > 0.0 else 0
             return Decision(budgets, 1)
@@ -126,7 +126,7 @@ class Capped(Controller):
             return Decision(budgets, self.steps_until(float(worst[0]), batch.allowed))
         for i, nodes in zip(batch.own, np.bincount(owners[:count], minlength=len(lengths)), strict=True):
             budgets[i] = int(nodes)
-        return Decision(budgets, min(self.tuning.hold, until_plain), float(worst[count - 1]))
+        return Decision(budgets, self.tuning.hold, float(worst[count - 1]))
 
     def steps_until(self, seconds: float, allowed: float) -> float:
         """Returns the number of plain steps until the ledger, which allows ``allowed`` seconds, allows ``seconds``."""
@@ -143,13 +143,18 @@ class Capped(Controller):
 
     def _holds(self, ids: list[int], limits: list[int]) -> bool:
         """Returns whether the last decision holds: its caps may only have become smaller, and leave room for it."""
-        if self.step - self._since >= self.held.steps or ids != self._ids:
+        if self._age >= self.held.steps or ids != self._ids:
             return False
         if limits != self._caps and not all(
             budget <= limit <= cap for budget, limit, cap in zip(self.held.budgets, limits, self._caps, strict=True)
         ):
             return False
         return not self.ledger or not self.held.worst or self.held.worst <= self.ledger.cap(self.costs, len(ids))
+
+
+def requested(contexts: Sequence[Context], limits: Sequence[int]) -> list[int]:
+    """Returns the budgets of a step in which only requests that ask for a draft length draft."""
+    return [0 if context.depth is None else limit for context, limit in zip(contexts, limits, strict=True)]
 
 
 def nodes_of(lengths: Sequence[int]) -> tuple[Array, Array]:

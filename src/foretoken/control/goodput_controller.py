@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foretoken.control.capped import Batch, Capped, Decision, affordable, worst_case
+from foretoken.control.capped import Batch, Capped, Decision, affordable, requested, worst_case
 from foretoken.control.goodput import Candidate, goodput, promising
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
@@ -49,11 +49,10 @@ class Goodput(Capped):
 
     def decide(self, batch: Batch) -> Decision:
         """Returns the budgets of a batch: those of ``goodput``, and a trial where one is due."""
-        contexts, budgets, tuning = batch.contexts, batch.requested(), self.tuning
+        contexts, budgets, tuning = batch.contexts, requested(batch.contexts, batch.caps), self.tuning
         records = {i: self._record(contexts[i]) for i in batch.own}
-        until_plain = self.costs.steps_until_plain(batch.size)
-        if not batch.own or until_plain <= 0:
-            return Decision(budgets, 1 if batch.own else tuning.hold_none)
+        if not batch.own:
+            return Decision(budgets, tuning.hold_none)
         if not self.costs.ready:
             return self._first_draft(batch, budgets)
         forced = sum(budgets)
@@ -76,11 +75,11 @@ class Goodput(Capped):
             short = float(losses[0])
         if not all(context.generated for context in contexts):
             return Decision(budgets, 1)
-        steps = min(tuning.hold, until_plain) if any(allocation.lengths) else tuning.hold_none
+        steps: float = tuning.hold if any(allocation.lengths) else tuning.hold_none
         if short:
             steps = min(steps, self.steps_until(short, batch.allowed))
-        waits = [self._left(records[i]) for i in idle if i != place]
-        return Decision(budgets, min([steps, *(max(1, wait) for wait in waits)]), worst)
+        waits = [left for i in idle if (left := self._left(records[i])) > 0]  # the others wait for the ledger
+        return Decision(budgets, min([steps, *waits]), worst)
 
     def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
         super().observe(contexts, steps)

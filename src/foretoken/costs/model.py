@@ -157,13 +157,13 @@ class CostModel:
         seconds, count = self._missed
         return tokens * seconds / count if count else 0.0
 
-    def steps_until_plain(self, batch: int) -> float:
-        """Returns how many steps may draft before a plain step has to be timed; at most 0 if it is due."""
+    def plain_due(self, batch: int) -> bool:
+        """Returns whether a plain step has to be timed before other steps draft."""
         tuning = self.tuning
         enough = 1.0 if self._plain.weight > tuning.first_plain else tuning.first_plain
         if self._plain.weight_near(batch, batch // 8) < enough:
-            return 0.0
-        return tuning.refresh + tuning.patience * max(0.0, self._speedup - 1.0) - self._since_plain
+            return True
+        return self._since_plain >= tuning.refresh + tuning.patience * max(0.0, self._speedup - 1.0)
 
     def _drafting_curve(self, bits: int) -> Curve:
         return self._drafting.setdefault(bits, Curve(origin=True, tuning=self.tuning))
