@@ -13,7 +13,7 @@ from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.detokenize import Detokenizer
-from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, TokenizedPrompt, check_characters
+from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, TokenizedPrompt
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import TextStopping
