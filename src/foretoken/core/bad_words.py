@@ -31,7 +31,7 @@ class BadWordsLookup:
     """
 
     alone: NDArray[np.int64]
-    prefixes: dict[int, tuple[NDArray[np.bytes_], NDArray[np.int64]]]
+    prefixes: dict[int, tuple[NDArray[np.bytes_], NDArray[np.int32]]]
     lengths: NDArray[np.int64]
 
 
@@ -46,8 +46,8 @@ class BadWords(Sequence[tuple[int, ...]]):
         listed = [tuple(word) for word in words]
         if () in listed:
             raise InvalidRequest("bad_words holds a word without tokens; each needs at least one")
-        self._tokens = np.fromiter((token for word in listed for token in word), np.int64)
-        self._ends = np.cumsum([0, *map(len, listed)])
+        self._tokens = np.fromiter((token for word in listed for token in word), np.int32)
+        self._ends = np.cumsum([0, *map(len, listed)], dtype=np.int32)
 
     @classmethod
     def of(cls, words: Iterable[Sequence[int]]) -> BadWords:
@@ -88,7 +88,7 @@ class BadWords(Sequence[tuple[int, ...]]):
         if latest is None or not len(lookup.lengths):
             return lookup.alone
         first, last = np.searchsorted(lookup.lengths, (latest << 32, (latest + 1) << 32)).tolist()
-        banned = [lookup.alone]
+        banned: list[NDArray[Any]] = [lookup.alone]
         for length in (lookup.lengths[first:last] & 0xFFFFFFFF).tolist():
             committed = max(0, length - len(path))
             if committed <= len(tokens):
@@ -96,7 +96,7 @@ class BadWords(Sequence[tuple[int, ...]]):
                 keys, lasts = lookup.prefixes[length]
                 key = np.array(tail, _KEY).view(keys.dtype)
                 banned.append(lasts[np.searchsorted(keys, key, "left")[0] : np.searchsorted(keys, key, "right")[0]])
-        return np.concatenate(banned)
+        return np.concatenate(banned, dtype=np.int64)
 
     @cached_property
     def lookup(self) -> BadWordsLookup:
@@ -111,5 +111,5 @@ class BadWords(Sequence[tuple[int, ...]]):
             order = np.argsort(keys, kind="stable")
             prefixes[length] = keys[order], lasts[chosen][order]
         longer = before > 0
-        lengths = np.unique(self._tokens[self._ends[1:][longer] - 2] << 32 | before[longer])
-        return BadWordsLookup(np.unique(lasts[~longer]), prefixes, lengths)
+        lengths = np.unique(self._tokens[self._ends[1:][longer] - 2].astype(np.int64) << 32 | before[longer])
+        return BadWordsLookup(np.unique(lasts[~longer]).astype(np.int64), prefixes, lengths)
