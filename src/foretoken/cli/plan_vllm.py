@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from foretoken.plan.outcome import Plan
-    from foretoken.plan.vllm import VllmCandidate
-    from foretoken.plan.vllm_runs import Bench
+    from foretoken.plan.vllm.planning import VllmCandidate
+    from foretoken.plan.vllm.runs import Bench
 
 OURS = "foretoken.interop_vllm.VllmProposer"
 _FREE: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
@@ -37,7 +37,7 @@ def lanes(
     """
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import resolve
-    from foretoken.plan.vllm import VllmCandidate
+    from foretoken.plan.vllm.planning import VllmCandidate
 
     found = [VllmCandidate.of({"method": "draft_model", "model": str(resolve(draft))}) for draft in drafts]
     found += [_head(resolve(head), target) for head in heads]
@@ -61,7 +61,7 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import load_config
     from foretoken.plan.candidates import head_method
-    from foretoken.plan.vllm import VllmCandidate
+    from foretoken.plan.vllm.planning import VllmCandidate
 
     method = head_method(folder)
     if method not in ("eagle3", "eagle", "medusa"):
@@ -70,7 +70,7 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     with redirect_stdout(sys.stderr):
         convert(folder, out, to="vllm", target=str(target), force=True)
     heads = load_config(out).get("num_heads") if method == "medusa" else None  # one a position, so no deeper draft
-    deepest = {"most": heads} if heads else {}
+    deepest = {"max_depth": heads} if heads else {}
     return VllmCandidate.of({"method": method, "model": str(out)}, f"{method} {folder.name}", **deepest)
 
 
@@ -92,7 +92,7 @@ class Options:
     def bench(self, target: Path) -> Bench:
         """Raises InvalidRequest for what is not known, or is vLLM's own to be told."""
         from foretoken.core.errors import InvalidRequest
-        from foretoken.plan.vllm_runs import Bench
+        from foretoken.plan.vllm.runs import Bench
 
         if self.engine != "vllm":
             raise InvalidRequest(f"--engine {self.engine!r}: expected foretoken, or vllm, to which --engine-* belong")
@@ -122,8 +122,8 @@ def plan_for(
     from foretoken.bench.workloads import FUNCTIONS, load_prompts
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.plan.render import rendered
-    from foretoken.plan.vllm import planned, record
-    from foretoken.plan.vllm_runs import runs
+    from foretoken.plan.vllm.planning import record, vllm_plan
+    from foretoken.plan.vllm.runs import runs
 
     target = resolve(models[0])
     bench = options.bench(target)
@@ -139,7 +139,7 @@ def plan_for(
             f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True))  # fmt: skip
     facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
     source = f"{len(prompts)} of {file.name if file is not None else 'our own functions'}"
-    found = planned(chosen, measured, setting=facts, prompts=source)
+    found = vllm_plan(chosen, measured, setting=facts, prompts=source)
     console = wide_console(color)
     for part in rendered(found, lambda plan: _pastes(plan, chosen)):
         console.print(part, soft_wrap=not hasattr(part, "columns"))
@@ -172,7 +172,7 @@ def _object(option: str, text: str) -> dict[str, Any]:
 def _pastes(plan: Plan, known: Sequence[VllmCandidate]) -> Iterator[Text]:
     from rich.text import Text
 
-    from foretoken.plan.vllm import chosen
+    from foretoken.plan.vllm.planning import chosen
 
     if plan.best is None:
         yield Text("\nover everything asked about: do not speculate", style="bold yellow")

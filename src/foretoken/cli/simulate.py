@@ -16,7 +16,7 @@ from foretoken.cli.theme import ColorMode
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from foretoken.plan.simulate import Setting, SimulationResult, Sweep
+    from foretoken.plan.simulation.simulate import Setting, SimulationResult, Sweep
 
 UNITS = {"rtt": (1e3, " ms round trip"), "acceptance": (1.0, " acceptance"), "verifiers": (1.0, " target servers"),
          "draft-ms": (1e3, " ms a draft step")}  # fmt: skip
@@ -58,9 +58,9 @@ def simulate(
     Says what each gains over plain decoding, and where pipelining starts to pay.
     """
     check_places(json=json_file, html=html_file)
-    from foretoken.plan.simulate import STRATEGIES, Setting, pays
-    from foretoken.plan.simulate import simulate as simulated
-    from foretoken.plan.simulate import sweep as swept
+    from foretoken.plan.simulation.simulate import STRATEGIES, Setting, pays
+    from foretoken.plan.simulation.simulate import simulate as simulated
+    from foretoken.plan.simulation.simulate import sweep as swept
 
     setting = Setting(
         target_ms / 1e3, draft_ms / 1e3, tuple(acceptance or (0.8,)), depth,
@@ -89,7 +89,7 @@ def simulate(
 
 def _needed(target: float, draft: float, depth: int) -> int:
     from foretoken.core.checks import integer, number
-    from foretoken.plan.pipelines import servers_needed
+    from foretoken.plan.simulation.pipelines import servers_needed
 
     number("--target-ms", target, 0.0)
     number("--draft-ms", draft, 0.0)
@@ -153,11 +153,11 @@ def _gains(found: Sweep) -> Table:
 
 
 def _whether(outcomes: Sequence[SimulationResult]) -> str:
-    from foretoken.plan.simulate import pays, waiting
+    from foretoken.plan.simulation.simulate import min_speedup, pays
 
     best = pays(outcomes)
     if best is not None:
-        gain = best.over_plain / waiting(outcomes)
+        gain = best.over_plain / min_speedup(outcomes)
         return (
             f"Pipelining pays here: {best.strategy} is {best.over_plain:.2f}x plain, {gain:.2f}x the best that waits."
         )
@@ -166,7 +166,7 @@ def _whether(outcomes: Sequence[SimulationResult]) -> str:
 
 def _where(found: Sweep) -> str:
     """From which value, or up to which, it pays: ranges of neighbouring values."""
-    from foretoken.plan.simulate import pays
+    from foretoken.plan.simulation.simulate import pays
 
     scale, unit = UNITS[found.by]
     pairs = sorted(zip(found.values, found.outcomes, strict=True), key=lambda pair: pair[0])

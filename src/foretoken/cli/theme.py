@@ -20,7 +20,7 @@ class ColorMode(StrEnum):
     NEVER = "never"
 
 
-class Origin(StrEnum):
+class TokenOrigin(StrEnum):
     """Who a piece of text came from."""
 
     ACCEPTED = "accepted"  # drafted, and accepted by the target
@@ -28,8 +28,8 @@ class Origin(StrEnum):
     TARGET = "target"  # the target's own: a correction, a bonus, or plain decoding
 
 
-STYLES = {Origin.ACCEPTED: "green", Origin.REJECTED: "strike dim", Origin.TARGET: "bold"}
-MARKS = {Origin.ACCEPTED: ("«", "»"), Origin.REJECTED: ("~~", "~~"), Origin.TARGET: ("", "")}
+STYLES = {TokenOrigin.ACCEPTED: "green", TokenOrigin.REJECTED: "strike dim", TokenOrigin.TARGET: "bold"}
+MARKS = {TokenOrigin.ACCEPTED: ("«", "»"), TokenOrigin.REJECTED: ("~~", "~~"), TokenOrigin.TARGET: ("", "")}
 
 
 def console(mode: ColorMode, *, stderr: bool = False) -> Console:

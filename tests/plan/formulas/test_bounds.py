@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.plan import acceptance, bounds
+from foretoken.plan.formulas import acceptance, bounds
 
 relaxed = settings(max_examples=25, deadline=None, derandomize=True)
 ROUNDING = 1e-9

@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.control.heads import random_head
+from tests.propose.stopping.heads import random_head
 
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.control.entropy import EntropyConfig, EntropyStop
-from foretoken.control.learned import AcceptanceHead, LearnedStop, features
-from foretoken.control.margin import MarginConfig, MarginEstimate, MarginStop, logistic, margin
-from foretoken.control.stops import Stop, check, make
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
@@ -26,6 +22,10 @@ from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
 from foretoken.models.toy import ToyModel
 from foretoken.propose.draft_model import DraftModel
+from foretoken.propose.stopping.base import Stop, check, make
+from foretoken.propose.stopping.entropy import EntropyConfig, EntropyStop
+from foretoken.propose.stopping.learned import AcceptanceHead, LearnedStop, features
+from foretoken.propose.stopping.margin import MarginConfig, MarginEstimate, MarginStop, logistic, margin
 from foretoken.train.acceptance_head import auc
 
 TOY = ToyModel(8)

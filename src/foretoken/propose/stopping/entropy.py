@@ -1,4 +1,4 @@
-"""Stop where the draft does not know how to go on (AdaEDL, 2410.18351): by the entropy of its law alone."""
+"""Ends a draft where its distribution has high entropy (AdaEDL, arXiv 2410.18351)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.control.stops import Gate, Rule, Stop
 from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.models.base import Model
+from foretoken.propose.stopping.base import Gate, Stop, StopRule
 
 
 @dataclass(frozen=True, slots=True)
 class EntropyConfig:
-    """The draft ends where 1 - sqrt(coefficient H(q)), an estimate of its acceptance, is under ``threshold``.
+    """The draft ends where 1 - sqrt(coefficient H(q)), a lower bound of its acceptance rate, is below ``threshold``.
 
-    H in nats. coefficient: from the paper, which bounds the acceptance from below with it.
+    Attributes:
+        threshold: Between 0 and 1.
+        coefficient: Factor of the entropy H, which is in nats; the default is the paper's.
     """
 
     threshold: float = 0.1
@@ -30,7 +32,7 @@ class EntropyConfig:
 
 
 class EntropyStop(Stop):
-    """Every place is judged by itself, so one gate serves all drafts."""
+    """Each position is decided by itself, so one gate serves all drafts."""
 
     def __init__(self, config: EntropyConfig) -> None:
         self.config = config
@@ -39,14 +41,14 @@ class EntropyStop(Stop):
         return self
 
     def stops(self, row: Tensor, hidden: Tensor | None) -> bool:
-        """See ``Gate``."""
+        """Returns whether the draft ends here, see ``Gate``."""
         entropy = float(torch.special.entr(row).sum())
         return 1.0 - math.sqrt(self.config.coefficient * entropy) < self.config.threshold
 
 
 def build(config: EntropyConfig, model: Model) -> EntropyStop:
-    """Whatever the model."""
+    """Returns the rule; it does not depend on the model."""
     return EntropyStop(config)
 
 
-RULE = Rule(EntropyConfig, build)
+RULE = StopRule(EntropyConfig, build)

@@ -1,7 +1,7 @@
-"""Stop where all drafted tokens and the next one will hardly stand, as learned from what was verified.
+"""Ends a draft where the next token is unlikely to be accepted, as learned from earlier verdicts.
 
-P(accepted at depth k) = sigmoid(w_k m + b_k), m the log of q's largest probability over its second. Two numbers a depth
-are learned within tens of rounds, follow the text as it changes, and need no training beforehand.
+P(accepted at depth k) = sigmoid(w_k m + b_k), where the margin m is the log of q's largest probability over its second.
+The two numbers of a depth are learned within tens of steps, follow the text, and need no training beforehand.
 """
 
 from __future__ import annotations
@@ -14,32 +14,35 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.control.stops import Gate, Rule, Stop
 from foretoken.core.checks import integer, number
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
 from foretoken.models.base import Model
+from foretoken.propose.stopping.base import Gate, Stop, StopRule
 
-_LARGEST = 16.0  # a margin that says all there is to say; filters make infinite ones
-_KEPT = 2048  # newest outcomes that a fit is made of
-_DEPTHS = 16  # depths with numbers of their own; deeper places share the last one's
-_EVERY = 16  # drafts between fits at first; later an eighth of all drafts so far, at most _SELDOM
-_SELDOM = 64
-_ITERATIONS = 30  # at most; from the last fit two or three do
-# Gaussian priors as (centre, precision): a margin says little at first, and a depth is about like the others.
+_MAX_MARGIN = 16.0  # filters make infinite margins; beyond this they carry no information
+_KEPT = 2048  # a fit uses the newest outcomes
+_DEPTHS = 16  # depths with a fit of their own; deeper positions share the last one's
+_MIN_INTERVAL = 16  # drafts between fits at first; later an eighth of all drafts so far, at most _MAX_INTERVAL
+_MAX_INTERVAL = 64
+_ITERATIONS = 30  # maximum; from the previous fit two or three suffice
+# Gaussian priors as (centre, precision): weak over all depths, and each depth is expected to be like the others.
 _START = np.array([0.5, 0.0])
 _WEAK = np.array([1.0, 1.0])
-_LIKE_THE_OTHERS = np.array([50.0, 8.0])  # about what fifty outcomes say
+_LIKE_THE_OTHERS = np.array([50.0, 8.0])  # about the weight of fifty outcomes
 
 Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class MarginConfig:
-    """The draft ends where the chance that all its tokens and the next one stand is under ``threshold``.
+    """The draft ends where the probability that all its tokens and the next are accepted is below ``threshold``.
 
-    warmup: drafts that run to their end before the first one is cut, or only easy places would ever be seen.
-    probe: later one draft in so many runs to its end, so that the estimate can recover.
+    Attributes:
+        threshold: Between 0 and 1.
+        warmup: Drafts that use their whole budget before the first one is cut. Otherwise only easy positions would be
+            observed.
+        probe: Later one draft in ``probe`` uses its whole budget, so that the estimate can recover.
     """
 
     threshold: float = 0.1
@@ -53,19 +56,24 @@ class MarginConfig:
 
 
 def margin(row: Tensor) -> float:
-    """log of the largest probability of ``row`` [V] over the second, at most 16; 16 where there is no second."""
+    """Returns log(largest / second probability) of ``row`` [V], at most 16; 16 where there is no second."""
     if row.shape[-1] < 2:
-        return _LARGEST
+        return _MAX_MARGIN
     first, second = row.topk(2).values.tolist()
-    return min(_LARGEST, math.log(first / second)) if second > first * math.exp(-_LARGEST) else _LARGEST
+    return min(_MAX_MARGIN, math.log(first / second)) if second > first * math.exp(-_MAX_MARGIN) else _MAX_MARGIN
 
 
 @dataclass(slots=True)
 class MarginEstimate:
-    """The acceptance of one kind of request by depth (from 0) and margin.
+    """Acceptance rate of one kind of request by depth (from 0) and margin.
 
-    outcomes: (depth, margin, accepted), only of places that were reached: what is below a rejection is not known.
-    pooled: (w, b) over all depths, which a depth falls back on. fits: (w, b) by depth.
+    Attributes:
+        outcomes: (depth, margin, accepted) of positions that were reached. Below a rejection nothing is known.
+        pooled: (w, b) over all depths, the prior of each depth.
+        fits: (w, b) by depth.
+        begun: Drafts that began.
+        observed: Drafts whose outcome is known.
+        fitted: ``observed`` at the last fit.
     """
 
     outcomes: deque[tuple[int, float, bool]] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -76,21 +84,21 @@ class MarginEstimate:
     fitted: int = 0
 
     def chance(self, depth: int, margin: float) -> float:
-        """P(the token drawn at ``depth`` is accepted | those above it are)."""
+        """Returns P(the token drawn at ``depth`` is accepted | its ancestors are)."""
         depth = min(depth, _DEPTHS - 1)
         w, b = self.fits[depth] if depth < len(self.fits) else self.pooled
         return 1.0 / (1.0 + math.exp(-min(500.0, max(-500.0, float(w) * margin + float(b)))))
 
     def learn(self, margins: list[float], accepted: int) -> None:
-        """A draft of ``len(margins)`` tokens of which ``accepted`` were; refits when enough are new."""
+        """Records a draft of ``len(margins)`` tokens, ``accepted`` of which were accepted. Refits at intervals."""
         for depth, value in enumerate(margins[: accepted + 1]):
             self.outcomes.append((min(depth, _DEPTHS - 1), value, depth < accepted))
         self.observed += 1
-        if self.observed - self.fitted >= min(_SELDOM, max(_EVERY, self.observed // 8)):
+        if self.observed - self.fitted >= min(_MAX_INTERVAL, max(_MIN_INTERVAL, self.observed // 8)):
             self.refit()
 
     def refit(self) -> None:
-        """Newton steps from the last fit: the pooled one first, then each depth's around it."""
+        """Runs Newton steps from the last fit: over all depths first, then for each depth with that as its prior."""
         self.fitted = self.observed
         if not self.outcomes:
             return
@@ -104,9 +112,16 @@ class MarginEstimate:
 
 
 def logistic(x: Reals, y: Reals, start: Reals, centre: Reals, precision: Reals) -> Reals:
-    """The (w, b) that maximise sum log P(y | sigmoid(w x + b)) under a Gaussian prior. x, y: [N], y from 0 to 1.
+    """Returns the (w, b) that maximise sum log P(y | sigmoid(w x + b)) under a Gaussian prior.
 
-    Newton's method, halving a step that goes too far: the objective is concave, so it always arrives.
+    Newton's method with step halving; the objective is concave, so it converges.
+
+    Args:
+        x: [N].
+        y: [N], between 0 and 1.
+        start: First (w, b).
+        centre: Mean of the prior.
+        precision: Precision of the prior.
     """
 
     def objective(theta: Reals) -> float:
@@ -122,11 +137,11 @@ def logistic(x: Reals, y: Reals, start: Reals, centre: Reals, precision: Reals) 
         gradient = np.array([(off * x).sum(), off.sum()]) - precision * (theta - centre)
         curvature = np.array([[(wx * x).sum(), wx.sum()], [wx.sum(), weight.sum()]]) + np.diag(precision)
         step = np.linalg.solve(curvature, gradient)
-        while (found := objective(theta + step)) < best and np.abs(step).max() > 1e-9:
+        while (value := objective(theta + step)) < best and np.abs(step).max() > 1e-9:
             step = step / 2
-        if found <= best:
+        if value <= best:
             break
-        gain, theta, best = found - best, theta + step, found
+        gain, theta, best = value - best, theta + step, value
         if gain < 1e-6 * (1.0 + abs(best)):
             break
     return theta
@@ -134,7 +149,7 @@ def logistic(x: Reals, y: Reals, start: Reals, centre: Reals, precision: Reals) 
 
 @dataclass(slots=True)
 class _MarginDraft:
-    """One draft. full: it runs to its end, whatever the estimate says."""
+    """One draft. A ``full`` one uses its whole budget, whatever the estimate."""
 
     estimate: MarginEstimate
     threshold: float
@@ -150,10 +165,10 @@ class _MarginDraft:
 
 
 class MarginStop(Stop):
-    """Learns from all sequences. Requests that are verified by other rules are of other kinds and learn apart.
+    """Learns from all sequences, separately for each kind of verification.
 
-    Where a draft ends depends on what was verified in any request before, never on what is drawn now: the law of each
-    request stays the target's.
+    The end of a draft depends on earlier verdicts of any request, never on the current draw, so the distribution of
+    each request stays the target's.
     """
 
     def __init__(self, config: MarginConfig) -> None:
@@ -179,8 +194,8 @@ class MarginStop(Stop):
 
 
 def build(config: MarginConfig, model: Model) -> MarginStop:
-    """Whatever the model."""
+    """Returns the rule; it does not depend on the model."""
     return MarginStop(config)
 
 
-RULE = Rule(MarginConfig, build)
+RULE = StopRule(MarginConfig, build)

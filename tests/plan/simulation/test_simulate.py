@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan import pipelines
-from foretoken.plan.simulate import STRATEGIES, Setting, pays, simulate, sweep
+from foretoken.plan.simulation import pipelines
+from foretoken.plan.simulation.simulate import STRATEGIES, Setting, pays, simulate, sweep
 
 TARGET = 0.030
 

@@ -1,4 +1,4 @@
-"""Stop by a trained head on the draft's hidden state (SpecDec++, 2405.19715), see ``foretoken train acceptance``."""
+"""Ends a draft by a head on its hidden states (SpecDec++, arXiv 2405.19715), see ``foretoken train acceptance``."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.control.stops import Gate, Rule, Stop
 from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
+from foretoken.propose.stopping.base import Gate, Stop, StopRule
 
 MODEL_TYPE = "foretoken_acceptance"
-EXTRA = 3  # features beside the hidden state
+EXTRA = 3  # number of features beside the hidden state
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedConfig:
-    """The draft ends where 1 - prod a_i is over ``threshold``, a_i the head's acceptance at every place so far.
+    """The draft ends where 1 - prod a_i exceeds ``threshold``; a_i is the head's acceptance probability at position i.
 
-    model: the head's folder.
+    Attributes:
+        model: The head's folder.
+        threshold: Between 0 and 1.
     """
 
     model: str | Path = ""
@@ -39,8 +41,14 @@ class LearnedConfig:
 
 
 def features(hidden: Tensor, rows: Tensor, greedy: bool) -> Tensor:
-    """What the head reads: float32 [N, H + 3], the states [N, H], and of the laws [N, V] the root of the entropy and
-    the largest probability. greedy: the laws are those of greedy drafts at temperature 1.
+    """Returns the head's input: float32 [N, H + 3].
+
+    It holds the hidden states, the square root of the entropy, the largest probability, and whether drafts are greedy.
+
+    Args:
+        hidden: [N, H], hidden states.
+        rows: [N, V], draft distributions; of greedy drafts, those at temperature 1.
+        greedy: Whether the drafts are greedy.
     """
     entropy = torch.special.entr(rows).sum(-1, keepdim=True)
     kind = torch.full_like(entropy, float(greedy))
@@ -58,11 +66,12 @@ class AcceptanceHead:
 
     @property
     def hidden_size(self) -> int:
+        """Width of the hidden states that the head was trained for."""
         return int(self.up.shape[1]) - EXTRA
 
     @staticmethod
     def load(path: Path, device: torch.device) -> AcceptanceHead:
-        """Raises ModelLoadError for other checkpoints and for damaged ones."""
+        """Returns the head of a folder. Raises ModelLoadError where it holds none, or a damaged one."""
         config = load_config(path)
         hidden, units = config.get("hidden_size"), config.get("intermediate_size")
         if config.get("model_type") != MODEL_TYPE or not isinstance(hidden, int) or not isinstance(units, int):
@@ -83,7 +92,7 @@ class AcceptanceHead:
         return AcceptanceHead(*(weights[name].to(device, torch.float32) for name in shapes))
 
     def chances(self, x: Tensor) -> Tensor:
-        """[N, H + 3] -> the chance of each to be accepted, [N]"""
+        """Returns the acceptance probability [N] of features ``x`` [N, H + 3]."""
         return F.linear(F.silu(F.linear(x, self.up, self.bias)), self.down, self.offset).sigmoid()[:, 0]
 
 
@@ -102,7 +111,7 @@ class _LearnedDraft:
 
 
 class LearnedStop(Stop):
-    """Every draft is judged by ``head`` alone."""
+    """Ends drafts by ``head`` alone."""
 
     hidden = True
 
@@ -114,7 +123,7 @@ class LearnedStop(Stop):
 
 
 def build(config: LearnedConfig, model: Model) -> LearnedStop:
-    """The head that "model" names, if it was trained for states as wide as the draft's."""
+    """Returns the rule. Raises InvalidRequest where the head was trained for hidden states of another width."""
     head = AcceptanceHead.load(resolve(config.model), model.device)
     if head.hidden_size != model.hidden_size:
         raise InvalidRequest(
@@ -124,4 +133,4 @@ def build(config: LearnedConfig, model: Model) -> LearnedStop:
     return LearnedStop(head, config)
 
 
-RULE = Rule(LearnedConfig, build)
+RULE = StopRule(LearnedConfig, build)

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.control.heads import random_head
+from tests.propose.stopping.heads import random_head
 
 from foretoken import LLM, SamplingParams
-from foretoken.control.margin import MarginEstimate, MarginStop
-from foretoken.control.stops import Stop
 from foretoken.core.context import Context, Exactness
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -26,6 +24,8 @@ from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Observation
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.early_exit import EarlyExitConfig
+from foretoken.propose.stopping.base import Stop
+from foretoken.propose.stopping.margin import MarginEstimate, MarginStop
 from foretoken.propose.vocabulary import VocabularyConfig
 
 DRAFT = ToyModel(vocab_size=7, order=2, seed=1, sharpness=2.0)
