@@ -36,7 +36,7 @@ def plan() -> dict[str, Any]:
                         "batch": batch, "tokens_per_pass": tokens, "tokens_per_pass_low": tokens * 0.95,
                         "tokens_per_pass_high": tokens * 1.05,
                         "speedup": tokens / cost, "low": tokens / cost * 0.92, "high": tokens / cost * 1.09,
-                        "end_to_end": tokens / cost * 0.9, "round_seconds": 0.02 * cost, "draft_seconds": 0.001,
+                        "end_to_end": tokens / cost * 0.9, "step_seconds": 0.02 * cost, "draft_seconds": 0.001,
                         "plain_seconds": 0.02, "acceptance": [alpha**k for k in range(1, depth + 1)],
                         "estimator": "law", "requests": 12, "best": False,
                     })  # fmt: skip
@@ -142,12 +142,12 @@ class Letters:
         return "".join(self.words[i] for i in kept)
 
 
-def pieces(tokenizer: Letters, rounds: int = 12, finish: str | None = "length", words: int = 16) -> list[StreamPiece]:
+def pieces(tokenizer: Letters, steps: int = 12, finish: str | None = "length", words: int = 16) -> list[StreamPiece]:
     """Chains of three that were drawn: in turn all, two, one and none of them are accepted."""
     q = torch.full((4, len(tokenizer.words)), 1.0 / len(tokenizer.words))
     made: list[StreamPiece] = []
     emitted: list[int] = []
-    for number in range(rounds):
+    for number in range(steps):
         ids = [(len(emitted) + k) % words for k in range(3)]
         landed = 3 - number % 4
         draft = Draft.chain(
@@ -155,22 +155,22 @@ def pieces(tokenizer: Letters, rounds: int = 12, finish: str | None = "length", 
         )
         own = (len(emitted) + landed) % words
         tokens = (*ids[:landed], own)
-        last = number == rounds - 1
+        last = number == steps - 1
         timings = Timings(0.001, 0.03 if number == 0 else 0.004, 0.0005, 0.0002, 1)
         step = StepOutput(
             0, len(emitted), draft, Verdict(tuple(range(landed)), own), tokens, timings, finish if last else None
         )
         emitted += tokens
         text = tokenizer.decode(list(tokens))
-        output = _output(tokenizer, emitted, rounds, finish) if last else None
+        output = _output(tokenizer, emitted, steps, finish) if last else None
         made.append(StreamPiece(0, 0, text, tokens, step, output))
     return made
 
 
-def _output(tokenizer: Letters, emitted: list[int], rounds: int, finish: str | None) -> CompletionOutput:
+def _output(tokenizer: Letters, emitted: list[int], steps: int, finish: str | None) -> CompletionOutput:
     logprobs = tuple(
         {i: Logprob(math.log(0.5), 1, tokenizer.words[i]), (i + 5) % 16: Logprob(math.log(0.25), 2, "other")}
         for i in emitted
     )
-    stats = SpeculationStats(rounds, rounds, 3 * rounds, len(emitted) - rounds, len(emitted), 0.1)
+    stats = SpeculationStats(steps, steps, 3 * steps, len(emitted) - steps, len(emitted), 0.1)
     return CompletionOutput(0, tokenizer.decode(emitted), tuple(emitted), finish, None, logprobs, stats)

@@ -32,7 +32,7 @@ def page(plan: Mapping[str, Any]) -> str:
             section("Speed-up by depth", grid(*(_depths(rows, p) for p in places))),
             section("What to paste", *_pastes(record(plan.get("exports")))),
             *(_table([row for row in rows if _place(row) == place], place) for place in places),
-            section("Drafting on another machine, simulated", *_elsewhere(mappings(plan.get("elsewhere")))),
+            section("Drafting on another machine, simulated", *_elsewhere(mappings(plan.get("remote_drafting")))),
             section("Acceptance by position", grid(*(_positions(rows, p) for p in places))),
             section("What a pass costs", curves(mappings(plan.get("costs")))),
             section("Which cheap statistics foretell acceptance", *_predictors(record(plan.get("predictors")))),
@@ -128,7 +128,7 @@ def _table(rows: Sequence[Row], place: Place) -> Html:
         (
             _name(row), _drafts(row), times(number(row.get("speedup"))), _span(row),
             times(number(row.get("end_to_end"))), figure(number(row.get("tokens_per_pass"))),
-            _span(row, "tokens_per_pass_low", "tokens_per_pass_high"), milliseconds(row.get("round_seconds")),
+            _span(row, "tokens_per_pass_low", "tokens_per_pass_high"), milliseconds(row.get("step_seconds")),
         )
         for row in ordered
     ]  # fmt: skip
@@ -141,7 +141,7 @@ def _elsewhere(found: Sequence[Mapping[str, Any]]) -> list[Html]:
     """Every way to use a draft model that is a round trip away, beside drafting here."""
     if not found:
         return []
-    ways = [mappings(each.get("ways")) for each in found]
+    ways = [mappings(each.get("options")) for each in found]
     heads = ("draft", "temperature", "round trip, ms", *(_where(way) for way in ways[0]))
     cells = [
         (each.get("name"), figure(number(each.get("temperature"))), figure(1e3 * (number(each.get("rtt")) or 0.0)),
