@@ -65,7 +65,7 @@ def test_names_of_built_in_methods_stay_theirs(name):
 
 def test_an_unknown_name_is_refused_with_all_known_ones():
     register("repeat", METHOD)
-    with pytest.raises(InvalidRequest, match="'telepathy' is not known; known: draft_model, .*repeat, none"):
+    with pytest.raises(InvalidRequest, match=r"'telepathy' is not known; known: draft_model, .*repeat, none"):
         check_method("telepathy")
 
 
