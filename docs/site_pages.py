@@ -29,7 +29,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by MkDocs for every page: links to pages of the root lead to their copies."""
     for name, page in ROOT_PAGES.items():
-        markdown = markdown.replace(f"](../{name}", f"]({page}")
+        markdown = markdown.replace(f"](../../{name}", f"](../{page}").replace(f"](../{name}", f"]({page}")
     return markdown.replace(MARKER, reference()) if MARKER in markdown else markdown
 
 
