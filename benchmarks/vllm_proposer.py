@@ -23,7 +23,7 @@ from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm_rounds import VllmStepTimes
+from foretoken.bench.peers.vllm_steps import VllmStepTimes
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.cli.plan_vllm import OURS
@@ -61,10 +61,10 @@ def ask_all(
     asked: PromptCompleter, prompts: Sequence[Ids], depth: int, max_tokens: int, batch: int, what: str
 ) -> list[VllmStepTimes]:
     """After one that warms up, and whose text is forgotten."""
-    asked.rounds(PeerRequest([prompts[0]], 8, depth=depth))
-    asked.rounds(PeerRequest([], 0, depth=depth))
+    asked.complete(PeerRequest([prompts[0]], 8, depth=depth))
+    asked.complete(PeerRequest([], 0, depth=depth))
     groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
-    return [asked.rounds(PeerRequest(group, max_tokens, depth=depth)) for group in track(groups, what)]
+    return [asked.complete(PeerRequest(group, max_tokens, depth=depth)) for group in track(groups, what)]
 
 
 def texts(answers: Sequence[VllmStepTimes]) -> list[Ids]:

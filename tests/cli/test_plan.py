@@ -98,9 +98,9 @@ def test_drafting_on_another_machine_is_foretold_beside_it(run, tiny_pair, cache
     command = (*short(tiny_pair), "--temperature", "0", "--rtt", "5")
     result = run(*command, "--json", str(files[0]), "--html", str(files[1]))
     assert result.code == 0, result.err
-    assert "drafting 5 ms away, speed-up over plain, simulated" in result.out
-    (found,) = json.loads(files[0].read_text())["elsewhere"]
-    assert [way["strategy"] for way in found["ways"]] == ["local", "si", "dsd", "pearl", "dsi"]
+    assert "drafting 5 ms away, speedup over plain, simulated" in result.out
+    (found,) = json.loads(files[0].read_text())["remote_drafting"]
+    assert [option["strategy"] for option in found["options"]] == ["local", "si", "dsd", "pearl", "dsi"]
     assert found["rtt"] == 0.005 and found["verdict"] in result.out
     assert "Drafting on another machine" in files[1].read_text()
 

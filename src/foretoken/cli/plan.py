@@ -81,9 +81,9 @@ def plan(
     from foretoken.plan.candidates import candidates
     from foretoken.plan.planner import PlanSettings
     from foretoken.plan.render import rendered
-    from foretoken.plan.simulation.remote_drafting import check, elsewhere
+    from foretoken.plan.simulation.remote_drafting import check_rtt, remote_drafting
 
-    check(rtt, batch or (1,))
+    check_rtt(rtt, batch or (1,))
     settings = PlanSettings(
         temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))), batches=tuple(dict.fromkeys(batch or (1,))),
         max_tokens=max_tokens, turns=turns, top_p=top_p,
@@ -94,7 +94,7 @@ def plan(
     with staged(notes) as say:
         found = _plan(target, chosen, prompts, count, settings, (dtype, quantization), say)
     if rtt is not None:
-        found = replace(found, elsewhere=elsewhere(found.rows, rtt / 1e3))
+        found = replace(found, remote_drafting=remote_drafting(found.rows, rtt / 1e3))
     for part in rendered(found):
         console.print(part, soft_wrap=not hasattr(part, "columns"))
     console.print(", ".join(f"{key} {value}" for key, value in found.setting.items()), style="dim", markup=False)

@@ -70,7 +70,7 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     with redirect_stdout(sys.stderr):
         convert(folder, out, to="vllm", target=str(target), force=True)
     heads = load_config(out).get("num_heads") if method == "medusa" else None  # one a position, so no deeper draft
-    deepest = {"most": heads} if heads else {}
+    deepest = {"max_depth": heads} if heads else {}
     return VllmCandidate.of({"method": method, "model": str(out)}, f"{method} {folder.name}", **deepest)
 
 
@@ -122,7 +122,7 @@ def plan_for(
     from foretoken.bench.workloads import FUNCTIONS, load_prompts
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.plan.render import rendered
-    from foretoken.plan.vllm.planning import planned, record
+    from foretoken.plan.vllm.planning import record, vllm_plan
     from foretoken.plan.vllm.runs import runs
 
     target = resolve(models[0])
@@ -139,7 +139,7 @@ def plan_for(
             f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True))  # fmt: skip
     facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
     source = f"{len(prompts)} of {file.name if file is not None else 'our own functions'}"
-    found = planned(chosen, measured, setting=facts, prompts=source)
+    found = vllm_plan(chosen, measured, setting=facts, prompts=source)
     console = wide_console(color)
     for part in rendered(found, lambda plan: _pastes(plan, chosen)):
         console.print(part, soft_wrap=not hasattr(part, "columns"))

@@ -153,11 +153,11 @@ def _gains(found: Sweep) -> Table:
 
 
 def _whether(outcomes: Sequence[SimulationResult]) -> str:
-    from foretoken.plan.simulation.simulate import pays, waiting
+    from foretoken.plan.simulation.simulate import min_speedup, pays
 
     best = pays(outcomes)
     if best is not None:
-        gain = best.over_plain / waiting(outcomes)
+        gain = best.over_plain / min_speedup(outcomes)
         return (
             f"Pipelining pays here: {best.strategy} is {best.over_plain:.2f}x plain, {gain:.2f}x the best that waits."
         )
