@@ -36,10 +36,10 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
-from foretoken.control.tempo import Tempo
+from foretoken.costs.model import CostModel
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
-from foretoken.engine.rehearsal import rehearse
+from foretoken.engine.warmup import warm_up
 from foretoken.propose.base import Proposer
 from foretoken.train.widen.checkpoint import scaled
 
@@ -146,10 +146,10 @@ class Sides:
         self.begin()
 
     def begin(self) -> None:
-        """A controller that knows nothing but the rehearsal."""
-        config, tempo = self.llm.speculative_config, Tempo()
-        rehearse(self.llm.target, self._proposer, tempo, config.most)
-        self._controller = config.controller(self.llm.target.device, tempo)
+        """A controller that knows nothing but the warm-up."""
+        config, costs = self.llm.speculative_config, CostModel()
+        warm_up(self.llm.target, self._proposer, costs, config.max_tokens)
+        self._controller = config.controller(self.llm.target.device, costs)
 
     def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Sum]:
         """One batch on both sides, round by round; ``first`` says who begins. -> by whether guarded"""
