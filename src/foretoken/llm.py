@@ -62,6 +62,7 @@ class LLM:
         tensor_parallel_size: Number of processes, started by torchrun, that share the target through transformers'
             modules. In the first process the constructor returns. In the others it serves the forward passes until the
             first process ends, and then raises SystemExit.
+        gguf_file: Name of a GGUF file in the target's folder or repository.
 
     Raises:
         InvalidRequest: An argument is not valid.
@@ -88,6 +89,7 @@ class LLM:
         enable_prefix_caching: bool = False,
         max_num_batched_tokens: PromptRows = None,
         tensor_parallel_size: int = 1,
+        gguf_file: str | None = None,
     ) -> None:
         integer("seed", seed, MIN_SEED, MAX_DERIVED_SEED)
         integer("max_num_seqs", max_num_seqs, 1, MAX_COUNT)
@@ -99,7 +101,7 @@ class LLM:
             if draft_model is None and config.model is None and config.method in (None, "draft_model"):
                 draft_model = zoo.path("draft")
         self.speculative_config = config = with_draft(config, draft_model)
-        path = resolve(model)
+        path = resolve(model, gguf_file)
         options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
         self.target: Model = load_model(
