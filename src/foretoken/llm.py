@@ -49,8 +49,8 @@ class LLM:
         backend: "native" is the compiled runtime, "hf" runs transformers' modules, "auto" takes the compiled runtime
             where it supports the architecture.
         max_num_seqs: Number of sequences in one forward pass. Further ones wait.
-        quantization: "int8" quantizes the target's weights, and activations row by row. The result is another target,
-            and decoding is exact with respect to it. None keeps the checkpoint's weights.
+        quantization: "int8" or "int4" quantizes the target's weights on loading, and activations row by row. The result
+            is another target, and decoding is exact with respect to it. None keeps the checkpoint's weights.
         adapt: Whether the draft model is trained in the background on verified tokens. True, or keys of
             ``AdaptConfig``.
         methods: Further methods, each a configuration or a method's name, that a request may choose by

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from foretoken.bench.costs import Loaded, PassCost
 
-Quantization = Annotated[str | None, typer.Option(help="Quantise the target: int8.")]
+Quantization = Annotated[str | None, typer.Option(help="Quantize the target: int8, int4 or int4-gN.")]
 Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
 PARTS = ("passes", "steps", "rounds", "startup")
 

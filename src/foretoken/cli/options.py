@@ -20,7 +20,7 @@ Speculation = Annotated[str | None, typer.Option(metavar="JSON", help='For insta
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Quantization = Annotated[
-    str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
+    str | None, typer.Option(help="int8 or int4: quantize the target's weights on loading. [as stored]")
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
 TensorParallel = Annotated[
