@@ -13,11 +13,11 @@ from typing import Any
 
 from foretoken import LLM, SamplingParams
 
-from .control.heads import random_head
 from .models.heads import tiny as heads
 from .models.seq2seq import tiny as seq2seq
 from .models.test_quantize import COMPRESSED, TORCHAO, store
 from .models.tiny import ARCHITECTURES, Tiny
+from .propose.stopping.heads import random_head
 from .propose.test_early_exit import trained as trained_exit
 
 MISSING = object()

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from foretoken.cli.render import Origins, Span, legend, marked, styled, summary
-from foretoken.cli.theme import Origin
+from foretoken.cli.theme import TokenOrigin
 from foretoken.core.draft import Draft
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
 from foretoken.outputs import SpeculationStats, StreamPiece
 
-A, R, T = Origin.ACCEPTED, Origin.REJECTED, Origin.TARGET
+A, R, T = TokenOrigin.ACCEPTED, TokenOrigin.REJECTED, TokenOrigin.TARGET
 
 
 class Letters:

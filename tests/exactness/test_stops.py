@@ -8,12 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.control.heads import random_head
+from tests.propose.stopping.heads import random_head
 
-from foretoken.control import stops
-from foretoken.control.entropy import EntropyConfig, EntropyStop
 from foretoken.control.fixed import Fixed
-from foretoken.control.margin import MarginEstimate, MarginStop
 from foretoken.core.context import Context, Exactness
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput
@@ -23,6 +20,9 @@ from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose import growers
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
+from foretoken.propose.stopping import base as stopping
+from foretoken.propose.stopping.entropy import EntropyConfig, EntropyStop
+from foretoken.propose.stopping.margin import MarginEstimate, MarginStop
 from foretoken.verify import choose
 
 from .enumerate import Branching, Text, outcomes, total_variation
@@ -42,7 +42,7 @@ Make = Callable[[ToyModel], DraftModel]
 def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Make]:
     """Rules that end some drafts of the toys at once, some later, some not at all."""
     head = random_head(tmp_path_factory.mktemp("stop") / "head", 8, scale=0.2)
-    learned_stop = stops.make({"rule": "learned", "model": head, "threshold": 0.6}, ToyModel())
+    learned_stop = stopping.make({"rule": "learned", "model": head, "threshold": 0.6}, ToyModel())
 
     def learned(target: ToyModel) -> DraftModel:
         made = draft(target, None)
@@ -76,7 +76,7 @@ def test_law_of_the_engine(rule, law, rejection, target, length, end, makers):
     lengths: set[tuple[int, int]] = set()  # drafted, and what there was room for
 
     class Noting(Fixed):
-        def observe(self, steps: list[StepOutput]) -> None:
+        def observe(self, contexts: list[Context], steps: list[StepOutput]) -> None:
             lengths.update((len(step.draft), min(depth, length - 1 - step.position)) for step in steps)
 
     def run(streams: Branching) -> Text:

@@ -12,8 +12,8 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
-from foretoken.plan.recorded import Recorded, Recording, record
-from foretoken.plan.texts import SampledText, told, write
+from foretoken.plan.replay import RecordedModel, Recording, record
+from foretoken.plan.texts import SampledText, teacher_forced, write
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
 WARM = SamplingLaw()
@@ -21,7 +21,7 @@ WARM = SamplingLaw()
 
 def test_rows_and_states_are_the_texts():
     text = write(TARGET, [[1, 2, 3], [2, 2, 1, 0]], WARM, 70)[1]
-    model = Recorded(TARGET, record(TARGET, [text], (0, 1)))
+    model = RecordedModel(TARGET, record(TARGET, [text], (0, 1)))
     handle, real = model.open(text.prompt), TARGET.open(text.prompt)
     wrong = (text.tokens[0] + 1) % 6
     tree = Draft(torch.tensor([text.tokens[0], wrong, text.tokens[1]]), (-1, -1, 0))
@@ -42,7 +42,7 @@ def test_rows_and_states_are_the_texts():
 def test_a_law_makes_its_rows_one_hot_whatever_it_asks():
     law = SamplingLaw(temperature=0.01, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.3, presence_penalty=2.0)
     (text,) = write(TARGET, [[1, 2, 3]], law, 12)
-    model = Recorded(TARGET, [Recording(text)])
+    model = RecordedModel(TARGET, [Recording(text)])
     (scores,) = model.score([model.open(text.prompt)], [Draft.chain(list(text.tokens[:5]))])
     context = Context(0, list(text.prompt), 3, law, Streams(0))
     probs = law.probs(scores.logits, context.histories(Draft.chain(list(text.tokens[:5]))))
@@ -51,7 +51,7 @@ def test_a_law_makes_its_rows_one_hot_whatever_it_asks():
 
 def test_texts_of_one_prompt_take_turns_and_others_are_refused():
     texts = [SampledText((1,), (2, 3), 4), SampledText((1,), (4, 5), 4)]
-    model = Recorded(TARGET, record(TARGET, texts))
+    model = RecordedModel(TARGET, record(TARGET, texts))
     firsts = [int(model.score([model.open([1])], [Draft.empty()])[0].logits.argmax()) for _ in range(3)]
     assert firsts == [2, 4, 2]
     with pytest.raises(InvalidRequest, match="not recorded"):
@@ -60,7 +60,7 @@ def test_texts_of_one_prompt_take_turns_and_others_are_refused():
 
 def test_teacher_forcing_says_what_decoding_said():
     (text,) = write(TARGET, [[1, 2, 3]], WARM, 150)
-    pieces = list(told(TARGET, text, (1,)))
+    pieces = list(teacher_forced(TARGET, text, (1,)))
     assert [len(piece.tokens) for piece in pieces] == [64, 64, 22]
     logits = torch.cat([piece.logits for piece in pieces])
     assert all(torch.equal(logits[i], TARGET.logits(text.whole[: 3 + i])) for i in range(150))
@@ -81,5 +81,5 @@ def test_states_of_a_prompt_are_read_where_its_rows_are_known(tiny_pair):
     (own,), (other,) = record(first, [text], (0, 2)), record(kept, [text], (0, 2))
     assert all(len(own.taps[layer]) == len(text.whole) - 1 for layer in (0, 2))
     assert all(torch.equal(own.taps[layer], other.taps[layer]) for layer in (0, 2))
-    pairs = zip(told(first, text), told(kept, text), strict=True)
+    pairs = zip(teacher_forced(first, text), teacher_forced(kept, text), strict=True)
     assert all(torch.equal(one.logits, two.logits) for one, two in pairs)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli.main import app
-from foretoken.control.learned import AcceptanceHead
 from foretoken.core.errors import InvalidRequest
+from foretoken.propose.stopping.learned import AcceptanceHead
 from foretoken.train import acceptance_head
 from foretoken.train.acceptance_head import (
     ACCEPTANCE_CONFIG,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from foretoken.cli.theme import MARKS, STYLES, Origin
+from foretoken.cli.theme import MARKS, STYLES, TokenOrigin
 from foretoken.engine.detokenize import Detokenizer, Tokenizer
 from foretoken.outputs import SpeculationStats, StreamPiece
 
@@ -19,7 +19,7 @@ class Span:
     """Consecutive characters of one origin."""
 
     text: str
-    origin: Origin
+    origin: TokenOrigin
 
 
 class Origins:
@@ -37,19 +37,19 @@ class Origins:
     def push(self, piece: StreamPiece) -> list[Span]:
         """The spans of ``piece.text``; what was drafted in vain stands before the token that replaced it."""
         for index, token in enumerate(piece.token_ids):
-            origin = Origin.ACCEPTED if index < piece.step.accepted else Origin.TARGET
+            origin = TokenOrigin.ACCEPTED if index < piece.step.accepted else TokenOrigin.TARGET
             self._waiting.append(Span(self._detokenizer.push(token), origin))
         spans = self._take(piece.text)
         rejected = [piece.step.draft.ids[node] for node in piece.step.rejected]
         if rejected:
-            at = next((i for i, span in enumerate(spans) if span.origin is Origin.TARGET), len(spans))
-            spans.insert(at, Span(self._tokenizer.decode(rejected), Origin.REJECTED))
+            at = next((i for i, span in enumerate(spans) if span.origin is TokenOrigin.TARGET), len(spans))
+            spans.insert(at, Span(self._tokenizer.decode(rejected), TokenOrigin.REJECTED))
         return spans
 
     def _take(self, text: str) -> list[Span]:
         spans: list[Span] = []
         while text:
-            known = self._waiting.popleft() if self._waiting else Span(text, Origin.TARGET)
+            known = self._waiting.popleft() if self._waiting else Span(text, TokenOrigin.TARGET)
             given, rest = known.text[: len(text)], known.text[len(text) :]
             if rest:
                 self._waiting.appendleft(Span(rest, known.origin))
@@ -63,7 +63,7 @@ def styled(spans: Iterable[Span], rejected: bool = True) -> Text:
     """Spans as rich text; line breaks in rejected drafts are shown as a sign, so that they break nothing."""
     text = Text()
     for span in spans:
-        if span.origin is not Origin.REJECTED:
+        if span.origin is not TokenOrigin.REJECTED:
             text.append(span.text, STYLES[span.origin])
         elif rejected:
             text.append(span.text.replace("\n", "⏎"), STYLES[span.origin])
@@ -74,7 +74,7 @@ def marked(spans: Iterable[Span]) -> str:
     """Spans as plain text with marks; neighbours of one origin share a mark."""
     merged: list[Span] = []
     for span in spans:
-        text = span.text.replace("\n", "⏎") if span.origin is Origin.REJECTED else span.text
+        text = span.text.replace("\n", "⏎") if span.origin is TokenOrigin.REJECTED else span.text
         if merged and merged[-1].origin is span.origin:
             merged[-1] = Span(merged[-1].text + text, span.origin)
         elif text:
@@ -85,9 +85,9 @@ def marked(spans: Iterable[Span]) -> str:
 def legend(coloured: bool) -> Text:
     """What the colours, or the marks, mean."""
     words = {
-        Origin.ACCEPTED: "draft, accepted",
-        Origin.REJECTED: "draft, rejected",
-        Origin.TARGET: "the target's own",
+        TokenOrigin.ACCEPTED: "draft, accepted",
+        TokenOrigin.REJECTED: "draft, rejected",
+        TokenOrigin.TARGET: "the target's own",
     }
     parts = [
         Text(word, STYLES[origin]) if coloured else Text(word.join(MARKS[origin])) for origin, word in words.items()
@@ -104,7 +104,7 @@ class Writer:
         self.at_line_start = True
 
     def write(self, spans: Sequence[Span]) -> None:
-        plain = "".join(span.text for span in spans if span.origin is not Origin.REJECTED)
+        plain = "".join(span.text for span in spans if span.origin is not TokenOrigin.REJECTED)
         if self._coloured:
             self._console.print(styled(spans, self._rejected), end="", soft_wrap=True)
         else:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+_UNFOLDED = 10_000  # columns
+
+
 class ColorMode(StrEnum):
     """``auto`` colours a terminal unless NO_COLOR is set (no-color.org)."""
 
@@ -20,7 +23,7 @@ class ColorMode(StrEnum):
     NEVER = "never"
 
 
-class Origin(StrEnum):
+class TokenOrigin(StrEnum):
     """Who a piece of text came from."""
 
     ACCEPTED = "accepted"  # drafted, and accepted by the target
@@ -28,8 +31,8 @@ class Origin(StrEnum):
     TARGET = "target"  # the target's own: a correction, a bonus, or plain decoding
 
 
-STYLES = {Origin.ACCEPTED: "green", Origin.REJECTED: "strike dim", Origin.TARGET: "bold"}
-MARKS = {Origin.ACCEPTED: ("«", "»"), Origin.REJECTED: ("~~", "~~"), Origin.TARGET: ("", "")}
+STYLES = {TokenOrigin.ACCEPTED: "green", TokenOrigin.REJECTED: "strike dim", TokenOrigin.TARGET: "bold"}
+MARKS = {TokenOrigin.ACCEPTED: ("«", "»"), TokenOrigin.REJECTED: ("~~", "~~"), TokenOrigin.TARGET: ("", "")}
 
 
 def console(mode: ColorMode, *, stderr: bool = False) -> Console:
@@ -41,6 +44,14 @@ def console(mode: ColorMode, *, stderr: bool = False) -> Console:
     if mode is ColorMode.NEVER or os.environ.get("NO_COLOR"):
         return Console(stderr=stderr, color_system=None, highlight=False)
     return Console(stderr=stderr, highlight=False)
+
+
+def wide_console(mode: ColorMode, *, stderr: bool = False) -> Console:
+    """Returns a console for tables, which are folded in a terminal alone, so that other programs read whole lines."""
+    made = console(mode, stderr=stderr)
+    if not made.is_terminal:
+        made.width = _UNFOLDED
+    return made
 
 
 def waiting(console: Console, text: str) -> AbstractContextManager[Any]:

@@ -1,38 +1,151 @@
-"""Tokens per pass by running the engine: over text that is there, or with the target itself.
+"""Tokens per step by running the engine: over recorded text, or with the target itself.
 
-Over recorded text (see ``recorded``) for fixed candidates and greedy requests, which costs no pass of the target; with
-the target for drawn trees, and for what learns from the target's rows. Chains of a draft model: see ``chains``.
+``RecordedModel`` stands in for the target and repeats a recorded text. Real proposers and the real engine run over it
+without a forward pass. For a greedy text, and for fixed candidates, the result is that of a real run: a greedy target
+continues its text whatever is proposed, and walk verification samples y from p at each node and descends to y. The text
+consists of such samples, so the paths through fixed candidates have the probabilities of any other run.
+
+Drawn trees, and proposers that learn from the target's logits, run with the target. Chains of a draft model: see
+``chains``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+
+import torch
+from torch import Tensor
 
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import Law
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, ProposalLaw
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
-from foretoken.models.base import Model
-from foretoken.plan.recorded import Recorded, Recording
+from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.plan.tally import AcceptanceEstimate, StepTally
-from foretoken.plan.texts import TOGETHER, SampledText, Start, contexts, silent
+from foretoken.plan.texts import BATCH, SampledText, Start, contexts, teacher_forced
 from foretoken.propose.base import Proposer
 from foretoken.verify import Verifier, choose
 
+_NEVER = -1e30  # finite, so that no sampling parameter turns it into NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A text, and the target's hidden states at its tokens by layer, [len(whole) - 1, H]."""
+
+    text: SampledText
+    taps: dict[int, Tensor] = field(default_factory=dict)
+
+
+def record(target: Model, texts: Sequence[SampledText], taps: Sequence[int] = ()) -> list[Recording]:
+    """Records the texts, with one teacher-forced pass each if hidden states of the layers ``taps`` are needed."""
+    if not taps:
+        return [Recording(text) for text in texts]
+    result = []
+    for text in texts:
+        chunks = [chunk.taps for chunk in teacher_forced(target, text, taps)]
+        result.append(Recording(text, {layer: torch.cat([chunk[layer] for chunk in chunks]) for layer in taps}))
+    return result
+
+
+class RecordedModel(Model):
+    """Stands in for ``target`` and repeats recorded texts.
+
+    Logits put all probability on the recorded token. Logits and hidden states below a draft token that is not in the
+    text are arbitrary, because no verdict reaches them. A prompt with several recordings opens them in turn.
+    """
+
+    def __init__(self, target: Model, recordings: Sequence[Recording]) -> None:
+        self.vocab_size, self.max_length = target.vocab_size, target.max_length
+        self.num_layers, self.hidden_size = target.num_layers, target.hidden_size
+        self.device, self.dtype = target.device, target.dtype
+        self.batch_invariant, self.source_length = True, target.source_length
+        self._recordings: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Recording]] = {}
+        for recording in recordings:
+            text = recording.text
+            self._recordings.setdefault((text.prompt, text.source), deque()).append(recording)
+        self._open: dict[int, Recording] = {}
+        self._slots = 0
+
+    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+        """Raises InvalidRequest for a prompt that was not recorded."""
+        known = self._recordings.get((tuple(prompt), tuple(source)))
+        if known is None:
+            raise InvalidRequest(f"a prompt of {len(prompt)} tokens was not recorded; replay those that were")
+        self._slots += 1
+        self._open[self._slots] = known[0]
+        known.rotate(-1)
+        return Handle(self._slots, list(prompt))
+
+    def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        return [self._score(handle, draft, taps) for handle, draft in zip(handles, drafts, strict=True)]
+
+    def _score(self, handle: Handle, draft: Draft, taps: Sequence[int]) -> Scores:
+        recording = self._open[handle.slot]
+        done, first = growing(handle, draft), handle.cached
+        nodes = range(-1 if handle.pending else done, len(draft))
+        whole, root = recording.text.whole, len(handle.tokens)
+        places = self._places(draft, whole, root)
+        logits = torch.full((len(nodes), self.vocab_size), _NEVER, device=self.device)
+        for row, node in enumerate(nodes):
+            at = root if node < 0 else places[node]
+            logits[row, whole[at] if at is not None and at < len(whole) else 0] = 0.0
+        handle.cached = root
+        handle.nodes[:], handle.parents[:] = draft.ids, draft.parents
+        computed = [*range(first, root), *(None if (at := places[n]) is None else at - 1 for n in nodes if n >= 0)]
+        return Scores(logits, {layer: _rows(recording.taps[layer], computed) for layer in taps}, first)
+
+    def _places(self, draft: Draft, whole: Sequence[int], root: int) -> list[int | None]:
+        """Returns for each node the length of the text up to and including it, None off the text."""
+        places: list[int | None] = []
+        for token, parent in zip(draft.ids, draft.parents, strict=True):
+            at = root if parent < 0 else places[parent]
+            follows = at is not None and at < len(whole) and whole[at] == token
+            places.append(at + 1 if follows and at is not None else None)
+        return places
+
+    def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
+        for handle, new in zip(handles, tokens, strict=True):
+            handle.advance(new)
+
+    def close(self, handle: Handle) -> None:
+        self._open.pop(handle.slot, None)
+
+
+def _rows(states: Tensor, places: Sequence[int | None]) -> Tensor:
+    """Returns the rows at ``places``, [places, H], zeros where there is none."""
+    known = [at if at is not None and at < len(states) else -1 for at in places]
+    rows = states[known]
+    rows[[i for i, at in enumerate(known) if at < 0]] = 0
+    return rows
+
 
 class NotReplayable(Exception):
-    """The proposer draws: its rounds cannot be read off a text."""
+    """The proposer samples its drafts, so its steps do not follow from a text."""
 
 
-def replayed(
-    target: Model, recordings: Sequence[Recording], proposer: Proposer, law: Law, depth: int, together: int = TOGETHER
+def replay_estimate(
+    target: Model, recordings: Sequence[Recording], proposer: Proposer, law: Law, depth: int, batch: int = BATCH
 ) -> AcceptanceEstimate:
-    """Over the record. together: 1 keeps the order in which a proposer that learns reads the texts.
+    """Runs the engine over recorded texts.
 
-    Raises Drawn where drafts turn out to be drawn and the law is not greedy.
+    Args:
+        target: The model that was recorded.
+        recordings: Recorded texts.
+        proposer: The proposer.
+        law: Sampling distribution.
+        depth: Draft length or tree size.
+        batch: Sequences at once. With 1 a proposer that learns sees the texts in order.
+
+    Raises:
+        NotReplayable: Drafts are sampled and the sampling distribution is not greedy.
     """
 
     def rule(drawn: ProposalLaw, exactness: Exactness) -> Verifier:
@@ -40,14 +153,14 @@ def replayed(
             raise NotReplayable
         return choose(drawn, exactness)
 
-    engine = Engine(Recorded(target, recordings), proposer, Fixed(depth), rule=rule, max_sequences=together)
+    engine = Engine(RecordedModel(target, recordings), proposer, Fixed(depth), rule=rule, max_sequences=batch)
     texts = [recording.text for recording in recordings]
     made = contexts([text.start for text in texts], law, 0)
     endings = [Length(text.limit, stop_after=len(text.tokens)) for text in texts]
     return AcceptanceEstimate(_tallied(engine, made, endings), "text")
 
 
-def run(
+def step_estimate(
     target: Model,
     prompts: Sequence[Start],
     proposer: Proposer,
@@ -56,25 +169,31 @@ def run(
     limit: int,
     eos: Collection[int] = (),
     rejection: str = "block",
-    together: int = TOGETHER,
+    batch: int = BATCH,
     seed: int = 0,
-    tick: Callable[[], None] = silent,
 ) -> AcceptanceEstimate:
-    """Real rounds of the real target. tick: called for each finished text."""
-    engine = Engine(
-        target, proposer, Fixed(depth), rule=partial(choose, rejection=rejection), max_sequences=together
-    )  # fmt: skip
+    """Runs the engine with the target itself.
+
+    Args:
+        target: Target model.
+        prompts: One per text.
+        proposer: The proposer.
+        law: Sampling distribution.
+        depth: Draft length or tree size.
+        limit: Greatest number of tokens of a completion.
+        eos: Ids of end-of-text tokens.
+        rejection: "block" or "token".
+        batch: Sequences at once.
+        seed: Seed of the random streams.
+    """
+    engine = Engine(target, proposer, Fixed(depth), rule=partial(choose, rejection=rejection), max_sequences=batch)
     made = contexts(prompts, law, seed)
-    tallies = _tallied(engine, made, [Length(limit, eos) for _ in made], tick)
-    return AcceptanceEstimate(tallies, "rounds", tuple(SampledText.of(context, limit) for context in made))
+    tallies = _tallied(engine, made, [Length(limit, eos) for _ in made])
+    return AcceptanceEstimate(tallies, "steps", tuple(SampledText.of(context, limit) for context in made))
 
 
-def _tallied(
-    engine: Engine, made: Sequence[Context], endings: Sequence[Length], tick: Callable[[], None] = silent
-) -> tuple[StepTally, ...]:
+def _tallied(engine: Engine, made: Sequence[Context], endings: Sequence[Length]) -> tuple[StepTally, ...]:
     tallies = {context.id: StepTally() for context in made}
     for step in engine.run(zip(made, endings, strict=True)):
         tallies[step.sequence].add(step)
-        if step.finish_reason is not None:
-            tick()
     return tuple(tallies.values())

@@ -37,7 +37,7 @@ class Seen:
     plain: float
 
 
-class Passes:
+class PassTimes:
     """Seconds of the target's passes of one batch, where a plain one takes ``plain``: of a lane by its rows, and of all
     lanes by rows.
 
@@ -86,9 +86,9 @@ def at_speed(seen: Sequence[Seen], plain: float) -> float:
 class Times:
     """Round times at one temperature and batch, from the visits at which they were timed."""
 
-    def __init__(self, visits: Sequence[Visit], batch: int, passes: Passes | None = None) -> None:
+    def __init__(self, visits: Sequence[Visit], batch: int, passes: PassTimes | None = None) -> None:
         """passes: of this batch at any temperature; None is of these visits."""
-        self._visits, self._batch, self._passes = visits, batch, passes or Passes(visits)
+        self._visits, self._batch, self._passes = visits, batch, passes or PassTimes(visits)
         found = [each for visit in visits for each in visit.values()]
         self.plain = self._passes.plain + self._rest([Timed(each.plain, each.plain) for each in found], steady=True)
 
@@ -142,7 +142,7 @@ def _rest(turn: Turn) -> float:
 
 
 def _passes(visit: Visit) -> dict[tuple[str, int], list[tuple[float, float]]]:
-    """Passes and the plain one beside each, in seconds, by lane and rows, and under ``_ANY`` by rows."""
+    """PassTimes and the plain one beside each, in seconds, by lane and rows, and under ``_ANY`` by rows."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for name, lane in visit.items():
         base = _plain(lane, lambda turn: turn.score)

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.control import stops
-from foretoken.control.stops import Stop
 from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
@@ -22,6 +20,8 @@ from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.params import LARGEST, SMALLEST
 from foretoken.propose.base import BuildContext, Method, Observation, Proposer
 from foretoken.propose.growers import Grower, GrowthConfig, begin
+from foretoken.propose.stopping import base as stopping
+from foretoken.propose.stopping.base import Stop
 
 PREFILL_CHUNK = 1024  # tokens of the draft's prefill per step; bounds the latency added to other requests
 
@@ -46,7 +46,7 @@ class DraftModelConfig(GrowthConfig):
             raise InvalidRequest(
                 f"draft_temperature must be 0 (greedy) or at least {SMALLEST:g}, got {self.draft_temperature}"
             )
-        stops.check(self.draft_stop)
+        stopping.check(self.draft_stop)
         if self.draft_stop is not None and self.tree != "chain":
             raise InvalidRequest(f"draft_stop ends chains, and tree is {self.tree!r}; leave one of them out")
 
@@ -69,7 +69,7 @@ class DraftModel(Proposer):
         self.model = model
         self.config = config or DraftModelConfig()
         self.vocab_size = vocab_size or model.vocab_size
-        self.stop: Stop | None = stops.make(self.config.draft_stop, model)
+        self.stop: Stop | None = stopping.make(self.config.draft_stop, model)
         self._handles: dict[int, Handle] = {}
         self._drafts: dict[int, Draft] = {}  # drafts whose outcome the stop learns
 

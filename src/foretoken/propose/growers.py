@@ -14,7 +14,6 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from foretoken.control.stops import Gate
 from foretoken.core.checks import integer
 from foretoken.core.context import Context, Exactness
 from foretoken.core.distributions import Law, NodeDistributions
@@ -23,6 +22,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass, ProposalLaw, Sampled
 from foretoken.core.streams import Purpose, Stream
 from foretoken.propose.drawn_tree import DrawnTree, DrawnTreeKind
+from foretoken.propose.stopping.base import Gate
 from foretoken.propose.tree import Candidates, Growth, Tree, drafting_probs, likeliest, racing
 
 TreeKind = Literal["chain", "top_k", DrawnTreeKind]

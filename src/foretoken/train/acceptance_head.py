@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from foretoken.control.learned import EXTRA, MODEL_TYPE, features
 from foretoken.core.checks import integer, number
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import resolve_device
 from foretoken.propose.draft_model import check_vocabulary
+from foretoken.propose.stopping.learned import EXTRA, MODEL_TYPE, features
 from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
 from foretoken.train.generated import PROMPTS, Prompts, prepared
@@ -58,14 +58,14 @@ class AcceptanceConfig:
 
 @dataclass(frozen=True)
 class Places:
-    """Places in text. x: float32 [N, H + 3], see ``control.learned.features``. chance: [N], to be accepted there."""
+    """Places in text. x: float32 [N, H + 3], see ``stopping.learned.features``. chance: [N], to be accepted there."""
 
     chance: Tensor
     x: Tensor
 
 
 class Classifier(nn.Module):
-    """``control.learned.AcceptanceHead`` in training, on features brought to mean 0 and deviation 1."""
+    """``propose.stopping.learned.AcceptanceHead`` in training, on features brought to mean 0 and deviation 1."""
 
     mean: Tensor
     deviation: Tensor

@@ -21,9 +21,9 @@ class LayerWeights:
     """The weights of one decoder layer, on the CPU.
 
     Matrices are [out, in] row-major in the model's dtype, or quantized. A matrix may be a view of a mapped file, so
-    runners copy or pack it; the mapping ends with it. Norm weights are float32 [n], Gemma's offset of 1 included; a norm
-    is computed in float32 and rounded once. ``qkv`` holds the rows of queries, keys and values, ``gate_up`` those of
-    gate and up: one product in as many parts as the checkpoint stores, all of one kind.
+    runners copy or pack it; the mapping ends with it. Norm weights are float32 [n], Gemma's offset of 1 included; a
+    norm is computed in float32 and rounded once. ``qkv`` holds the rows of queries, keys and values, ``gate_up`` those
+    of gate and up: one product in as many parts as the checkpoint stores, all of one kind.
     """
 
     norm: Tensor | None  # None in the first layer of EAGLE-1

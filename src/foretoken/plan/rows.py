@@ -1,0 +1,142 @@
+"""One prediction of a plan, and its configuration as other engines write it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from foretoken.speculation import find
+
+_VLLM: Mapping[str, tuple[str, ...]] = {
+    "draft_model": ("model",),
+    "eagle3": ("model",),
+    "eagle": ("model",),
+    "medusa": ("model",),
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": (),
+}
+"""Keys that vLLM's configuration shares with ours, by method."""
+_CHAIN_OF_TREE = 4  # greatest draft length of the chain that replaces a tree in an engine without trees
+_NGRAM = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One prediction.
+
+    Intervals are for further runs over as many requests: 95 of 100 should lie inside. Times are of the whole batch.
+
+    Args:
+        name: Name of the candidate.
+        method: Its speculative method.
+        config: The speculative_config to paste.
+        temperature: Sampling temperature.
+        batch: Sequences at once.
+        tokens_per_pass: Emitted tokens over target passes, prefill left out.
+        tokens_per_pass_low: Lower end of its interval.
+        tokens_per_pass_high: Upper end of its interval.
+        speedup: Speedup of decoding over plain decoding in the same batch.
+        low: Lower end of the speedup's interval.
+        high: Upper end of the speedup's interval.
+        end_to_end: Speedup with prefill included.
+        step_seconds: Seconds of a decode step.
+        draft_seconds: Seconds of drafting in a step.
+        plain_seconds: Seconds of a plain step.
+        acceptance: By position. Of a plan for this engine the share of steps that accepted so deep; of a plan for vLLM
+            conditional on the positions before.
+        estimator: "distribution" (see ``chains``), "text" or "steps" (see ``replay``), "runs" (see ``vllm``).
+        requests: Number of requests in the sample.
+        best: Whether it is the fastest at its temperature and batch.
+    """
+
+    name: str
+    method: str
+    config: Mapping[str, Any]
+    temperature: float
+    batch: int
+    tokens_per_pass: float
+    tokens_per_pass_low: float
+    tokens_per_pass_high: float
+    speedup: float
+    low: float
+    high: float
+    end_to_end: float
+    step_seconds: float
+    draft_seconds: float
+    plain_seconds: float
+    acceptance: tuple[float, ...]
+    estimator: str
+    requests: int
+    best: bool = False
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Draft length or tree size."""
+        return int(self.config["num_speculative_tokens"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the row for JSON. Infinite ends of intervals (one request) are None."""
+        forms = export_config(self.config)
+        facts = asdict(self) | {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "interval": [_finite(self.tokens_per_pass_low), _finite(self.tokens_per_pass_high)],
+            "paste": {"vLLM": forms["vllm"], "transformers": forms["transformers"]} if self.best else None,
+        }
+        return {key: _finite(value) for key, value in facts.items()}
+
+
+def vllm(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns vLLM's ``speculative_config``, None where vLLM lacks the method. A tree becomes a chain."""
+    method = config["method"]
+    if method not in _VLLM:
+        return None
+    defaults = _NGRAM if method == "ngram" else {}
+    kept = {key: config.get(key, defaults.get(key)) for key in _VLLM[method]}
+    own = {key: value for key, value in kept.items() if value is not None}
+    return {"method": method, **own, "num_speculative_tokens": _chain_length(config)}
+
+
+def transformers(config: Mapping[str, Any]) -> str | None:
+    """Returns a call of transformers' ``generate``, None where transformers lacks the method.
+
+    The defaults of transformers end a draft early at low confidence and adapt its length. Both are switched off.
+    """
+    method, depth = config["method"], config["num_speculative_tokens"]
+    if method == "ngram":
+        size = config.get("prompt_lookup_max", _NGRAM["prompt_lookup_max"])
+        return f"model.generate(**inputs, prompt_lookup_num_tokens={depth}, max_matching_ngram_size={size})"
+    if method == "early_exit" and config.get("exit_layer"):
+        return f"model.generate(**inputs, assistant_early_exit={config['exit_layer']})"
+    if method != "draft_model":
+        return None
+    lines = [
+        f"draft = AutoModelForCausalLM.from_pretrained({config['model']!r})",
+        f"draft.generation_config.num_assistant_tokens = {_chain_length(config)}",
+        'draft.generation_config.num_assistant_tokens_schedule = "constant"',
+        "draft.generation_config.assistant_confidence_threshold = 0",
+        "model.generate(**inputs, assistant_model=draft)",
+    ]
+    return "\n".join(lines)
+
+
+def is_chain(config: Mapping[str, Any]) -> bool:
+    """Whether drafts are chains, so that their size is their depth."""
+    method = find(config["method"])
+    trees = method is not None and method.drafts_trees
+    return config.get("tree", "chain") == "chain" and (not trees or config.get("top_k") == 1)
+
+
+def _chain_length(config: Mapping[str, Any]) -> int:
+    depth: int = config["num_speculative_tokens"]
+    return depth if is_chain(config) else min(depth, _CHAIN_OF_TREE)
+
+
+def export_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration in the form of each engine, by the engine's name."""
+    return {"foretoken": dict(config), "vllm": vllm(config), "transformers": transformers(config)}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,227 @@
+"""Strategies of speculative decoding across workers, as processes of a discrete-event simulation (SimPy).
+
+An *acceptance tape* holds one random number per position of the text, so that all strategies decode the same text.
+Times are in seconds. Half of a round trip passes before a target pass, half after it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import simpy
+
+from foretoken.plan.simulation.pipelines import best_window
+
+Steps = Generator[simpy.Event, Any, Any]
+
+
+class AcceptanceTape:
+    """One uniform number per position of the text. A draft token is accepted if its acceptance rate is larger."""
+
+    def __init__(self, chances: Sequence[float], seed: int) -> None:
+        self.chances, self._draw, self._drawn = chances, random.Random(seed), list[float]()
+
+    def accepts(self, place: int, position: int) -> bool:
+        """Whether a draft token is accepted.
+
+        Args:
+            place: Its position in the text.
+            position: Its position since the last token of the target's own, from 0. The last of the chances is that of
+                all further positions.
+        """
+        while len(self._drawn) <= place:
+            self._drawn.append(self._draw.random())
+        return self._drawn[place] < self.chances[min(position, len(self.chances) - 1)]
+
+
+class SimulatedRequest:
+    """One request's text and the time that workers spend on it.
+
+    ``tokens`` is the number of committed tokens. ``done`` is the event of its end.
+    """
+
+    def __init__(self, env: simpy.Environment, tape: AcceptanceTape, length: int, verifiers: int) -> None:
+        self.env, self.tape, self.length = env, tape, length
+        self.servers = simpy.Resource(env, capacity=verifiers)
+        self.done = env.event()
+        self.tokens = self.drafted = self.accepted = self.passes = 0
+        self.drafting = self.verifying = 0.0
+
+    def commit(self, tokens: int) -> None:
+        """Commits ``tokens`` tokens. The request ends when it has reached its length."""
+        self.tokens += tokens
+        if self.tokens >= self.length and not self.done.triggered:
+            self.done.succeed()
+
+    def draft(self, tokens: int, step: float) -> Steps:
+        """Drafts ``tokens`` tokens, one after the other, in ``step`` seconds each."""
+        began = self.env.now
+        yield self.env.timeout(tokens * step)
+        self.drafting += self.env.now - began
+        self.drafted += tokens
+
+    def verify(self, target: float, rtt: float) -> Steps:
+        """Runs a target pass on the next free server, over the network. The time of an interrupted pass counts."""
+        yield self.env.timeout(rtt / 2)
+        with self.servers.request() as turn:
+            yield turn
+            began = self.env.now
+            try:
+                yield self.env.timeout(target)
+                self.passes += 1
+            finally:
+                self.verifying += self.env.now - began
+        yield self.env.timeout(rtt / 2)
+
+    def agreed(self, depth: int) -> int:
+        """Returns how many of the next ``depth`` draft tokens are accepted."""
+        count = 0
+        while count < depth and self.tape.accepts(self.tokens + count, count):
+            count += 1
+        return count
+
+
+def plain(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
+    """Plain decoding. Tokens are streamed, so the round trip is paid once."""
+    yield work.env.timeout(rtt)
+    while not work.done.triggered:
+        yield from work.verify(target, 0.0)
+        work.commit(1)
+
+
+def sequential(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
+    """SI: drafts ``depth`` tokens, then waits for the pass that verifies them (2211.17192)."""
+    while not work.done.triggered:
+        yield from work.draft(depth, draft)
+        yield from work.verify(target, rtt)
+        accepted = work.agreed(depth)
+        work.accepted += accepted
+        work.commit(accepted + 1)
+
+
+def edge(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
+    """DSD: sequential speculation between edge and cloud (2511.21669), with a window that suits the round trip.
+
+    The paper learns its window. Here it is the fixed one that is optimal by formula for the first position's
+    acceptance. ``depth`` is ignored.
+    """
+    chance = work.tape.chances[0]
+    return sequential(work, target, draft, best_window(chance, target, draft, rtt), rtt)
+
+
+def parallel(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
+    """PEARL (2408.11850): ``depth`` tokens are drafted during every target pass, and both wait for each other."""
+    pending = 0  # draft tokens whose first is accepted and whose others the next pass verifies
+    while not work.done.triggered:
+        env = work.env
+        yield env.process(work.draft(depth, draft)) & env.process(work.verify(target, rtt))
+        if not pending:  # pre-verify: the pass had no draft tokens, and verifies the first of those drafted meanwhile
+            if work.tape.accepts(work.tokens, 0):
+                work.accepted, pending = work.accepted + 1, 1
+            work.commit(1)
+            continue
+        count = 0  # post-verify: the rest of the last draft, and the first token of the one drafted meanwhile
+        while count < depth and work.tape.accepts(work.tokens + count, pending + count):
+            count += 1
+        work.accepted += count
+        pending = pending + count if count == depth else 0
+        work.commit(count if pending else count + 1)
+
+
+class Distributed:
+    """DSI (2405.14105): drafting never waits. A pass is requested at every restart and after every ``depth`` tokens.
+
+    A pass over m draft tokens yields the target's tokens at positions 1 to m + 1 since the restart. A rejection ends
+    the run: passes in flight are cancelled, and drafting restarts after the recovered token. Passes in flight are
+    limited by the servers and the network; when one is free, the longest draft is sent. While no pass is in flight any
+    draft is sent, so that this is at least as fast as plain decoding on one server.
+    """
+
+    def __init__(self, work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> None:
+        self.work, self.env = work, work.env
+        self.target, self.step, self.depth, self.rtt = target, draft, depth, rtt
+        self.max_passes = work.servers.capacity * (1 + math.ceil(rtt / target))
+        self.passes: dict[int, simpy.Process] = {}  # in flight, by their number of draft tokens
+        self.run = self.drafted = self.verified = self.known = self.sent = 0
+        self.restarted = self.env.event()
+
+    def restart(self) -> None:
+        """Starts a run after a token of the target's own. Later drafts and passes are discarded."""
+        for each in self.passes.values():
+            if each is not self.env.active_process:
+                each.interrupt()
+        self.passes.clear()
+        self.run += 1
+        self.drafted = self.verified = self.known = 0
+        self.sent = -1
+        self.restarted.succeed()
+        self.restarted = self.env.event()
+        self.send()
+
+    def send(self) -> None:
+        """Requests a pass over the draft if a whole block is new, or if no pass is in flight."""
+        due = self.drafted // self.depth * self.depth if self.passes else self.drafted
+        if due > self.sent and len(self.passes) < self.max_passes and not self.work.done.triggered:
+            self.sent = due
+            self.passes[due] = self.env.process(self.verification(due, self.run))
+
+    def verification(self, rows: int, run: int) -> Steps:
+        """Runs a pass over ``rows`` draft tokens of run number ``run``."""
+        try:
+            yield from self.work.verify(self.target, self.rtt)
+            yield self.env.timeout(0)  # a token drafted at this very moment is part of the draft
+        except simpy.Interrupt:
+            return
+        if run != self.run:
+            return
+        del self.passes[rows]
+        self.known = max(self.known, rows + 1)
+        self.settle()
+        if run == self.run:
+            self.send()
+
+    def settle(self) -> None:
+        """Commits verified tokens. A position that is verified before it is drafted needs no draft."""
+        while self.verified < self.known and not self.work.done.triggered:
+            place = self.verified
+            if place < self.drafted and self.work.tape.accepts(self.work.tokens, place):
+                self.verified += 1
+                self.work.accepted += 1
+                self.work.commit(1)
+                continue
+            self.work.commit(1)
+            self.restart()
+
+    def drafting(self) -> Steps:
+        """Drafts one token after the other. A restart discards the one that is being drafted."""
+        while True:
+            began, run = self.env.now, self.run
+            yield self.env.timeout(self.step) | self.restarted
+            self.work.drafting += self.env.now - began
+            if run != self.run:
+                continue
+            self.work.drafted += 1
+            self.drafted += 1
+            self.settle()
+            self.send()
+
+
+def distributed(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
+    """DSI, see ``Distributed``."""
+    run = Distributed(work, target, draft, depth, rtt)
+    run.restart()
+    work.env.process(run.drafting())
+    yield work.done
+
+
+Strategy = Callable[[SimulatedRequest, float, float, int, float], Steps]
+STRATEGIES: dict[str, Strategy] = {
+    "plain": plain,
+    "si": sequential,
+    "dsi": distributed,
+    "pearl": parallel,
+    "dsd": edge,
+}

@@ -1,0 +1,1 @@
+"""Plans for vLLM, measured on vLLM itself."""
