@@ -1,6 +1,6 @@
 """A mixed stream of requests: drafting as much as pays, with what pays, beside every proposer at every fixed depth.
 
-    python benchmarks/adaptive.py --json adaptive.json
+    python benchmarks/adaptive.py --output adaptive.json
     python benchmarks/adaptive.py --crowd 0
 
 Of several proposers, named by repeated ``--speculative-config``, the adaptive system is their mixture, under the
@@ -9,7 +9,7 @@ controller that a mixture has by default.
 Parts, their requests in turn: completion, editing and repetition as in ``mixture.py`` (greedy, the last two dictated)
 and completion at a high temperature, all one at a time; and crowds, ``--crowd`` completions at once. Every request goes
 through all systems, which take turns of a few rounds; figures are tokens over seconds, summed. What the controller
-knows it has learned in the stream, apart from the rehearsal that every ``LLM`` begins with.
+knows it has learned in the stream, apart from the warm-up that every ``LLM`` begins with.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from foretoken import zoo
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.control.fixed import Fixed
-from foretoken.control.tempo import Tempo
 from foretoken.engine.loop import Engine
-from foretoken.engine.rehearsal import rehearse
+from foretoken.engine.warmup import warm_up
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.speculation import Builder, SpeculativeConfig
@@ -75,7 +74,7 @@ def main(
     hot: Annotated[float, typer.Option(min=0.0, help="The high temperature.")] = 1.5,
     crowd: Annotated[int, typer.Option(min=0, help="Requests at once in the last part; 0 is none.")] = 16,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:  # fmt: skip
     """Tokens per second of the adaptive controller and of each fixed depth, on each part and on the whole stream."""
     torch.set_num_threads(cores())
@@ -92,9 +91,9 @@ def main(
         name = f"{member['method']} {k}" if len(members) > 1 else f"depth {k}"
         engines[name] = Engine(model, builder.build(SpeculativeConfig.of(member)), Fixed(k))
     config = SpeculativeConfig.of(members[0] if len(members) == 1 else {"method": "mixture", "members": members})
-    proposer, tempo = builder.build(config), Tempo(builder.passes)
-    rehearse(model, proposer, tempo, config.most)
-    engines[ADAPTIVE] = Engine(model, proposer, config.controller(model.device, tempo))
+    proposer = builder.build(config)
+    warm_up(model, proposer, builder.costs, config.max_tokens)
+    engines[ADAPTIVE] = Engine(model, proposer, config.controller(model.device, builder.costs))
     texts = load_prompts(prompts) if prompts else list(FUNCTIONS)
     requests = stream(list(tasks(tokenizer, texts, count, tokens)), hot, crowd)
     parts = tuple(dict.fromkeys(task.part for task in requests))

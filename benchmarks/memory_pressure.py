@@ -1,6 +1,6 @@
 """Memory runs short while long contexts are served: does drafting give way, does anything fail, does it come back?
 
-    python benchmarks/memory_pressure.py --json memory_pressure.json
+    python benchmarks/memory_pressure.py --output memory_pressure.json
 
 The bundled pair completes a batch of long prompts under a limit of its address space, as ``ulimit -v`` sets it. After a
 third of the rounds something else in the process takes nearly all that is left, and gives it back after another third.
@@ -26,7 +26,8 @@ from rich.table import Table
 from foretoken import LLM, SamplingParams
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.control.memory import Free, MemoryWatch
+from foretoken.control.fixed import Fixed
+from foretoken.core.free_memory import FreeMemory
 
 PHASES = ("before", "short of memory", "after")
 LEFT = 0.4  # of what the watch calls low, while memory is short
@@ -78,17 +79,18 @@ def main(
     tokens: Annotated[int, typer.Option(min=8, help="To write after each.")] = 1024,
     depth: Annotated[int, typer.Option(min=1, help="Tokens to draft.")] = 8,
     room: Annotated[int, typer.Option(min=1, help="MiB of address space beyond what is taken when it begins.")] = 2048,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and phases here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and phases here.")] = None,
 ) -> None:
     """Drafted nodes a round and sequence, before, while and after memory is short; exit 1 where a text changed."""
     torch.set_num_threads(cores())
     llm = LLM(speculative_config={"method": "draft_model", "num_speculative_tokens": depth}, max_model_len=4096)
-    watch = llm.engine.controller
-    assert isinstance(watch, MemoryWatch)
+    controller = llm.engine.controller
+    assert isinstance(controller, Fixed) and controller.memory is not None
+    watch = controller.memory
     ids = prompts(batch, length, llm)
     rounds: list[float] = []
     expected = serve(llm, ids, tokens, lambda number, nodes: rounds.append(nodes))
-    free, balloon = Free(torch.device("cpu")), Balloon()
+    free, balloon = FreeMemory(torch.device("cpu")), Balloon()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     limit = used + room * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

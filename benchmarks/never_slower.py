@@ -1,6 +1,6 @@
 """Never slower: proposers that are no good, under the guard, beside plain decoding.
 
-    python benchmarks/never_slower.py --json never_slower.json
+    python benchmarks/never_slower.py --output never_slower.json
     python benchmarks/never_slower.py --small --batch 1 --proposer random
 
 random: a draft model of random weights. over-large: the target as its own draft. wrong: an EAGLE-3 head whose weights
@@ -36,10 +36,10 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.base import Controller
-from foretoken.control.tempo import Tempo
+from foretoken.costs.model import CostModel
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.loop import Engine
-from foretoken.engine.rehearsal import rehearse
+from foretoken.engine.warmup import warm_up
 from foretoken.propose.base import Proposer
 from foretoken.train.widen.checkpoint import scaled
 
@@ -146,10 +146,10 @@ class Sides:
         self.begin()
 
     def begin(self) -> None:
-        """A controller that knows nothing but the rehearsal."""
-        config, tempo = self.llm.speculative_config, Tempo()
-        rehearse(self.llm.target, self._proposer, tempo, config.most)
-        self._controller = config.controller(self.llm.target.device, tempo)
+        """A controller that knows nothing but the warm-up."""
+        config, costs = self.llm.speculative_config, CostModel()
+        warm_up(self.llm.target, self._proposer, costs, config.max_tokens)
+        self._controller = config.controller(self.llm.target.device, costs)
 
     def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Sum]:
         """One batch on both sides, round by round; ``first`` says who begins. -> by whether guarded"""
@@ -230,7 +230,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 128,
     requests: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:  # fmt: skip
     """Tokens per second under the guard over plain decoding's, for proposers that are no good."""
     torch.set_num_threads(cores())

@@ -1,6 +1,6 @@
 """Predicted against measured: what ``foretoken plan`` says, and what runs on prompts that it did not see then give.
 
-    python benchmarks/planner.py --json planner.json
+    python benchmarks/planner.py --output planner.json
     python benchmarks/planner.py --small --prompts humaneval.jsonl --count 8 --depth 2 --depth 6 --batch 1
 
 The planner gets --count prompts, the measurement --unseen others. A measured gain is tokens over seconds of decoding,
@@ -79,7 +79,7 @@ class Sum:
     def tokens_per_pass(self) -> float:
         return self.tokens / self.passes if self.passes else float("nan")
 
-    def round_seconds(self, batch: int) -> float:
+    def step_seconds(self, batch: int) -> float:
         return self.seconds * batch / self.passes if self.passes else float("nan")
 
 
@@ -211,8 +211,8 @@ def compared(row: PlanRow, own: Sum, plain: Sum) -> dict[str, Any]:
         "name": row.name, "method": row.method, "num_speculative_tokens": row.num_speculative_tokens,
         "temperature": row.temperature, "batch": row.batch, "predicted": row.speedup, "low": row.low, "high": row.high,
         "measured": gain, "tokens_per_pass": row.tokens_per_pass, "measured_tokens_per_pass": own.tokens_per_pass,
-        "seconds": row.round_seconds, "measured_seconds": own.round_seconds(row.batch),
-        "plain_seconds": row.plain_seconds, "measured_plain_seconds": plain.round_seconds(row.batch),
+        "seconds": row.step_seconds, "measured_seconds": own.step_seconds(row.batch),
+        "plain_seconds": row.plain_seconds, "measured_plain_seconds": plain.step_seconds(row.batch),
         "estimator": row.estimator, "error": row.speedup / gain - 1, "covered": row.low <= gain <= row.high,
     }  # fmt: skip
 
@@ -302,7 +302,7 @@ def main(
     nodes: Annotated[list[int], typer.Option(min=1, help="Of trees.")] = [8, 14],
     repeats: Annotated[int, typer.Option(min=1, help="Of every unseen prompt.")] = 1,
     turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate, in the plan.")] = 24,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting, rows and summary here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
 ) -> None:
     """Plan on some prompts, measure on others, compare."""
     torch.set_num_threads(cores())

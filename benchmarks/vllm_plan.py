@@ -1,6 +1,6 @@
 """How far is what `foretoken plan --engine vllm` predicts from what vLLM then does, on prompts it has not seen?
 
-    python benchmarks/vllm_plan.py --json vllm_plan.json
+    python benchmarks/vllm_plan.py --output vllm_plan.json
     python benchmarks/vllm_plan.py --prompts humaneval.jsonl --count 82
 
 vLLM's CPU build (`make peers`). All prompts are completed at the depths of a plan and at some between them, every depth
@@ -30,13 +30,13 @@ from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm_rounds import VllmStepTimes
+from foretoken.bench.peers.vllm_steps import VllmStepTimes
 from foretoken.bench.setting import setting, wide_console
 from foretoken.cli.plan_vllm import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.outcome import Plan
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.vllm.planning import PLAIN, VllmCandidate, VllmRun, chosen, planned
+from foretoken.plan.vllm.planning import PLAIN, VllmCandidate, VllmRun, chosen, vllm_plan
 from foretoken.plan.vllm.runs import Answers, Bench, PromptCompleter, answers, runs
 from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts
@@ -50,8 +50,8 @@ class Kept:
     def __init__(self, inner: PromptCompleter) -> None:
         self.inner = inner
 
-    def rounds(self, question: PeerRequest) -> VllmStepTimes:
-        return self.inner.rounds(question)
+    def complete(self, question: PeerRequest) -> VllmStepTimes:
+        return self.inner.complete(question)
 
     def close(self) -> None:
         return
@@ -78,7 +78,7 @@ def gain(found: Sequence[VllmRun], lane: str, depth: int, temperature: float) ->
     here = [run for run in found if run.temperature == temperature and run.beside == lane]
     plain = next(run for run in here if run.lane == PLAIN)
     own = next(run for run in here if run.lane == lane and run.depth == depth)
-    return own.tokens_per_pass * plain.round_seconds / own.round_seconds, own.tokens_per_pass
+    return own.tokens_per_pass * plain.step_seconds / own.step_seconds, own.tokens_per_pass
 
 
 @dataclass
@@ -125,7 +125,7 @@ def deepened(known: Sequence[VllmCandidate], depths: Sequence[int]) -> list[Vllm
 def from_some(known: Sequence[VllmCandidate], heard: Sequence[Answers], places: Sequence[int]) -> Plan:
     """The plan of these prompts, from the depths that a plan runs and no others."""
     ran = {lane.name: {0, *lane.depths} for lane in known}
-    return planned(known, [each.run(places) for each in heard if each.depth in ran[each.beside]])
+    return vllm_plan(known, [each.run(places) for each in heard if each.depth in ran[each.beside]])
 
 
 def halves(
@@ -193,7 +193,7 @@ def main(
     depth: Annotated[list[int], typer.Option(min=1, help="To be compared.")] = [3, 5, 8],
     python: Annotated[Path | None, typer.Option(help="Of vLLM's environment.")] = None,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Arguments of vllm.LLM.")] = '{"dtype": "bfloat16"}',
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting, rows and summary here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
 ) -> None:
     """Plan on some prompts, measure on others, compare."""
     target = scaled("0.7b") if scaled_up else zoo.path("target")

@@ -1,6 +1,6 @@
 """Our proposers inside vLLM: is greedy text the same with and without them, and what do they bring?
 
-    python benchmarks/vllm_proposer.py --json vllm_proposer.json
+    python benchmarks/vllm_proposer.py --output vllm_proposer.json
 
 vLLM's CPU build (`make peers`) in float32, the bundled target. Two kinds of prompts: functions to be written, and the
 same with their text in front, to be written once more. Texts are compared, token for token, with vLLM's without
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from foretoken import zoo
 from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm_rounds import VllmStepTimes
+from foretoken.bench.peers.vllm_steps import VllmStepTimes
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.cli.plan_vllm import OURS
@@ -61,10 +61,10 @@ def ask_all(
     asked: PromptCompleter, prompts: Sequence[Ids], depth: int, max_tokens: int, batch: int, what: str
 ) -> list[VllmStepTimes]:
     """After one that warms up, and whose text is forgotten."""
-    asked.rounds(PeerRequest([prompts[0]], 8, depth=depth))
-    asked.rounds(PeerRequest([], 0, depth=depth))
+    asked.complete(PeerRequest([prompts[0]], 8, depth=depth))
+    asked.complete(PeerRequest([], 0, depth=depth))
     groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
-    return [asked.rounds(PeerRequest(group, max_tokens, depth=depth)) for group in track(groups, what)]
+    return [asked.complete(PeerRequest(group, max_tokens, depth=depth)) for group in track(groups, what)]
 
 
 def texts(answers: Sequence[VllmStepTimes]) -> list[Ids]:
@@ -91,7 +91,7 @@ def main(
     dtype: Annotated[str, typer.Option()] = "float32",
     python: Annotated[Path | None, typer.Option(help="Of vLLM's environment.")] = None,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = "{}",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     """Compare texts and tokens per pass; exit 1 where a text differs."""
     target = zoo.path("target")

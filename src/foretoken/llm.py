@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken import zoo
-from foretoken.control.controls import GoodputConfig
-from foretoken.control.tempo import Tempo
+from foretoken.control.config import GoodputConfig
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.files import atomic_directory
@@ -21,8 +20,8 @@ from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.engine.loop import Engine, draining
 from foretoken.engine.prefill_pace import PromptRows
 from foretoken.engine.prompts import Prompt
-from foretoken.engine.rehearsal import rehearse
 from foretoken.engine.requests import PromptLogprobs, Request, RequestBuilder
+from foretoken.engine.warmup import warm_up
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_generation_settings, load_tokenizer, resolve
 from foretoken.models.loading import load_model
@@ -49,8 +48,8 @@ class LLM:
         backend: "native" is the compiled runtime, "hf" runs transformers' modules, "auto" takes the compiled runtime
             where it supports the architecture.
         max_num_seqs: Number of sequences in one forward pass. Further ones wait.
-        quantization: "int8" quantizes the target's weights, and activations row by row. The result is another target,
-            and decoding is exact with respect to it. None keeps the checkpoint's weights.
+        quantization: "int8" or "int4" quantizes the target's weights on loading, and activations row by row. The result
+            is another target, and decoding is exact with respect to it. None keeps the checkpoint's weights.
         adapt: Whether the draft model is trained in the background on verified tokens. True, or keys of
             ``AdaptConfig``.
         methods: Further methods, each a configuration or a method's name, that a request may choose by
@@ -110,7 +109,8 @@ class LLM:
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
         self._proposer = builder.build(config)
-        tempo = self._rehearsed(config, Tempo(builder.passes))
+        if isinstance(config.control_in_force, GoodputConfig):
+            warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
         chosen = selection(builder, config, self._proposer, methods)
@@ -119,7 +119,7 @@ class LLM:
         self.engine = Engine(
             self.target,
             chosen,
-            config.controller(self.target.device, tempo),
+            config.controller(self.target.device, builder.costs),
             rule=partial(choose, rejection=config.rejection),
             max_sequences=max_num_seqs,
             prompt_rows=max_num_batched_tokens,
@@ -137,12 +137,6 @@ class LLM:
             self.target.max_length,
             self.target.source_length,
         )
-
-    def _rehearsed(self, config: SpeculativeConfig, tempo: Tempo) -> Tempo:
-        """What rounds take, as far as it can be known before the first request."""
-        if isinstance(config.control_in_force, GoodputConfig):
-            rehearse(self.target, self._proposer, tempo, config.most)
-        return tempo
 
     def generate(
         self,

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from foretoken.control.base import Controller
-from foretoken.control.controls import Control, ControlConfig, build, most, parse
-from foretoken.control.passes import Passes
-from foretoken.control.tempo import Tempo
+from foretoken.control.config import Control, FixedConfig, build, max_tokens, parse
 from foretoken.core.checks import check_keys, integer
 from foretoken.core.errors import InvalidRequest
+from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
 from foretoken.params import MAX_SPECULATIVE_TOKENS
-from foretoken.propose.base import BuildContext, Method, Proposer
+from foretoken.propose.base import BuildContext, Proposer
 from foretoken.propose.methods import METHODS as METHODS
 from foretoken.propose.methods import NONE as NONE
 from foretoken.propose.methods import check_method
+from foretoken.propose.methods import find as find
 from foretoken.propose.per_request import PerRequestProposer
 
 _REJECTIONS = ("block", "token")
@@ -32,7 +31,8 @@ class SpeculativeConfig:
     """How to speculate, by vLLM's names.
 
     Args:
-        method: One of ``METHODS`` or "none". None infers it: "draft_model" where a model is given.
+        method: One of ``METHODS``, a method added by ``propose.methods.register``, or "none". None infers it:
+            "draft_model" where a model is given.
         model: The draft model, heads or datastore of the method.
         num_speculative_tokens: Draft tokens per step, all nodes of a tree included. None takes the method's default.
         rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
@@ -86,7 +86,7 @@ class SpeculativeConfig:
         return method.config(**self.options) if method else None
 
     @property
-    def control_in_force(self) -> ControlConfig:
+    def control_in_force(self) -> FixedConfig:
         """``control``, or its default."""
         fixed = self.num_speculative_tokens is not None or self.method_in_force == NONE
         return parse(("fixed" if fixed else "goodput") if self.control is None else self.control)
@@ -99,42 +99,32 @@ class SpeculativeConfig:
         return default if self.num_speculative_tokens is None else self.num_speculative_tokens
 
     @property
-    def most(self) -> int:
-        """Drafted tokens of any round."""
-        return most(self.control_in_force, self.tokens, self.num_speculative_tokens is not None)
+    def max_tokens(self) -> int:
+        """Largest number of draft tokens per step."""
+        return max_tokens(self.control_in_force, self.tokens, self.num_speculative_tokens is not None)
 
-    def controller(self, device: torch.device, tempo: Tempo) -> Controller:
-        """What decides how much to draft, by the times in ``tempo``."""
-        return build(self.control_in_force, self.most, device, tempo)
-
-
-def find(name: str) -> Method | None:
-    """Returns the method of a name, None for "none"."""
-    if name == NONE:
-        return None
-    method: Method = import_module(f"foretoken.propose.{METHODS[name]}").METHOD
-    return method
+    def controller(self, device: torch.device, costs: CostModel) -> Controller:
+        """Returns the controller, which reads ``costs``."""
+        return build(self.control_in_force, self.max_tokens, device, costs)
 
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes proposers for one target. See ``BuildContext``. passes: for the engine's ``Tempo`` as well."""
+    """Makes proposers for one target. See ``BuildContext``. The engine's controller shares ``costs``."""
 
     target: Model
     tokenizer: Any
     path: Path | None
     load: Callable[[str | Path], Model]
-    passes: Passes = field(default_factory=Passes)
+    costs: CostModel = field(default_factory=CostModel)
 
     def build(self, config: SpeculativeConfig) -> Proposer:
         """Returns the proposer of a configuration. Raises InvalidRequest or ModelLoadError."""
         method = find(config.method_in_force)
         if method is None:
             return Proposer()
-        workshop = BuildContext(
-            self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.passes
-        )
-        return method.build(config.own(), workshop)
+        context = BuildContext(self.target, self.tokenizer, self.path, config.model, self.load, self.member, self.costs)
+        return method.build(config.own(), context)
 
     def member(self, config: Mapping[str, Any]) -> Proposer:
         """Returns the proposer of a configuration in the form of a dict."""

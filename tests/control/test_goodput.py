@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput import Goodput
+from foretoken.control.goodput_controller import Goodput
 from foretoken.control.survival import Survival
-from foretoken.control.tempo import Tempo
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.verdict import Verdict
+from foretoken.costs.model import CostModel
 
 from .world import PLAIN, World, chance, flat
 
 
-def world(right, most: int = 16, **kwargs) -> World:
-    return World(Goodput(most, Tempo()), right, **kwargs)
+def world(right, max_tokens: int = 16, **kwargs) -> World:
+    return World(Goodput(max_tokens, CostModel()), right, **kwargs)
 
 
 def seconds(controller, right, tokens: int = 1500, **kwargs) -> float:
@@ -32,7 +32,7 @@ def test_survival_of_a_chain_is_learned_for_all_depths_at_once():
     survival = Survival(4)
     for i in range(200):
         survival.observe(4, Draft.chain([0] * 4), Verdict(tuple(range((1, 2)[i % 2])), 0))
-    assert survival.stands() == pytest.approx([1.0, 0.5, 0.0, 0.0], abs=0.08)
+    assert survival.accepted() == pytest.approx([1.0, 0.5, 0.0, 0.0], abs=0.08)
     assert survival.exists() == pytest.approx([1.0] * 4)
 
 
@@ -44,8 +44,8 @@ def test_depths_that_were_never_tried_follow_from_those_that_were():
         while depth < 3 and numbers(0, 0, 0):
             depth += 1
         survival.observe(3, Draft.chain([0] * 3), Verdict(tuple(range(depth)), 0))
-    assert survival.stands()[5] == pytest.approx(0.5**6, abs=0.02)
-    assert all(a >= b for a, b in zip(survival.stands(), survival.stands()[1:], strict=False))
+    assert survival.accepted()[5] == pytest.approx(0.5**6, abs=0.02)
+    assert all(a >= b for a, b in zip(survival.accepted(), survival.accepted()[1:], strict=False))
 
 
 def test_ranks_of_a_tree_follow_its_scores():
@@ -54,7 +54,7 @@ def test_ranks_of_a_tree_follow_its_scores():
     tree = Draft(torch.tensor([1, 2, 3]), (-1, -1, 1), scores=scores)
     for _ in range(200):
         survival.observe(3, tree, Verdict((1,), 0))
-    assert survival.stands() == pytest.approx([1.0, 0.0, 0.0], abs=0.08)
+    assert survival.accepted() == pytest.approx([1.0, 0.0, 0.0], abs=0.08)
 
 
 def test_a_draft_that_is_shorter_than_asked_for_costs_no_rows():
@@ -62,7 +62,7 @@ def test_a_draft_that_is_shorter_than_asked_for_costs_no_rows():
     for i in range(200):
         full = i % 2 == 0
         survival.observe(4, Draft.chain([0] * 4) if full else Draft.empty(), Verdict((0, 1, 2, 3) if full else (), 0))
-    assert survival.stands() == pytest.approx([0.5] * 4, abs=0.06)
+    assert survival.accepted() == pytest.approx([0.5] * 4, abs=0.06)
     assert survival.exists() == pytest.approx([0.5] * 4, abs=0.06)
 
 
@@ -71,10 +71,10 @@ def test_a_request_begins_with_what_others_showed_and_soon_goes_its_own_way():
     for _ in range(100):
         prior.observe(4, Draft.chain([0] * 4), Verdict((), 0))
     own = Survival(4, prior)
-    assert own.stands()[0] < 0.1
+    assert own.accepted()[0] < 0.1
     for _ in range(12):
         own.observe(4, Draft.chain([0] * 4), Verdict((0, 1, 2, 3), 0))
-    assert own.stands()[0] > 0.7
+    assert own.accepted()[0] > 0.7
 
 
 # Budgets
@@ -83,16 +83,16 @@ def test_a_request_begins_with_what_others_showed_and_soon_goes_its_own_way():
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8, 0.95])
 def test_nearly_as_good_as_the_best_depth(share):
     best = min(seconds(Fixed(k), chance(share)) for k in (0, 1, 2, 3, 4, 6, 8, 12, 16))
-    assert seconds(Goodput(16, Tempo()), chance(share)) < 1.06 * best
+    assert seconds(Goodput(16, CostModel()), chance(share)) < 1.06 * best
 
 
 def test_the_step_of_a_jagged_curve_is_not_climbed():
     def rows(n: int) -> float:
         return PLAIN * (1.0 if n <= 4 else 2.5)
 
-    tempo = Tempo()
-    one = World(Goodput(16, tempo), chance(0.9), rows=rows, step=0.0001)
-    one.rehearse(tempo)
+    costs = CostModel()
+    one = World(Goodput(16, costs), chance(0.9), rows=rows, step=0.0001)
+    one.warm_up(costs)
     one.add()
     one.run(1500)
     late = one.drafted[len(one.drafted) // 2 :]
@@ -101,9 +101,9 @@ def test_the_step_of_a_jagged_curve_is_not_climbed():
 
 def test_a_decision_made_in_little_room_does_not_stand_where_there_is_more():
     """Any rows more double a pass: a single node never pays, many do."""
-    tempo = Tempo()
-    made = World(Goodput(16, tempo), chance(0.95), rows=lambda rows: PLAIN * (1.0 if rows == 1 else 2.0))
-    made.rehearse(tempo)
+    costs = CostModel()
+    made = World(Goodput(16, costs), chance(0.95), rows=lambda rows: PLAIN * (1.0 if rows == 1 else 2.0))
+    made.warm_up(costs)
     made.add()
     made.run(400)
     contexts = list(made.contexts.values())
@@ -116,7 +116,7 @@ def test_nodes_go_where_they_are_worth_most():
     one.add()
     one.add()
     one.run(600)
-    drafted = [one.round() for _ in range(30)]
+    drafted = [one.decode() for _ in range(30)]
     assert sum(b[0] for b in drafted) > 8 * 30
     assert sum(b[1] for b in drafted) < 30
 
@@ -148,18 +148,18 @@ def test_it_comes_back_when_the_text_turns():
 
 
 def test_greedy_requests_teach_nothing_about_others():
-    one = world(lambda sequence, position, depth: sequence % 2 == 0, most=4)
+    one = world(lambda sequence, position, depth: sequence % 2 == 0, max_tokens=4)
     greedy, drawn = SamplingLaw(temperature=0.0), SamplingLaw()
     for law in (greedy, drawn, greedy, drawn):
         member = one.add(law=law)
         one.run(150)
         one.end(member)
     one.add(law=greedy)
-    one.round()
-    assert one.round()[0] == 4
+    one.decode()
+    assert one.decode()[0] == 4
     one.add(law=drawn)
-    one.round()
-    assert one.round()[1] == 0
+    one.decode()
+    assert one.decode()[1] == 0
 
 
 def test_room_and_the_requests_own_depth_are_kept():
@@ -176,7 +176,7 @@ def test_a_first_token_is_not_kept_waiting_by_a_dear_proposer():
     dear.add()
     dear.run(200)
     dear.add(prompt=400)
-    assert dear.round()[1] == 0
+    assert dear.decode()[1] == 0
 
 
 def test_forgotten_requests_leave_nothing_behind():
@@ -186,5 +186,5 @@ def test_forgotten_requests_leave_nothing_behind():
     one.end(member)
     controller = one.controller
     assert isinstance(controller, Goodput)
-    assert not controller._records and not controller.tempo._read
+    assert not controller._records
     assert flat(1) == PLAIN

@@ -6,20 +6,21 @@ import random
 
 import pytest
 
+from foretoken.control.capped import Capped
+from foretoken.control.config import FixedConfig
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput import Goodput
-from foretoken.control.guard import Guard, GuardConfig
-from foretoken.control.tempo import Tempo
+from foretoken.control.goodput_controller import Goodput
+from foretoken.control.ledger import Ledger
 from foretoken.core.errors import InvalidRequest
+from foretoken.costs.model import CostModel
 
 from .world import PLAIN, World, chance, flat
 
 ALLOWANCE, START = 0.01, 4.0
 
 
-def guarded(most: int = 8, fixed: bool = False, allowance: float = ALLOWANCE) -> Guard:
-    tempo = Tempo()
-    return Guard(Fixed(most) if fixed else Goodput(most, tempo), tempo, GuardConfig(allowance))
+def guarded(max_tokens: int = 8, fixed: bool = False, allowance: float = ALLOWANCE) -> Capped:
+    return (Capped if fixed else Goodput)(max_tokens, CostModel(), Ledger(allowance))
 
 
 def lost(world: World) -> float:
@@ -32,7 +33,7 @@ def lost(world: World) -> float:
 @pytest.mark.parametrize("batch", [1, 16])
 def test_a_random_draft_costs_the_allowance_at_most(fixed, step, batch):
     world = World(guard := guarded(fixed=fixed), chance(0.02), step=step, read=step / 16)
-    world.rehearse(guard.tempo)
+    world.warm_up(guard.costs)
     for _ in range(batch):
         world.add(prompt=200)
     world.run(200 * batch)
@@ -107,7 +108,7 @@ def test_batches_that_change():
 
 def test_a_good_draft_is_let_be():
     for fixed in (True, False):
-        world = World(guarded(most=4, fixed=fixed), chance(0.8), step=0.0005)
+        world = World(guarded(max_tokens=4, fixed=fixed), chance(0.8), step=0.0005)
         world.add()
         world.run(2000)
         free = World(Fixed(4), chance(0.8), step=0.0005)
@@ -117,11 +118,11 @@ def test_a_good_draft_is_let_be():
 
 
 def test_a_disturbance_is_not_the_proposers_doing():
-    world = World(guarded(most=4, fixed=True), chance(0.8), step=0.0005)
+    world = World(guarded(max_tokens=4, fixed=True), chance(0.8), step=0.0005)
     world.add()
     world.run(500)
     world.rows = lambda rows: 100 * flat(rows)
-    world.round()
+    world.decode()
     world.rows = flat
     drafted = len(world.drafted)
     world.run(300)
@@ -139,12 +140,12 @@ def test_it_comes_back():
 
 
 def test_a_request_that_names_its_depth_has_it():
-    world = World(guarded(), chance(0.0), step=PLAIN)
+    world = World(guard := guarded(), chance(0.0), step=PLAIN)
     world.add(depth=5)
     world.add(depth=0)
     world.add()
-    assert all(world.round()[:2] == [5, 0] for _ in range(60))
-    assert world.controller.balance is None or world.controller.balance > -10 * PLAIN  # type: ignore[attr-defined]
+    assert all(world.decode()[:2] == [5, 0] for _ in range(60))
+    assert guard.ledger.balance is None or guard.ledger.balance > -10 * PLAIN
 
 
 def test_what_catching_up_takes_is_counted_before():
@@ -160,7 +161,7 @@ def test_what_catching_up_takes_is_counted_before():
 
 
 def test_plain_rounds_are_timed_again():
-    world = World(guarded(most=4, fixed=True), chance(0.8), step=0.0005)
+    world = World(guarded(max_tokens=4, fixed=True), chance(0.8), step=0.0005)
     world.add()
     world.run(8000)
     plain = sum(k == 0 for k in world.drafted)
@@ -169,7 +170,7 @@ def test_plain_rounds_are_timed_again():
 
 def test_a_wrong_allowance_is_refused():
     with pytest.raises(InvalidRequest, match="allowance must be a number from 0 to 1"):
-        GuardConfig(allowance=2.0)
+        FixedConfig(allowance=2.0)
 
 
 def wander(world: World, numbers: random.Random, slow: float, share: float) -> float:
@@ -184,14 +185,14 @@ def wander(world: World, numbers: random.Random, slow: float, share: float) -> f
 def test_a_machine_whose_speed_wanders_makes_no_gain_of_a_loss(seed):
     """Plain rounds timed in a slow spell do not excuse drafts that are made in a fast one."""
     numbers = random.Random(seed)
-    world = World(guard := guarded(most=16, allowance=0.005), chance(0.02, seed), step=0.0006)
-    world.rehearse(guard.tempo)
+    world = World(guard := guarded(max_tokens=16, allowance=0.005), chance(0.02, seed), step=0.0006)
+    world.warm_up(guard.costs)
     slow = 1.0
     for _ in range(3):
         member = world.add(prompt=100)
         for _ in range(128):
             slow = wander(world, numbers, slow, 1 / 30)
-            world.round()
+            world.decode()
         world.end(member)
     assert world.elapsed < 1.03 * world.plain
 
@@ -200,13 +201,13 @@ def test_a_machine_whose_speed_wanders_makes_no_gain_of_a_loss(seed):
 @pytest.mark.parametrize("batch", [1, 16])
 def test_a_plain_round_that_was_disturbed_excuses_no_drafts(slower, batch):
     """Until the next one is timed, every round with a draft in it looks like a gain."""
-    world = World(guard := guarded(most=16, allowance=0.005), chance(0.02), step=0.0006)
-    world.rehearse(guard.tempo)
+    world = World(guard := guarded(max_tokens=16, allowance=0.005), chance(0.02), step=0.0006)
+    world.warm_up(guard.costs)
     for _ in range(batch):
         world.add(prompt=100)
     world.rows = lambda rows: slower * flat(rows)
     for _ in range(3):
-        world.round()
+        world.decode()
     world.rows = flat
     world.run(256 * batch)
     assert world.elapsed < 1.02 * world.plain
@@ -218,12 +219,12 @@ def test_a_plain_round_that_was_disturbed_excuses_no_drafts(slower, batch):
 )
 def test_a_machine_that_jumps_between_two_speeds(batch, share, seed, least):
     """A plain round timed in a fast spell is no reason to leave a good draft alone in a slow one."""
-    world = World(guard := guarded(most=16, allowance=0.005), chance(share, seed), step=0.0006, read=0.0000375)
-    world.rehearse(guard.tempo)
+    world = World(guard := guarded(max_tokens=16, allowance=0.005), chance(share, seed), step=0.0006, read=0.0000375)
+    world.warm_up(guard.costs)
     for _ in range(batch):
         world.add(prompt=100)
     numbers, slow = random.Random(seed), 1.0
     for _ in range(256):
         slow = wander(world, numbers, slow, 0.12)
-        world.round()
+        world.decode()
     assert world.plain > least * world.elapsed

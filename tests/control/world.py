@@ -1,4 +1,4 @@
-"""Rounds without models: what they take and which guesses are right is made up, and a controller decides in it."""
+"""Steps without models: what they take and which guesses are right is made up, and a controller decides in it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.control.base import Controller
-from foretoken.control.tempo import Tempo
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
+from foretoken.costs.model import CostModel
 
 ROOM = 10_000
 PLAIN = 0.020
@@ -29,15 +29,10 @@ class Script(Controller):
     """These depths, one after another."""
 
     depths: list[int]
-    tempo: Tempo
+    costs: CostModel
 
-    def budgets(self, contexts, rooms):
-        budgets = [self.depths.pop(0)] * len(contexts)
-        self.tempo.begin(contexts, budgets)
-        return budgets
-
-    def observe(self, steps):
-        self.tempo.observe(steps)
+    def budgets(self, contexts, max_draft_tokens):
+        return [self.depths.pop(0)] * len(contexts)
 
 
 @dataclass
@@ -58,7 +53,6 @@ class World:
     tokens: int = 0
     drafted: list[int] = field(default_factory=list)
     contexts: dict[int, Context] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)
     made: int = 0
 
     def add(self, prompt: int = 32, depth: int | None = None, law: SamplingLaw | None = None) -> int:
@@ -67,43 +61,45 @@ class World:
         self.made += 1
         return context.id
 
-    def rehearse(self, tempo: Tempo, depths: Sequence[int] = (0, 0, 0, 1, 1, 2, 3, 4, 6, 8)) -> None:
+    def warm_up(self, costs: CostModel, depths: Sequence[int] = (0, 0, 0, 1, 1, 2, 3, 4, 6, 8)) -> None:
         """As an ``LLM`` does before the first request; it takes no time."""
-        inner, self.controller = self.controller, Script(list(depths), tempo)
+        inner, self.controller = self.controller, Script(list(depths), costs)
         member = self.add(prompt=96)
         for _ in depths:
-            self.round()
+            self.decode()
         self.end(member)
-        tempo.doubt()
+        costs.discount()
         self.controller, self.elapsed, self.plain, self.tokens, self.drafted = inner, 0.0, 0.0, 0, []
 
     def end(self, identifier: int) -> None:
         self.controller.forget(self.contexts.pop(identifier))
-        self.seen.pop(identifier, None)
 
-    def round(self) -> list[int]:
-        """-> the budgets"""
+    def decode(self) -> list[int]:
+        """One step. Returns the budgets."""
         contexts = list(self.contexts.values())
         budgets = self.controller.budgets(contexts, [ROOM] * len(contexts))
-        missed = sum(len(c.tokens) - self.seen.get(c.id, 0) for c, k in zip(contexts, budgets, strict=True) if k)
+        missed = sum(context.missed_tokens for context, budget in zip(contexts, budgets, strict=True) if budget)
         propose = max(budgets) * self.step + missed * self.read
         prompts = sum(c.prompt_length for c in contexts if not c.generated)
         score = self.rows(sum(budgets) + len(contexts)) + 0.001 * prompts
-        timings = Timings(propose, score, 0.0, 0.0, len(contexts))
+        timings = Timings(propose, score, 0.0, 0.0, len(contexts), missed_tokens=missed)
         steps = [self._emit(context, budget, timings) for context, budget in zip(contexts, budgets, strict=True)]
         emitted = sum(len(step.tokens) for step in steps)
         self.elapsed += timings.total
         self.plain += self.rows(len(contexts)) * emitted / len(contexts) + 0.001 * prompts
         self.tokens += emitted
         self.drafted.append(sum(budgets))
-        self.controller.observe(steps)
+        if not self.controller.resting:
+            self.controller.observe(contexts, steps)
+            if self.controller.costs is not None:
+                self.controller.costs.observe(steps)
         return budgets
 
     def run(self, tokens: int) -> None:
-        """Rounds until so many more tokens have come."""
+        """Decodes until so many more tokens have come."""
         end = self.tokens + tokens
         while self.tokens < end:
-            self.round()
+            self.decode()
 
     def _emit(self, context: Context, budget: int, timings: Timings) -> StepOutput:
         position = context.generated
@@ -113,9 +109,10 @@ class World:
         tokens = (0,) * (accepted + 1)
         context.tokens.extend(tokens)
         if budget:
-            self.seen[context.id] = len(context.tokens)
+            context.num_proposer_tokens = len(context.tokens)
         draft = Draft.chain([0] * budget) if budget else Draft.empty()
-        return StepOutput(context.id, position, draft, Verdict(tuple(range(accepted)), 0), tokens, timings)
+        verdict = Verdict(tuple(range(accepted)), 0)
+        return StepOutput(context.id, position, draft, verdict, tokens, timings, budget=budget)
 
 
 def chance(share: float, seed: int = 0) -> Callable[[int, int, int], bool]:

@@ -13,9 +13,10 @@ from foretoken.core.context import Context, Exactness
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
+from foretoken.costs.model import CostModel
 from foretoken.engine.loop import Engine
 from foretoken.models.toy import ToyModel
-from foretoken.propose.base import Proposer
+from foretoken.propose.base import Needs, Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.lookup import Lookup
 
@@ -133,6 +134,53 @@ def test_a_request_that_stops_drafting_and_starts_again() -> None:
     plain = run(Engine(TARGET, Proposer(), Fixed(0)), [context(0, 9, Exactness.TRAJECTORY)])[0]
     engine = Engine(TARGET, DraftModel(TARGET.perturbed(0.2)), Alternating(4))
     assert run(engine, [context(0, 9, Exactness.TRAJECTORY)])[0] == plain
+
+
+class Counting(CostModel):
+    """What it observed: budgets and missed tokens of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def observe(self, steps) -> None:  # type: ignore[no-untyped-def]
+        super().observe(steps)
+        self.seen.append((steps[0].budget, steps[0].timings.missed_tokens))
+
+
+def test_a_cost_model_that_controller_and_proposer_share_observes_each_step_once() -> None:
+    costs = Counting()
+    controller, proposer = Fixed(0), DraftModel(TARGET.perturbed(0.2))
+    object.__setattr__(controller, "costs", costs)
+    proposer.needs = Needs(costs=costs)
+    engine = Engine(TARGET, proposer, controller)
+    engine.add(context(0, 1, Exactness.DISTRIBUTION), Length(40))
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+    assert len(costs.seen) == steps
+
+
+def test_missed_tokens_are_those_since_the_last_draft() -> None:
+    """Prompts count too. A request without a draft in a step misses that step's token."""
+
+    class Every(Fixed):
+        def budgets(self, contexts, rooms):  # type: ignore[no-untyped-def]
+            return [min(room, 2 if c.generated % 5 == 0 else 0) for c, room in zip(contexts, rooms, strict=True)]
+
+    costs = Counting()
+    controller = Every(2)
+    object.__setattr__(controller, "costs", costs)
+    engine = Engine(TARGET, DraftModel(TARGET.perturbed(0.2)), controller)
+    c = context(0, 1, Exactness.DISTRIBUTION)
+    engine.add(c, Length(60))
+    expected = len(c.tokens)
+    while engine.busy:
+        (step,) = engine.step()
+        budget, missed = costs.seen[-1]
+        assert (budget, missed) == (step.budget, expected if step.budget else 0)
+        expected = 0 if step.budget else expected + len(step.tokens)
 
 
 def test_the_models_length_ends_a_sequence() -> None:

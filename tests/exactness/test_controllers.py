@@ -11,16 +11,18 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.control.base import Controller
-from foretoken.control.doze import Doze
+from foretoken.control.capped import Capped
 from foretoken.control.fixed import Fixed
-from foretoken.control.goodput import Goodput
-from foretoken.control.guard import Guard
-from foretoken.control.memory import Memory, MemoryWatch
-from foretoken.control.tempo import Tempo
+from foretoken.control.goodput_controller import Goodput
+from foretoken.control.ledger import Ledger
+from foretoken.control.memory import MemoryWatch
 from foretoken.core.context import Context, Exactness
+from foretoken.core.free_memory import Memory
 from foretoken.core.history import History
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
+from foretoken.costs.model import CostModel
+from foretoken.costs.tuning import TUNING, Tuning
 from foretoken.engine import loop
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
@@ -36,9 +38,8 @@ DRAFT = TARGET.perturbed(0.5)
 LAW = SamplingLaw()
 
 
-def guarded(inner: Callable[[Tempo], Controller]) -> Controller:
-    tempo = Tempo()
-    return Guard(inner(tempo), tempo)
+def guarded(max_tokens: int, tuning: Tuning = TUNING, **memory: MemoryWatch) -> Goodput:
+    return Goodput(max_tokens, CostModel(tuning), Ledger(0.005), **memory)
 
 
 @dataclass
@@ -55,17 +56,17 @@ class Machine:
         return float(self.now)
 
 
-def pressed() -> Controller:
+def pressed(tuning: Tuning = TUNING) -> Controller:
     machine = Machine()
-    return MemoryWatch(guarded(lambda tempo: Goodput(3, tempo)), machine.read, machine.clock)
+    return guarded(3, tuning, memory=MemoryWatch(3, machine.read, machine.clock))
 
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
-    "goodput": lambda: Goodput(3, Tempo()),
-    "guarded goodput": lambda: guarded(lambda tempo: Goodput(3, tempo)),
-    "guarded depth": lambda: guarded(lambda tempo: Fixed(2)),
+    "goodput": lambda: Goodput(3, CostModel()),
+    "guarded goodput": lambda: guarded(3),
+    "guarded depth": lambda: Capped(2, CostModel(), Ledger(0.005)),
     "short of memory": pressed,
-    "dozing": lambda: Doze(pressed()),
+    "never resting": lambda: pressed(Tuning(rest=0)),
 }
 
 
@@ -76,13 +77,17 @@ class Watched(Controller):
     inner: Controller
     granted: list[int] = field(default_factory=list)
 
-    def budgets(self, contexts, rooms):
-        budgets = self.inner.budgets(contexts, rooms)
+    def __post_init__(self):
+        self.costs = self.inner.costs
+
+    def budgets(self, contexts, max_draft_tokens):
+        budgets = self.inner.budgets(contexts, max_draft_tokens)
         self.granted += budgets
+        self.resting = self.inner.resting
         return budgets
 
-    def observe(self, steps):
-        self.inner.observe(steps)
+    def observe(self, contexts, steps):
+        self.inner.observe(contexts, steps)
 
     def forget(self, context):
         self.inner.forget(context)
@@ -161,8 +166,8 @@ class Remembering(Branching):
 class Peeking(Controller):
     """Drafts only where the token that is going to be drawn is likely under the draft."""
 
-    def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
-        return [min(room, self.peek(context)) for context, room in zip(contexts, rooms, strict=True)]
+    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
+        return [min(left, self.peek(context)) for context, left in zip(contexts, max_draft_tokens, strict=True)]
 
     def peek(self, context: Context) -> int:
         q = DRAFT.probs(context.tokens)

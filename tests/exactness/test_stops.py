@@ -76,7 +76,7 @@ def test_law_of_the_engine(rule, law, rejection, target, length, end, makers):
     lengths: set[tuple[int, int]] = set()  # drafted, and what there was room for
 
     class Noting(Fixed):
-        def observe(self, steps: list[StepOutput]) -> None:
+        def observe(self, contexts: list[Context], steps: list[StepOutput]) -> None:
             lengths.update((len(step.draft), min(depth, length - 1 - step.position)) for step in steps)
 
     def run(streams: Branching) -> Text:

@@ -16,11 +16,12 @@ from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.candidates import CHAIN, COPIED, TREE, Candidate, candidates, head_method
-from foretoken.plan.outcome import Plan, choices, mark
-from foretoken.plan.planner import Planner, PlanSettings, spread, timed_depths
-from foretoken.plan.replay import run
+from foretoken.plan.outcome import Plan, choices, mark_best
+from foretoken.plan.planner import Planner, PlanSettings
+from foretoken.plan.predictions import spread, timed_depths
+from foretoken.plan.replay import step_estimate
 from foretoken.plan.rounds import PLAIN, Timed, TimedBatch, Turn, _in_turns, plain_pass, reading, timed
-from foretoken.plan.rows import PlanRow, exports
+from foretoken.plan.rows import PlanRow, export_config
 from foretoken.plan.sample import Proposers, Sample
 from foretoken.plan.texts import write
 from foretoken.plan.times import PassTimes, Seen, Times, at_speed
@@ -38,7 +39,7 @@ def row(name: str, depth: int, speedup: float, temperature: float = 0.0, batch: 
         name=name, method="ngram", config={"method": "ngram", "num_speculative_tokens": depth},
         temperature=temperature, batch=batch, tokens_per_pass=speedup, tokens_per_pass_low=speedup - off,
         tokens_per_pass_high=math.inf, speedup=speedup, low=speedup - off, high=speedup + off, end_to_end=speedup,
-        round_seconds=0.01, draft_seconds=0.0, plain_seconds=0.01, acceptance=(0.5,), estimator="text", requests=1,
+        step_seconds=0.01, draft_seconds=0.0, plain_seconds=0.01, acceptance=(0.5,), estimator="text", requests=1,
     )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_the_best_is_chosen_and_plain_decoding_where_nothing_gains():
         row("a", 4, 0.7, 1.0),
         row("b", 2, 0.95, 1.0),
     ]
-    found = Plan(tuple(mark(rows)), tuple(choices(rows)))
+    found = Plan(tuple(mark_best(rows)), tuple(choices(rows)))
     assert [r.best for r in found.rows] == [False, True, False, False, False, False]
     first, second = found.choices
     assert first.row.num_speculative_tokens == 4 and first.sure
@@ -93,17 +94,19 @@ def test_heads_are_known_by_their_configuration(role, tiny_pair):
 
 def test_other_engines_words_for_it():
     chain = {"method": "draft_model", "model": "D", "num_speculative_tokens": 5}
-    forms = exports(chain)
+    forms = export_config(chain)
     assert forms["foretoken"] == chain == forms["vllm"]
     assert "assistant_model=draft" in forms["transformers"] and "num_assistant_tokens = 5" in forms["transformers"]
     compile(forms["transformers"], "call", "exec")
-    lookup = exports({"method": "ngram", "num_speculative_tokens": 8})
+    lookup = export_config({"method": "ngram", "num_speculative_tokens": 8})
     assert lookup["vllm"] == {
         "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4, "num_speculative_tokens": 8,
     }  # fmt: skip
     assert "prompt_lookup_num_tokens=8" in lookup["transformers"]
-    assert exports(chain | {"tree": "sampled", "num_speculative_tokens": 14})["vllm"]["num_speculative_tokens"] == 4
-    assert exports({"method": "recycling", "num_speculative_tokens": 8})["vllm"] is None
+    assert (
+        export_config(chain | {"tree": "sampled", "num_speculative_tokens": 14})["vllm"]["num_speculative_tokens"] == 4
+    )
+    assert export_config({"method": "recycling", "num_speculative_tokens": 8})["vllm"] is None
 
 
 def turns(*seconds: float, rows: tuple[int, ...] = (1,), score: float = 0.8) -> tuple[Turn, ...]:
@@ -264,9 +267,9 @@ def test_estimators_follow_what_a_proposer_draws(temperature):
     texts = write(TARGET, [[i % 6, 1, 2] for i in range(6)], law, 16)
     sample = Sample(TARGET, law, texts, (), proposers)
     found = {name: sample.estimate(candidate, 3) for name, candidate in wanted.items()}
-    drawn = "rounds" if temperature else "text"
+    drawn = "steps" if temperature else "text"
     assert {name: e.estimator for name, e in found.items()} == {
-        "chain": "law", "argmax": "law", "likely": "text", "drawn": drawn, "copied": "text",
+        "chain": "distribution", "argmax": "distribution", "likely": "text", "drawn": drawn, "copied": "text",
     }  # fmt: skip
     assert all(1.0 <= e.tokens_per_pass <= 4.0 for e in found.values())
     if not temperature:
@@ -296,7 +299,10 @@ def test_a_drawn_tree_is_compared_with_a_chain_on_the_same_texts():
 def test_a_drawn_tree_gets_what_it_has_in_the_long_run():
     prompts = [[i % 6, (5 * i) % 6, 1] for i in range(12)]
     config = DraftModelConfig(tree="sampled", num_steps=4)
-    long = [run(TARGET, prompts, DraftModel(TARGET.perturbed(0.4), config), WARM, 4, 24, seed=s) for s in range(9, 29)]
+    long = [
+        step_estimate(TARGET, prompts, DraftModel(TARGET.perturbed(0.4), config), WARM, 4, 24, seed=s)
+        for s in range(9, 29)
+    ]
     truth = np.mean([each.tokens_per_pass for each in long])
     found = [drawn_tree_and_chain(write(TARGET, prompts, WARM, 24, seed=seed))[0] for seed in range(8)]
     assert np.mean([each.tokens_per_pass for each in found]) == pytest.approx(truth, rel=0.03)
@@ -332,7 +338,7 @@ def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):
     assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] < 1.0
     for each in found.rows:
         assert 1.0 <= each.tokens_per_pass <= each.num_speculative_tokens + 1
-        assert each.low < each.speedup < each.high and each.round_seconds > 0 and each.end_to_end > 0
+        assert each.low < each.speedup < each.high and each.step_seconds > 0 and each.end_to_end > 0
     depths = [each.tokens_per_pass for each in found.rows if each.name == "draft"][:7]
     assert depths == sorted(depths)
     assert {key[1] for key in found.predictors} == {0.0, 1.0}
@@ -344,7 +350,9 @@ def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):
 def test_intervals_cover_another_sample():
     """Tokens per pass of a second, independent sample lie in the first one's interval about as often as promised."""
     prompts = [[i % 6, (5 * i) % 6, 1] for i in range(12)]
-    found = [run(TARGET, prompts, DraftModel(TARGET.perturbed(0.4)), WARM, 4, 24, seed=seed) for seed in range(24)]
+    found = [
+        step_estimate(TARGET, prompts, DraftModel(TARGET.perturbed(0.4)), WARM, 4, 24, seed=seed) for seed in range(24)
+    ]
     covered = [
         abs(math.log(other.tokens_per_pass / one.tokens_per_pass)) <= spread(one)
         for one, other in zip(found[::2], found[1::2], strict=True)

@@ -12,8 +12,8 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.plan.formulas import acceptance, bounds
 from foretoken.plan.predictors import (
     CONSTANT,
+    MAX_DIVERGENCE,
     STATISTICS,
-    SURPRISE,
     TextDistributions,
     calibration_error,
     entropy_overlap,
@@ -70,7 +70,7 @@ def test_calibration_error():
 
 def test_a_divergence_without_end_is_cut():
     rows = TextDistributions(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), [0])
-    assert statistics(rows)["KL divergence"] == SURPRISE
+    assert statistics(rows)["KL divergence"] == MAX_DIVERGENCE
     assert text_acceptance(rows) == 0.0
 
 

@@ -13,7 +13,7 @@ from foretoken.core.streams import Streams
 from foretoken.models.loading import load_model
 from foretoken.models.toy import ToyModel
 from foretoken.plan.replay import RecordedModel, Recording, record
-from foretoken.plan.texts import SampledText, told, write
+from foretoken.plan.texts import SampledText, teacher_forced, write
 
 TARGET = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
 WARM = SamplingLaw()
@@ -60,7 +60,7 @@ def test_texts_of_one_prompt_take_turns_and_others_are_refused():
 
 def test_teacher_forcing_says_what_decoding_said():
     (text,) = write(TARGET, [[1, 2, 3]], WARM, 150)
-    pieces = list(told(TARGET, text, (1,)))
+    pieces = list(teacher_forced(TARGET, text, (1,)))
     assert [len(piece.tokens) for piece in pieces] == [64, 64, 22]
     logits = torch.cat([piece.logits for piece in pieces])
     assert all(torch.equal(logits[i], TARGET.logits(text.whole[: 3 + i])) for i in range(150))
@@ -81,5 +81,5 @@ def test_states_of_a_prompt_are_read_where_its_rows_are_known(tiny_pair):
     (own,), (other,) = record(first, [text], (0, 2)), record(kept, [text], (0, 2))
     assert all(len(own.taps[layer]) == len(text.whole) - 1 for layer in (0, 2))
     assert all(torch.equal(own.taps[layer], other.taps[layer]) for layer in (0, 2))
-    pairs = zip(told(first, text), told(kept, text), strict=True)
+    pairs = zip(teacher_forced(first, text), teacher_forced(kept, text), strict=True)
     assert all(torch.equal(one.logits, two.logits) for one, two in pairs)

@@ -9,7 +9,6 @@ from tests.models.trees import repeating
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.control.fixed import Fixed
-from foretoken.control.passes import Passes
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -18,6 +17,7 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.streams import Streams
 from foretoken.core.verdict import Verdict
+from foretoken.costs.model import CostModel
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
@@ -255,12 +255,12 @@ class Counting(Oracle):
         return super().propose(contexts, budgets)
 
 
-class Known(Passes):
+class Known(CostModel):
     """Passes that take what was said beforehand."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         super().__init__()
-        self.put(seconds)
+        self.calibrate(seconds, {})
 
     def observe(self, steps) -> None:
         pass
@@ -269,9 +269,9 @@ class Known(Passes):
 @pytest.mark.parametrize("cliff, expected", [(1.1, 16), (4.0, 4)])
 def test_a_costly_member_drafts_as_deep_as_pays(cliff: float, expected: int) -> None:
     """It is always right; its sixth row costs three passes, or nothing."""
-    passes = Known({1: 1.0, 5: 1.05, 6: cliff, 17: cliff + 0.5})
+    costs = Known({1: 1.0, 5: 1.05, 6: cliff, 17: cliff + 0.5})
     good = Counting()
-    mixture = Mixture([free("poor", Oracle((0, 1))), Member("good", good, free=False, cost=0.1)], passes)
+    mixture = Mixture([free("poor", Oracle((0, 1))), Member("good", good, free=False, cost=0.1)], costs)
     texts, _ = run(mixture, nodes=16)
     assert texts == run(Proposer())[0]
     assert max(good.budgets[-10:]) == expected
@@ -286,12 +286,13 @@ def steps(rows: int, seconds: float, position: int = 5) -> list[StepOutput]:
 
 
 def test_pace_learns_what_a_row_costs() -> None:
-    pace = DraftingCosts()
+    costs = CostModel()
+    pace = DraftingCosts(costs)
     for i in range(200):
         rows = 1 + i % 8
-        pace.observe(steps(rows, 1.0 + 0.1 * (rows - 1)))
-    pace.observe(steps(4, 100.0))  # a disturbance
-    pace.observe(steps(4, 100.0, position=0))  # a prompt
+        costs.observe(steps(rows, 1.0 + 0.1 * (rows - 1)))
+    costs.observe(steps(4, 100.0))  # a disturbance
+    costs.observe(steps(4, 100.0, position=0))  # a prompt
     assert pace.seconds(0, 1) == pytest.approx(1.0, rel=0.02)
     assert pace.seconds(10, 1) == pytest.approx(2.0, rel=0.02)
     # The second row brings .3 tokens for a tenth of a pass; the third .05.
@@ -302,8 +303,8 @@ def test_pace_learns_what_a_row_costs() -> None:
 
 
 def test_pace_before_anything_is_known() -> None:
-    assert DraftingCosts().worthwhile([0.5, 0.001], 8, 1) == [0]
-    assert DraftingCosts().worthwhile([], 8, 1) == []
+    assert DraftingCosts(CostModel()).worthwhile([0.5, 0.001], 8, 1) == [0]
+    assert DraftingCosts(CostModel()).worthwhile([], 8, 1) == []
 
 
 # with real models

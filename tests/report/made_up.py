@@ -36,9 +36,9 @@ def plan() -> dict[str, Any]:
                         "batch": batch, "tokens_per_pass": tokens, "tokens_per_pass_low": tokens * 0.95,
                         "tokens_per_pass_high": tokens * 1.05,
                         "speedup": tokens / cost, "low": tokens / cost * 0.92, "high": tokens / cost * 1.09,
-                        "end_to_end": tokens / cost * 0.9, "round_seconds": 0.02 * cost, "draft_seconds": 0.001,
+                        "end_to_end": tokens / cost * 0.9, "step_seconds": 0.02 * cost, "draft_seconds": 0.001,
                         "plain_seconds": 0.02, "acceptance": [alpha**k for k in range(1, depth + 1)],
-                        "estimator": "law", "requests": 12, "best": False,
+                        "estimator": "distribution", "requests": 12, "best": False,
                     })  # fmt: skip
     places = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
     choices = []
@@ -46,14 +46,16 @@ def plan() -> dict[str, Any]:
         top = max((row for row in rows if (row["temperature"], row["batch"]) == place), key=lambda row: row["speedup"])
         top["best"] = True
         choices.append({"temperature": place[0], "batch": place[1], "speculate": True, "sure": True, "row": top})
-    costs = [
-        {"model": "tiny-15m", "rows": m, "context": context, "batch": 1, "seconds": second, "low": second * 0.96,
-         "high": second * 1.1, "floor": 0.018 * (1 + m / 40)}
+    costs = {"tiny-15m": [
+        {"rows": m, "context": context, "batch": 1,
+         "seconds": {"median": second, "low": second * 0.96, "high": second * 1.1, "turns": 5},
+         "floor": {"median": 0.018 * (1 + m / 40), "low": 0.017, "high": 0.03, "turns": 5}}
         for context in (512, 4096) for m in (1, 2, 3, 4, 5, 8, 12, 16)
         for second in [0.02 * (1 + m / 20 + 0.2 * (m > 4)) * (1 + context / 9000)]
-    ]  # fmt: skip
+    ]}  # fmt: skip
     predictors = [
-        {"name": name, "correlation": r, "error": e, "slope": 1.0, "intercept": 0.0}
+        {"name": name, "correlation": r, "error": e, "slope": 1.0, "intercept": 0.0, "draft": "draft_model tiny-1m",
+         "temperature": 1.0}
         for name, r, e in (("total variation", -0.97, 0.012), ("KL divergence", -0.9, 0.024),
                            ("draft entropy", -0.4, 0.047), ("constant", 0.0, 0.052))
     ]  # fmt: skip
@@ -65,7 +67,7 @@ def plan() -> dict[str, Any]:
     }
     return {
         "setting": SETTING, "best": best, "exports": exports, "choices": choices, "rows": rows, "costs": costs,
-        "predictors": {"draft_model tiny-1m at temperature 1": predictors}, "measured": measured(),
+        "predictors": predictors, "measured": measured(),
     }  # fmt: skip
 
 
@@ -142,12 +144,12 @@ class Letters:
         return "".join(self.words[i] for i in kept)
 
 
-def pieces(tokenizer: Letters, rounds: int = 12, finish: str | None = "length", words: int = 16) -> list[StreamPiece]:
+def pieces(tokenizer: Letters, steps: int = 12, finish: str | None = "length", words: int = 16) -> list[StreamPiece]:
     """Chains of three that were drawn: in turn all, two, one and none of them are accepted."""
     q = torch.full((4, len(tokenizer.words)), 1.0 / len(tokenizer.words))
     made: list[StreamPiece] = []
     emitted: list[int] = []
-    for number in range(rounds):
+    for number in range(steps):
         ids = [(len(emitted) + k) % words for k in range(3)]
         landed = 3 - number % 4
         draft = Draft.chain(
@@ -155,22 +157,22 @@ def pieces(tokenizer: Letters, rounds: int = 12, finish: str | None = "length", 
         )
         own = (len(emitted) + landed) % words
         tokens = (*ids[:landed], own)
-        last = number == rounds - 1
+        last = number == steps - 1
         timings = Timings(0.001, 0.03 if number == 0 else 0.004, 0.0005, 0.0002, 1)
         step = StepOutput(
             0, len(emitted), draft, Verdict(tuple(range(landed)), own), tokens, timings, finish if last else None
         )
         emitted += tokens
         text = tokenizer.decode(list(tokens))
-        output = _output(tokenizer, emitted, rounds, finish) if last else None
+        output = _output(tokenizer, emitted, steps, finish) if last else None
         made.append(StreamPiece(0, 0, text, tokens, step, output))
     return made
 
 
-def _output(tokenizer: Letters, emitted: list[int], rounds: int, finish: str | None) -> CompletionOutput:
+def _output(tokenizer: Letters, emitted: list[int], steps: int, finish: str | None) -> CompletionOutput:
     logprobs = tuple(
         {i: Logprob(math.log(0.5), 1, tokenizer.words[i]), (i + 5) % 16: Logprob(math.log(0.25), 2, "other")}
         for i in emitted
     )
-    stats = SpeculationStats(rounds, rounds, 3 * rounds, len(emitted) - rounds, len(emitted), 0.1)
+    stats = SpeculationStats(steps, steps, 3 * steps, len(emitted) - steps, len(emitted), 0.1)
     return CompletionOutput(0, tokenizer.decode(emitted), tuple(emitted), finish, None, logprobs, stats)

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from foretoken.report.axes import WIDTH, Axis, AxisScale, frame, tick, ticks
-from foretoken.report.charts import POINTS, Bar, Point, Series, bars, lines, scatter
-from foretoken.report.document import ROWS, table
-from foretoken.report.intervals import wilson
-from foretoken.report.timeline import LANES, ROUNDS_A_LANE, Lap, timeline
+from foretoken.report.charts import MAX_POINTS, Bar, Point, Series, bars, lines, scatter
+from foretoken.report.document import MAX_ROWS, table
+from foretoken.report.timeline import LANES, STEPS_PER_LANE, StepLap, timeline
+from foretoken.report.trace import wilson
 
 from .made_up import HOSTILE
 
@@ -72,7 +72,7 @@ def test_nothing_to_draw_is_said(points):
         assert root.find("svg") is None and "nothing was measured" in chart
     assert "nothing was measured" in lines("t", [], X, Y)
     assert "nothing was measured" in bars("t", [Bar("a", NAN)], "u")
-    assert "nothing was measured" in timeline("t", ["a"], [Lap(1, (NAN,), "")])
+    assert "nothing was measured" in timeline("t", ["a"], [StepLap(1, (NAN,), "")])
 
 
 @pytest.mark.parametrize("y", [0.0, 1.0, -3.0, 1e-9, 1e12])
@@ -117,23 +117,23 @@ def test_scatter_and_its_diagonal():
 
 
 def test_a_timeline_keeps_to_scale_and_wraps():
-    laps = [Lap(i, (0.001, 0.003, 0.0, 0.001), f"+{i % 3}", HOSTILE) for i in range(1, 41)]
+    laps = [StepLap(i, (0.001, 0.003, 0.0, 0.001), f"+{i % 3}", HOSTILE) for i in range(1, 41)]
     root = drawn(timeline("Rounds", ["propose", "score", "verify", "commit"], laps))
-    rounds = root.findall("svg/g")
-    assert len(rounds) == 40 and {r.get("data-round") for r in rounds} == {str(i) for i in range(1, 41)}
-    widths = [float(rect.get("width")) for rect in rounds[0].findall("rect")]
+    steps = root.findall("svg/g")
+    assert len(steps) == 40 and {r.get("data-step") for r in steps} == {str(i) for i in range(1, 41)}
+    widths = [float(rect.get("width")) for rect in steps[0].findall("rect")]
     assert widths[1] == pytest.approx(3 * widths[0], abs=0.3) and widths[4] == pytest.approx(sum(widths[:4]), abs=0.3)
-    assert len({r.find("rect").get("y") for r in rounds}) == 3
+    assert len({r.find("rect").get("y") for r in steps}) == 3
 
 
 def test_sizes_are_bounded():
     chart = lines("t", [Series("a", tuple(Point(i, i % 7, 0, i) for i in range(20_000)))], X, Y)
     assert len(chart) < 400_000
-    assert len(drawn(chart).findall(".//circle[@class='mark']")) == POINTS
-    laps = [Lap(i, (0.001,), "+1") for i in range(5000)]
+    assert len(drawn(chart).findall(".//circle[@class='mark']")) == MAX_POINTS
+    laps = [StepLap(i, (0.001,), "+1") for i in range(5000)]
     chart = timeline("t", ["a"], laps)
-    assert len(drawn(chart).findall("svg/g")) == ROUNDS_A_LANE * LANES and "The first 336 of 5000 rounds" in chart
-    assert "and 4,000 more rows" in table(("a",), [(i,) for i in range(ROWS + 4000)])
+    assert len(drawn(chart).findall("svg/g")) == STEPS_PER_LANE * LANES and "The first 336 of 5000 steps" in chart
+    assert "and 4,000 more rows" in table(("a",), [(i,) for i in range(MAX_ROWS + 4000)])
 
 
 def test_wilson():

@@ -1,4 +1,4 @@
-"""A text token by token: origins, probabilities and rounds are those of the steps."""
+"""A text token by token: origins, probabilities and steps are those of the engine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def traced(tokenizer: Letters, **options):
 
 
 def test_tokens_are_told_apart():
-    trace = traced(Letters(), rounds=4)
+    trace = traced(Letters(), steps=4)
     kept = [t for t in trace.tokens if t.origin != REJECTED]
     assert "".join(t.text for t in kept) == trace.text
     assert [t.origin for t in trace.tokens] == [
         *[ACCEPTED] * 3, TARGET, *[ACCEPTED] * 2, REJECTED, TARGET, ACCEPTED, *[REJECTED] * 2, TARGET, *[REJECTED] * 3,
         TARGET,
     ]  # fmt: skip
-    assert [t.round for t in kept] == [1] * 4 + [2] * 3 + [3] * 2 + [4]
+    assert [t.step for t in kept] == [1] * 4 + [2] * 3 + [3] * 2 + [4]
     assert all(t.p == pytest.approx(0.5) and t.rank == 1 for t in kept)
     assert all((t.q is None) if t.origin == TARGET else t.q == pytest.approx(1 / 18) for t in trace.tokens)
     # Of what was refused only the first was judged by a recorded row.
@@ -51,9 +51,9 @@ def test_the_page_shows_them():
     assert (
         spans[0]
         .get("data-tip")
-        .startswith("def␣  draft, accepted, round 1 · target p 50.0 % (its choice no. 1) · draft q 5.6 %")
+        .startswith("def␣  draft, accepted, step 1 · target p 50.0 % (its choice no. 1) · draft q 5.6 %")
     )
-    assert len(root.findall(".//g[@class='round']")) == 11  # the prompt's own is told apart
+    assert len(root.findall(".//g[@class='step']")) == 11  # the prompt's own is told apart
     assert "took 31.7 ms and is left out" in words(root)
 
 
@@ -67,15 +67,15 @@ def test_hostile_words_stay_words():
 def test_a_text_that_is_empty_or_breaks_off():
     read(page([Tracer(Letters(), [0]).trace()]), scripts=1)
     read(page([]), scripts=1)
-    trace = traced(Letters(), rounds=1, finish="stop")
-    assert len(read(page([trace]), scripts=1).findall(".//g[@class='round']")) == 1
+    trace = traced(Letters(), steps=1, finish="stop")
+    assert len(read(page([trace]), scripts=1).findall(".//g[@class='step']")) == 1
     assert "not finished" in words(read(page([traced(Letters(), finish="abort")]), scripts=1))
 
 
 def test_what_a_stop_cuts_is_marked():
     tokenizer = Letters()
     tracer = Tracer(tokenizer, [0])
-    for piece in pieces(tokenizer, rounds=2):
+    for piece in pieces(tokenizer, steps=2):
         tracer.push(replace(piece, text=piece.text[:-1] if piece.output is None else ""))
     trace = tracer.trace()
     assert [t.cut for t in trace.tokens if t.origin != REJECTED] == [False] * 3 + [True] * 4
@@ -83,7 +83,7 @@ def test_what_a_stop_cuts_is_marked():
 
 def test_an_end_mark_is_named():
     tokenizer = Letters()
-    piece = pieces(tokenizer, rounds=1, finish="stop")[0]
+    piece = pieces(tokenizer, steps=1, finish="stop")[0]
     end = len(tokenizer.words) - 1
     step = StepOutput(0, 0, Draft.empty(), Verdict((), end), (end,), Timings(0, 0.1, 0, 0, 1), "stop")
     tracer = Tracer(tokenizer, [0])

@@ -75,7 +75,7 @@ def test_large_lists_are_served(server: Running) -> None:
 
 def test_waiting_for_a_grammar_has_an_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.serve.worker.COMPILE_PATIENCE", 0.05)
-    monkeypatch.setattr(server.worker.llm.requests, "restrictions", lambda params: time.sleep(0.3))
+    monkeypatch.setattr(server.worker.llm.requests, "restrictions", lambda *_: time.sleep(0.3))
     answer = server.post({**SHORT, "bad_words": ["a"]})
     assert answer.status_code == 429 and "make them smaller" in answer.json()["error"]["message"]
 

@@ -153,6 +153,8 @@ def _serve(
 
     worker = Worker(llm, max_waiting=max_waiting)
     app = create_app(worker, settings)
+    if (side_process := app.state.service.side_process) is not None:
+        side_process.start()  # before the first large body, which would wait for it
     server = Server(app, worker, drain_timeout, announce=lambda: _announce(settings, listening))
     server.run(sockets=[listening])
     if worker.dead is not None:

@@ -1,4 +1,4 @@
-"""How much to draft, decided before anything is drawn."""
+"""Interface of controllers, which choose draft lengths before anything is sampled."""
 
 from __future__ import annotations
 
@@ -6,30 +6,34 @@ from collections.abc import Sequence
 
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
+from foretoken.costs.model import CostModel
 
 
 class Controller:
-    """Base of every controller; this one never drafts.
+    """Base class of controllers. This one never drafts.
 
-    A budget may depend on anything known before the round, never on a token drawn in it (non-anticipation:
-    dropping a drawn token because it looks unlikely bends the law).
+    A budget may depend on anything known before the step, never on a token drawn in it (non-anticipation): to drop a
+    drawn token because it looks unlikely biases the output.
+
+    Attributes:
+        costs: The cost model that it reads. The engine keeps it up to date.
+        resting: The last budgets are part of a held decision to draft nothing, so this step need not be observed.
     """
 
-    def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
-        """Draft nodes for each sequence, at most ``rooms[i]`` (what could still be emitted, less one)."""
+    costs: CostModel | None = None
+    resting: bool = False
+
+    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
+        """Returns the number of tokens to draft for each sequence, at most ``max_draft_tokens[i]``. Called every step.
+
+        Args:
+            contexts: The sequences of the step.
+            max_draft_tokens: Tokens that each can still emit, less one.
+        """
         return [0 for _ in contexts]
 
-    def observe(self, steps: Sequence[StepOutput]) -> None:
-        """What came of it."""
-
-    def rest(self) -> int:
-        """After a round without drafts: for how many more of the same requests it need neither be asked nor told,
-        because it would grant nothing in them, whatever they show.
-        """
-        return 0
-
-    def rested(self, rounds: int) -> None:
-        """So many rounds have passed since, of which it was not told."""
+    def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
+        """Receives the outcome of the step, before the cost model does. Not called while ``resting``."""
 
     def forget(self, context: Context) -> None:
-        """The sequence is over, for whatever reason; calling it for an unknown one does nothing."""
+        """Drops the state of a sequence that has ended or was preempted. Unknown sequences are ignored."""

@@ -1,15 +1,21 @@
-"""Forbidden words of a request, indexed by the tokens before each word's last token."""
+"""Forbidden words of a request, indexed by the tokens before each word's last token.
+
+This module must not import torch, so that the server's side process starts quickly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, overload
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from foretoken.core.errors import InvalidRequest
+
+_KEY = np.dtype(">i4")  # tokens as bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,51 +24,92 @@ class BadWordsLookup:
 
     Args:
         alone: int64. Words of one token.
-        lasts: Last tokens of longer words, by the tokens before them.
-        lengths: Lengths of the keys of ``lasts``, by the key's last token.
+        prefixes: Of the longer words, by the number of tokens before the last: these tokens as bytes, sorted, and the
+            last tokens in the same order.
+        lengths: Sorted pairs of the token before the last and the number of tokens before the last, in the high and the
+            low 32 bits.
     """
 
-    alone: Tensor
-    lasts: dict[tuple[int, ...], list[int]]
-    lengths: dict[int | None, set[int]]
+    alone: NDArray[np.int64]
+    prefixes: dict[int, tuple[NDArray[np.bytes_], NDArray[np.int32]]]
+    lengths: NDArray[np.int64]
 
 
-class BadWords(tuple[tuple[int, ...], ...]):
+class BadWords(Sequence[tuple[int, ...]]):
     """Token sequences whose last token is forbidden where the text ends with the tokens before it.
 
-    The time of ``banned`` grows with the length of the words, not with their number. The index is built on first use.
+    The tokens are kept in arrays, so that 100,000 words take a few MB and pass between processes at once. The time of
+    ``banned`` grows with the length of the words, not with their number. The index is built on first use.
     """
+
+    def __init__(self, words: Iterable[Sequence[int]] = ()) -> None:
+        listed = [tuple(word) for word in words]
+        if () in listed:
+            raise InvalidRequest("bad_words holds a word without tokens; each needs at least one")
+        self._tokens = np.fromiter((token for word in listed for token in word), np.int32)
+        self._ends = np.cumsum([0, *map(len, listed)], dtype=np.int32)
 
     @classmethod
     def of(cls, words: Iterable[Sequence[int]]) -> BadWords:
         """Returns ``words`` as BadWords. Raises InvalidRequest for a word without tokens."""
-        if isinstance(words, cls):
-            return words
-        bad_words = cls(tuple(word) for word in words)
-        if () in bad_words:
-            raise InvalidRequest("bad_words holds a word without tokens; each needs at least one")
-        return bad_words
+        return words if isinstance(words, cls) else cls(words)
 
-    def banned(self, tokens: Sequence[int], path: tuple[int, ...] = ()) -> Tensor:
-        """Returns the tokens forbidden after ``tokens`` followed by ``path``, int64."""
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[tuple[int, ...], ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[place] for place in range(*index.indices(len(self))))
+        place = range(len(self))[index]
+        return tuple(self._tokens[self._ends[place] : self._ends[place + 1]].tolist())
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return (self[place] for place in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, BadWords):
+            return np.array_equal(self._tokens, other._tokens) and np.array_equal(self._ends, other._ends)
+        return tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash((self._tokens.tobytes(), self._ends.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"BadWords({list(self)})"
+
+    def banned(self, tokens: Sequence[int], path: tuple[int, ...] = ()) -> NDArray[np.int64]:
+        """Returns the tokens forbidden after ``tokens`` followed by ``path``."""
         lookup = self.lookup
         latest = path[-1] if path else tokens[-1] if tokens else None
-        banned: list[int] = []
-        for length in lookup.lengths.get(latest, ()):
+        if latest is None or not len(lookup.lengths):
+            return lookup.alone
+        first, last = np.searchsorted(lookup.lengths, (latest << 32, (latest + 1) << 32)).tolist()
+        banned: list[NDArray[Any]] = [lookup.alone]
+        for length in (lookup.lengths[first:last] & 0xFFFFFFFF).tolist():
             committed = max(0, length - len(path))
             if committed <= len(tokens):
                 tail = (*tokens[len(tokens) - committed :], *path[len(path) - length + committed :])
-                banned += lookup.lasts.get(tail, ())
-        return torch.cat([lookup.alone, torch.tensor(banned)]) if banned else lookup.alone
+                keys, lasts = lookup.prefixes[length]
+                key = np.array(tail, _KEY).view(keys.dtype)
+                banned.append(lasts[np.searchsorted(keys, key, "left")[0] : np.searchsorted(keys, key, "right")[0]])
+        return np.concatenate(banned, dtype=np.int64)
 
     @cached_property
     def lookup(self) -> BadWordsLookup:
         """The index, built on first use."""
-        lasts: dict[tuple[int, ...], list[int]] = {}
-        for word in dict.fromkeys(self):
-            lasts.setdefault(word[:-1], []).append(word[-1])
-        alone = torch.tensor(lasts.pop((), []), dtype=torch.int64)
-        lengths: dict[int | None, set[int]] = {}
-        for before in lasts:
-            lengths.setdefault(before[-1], set()).add(len(before))
-        return BadWordsLookup(alone, lasts, lengths)
+        starts, before = self._ends[:-1], np.diff(self._ends) - 1
+        lasts = self._tokens[self._ends[1:] - 1] if len(self) else self._tokens
+        prefixes = {}
+        for length in np.unique(before[before > 0]).tolist():
+            chosen = before == length
+            tokens = self._tokens[starts[chosen, None] + np.arange(length)]
+            keys = np.ascontiguousarray(tokens, _KEY).view(f"S{_KEY.itemsize * length}")[:, 0]
+            order = np.argsort(keys, kind="stable")
+            prefixes[length] = keys[order], lasts[chosen][order]
+        longer = before > 0
+        lengths = np.unique(self._tokens[self._ends[1:][longer] - 2].astype(np.int64) << 32 | before[longer])
+        return BadWordsLookup(np.unique(lasts[~longer]).astype(np.int64), prefixes, lengths)

@@ -29,6 +29,7 @@ class Context:
         source: Encoder input of an encoder-decoder. ``tokens`` are then the decoder's alone.
         cache_salt: Scope of the state kept across requests. Requests share KV blocks and proposers' stores only with
             requests of the same salt. None is a scope like any other.
+        num_proposer_tokens: Number of leading tokens that the proposer has processed. Kept by the engine.
     """
 
     id: int
@@ -42,6 +43,12 @@ class Context:
     method: str | None = None
     source: tuple[int, ...] = ()
     cache_salt: str | None = None
+    num_proposer_tokens: int = 0
+
+    @property
+    def missed_tokens(self) -> int:
+        """Number of tokens that the proposer has to process before it can draft."""
+        return len(self.tokens) - self.num_proposer_tokens
 
     @property
     def generated(self) -> int:

@@ -52,7 +52,7 @@ class SamplingLaw:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = BadWords()
+    bad_words: Sequence[tuple[int, ...]] = BadWords()
     min_tokens: int = 0
     end_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
@@ -182,7 +182,7 @@ class SamplingLaw:
             history: History of the node.
         """
         allowed = None if self.grammar is None else self.grammar.allowed(history)
-        banned = BadWords.of(self.bad_words).banned(history.tokens, history.path)
+        banned = torch.from_numpy(BadWords.of(self.bad_words).banned(history.tokens, history.path))
         if history.generated < self.min_tokens and _others(allowed, self.end_ids):
             banned = torch.cat([banned, torch.tensor(self.end_ids, dtype=torch.int64)])
         if allowed is None:

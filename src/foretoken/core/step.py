@@ -20,6 +20,7 @@ class Timings:
         commit: Time of committing tokens to the KV cache.
         batch: Number of sequences that emitted tokens.
         prompt_rows: Number of prompt tokens computed in the step beside the one row that each sequence needs.
+        missed_tokens: Number of tokens of drafting sequences that the proposer had not processed before the step.
     """
 
     propose: float
@@ -28,6 +29,7 @@ class Timings:
     commit: float
     batch: int
     prompt_rows: int = 0
+    missed_tokens: int = 0
 
     @property
     def total(self) -> float:
@@ -47,6 +49,7 @@ class StepOutput:
         tokens: Emitted tokens: the accepted path and the target's token, cut at EOS, stop or max_tokens.
         timings: Times of the step.
         finish_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None for an unfinished sequence.
+        budget: Number of draft tokens that the proposer was asked for.
     """
 
     sequence: int
@@ -56,6 +59,7 @@ class StepOutput:
     tokens: tuple[int, ...]
     timings: Timings
     finish_reason: str | None = None
+    budget: int = 0
 
     @property
     def accepted(self) -> int:

@@ -2,30 +2,33 @@
 
 A grammar of a hundred characters can keep llguidance busy for minutes or overflow its stack, and a thread cannot be
 stopped. So one process holds the vocabulary and forks one process for each grammar, which compiles it and forks one
-process for each sequence that follows it. Each process has a limit on processor time and memory. The kernel kills a
-process that exceeds it, and the other end of its connection reads an end of file. POSIX only.
+process for each sequence that follows it. See ``core.forking``.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.forking import (
+    ForkServer,
+    allow_seconds,
+    ask,
+    first_received,
+    fork,
+    fork_for_each,
+    limit_memory,
+    nicely,
+)
 from foretoken.engine.matching import GrammarVocabulary, LocalGrammar, MatcherFollower
 
 _TIMEOUT = 30.0  # seconds to wait for a reply; the kernel's limit on processor time takes effect much earlier
 
-_PROGRAM = "foretoken.engine.grammar_process"
 _OK, _REFUSED, _MASK, _NO_MASK = b"o", b"r", b"m", b"n"
 
 
@@ -52,16 +55,13 @@ class GrammarServer:
     """The process that holds a vocabulary. It is started on first use. Thread-safe."""
 
     def __init__(self, vocabulary: Callable[[], GrammarVocabulary], limits: GrammarLimits | None = None) -> None:
-        self._vocabulary, self._limits = vocabulary, limits or GrammarLimits()
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._limits = limits or GrammarLimits()
+        self.process = ForkServer("foretoken.engine.grammar_process", lambda: (vocabulary(), self._limits))
 
     def compile(self, spec: Mapping[str, Any]) -> ForkedGrammar:
         """Compiles a grammar in its own process. Raises InvalidRequest."""
-        with self._lock:
-            connection = self._forked()
-        reply = _ask(connection, spec)
+        connection = self.process.fork()
+        reply = ask(connection, spec, _TIMEOUT)
         if reply is None:
             raise InvalidRequest(
                 f"structured_outputs cannot be compiled within {self._limits.compile_seconds:g} s and "
@@ -73,21 +73,7 @@ class GrammarServer:
 
     def close(self) -> None:
         """Ends the process. The processes that it forked end when their grammars are no longer referenced."""
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-            if self._process is not None:
-                self._process.wait()
-            self._process = self._connection = None
-
-    def _forked(self) -> Connection:
-        if self._process is None or self._process.poll() is not None or self._connection is None:
-            self._connection, there = Pipe()
-            with there:
-                command = [sys.executable, "-P", "-m", _PROGRAM, str(there.fileno())]
-                self._process = subprocess.Popen(command, pass_fds=(there.fileno(),), stdin=subprocess.DEVNULL)
-            self._connection.send((self._vocabulary(), self._limits))
-        return _fork(self._connection)
+        self.process.close()
 
 
 class ForkedGrammar:
@@ -127,8 +113,8 @@ class ProcessFollower:
         """See ``GrammarFollower``."""
         try:
             if self._connection is None:
-                self._connection = _fork(self._grammar)
-            reply = _ask(self._connection, (self._reset, self._fresh, tuple(path)))
+                self._connection = fork(self._grammar)
+            reply = ask(self._connection, (self._reset, self._fresh, tuple(path)), _TIMEOUT)
         except OSError:  # the grammar's process is dead
             reply = None
         if reply is None:
@@ -143,75 +129,40 @@ class ProcessFollower:
         return reply[1:] if reply[:1] == _MASK else None
 
 
-def _fork(connection: Connection) -> Connection:
-    """Makes the process at the other end fork. Returns the connection to its child."""
-    here, there = Pipe()
-    with there:
-        reduction.send_handle(connection, there.fileno(), None)
-    return here
-
-
-def _ask(connection: Connection, question: Any) -> bytes | None:
-    """Returns the reply; None where the process is dead."""
-    try:
-        connection.send(question)
-        if connection.poll(_TIMEOUT):
-            return connection.recv_bytes()
-    except (EOFError, OSError):
-        pass
-    connection.close()
-    return None
-
-
 # in the forked processes
 
 
 def main(descriptor: int) -> None:
     """Receives the vocabulary, then forks for every grammar until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to the whole process group
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
-    connection = Connection(descriptor)
-    try:
-        vocabulary, limits = connection.recv()
-    except EOFError:
+    received = first_received(descriptor)
+    if received is None:
         return
+    connection, (vocabulary, limits) = received
     tokenizer = vocabulary.load()
-    _limit_memory(limits.memory_bytes)
+    limit_memory(limits.memory_bytes)
     before = _memory()
 
     def serve(connection: Connection) -> None:
         spec = connection.recv()
-        _allow(limits.compile_seconds)
-        try:
-            grammar = LocalGrammar(tokenizer, spec)
-        except InvalidRequest as error:
-            connection.send_bytes(_REFUSED + str(error).encode())
-            return
-        _allow(0.0)
-        connection.send_bytes(_OK + str(max(0, _memory() - before)).encode())
-        _fork_for_each(connection, lambda connection: _follow(connection, grammar.follower(), limits))
+        compiled: list[LocalGrammar | InvalidRequest] = []
 
-    _fork_for_each(connection, serve)
-
-
-def _fork_for_each(connection: Connection, serve: Callable[[Connection], None]) -> None:
-    """Serves every received connection in its own process."""
-    while True:
-        try:
-            arrived = reduction.recv_handle(connection)
-        except (EOFError, OSError):
-            return
-        try:
-            child = os.fork()
-        except OSError:  # too many processes: the other end of this connection reads an end of file
-            child = -1
-        if child == 0:
-            connection.close()
+        def compile_spec() -> None:
             try:
-                serve(Connection(arrived))
-            finally:
-                os._exit(0)
-        os.close(arrived)
+                compiled.append(LocalGrammar(tokenizer, spec))
+            except InvalidRequest as error:
+                compiled.append(error)
+
+        allow_seconds(limits.compile_seconds)
+        nicely(compile_spec)  # steps wait for masks, and for no grammar
+        allow_seconds(0.0)
+        grammar = compiled[0]
+        if isinstance(grammar, InvalidRequest):
+            connection.send_bytes(_REFUSED + str(grammar).encode())
+            return
+        connection.send_bytes(_OK + str(max(0, _memory() - before)).encode())
+        fork_for_each(connection, lambda connection: _follow(connection, grammar.follower(), limits))
+
+    fork_for_each(connection, serve)
 
 
 def _follow(connection: Connection, follower: MatcherFollower, limits: GrammarLimits) -> None:
@@ -223,7 +174,7 @@ def _follow(connection: Connection, follower: MatcherFollower, limits: GrammarLi
         except (EOFError, OSError):
             return
         tokens += len(fresh)
-        _allow(limits.mask_seconds)
+        allow_seconds(limits.mask_seconds)
         try:
             if reset:
                 follower.reset()
@@ -232,26 +183,10 @@ def _follow(connection: Connection, follower: MatcherFollower, limits: GrammarLi
             reply = _NO_MASK if mask is None else _MASK + mask
         except InvalidRequest as error:
             reply = _REFUSED + str(error).encode()
-        _allow(0.0)
+        allow_seconds(0.0)
         if time.process_time() - started > limits.text_seconds + limits.token_seconds * tokens:
             return
         connection.send_bytes(reply)
-
-
-def _allow(seconds: float) -> None:
-    """Makes the kernel end this process after ``seconds`` of processor time from now. 0 removes the limit."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def _limit_memory(memory_bytes: int) -> None:
-    """Limits the memory of processes forked from here, and disables their core dumps."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm") as pages:
-            limit = int(pages.read().split()[0]) * resource.getpagesize() + memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _memory() -> int:

@@ -52,6 +52,7 @@ class Engine:
         capacity: int | None = None,
     ) -> None:
         self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
+        self._costs = {costs for costs in (controller.costs, proposer.needs.costs) if costs is not None}
         self.pace = PrefillPacer(prompt_rows)
         self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, self._reusable_prefix_len, self._forget)
         self.finished: dict[int, Sequence] = {}
@@ -143,14 +144,19 @@ class Engine:
             contexts = [sequence.context for sequence in plan.ready]
             clock = _Clock(len(contexts), sum(len(s.handle.pending) for s in batch) - len(plan.ready))
             with self._abandoning(batch):
-                drafts = [*self._propose(contexts, plan.max_draft_tokens), *prompt_logprob_drafts(plan.prefilling)]
+                budgets = self.controller.budgets(contexts, plan.max_draft_tokens) if contexts else []
+                clock.missed_tokens = sum(
+                    c.missed_tokens for c, budget in zip(contexts, budgets, strict=True) if budget
+                )
+                drafts = self.proposer.propose(contexts, budgets) if contexts else []
+                drafts += prompt_logprob_drafts(plan.prefilling)
                 clock.lap()
                 scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
                 clock.lap()
                 own = slice(len(plan.ready))
                 verdicts = [self._judge(*each) for each in zip(plan.ready, drafts[own], scores[own], strict=True)]
             failed = self._prefill(plan.prefilling, scores[len(plan.ready) :])
-            steps = self._settle(plan.ready, drafts[own], verdicts, scores[own], clock) if plan.ready else []
+            steps = self._settle(plan.ready, budgets, drafts[own], verdicts, scores[own], clock) if plan.ready else []
             return [*steps, *(self._end(sequence) for sequence in failed)]
 
     def step_or_raise(self) -> list[StepOutput]:
@@ -194,9 +200,6 @@ class Engine:
         finally:
             self._alone.release()
 
-    def _propose(self, contexts: list[Context], max_draft_tokens: list[int]) -> list[Draft]:
-        return self.proposer.propose(contexts, self.controller.budgets(contexts, max_draft_tokens)) if contexts else []
-
     def _judge(self, sequence: Sequence, draft: Draft, scores: Scores) -> Verdict | None:
         """Verifies a draft with the verifier that its law and the request's grade require.
 
@@ -232,12 +235,13 @@ class Engine:
     def _settle(
         self,
         ready: list[Sequence],
+        budgets: list[int],
         drafts: list[Draft],
         verdicts: list[Verdict | None],
         scores: list[Scores],
         clock: _Clock,
     ) -> list[StepOutput]:
-        """Emits and commits tokens, and passes the step to proposer and controller. Returns the outputs."""
+        """Emits and commits tokens, and passes the step to those who learn from it. Returns the outputs."""
         emitted = [
             self._emit(sequence, draft, verdict, score)
             for sequence, draft, verdict, score in zip(ready, drafts, verdicts, scores, strict=True)
@@ -250,18 +254,33 @@ class Engine:
         timings = clock.timings()
         self.pace.observe(timings)
         steps = [
-            StepOutput(s.context.id, position, draft, verdict or Verdict((), -1), tokens, timings, s.finish_reason)
-            for s, position, draft, verdict, tokens in zip(ready, positions, drafts, verdicts, emitted, strict=True)
+            StepOutput(
+                s.context.id, position, draft, verdict or Verdict((), -1), tokens, timings, s.finish_reason, budget
+            )
+            for s, position, budget, draft, verdict, tokens in zip(
+                ready, positions, budgets, drafts, verdicts, emitted, strict=True
+            )
         ]
-        whole = [(s, t, score) for s, t, score in zip(ready, steps, scores, strict=True) if s.error is None]
-        if whole:
-            self.proposer.observe([s.context for s, _, _ in whole], [Observation(t, score) for _, t, score in whole])
-            self.controller.observe([step for _, step, _ in whole])
+        self._observe([(s.context, t, score) for s, t, score in zip(ready, steps, scores, strict=True) if not s.error])
         for sequence, step in zip(ready, steps, strict=True):
             sequence.counts.add(step)
             if step.finish_reason is not None:
                 self._retire(sequence)
         return steps
+
+    def _observe(self, outcomes: list[tuple[Context, StepOutput, Scores]]) -> None:
+        """Passes the step of the sequences that did not fail to the proposer, the controller and the cost models."""
+        if not outcomes:
+            return
+        contexts, steps = [context for context, _, _ in outcomes], [step for _, step, _ in outcomes]
+        self.proposer.observe(contexts, [Observation(step, scores) for _, step, scores in outcomes])
+        if not self.controller.resting:
+            self.controller.observe(contexts, steps)
+            for costs in self._costs:
+                costs.observe(steps)
+        for context, step in zip(contexts, steps, strict=True):
+            if step.budget and (step.position or len(step.draft)):
+                context.num_proposer_tokens = len(context.tokens)
 
     def _emit(self, sequence: Sequence, draft: Draft, verdict: Verdict | None, scores: Scores) -> tuple[int, ...]:
         """Returns the tokens that the sequence emits; none where it fails."""
@@ -289,6 +308,7 @@ class Engine:
             self.target.commit([sequence.handle for sequence in batch], [()] * len(batch))
             for sequence in batch:
                 self.proposer.forget(sequence.context)
+                sequence.context.num_proposer_tokens = 0
             raise
 
     def _reusable_prefix_len(self, context: Context) -> int:
@@ -297,6 +317,7 @@ class Engine:
     def _forget(self, context: Context) -> None:
         self.proposer.forget(context)
         self.controller.forget(context)
+        context.num_proposer_tokens = 0
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence.context.id)
@@ -319,7 +340,7 @@ class _Clock:
     """Times of the parts of one step, in seconds."""
 
     def __init__(self, batch: int, prompt_rows: int) -> None:
-        self.batch, self.prompt_rows = batch, prompt_rows
+        self.batch, self.prompt_rows, self.missed_tokens = batch, prompt_rows, 0
         self.laps: list[float] = []
         self._last = time.perf_counter()
 
@@ -331,4 +352,4 @@ class _Clock:
     def timings(self) -> Timings:
         self.lap()
         propose, score, verify, commit = self.laps
-        return Timings(propose, score, verify, commit, self.batch, self.prompt_rows)
+        return Timings(propose, score, verify, commit, self.batch, self.prompt_rows, self.missed_tokens)

@@ -1,4 +1,7 @@
-"""Prompts: text, token ids, or vLLM's dicts of either, for decoders and encoder-decoders."""
+"""Prompts: text, token ids, or vLLM's dicts of either, for decoders and encoder-decoders; and bad words.
+
+This module must not import torch, so that the server's side process starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from foretoken.core.bad_words import BadWords
 from foretoken.core.checks import shown
 from foretoken.core.errors import ContextLengthExceeded, InvalidRequest
 
@@ -14,6 +18,11 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _PLAIN = {"prompt", "prompt_token_ids"}
 _BOTH = ("encoder_prompt", "decoder_prompt")
+
+MAX_BAD_WORDS = 100_000
+MAX_BAD_WORD_TOKENS = 512
+MAX_BAD_CHARACTERS = 2**24  # of all bad words together
+_BATCH = 1024  # texts per tokenizer call
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,7 @@ class ContextLimit:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokenizer:
-    """Tokenizes prompts and predictions.
+    """Tokenizes prompts, predictions and bad words.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -125,6 +134,34 @@ class PromptTokenizer:
         """Returns the tokens of a rendered chat template, special tokens included. Raises InvalidRequest."""
         limit = self.source_limit if self.start else self.limit
         return self._text(text, "the prompt", limit, add_special_tokens=False)
+
+    def bad_words(self, words: Sequence[str]) -> BadWords:
+        """Returns the tokens of each word at the start of a text and after a space. Raises InvalidRequest."""
+        characters = sum(map(len, words))
+        if len(words) > MAX_BAD_WORDS or characters > MAX_BAD_CHARACTERS:
+            raise InvalidRequest(
+                f"bad_words holds {len(words)} words of {characters} characters; at most {MAX_BAD_WORDS} words of "
+                f"{MAX_BAD_CHARACTERS} characters are taken"
+            )
+        if (blank := next((word for word in words if not word.strip()), None)) is not None:
+            raise InvalidRequest(f"bad_words must not be empty or blank, got {shown(blank)}")
+        for word in words:
+            check_characters(word, "bad_words")
+        variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
+        spellings: dict[tuple[int, ...], None] = {}
+        for start in range(0, len(variants), _BATCH):
+            batch = variants[start : start + _BATCH]
+            for variant, ids in zip(batch, self.tokenizer(batch, add_special_tokens=False)["input_ids"], strict=True):
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    raise InvalidRequest(
+                        f"bad_words holds {shown(variant)}, which has {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} "
+                        "are taken"
+                    )
+                if ids and max(ids) < self.vocab_size:  # others cannot be generated
+                    spellings[tuple(ids)] = None
+        bad_words = BadWords(spellings)
+        _ = bad_words.lookup  # built here rather than in the engine's thread
+        return bad_words
 
     def _text(self, text: str, what: str, limit: ContextLimit | None, **options: Any) -> list[int]:
         """Returns the tokens of a text. Raises InvalidRequest if it is too long or has tokens the model lacks."""

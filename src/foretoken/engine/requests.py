@@ -13,7 +13,7 @@ from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.streams import SeedDomain, Streams, derived_seed
 from foretoken.engine.detokenize import Detokenizer
-from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, TokenizedPrompt, check_characters
+from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, TokenizedPrompt
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import TextStopping
@@ -22,11 +22,6 @@ from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
 from foretoken.params import SamplingParams
 
 PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
-
-MAX_BAD_WORDS = 100_000
-MAX_BAD_WORD_TOKENS = 512
-MAX_BAD_CHARACTERS = 2**24  # of all bad words together
-_BATCH = 1024  # texts per tokenizer call
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +102,7 @@ class RequestBuilder:
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
         limit = None if max_length is None else ContextLimit(tokenizer, max_length)
         source_limit = ContextLimit(tokenizer, source_length, "the encoder reads at most") if source_length else None
-        self._prompt_tokenizer = PromptTokenizer(tokenizer, vocab_size, tuple(start), limit, source_limit)
+        self.prompt_tokenizer = PromptTokenizer(tokenizer, vocab_size, tuple(start), limit, source_limit)
         self._methods, self._max_length = tuple(methods), max_length
         self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)
         self.grammars = Grammars(tokenizer, vocab_size)
@@ -116,13 +111,19 @@ class RequestBuilder:
     @property
     def start(self) -> tuple[int, ...]:
         """First decoder tokens of an encoder-decoder; empty for models without an encoder."""
-        return self._prompt_tokenizer.start
+        return self.prompt_tokenizer.start
 
-    def restrictions(self, params: SamplingParams) -> Restrictions:
-        """Tokenizes bad words and compiles structured outputs, for any number of prompts. Thread-safe."""
+    def restrictions(self, params: SamplingParams, bad_words: BadWords | None = None) -> Restrictions:
+        """Tokenizes bad words and compiles structured outputs, for any number of prompts. Thread-safe.
+
+        Args:
+            params: Sampling parameters.
+            bad_words: The tokens of the bad words, if already computed.
+        """
         structured = params.structured_outputs
         return Restrictions(
-            self._bad_words(params.bad_words or ()), None if structured is None else self.grammars.compile(structured)
+            self.prompt_tokenizer.bad_words(params.bad_words or ()) if bad_words is None else bad_words,
+            None if structured is None else self.grammars.compile(structured),
         )
 
     def build(
@@ -189,15 +190,15 @@ class RequestBuilder:
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Returns a prompt in tokens. Raises InvalidRequest."""
-        return self._prompt_tokenizer.tokenize(prompt)
+        return self.prompt_tokenizer.tokenize(prompt)
 
     def prediction(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         """Returns the tokens of a predicted output. Raises InvalidRequest."""
-        return self._prompt_tokenizer.prediction(prediction)
+        return self.prompt_tokenizer.prediction(prediction)
 
     def rendered(self, text: str) -> list[int]:
         """Returns the tokens of a rendered chat template. Raises InvalidRequest."""
-        return self._prompt_tokenizer.rendered(text)
+        return self.prompt_tokenizer.rendered(text)
 
     def _seed_of(self, seed: int | None, number: int, index: int) -> int:
         """Returns the seed of completion ``index`` of request ``number``. seed: the user's, or None."""
@@ -218,34 +219,6 @@ class RequestBuilder:
             params.stops,
             params.include_stop_str_in_output,
         )
-
-    def _bad_words(self, words: Sequence[str]) -> BadWords:
-        """Returns the tokens of each word at the start of a text and after a space. Raises InvalidRequest."""
-        characters = sum(map(len, words))
-        if len(words) > MAX_BAD_WORDS or characters > MAX_BAD_CHARACTERS:
-            raise InvalidRequest(
-                f"bad_words holds {len(words)} words of {characters} characters; at most {MAX_BAD_WORDS} words of "
-                f"{MAX_BAD_CHARACTERS} characters are taken"
-            )
-        if (blank := next((word for word in words if not word.strip()), None)) is not None:
-            raise InvalidRequest(f"bad_words must not be empty or blank, got {shown(blank)}")
-        for word in words:
-            check_characters(word, "bad_words")
-        variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
-        spellings: dict[tuple[int, ...], None] = {}
-        for start in range(0, len(variants), _BATCH):
-            batch = variants[start : start + _BATCH]
-            for variant, ids in zip(batch, self.tokenizer(batch, add_special_tokens=False)["input_ids"], strict=True):
-                if len(ids) > MAX_BAD_WORD_TOKENS:
-                    raise InvalidRequest(
-                        f"bad_words holds {shown(variant)}, which has {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} "
-                        "are taken"
-                    )
-                if ids and max(ids) < self._vocab_size:  # others cannot be generated
-                    spellings[tuple(ids)] = None
-        bad_words = BadWords(spellings)
-        _ = bad_words.lookup  # built here rather than in the engine's thread
-        return bad_words
 
 
 def prompt_logprobs(sequence: Running, tokenizer: Any) -> PromptLogprobs | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from foretoken.core.context import Context
 from foretoken.core.distributions import NodeDistributions
 from foretoken.core.draft import Draft
+from foretoken.core.positions import PositionCounts
 from foretoken.core.step import StepOutput
 from foretoken.core.verdict import Verdict
 from foretoken.engine.stopping import Stopping
@@ -135,21 +136,16 @@ class Counts:
     cached: int = 0
     started: float = field(default_factory=time.monotonic)
     finished: float | None = None
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    positions: PositionCounts = field(default_factory=PositionCounts)
 
     def add(self, step: StepOutput) -> None:
         """Counts one step."""
-        depth = max(step.draft.depths, default=0)
         self.rounds += 1
         self.drafts += bool(len(step.draft))
         self.drafted += len(step.draft)
         self.accepted += step.accepted
         self.tokens += len(step.tokens)
-        for counts, reached in ((self.drafted_at, depth), (self.accepted_at, step.accepted)):
-            counts.extend([0] * (max(depth, len(self.drafted_at)) - len(counts)))
-            for position in range(reached):
-                counts[position] += 1
+        self.positions.add(max(step.draft.depths, default=0), step.accepted)
         if step.finish_reason is not None:
             self.finished = time.monotonic()
 
@@ -162,8 +158,8 @@ class Counts:
             accepted=self.accepted,
             tokens=self.tokens,
             seconds=(self.finished or time.monotonic()) - self.started,
-            drafted_per_position=tuple(self.drafted_at),
-            accepted_per_position=tuple(self.accepted_at),
+            drafted_per_position=tuple(map(int, self.positions.drafted)),
+            accepted_per_position=tuple(map(int, self.positions.accepted)),
             cached=self.cached,
         )
 

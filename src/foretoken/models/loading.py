@@ -15,6 +15,7 @@ from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import is_gguf, load_config, open_weights, resolve
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.prequantized import check_prequantized
+from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization
 from foretoken.models.seq2seq.model import EncoderDecoder
 
@@ -38,7 +39,8 @@ def load_model(
         backend: ``"native"`` is our own decoder for the Llama family, ``"hf"`` is transformers' module for any other
             model, ``"auto"`` is the first of the two that supports the checkpoint.
         max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
-        quantization: ``"int8"`` quantizes the matrices of the native decoder, and their inputs row by row.
+        quantization: quantizes the matrices of the native decoder, and their inputs row by row: ``"int8"`` with a scale
+            for each output, ``"int4"`` (or ``"int4-g32"``, ``-g64``, ``-g128``) with one for each group of inputs.
         tensor_parallel_size: number of ranks that share the model; see ``models/hf/sharded.py``.
         gguf_file: name of a GGUF file in the folder or repository.
 
@@ -46,7 +48,7 @@ def load_model(
         InvalidRequest: an option is unknown, or the model does not support it.
         ModelLoadError: the checkpoint cannot be loaded, or its weights are larger than the free memory.
     """
-    quantise = check_quantization(quantization)
+    check_quantization(quantization)
     check_backend(backend)
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
@@ -62,12 +64,12 @@ def load_model(
 
         return ShardedModel.join(path, kind, where, tensor_parallel_size, weights.shapes, max_length)
     runtime = _runtime(config, path) if backend != "hf" else None
-    native = runtime is not None
-    int8 = quantise or (native and check_prequantized(config))
-    check_fits(weight_bytes(weights.shapes, kind, int8), where, str(path))
+    prequantized = runtime is not None and check_prequantized(config)
+    scheme = Quantiser.of(quantization or ("int8" if prequantized else None))
+    check_fits(weight_bytes(weights.shapes, kind, None if scheme is None else scheme.weight_bits), where, str(path))
     if runtime is not None:
         return runtime(config, weights, kind, where, max_length, quantization)
-    if quantise:
+    if quantization is not None:
         raise InvalidRequest(
             f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "
             "would run on backend 'hf'; leave it out, or quantise the checkpoint with transformers"

@@ -1,4 +1,4 @@
-"""What a plan compares: ways to speculate, and how far each drafts."""
+"""Candidates of a plan: speculative configurations and their draft lengths."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.speculation import SpeculativeConfig, find
 
-CHAIN = tuple(range(1, 9))
-TREE = (8, 14)
-COPIED = (4, 8)
+CHAIN = tuple(range(1, 9))  # draft lengths of chains
+TREE = (8, 14)  # tree sizes
+COPIED = (4, 8)  # draft lengths of methods that copy text
 _COPIES = ("ngram", "suffix", "retrieval", "prediction")
 FREE: tuple[Mapping[str, Any], ...] = ({"method": "ngram"}, {"method": "suffix"}, {"method": "recycling"})
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration at several depths. config: as users write it, without "num_speculative_tokens"."""
+    """One configuration at several draft lengths.
+
+    Args:
+        name: Unique within a plan.
+        config: A speculative_config without "num_speculative_tokens".
+        depths: Draft lengths or tree sizes.
+    """
 
     name: str
     config: Mapping[str, Any]
@@ -28,30 +34,32 @@ class Candidate:
 
     @property
     def method(self) -> str:
+        """Name of the speculative method."""
         return SpeculativeConfig.of(self.config).method_in_force
 
     def at(self, depth: int) -> dict[str, Any]:
-        """The configuration to paste."""
+        """Returns the speculative_config with ``depth`` draft tokens."""
         return {**self.config, "num_speculative_tokens": depth}
 
 
 def candidates(
     drafts: Sequence[str | Path], heads: Sequence[str | Path], configs: Sequence[Mapping[str, Any]] = ()
 ) -> list[Candidate]:
-    """Every draft as a chain and as a tree, the heads, what needs no model, and ``configs`` as they are.
+    """Returns every draft as a chain and as a tree, the heads, the methods without a model, and ``configs``.
 
-    Raises InvalidRequest for configurations that are none, and for heads of no known kind.
+    Raises:
+        InvalidRequest: A configuration is not valid, or heads are of no known kind.
     """
-    found: list[Mapping[str, Any]] = []
+    result: list[Mapping[str, Any]] = []
     for draft in map(str, drafts):
-        found.append({"method": "draft_model", "model": draft})
-        found.append({"method": "draft_model", "model": draft, "tree": "sampled"})
-    found += [{"method": head_method(resolve(head)), "model": str(head)} for head in heads]
-    return [_candidate(config) for config in (*found, *FREE, *configs)]
+        result.append({"method": "draft_model", "model": draft})
+        result.append({"method": "draft_model", "model": draft, "tree": "sampled"})
+    result += [{"method": head_method(resolve(head)), "model": str(head)} for head in heads]
+    return [_candidate(config) for config in (*result, *FREE, *configs)]
 
 
 def head_method(folder: Path) -> str:
-    """What the heads in ``folder`` are, by their config.json. Raises InvalidRequest where it does not say."""
+    """Returns the method of the heads in ``folder`` by their config.json. Raises InvalidRequest for unknown ones."""
     config = load_config(folder)
     kind, names = str(config.get("model_type")), " ".join(config.get("architectures") or []).lower()
     if "eagle" in names or "eagle" in kind:

@@ -1,15 +1,16 @@
-"""Tokens per pass of a draft model's chains, all depths from one pass of draft and target over the text.
+"""Tokens per step of a draft model's chains: every draft length from one pass of draft and target over the text.
 
-Given a text that the target drew, the law of a round on it is known. With r_i = q_i(x_i) / p_i(x_i) at the text's
-tokens after the round's beginning and P_k = r_1 ... r_k, at least k drafted tokens are accepted with probability
+Given a text that the target sampled, the distribution of a step on it is known. With r_i = q_i(x_i) / p_i(x_i) at the
+text's tokens after the step's beginning and P_k = r_1 ... r_k, at least k draft tokens are accepted with probability
 
     token rejection      S_k = prod min(1, r_i)
     block verification   S_k = min(1, P_1, ..., P_k)
     fixed candidates     S_k = [x_i = argmax q_i for all i <= k]
 
 (Block: draft and text agree on k tokens with probability q_1 ... q_k w_k, w_k = min(1, w_{k-1} / r_k), over the text's
-own p_1 ... p_k. Under all three the tokens after an accepted one have the target's law, so nothing more is known of S_k
-from the text beyond.) Where rounds begin follows, and so does their expected number: nothing is sampled.
+own p_1 ... p_k. Under all three rules the tokens after an accepted one have the target's distribution, so later tokens
+of the text tell nothing more about S_k.) The probability that a step begins at each token follows, and with it the
+expected number of steps. Nothing is sampled.
 """
 
 from __future__ import annotations
@@ -26,15 +27,22 @@ from torch import Tensor
 from foretoken.core.distributions import Law
 from foretoken.models.base import Model
 from foretoken.plan.formulas.theory import text_survival
-from foretoken.plan.tally import AcceptanceEstimate, StepTally, count
-from foretoken.plan.texts import Piece, SampledText, laws, told
+from foretoken.plan.tally import AcceptanceEstimate, StepTally
+from foretoken.plan.texts import SampledText, TextChunk, chunk_distributions, teacher_forced
 
 Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Ratios:
-    """Of one text: p(x) and q(x) at each of its tokens, [n]. fixed: the draft is q's argmax, else drawn from q."""
+class TextProbabilities:
+    """Probabilities of one text's own tokens.
+
+    Args:
+        text: The text, of n tokens.
+        p: The target's, [n].
+        q: The draft's, [n].
+        fixed: Whether the draft proposes the argmax of q instead of a sample from q.
+    """
 
     text: SampledText
     p: Reals
@@ -43,73 +51,85 @@ class Ratios:
 
     @property
     def acceptance(self) -> float:
-        """What a drawn draft has accepted of the text, a mean over its places: mean min(1, q/p)."""
-        return float(accepted(self, 1)[1].mean())
+        """Mean acceptance of one draft token over the text: mean min(1, q/p)."""
+        return float(survival(self, 1)[1].mean())
 
 
-def rows(model: Model, text: SampledText, law: Law, vocab: int) -> Tensor:
-    """[n, vocab]: the law of each of the text's tokens, in one pass; logits of another width are cut or filled."""
-    return torch.cat(list(laws(text, (_fitted(piece, vocab) for piece in told(model, text)), law)))
+def token_distributions(model: Model, text: SampledText, law: Law, vocab: int) -> Tensor:
+    """Returns the model's distribution of each of the text's tokens, [n, vocab], from one teacher-forced pass.
+
+    Args:
+        model: Target or draft.
+        text: A text of n tokens.
+        law: Its sampling distribution.
+        vocab: Logits of another width are cut, or filled with -inf.
+    """
+    chunks = (_resized(chunk, vocab) for chunk in teacher_forced(model, text))
+    return torch.cat(list(chunk_distributions(text, chunks, law)))
 
 
-def ratios(text: SampledText, p: Tensor, q: Tensor, fixed: bool) -> Ratios:
-    """From the laws of ``text``, [n, V] each."""
+def text_probabilities(text: SampledText, p: Tensor, q: Tensor, fixed: bool) -> TextProbabilities:
+    """Returns the probabilities of the text's tokens in the distributions ``p`` and ``q``, [n, V] each."""
     tokens = torch.tensor(text.tokens, device=p.device)[:, None]
 
-    def chosen(law: Tensor) -> Reals:
-        found: Reals = law.gather(1, tokens.to(law.device))[:, 0].double().cpu().numpy()
-        return found
+    def chosen(probs: Tensor) -> Reals:
+        values: Reals = probs.gather(1, tokens.to(probs.device))[:, 0].double().cpu().numpy()
+        return values
 
-    return Ratios(text, chosen(p), chosen(q), fixed)
-
-
-def _fitted(piece: Piece, vocab: int) -> Piece:
-    missing = vocab - piece.logits.shape[-1]
-    return replace(piece, logits=F.pad(piece.logits, (0, missing), value=-torch.inf)) if missing else piece
+    return TextProbabilities(text, chosen(p), chosen(q), fixed)
 
 
-def accepted(found: Ratios, depth: int, rejection: str = "block") -> Reals:
-    """S[k, t], see the module, for rounds that begin before token t; 0 where the text ends sooner. [depth + 1, n]"""
-    p = np.ones_like(found.p) if found.fixed else found.p
-    block = rejection == "block" and not found.fixed
-    reach = text_survival(torch.from_numpy(p), torch.from_numpy(found.q), depth, block).numpy()
+def _resized(chunk: TextChunk, vocab: int) -> TextChunk:
+    missing = vocab - chunk.logits.shape[-1]
+    return replace(chunk, logits=F.pad(chunk.logits, (0, missing), value=-torch.inf)) if missing else chunk
+
+
+def survival(text: TextProbabilities, depth: int, rejection: str = "block") -> Reals:
+    """Returns S[k, t] (see the module) of steps that begin before token t, [depth + 1, n]. 0 beyond the text's end."""
+    p = np.ones_like(text.p) if text.fixed else text.p
+    block = rejection == "block" and not text.fixed
+    reach = text_survival(torch.from_numpy(p), torch.from_numpy(text.q), depth, block).numpy()
     return np.concatenate([np.ones((1, len(p))), reach.T])
 
 
-def expected(
-    found: Sequence[Ratios], depth: int, rejection: str = "block", window: int | None = None
+def chain_estimate(
+    texts: Sequence[TextProbabilities], depth: int, rejection: str = "block", max_length: int | None = None
 ) -> AcceptanceEstimate:
-    """Of chains of ``depth``. window: the draft's greatest length, beyond which it does not draft."""
-    return AcceptanceEstimate(tuple(_expected(each, depth, rejection, window) for each in found), "law")
+    """Returns the estimate for chains of ``depth`` tokens.
+
+    Args:
+        texts: One per request.
+        depth: Draft length.
+        rejection: "block" or "token".
+        max_length: Greatest sequence length of the draft model, beyond which it drafts nothing.
+    """
+    return AcceptanceEstimate(tuple(_tally(text, depth, rejection, max_length) for text in texts), "distribution")
 
 
-def _expected(found: Ratios, depth: int, rejection: str, window: int | None) -> StepTally:
-    text, size = found.text, len(found.text.tokens)
-    survival = accepted(found, depth, rejection)
-    begins = np.zeros(size)  # P(a round begins here)
+def _tally(probabilities: TextProbabilities, depth: int, rejection: str, max_length: int | None) -> StepTally:
+    text, size = probabilities.text, len(probabilities.text.tokens)
+    reach = survival(probabilities, depth, rejection)
+    begins = np.zeros(size)  # P(a step begins here)
     begins[0] = 1.0
     tally = StepTally()
     for at in range(size):
         left = size - at
-        deep = min(depth, text.limit - at - 1)
-        if window is not None and len(text.prompt) + at + depth > window:
-            deep = 0
-        known = survival[: min(deep, left) + 1, at]  # what reaches the text's end ends the request, however deep
-        lengths = np.append(known[:-1] - known[1:], known[-1])  # P(the round emits 1, 2, ... tokens)
+        drafted = min(depth, text.limit - at - 1)
+        if max_length is not None and len(text.prompt) + at + depth > max_length:
+            drafted = 0
+        chances = reach[: min(drafted, left) + 1, at]  # a step that reaches the text's end finishes the request
+        lengths = np.append(chances[:-1] - chances[1:], chances[-1])  # P(the step emits 1, 2, ... tokens)
         onward = min(len(lengths), left - 1)
         begins[at + 1 : at + 1 + onward] += begins[at] * lengths[:onward]
         if at:
             emitted = float((np.minimum(np.arange(1, len(lengths) + 1), left) * lengths).sum())
-            _tell(tally, float(begins[at]), emitted, deep, known)
+            _add_expected(tally, float(begins[at]), emitted, drafted, chances)
     return tally
 
 
-def _tell(tally: StepTally, weight: float, emitted: float, deep: int, known: Reals) -> None:
-    """A round that begins with probability ``weight``."""
-    tally.rounds += weight
+def _add_expected(tally: StepTally, weight: float, emitted: float, drafted: int, chances: Reals) -> None:
+    """Counts a step that begins with probability ``weight``. chances: survival from 0 tokens on."""
+    tally.steps += weight
     tally.tokens += weight * emitted
-    count(tally.sizes, deep, weight)
-    for position in range(deep):
-        count(tally.drafted_at, position, weight)
-    for position, survives in enumerate(known[1:]):
-        count(tally.accepted_at, position, weight * float(survives))
+    tally.add_size(drafted, weight)
+    tally.positions.add_expected(drafted, chances[1:].tolist(), weight)

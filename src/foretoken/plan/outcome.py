@@ -8,13 +8,20 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from foretoken.plan.predictors import Predictor
-from foretoken.plan.rows import PlanRow, exports
+from foretoken.plan.rows import PlanRow, export_config
 from foretoken.plan.simulation.remote_drafting import RemoteDraftingEstimate
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do at one temperature and batch. row: the fastest; None is plain decoding. sure: its interval says so."""
+    """The recommendation at one temperature and batch.
+
+    Args:
+        temperature: Sampling temperature.
+        batch: Sequences at once.
+        row: The fastest configuration, None for plain decoding.
+        sure: Whether the interval of the speedup lies on one side of 1.
+    """
 
     temperature: float
     batch: int
@@ -22,19 +29,28 @@ class Choice:
     sure: bool
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the choice for JSON."""
         return {
-            "temperature": self.temperature, "batch": self.batch, "speculate": self.row is not None, "sure": self.sure,
+            "temperature": self.temperature,
+            "batch": self.batch,
+            "speculate": self.row is not None,
+            "sure": self.sure,
             "row": self.row.to_dict() if self.row else None,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a planner found.
+    """Result of the planner.
 
-    predictors: by draft and temperature, which statistics foretell a request's acceptance, the best first.
-    setting, prompts: facts of machine and models, and what text it was. costs: passes by rows, by model.
-    elsewhere: what drafting on another machine would gain, where that was asked.
+    Args:
+        rows: One per candidate, draft length, temperature and batch.
+        choices: One per temperature and batch.
+        predictors: Predictors of a request's acceptance by draft and temperature, the best first.
+        setting: Facts of machine and models.
+        prompts: Description of the prompts.
+        costs: Forward passes by rows, for each model.
+        remote_drafting: Estimates of drafting on another machine, if requested.
     """
 
     rows: tuple[PlanRow, ...]
@@ -43,54 +59,54 @@ class Plan:
     setting: Mapping[str, Any] = field(default_factory=dict)
     prompts: str = ""
     costs: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    elsewhere: tuple[RemoteDraftingEstimate, ...] = ()
+    remote_drafting: tuple[RemoteDraftingEstimate, ...] = ()
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The configuration to use for everything that was asked about; None is not to speculate.
+        """The configuration with the largest geometric mean of its speedups over all temperatures and batches.
 
-        The one with the largest geometric mean of its gains over temperatures and batches.
+        None means not to speculate.
         """
-        gains: dict[tuple[str, int], list[PlanRow]] = {}
+        groups: dict[tuple[str, int], list[PlanRow]] = {}
         for row in self.rows:
-            gains.setdefault((row.name, row.num_speculative_tokens), []).append(row)
-        if not gains:
+            groups.setdefault((row.name, row.num_speculative_tokens), []).append(row)
+        if not groups:
             return None
-        mean, found = max(
-            ((math.prod(row.speedup for row in rows) ** (1 / len(rows)), rows[0]) for rows in gains.values()),
+        mean, best = max(
+            ((math.prod(row.speedup for row in rows) ** (1 / len(rows)), rows[0]) for rows in groups.values()),
             key=lambda entry: entry[0],
         )
-        return dict(found.config) if mean > 1.0 else None
+        return dict(best.config) if mean > 1.0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON and for pages."""
+        """Returns the plan for JSON and HTML pages."""
         best = self.best
         return {
             "setting": dict(self.setting),
             "prompts": self.prompts,
             "best": best,
-            "exports": exports(best) if best else None,
+            "exports": export_config(best) if best else None,
             "choices": [choice.to_dict() for choice in self.choices],
             "rows": [row.to_dict() for row in self.rows],
             "costs": {name: list(passes) for name, passes in self.costs.items()},
             "predictors": [
                 asdict(each) | {"draft": draft, "temperature": temperature}
-                for (draft, temperature), found in self.predictors.items()
-                for each in found
+                for (draft, temperature), predictors in self.predictors.items()
+                for each in predictors
             ],
-            "elsewhere": [each.to_dict() for each in self.elsewhere],
+            "remote_drafting": [each.to_dict() for each in self.remote_drafting],
         }
 
 
-def mark(rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
-    """The rows, the fastest at every temperature and batch marked where it gains anything."""
+def mark_best(rows: Sequence[PlanRow]) -> Iterator[PlanRow]:
+    """Yields the rows. The fastest at each temperature and batch is marked if its speedup exceeds 1."""
     fastest = {(row.temperature, row.batch): row for row in sorted(rows, key=lambda row: row.speedup)}
     for row in rows:
         yield replace(row, best=row is fastest[row.temperature, row.batch] and row.speedup > 1.0)
 
 
 def choices(rows: Sequence[PlanRow]) -> Iterator[Choice]:
-    """One for each temperature and batch, in the order of the rows."""
+    """Yields a choice for each temperature and batch, in the order of the rows."""
     for temperature, batch in dict.fromkeys((row.temperature, row.batch) for row in rows):
         fastest = max(
             (row for row in rows if (row.temperature, row.batch) == (temperature, batch)), key=lambda row: row.speedup

@@ -1,17 +1,17 @@
-"""What speculation would gain on the user's text and machine, for every proposer, depth, temperature and batch.
+"""Predicts the speedup of every proposer, draft length, temperature and batch on the user's text and machine.
 
-Tokens per pass come from the target's own text (``sample``), the time of a round from rounds that are run
-(``rounds``); the gain in decoding is tokens per pass over the round's time in plain steps. Intervals say what another
-run over as many requests of the same kind would give: they hold the spread between requests twice (the sample's and
-that run's), and the spread of the times. See ``statistics``.
+Tokens per pass come from the target's own text (``sample``), step times from real steps (``rounds``). The speedup of
+decoding is tokens per pass over the step's time in plain steps. Intervals are for another run over as many requests of
+the same kind. They include the spread between requests twice, of the sample and of that run, and the spread of the
+times. See ``statistics``.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 
 from foretoken.core.errors import InvalidRequest
@@ -19,29 +19,37 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.engine.kv_budget import split_kv_memory
 from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
-from foretoken.plan.outcome import Plan, choices, mark
+from foretoken.plan.outcome import Plan, choices, mark_best
+from foretoken.plan.predictions import Place, lane_name, predicted_row, timed_depths
 from foretoken.plan.predictors import Predictor, fitted
 from foretoken.plan.rounds import OPEN, PrefillTiming, Visit, midway, plain_pass, reading, timed
 from foretoken.plan.rows import PlanRow
 from foretoken.plan.sample import Proposers, Sample, chain_of
-from foretoken.plan.statistics import ratio_interval
 from foretoken.plan.tally import AcceptanceEstimate
 from foretoken.plan.texts import SampledText, Start, contexts, write
-from foretoken.plan.times import PassTimes, RoundTime, Times
+from foretoken.plan.times import PassTimes, Times
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
-LEVEL = 0.95
-_MOMENTS = 6  # at each temperature, at which rounds are timed
-_TIMED = (1, 2, 4, 6, 8)  # of many depths, those whose rounds are timed; between them times are read off a line
-_NORMAL = 1.96
-Foretold = dict[tuple[str, float], list[Predictor]]  # by draft and temperature
-Say = Callable[[str, float], None]  # what is being done, and the share of the whole that is
+_MOMENTS = 6  # moments at each temperature at which steps are timed
+PredictorsByDraft = dict[tuple[str, float], list[Predictor]]
+"""Predictors by draft and temperature."""
+Say = Callable[[str, float], None]
+"""Reports progress: what is being done, and the share of the whole that is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What to plan for. turns: timed rounds of every candidate, at a few moments of the plan."""
+    """What to plan for.
+
+    Args:
+        temperatures: Sampling temperatures.
+        batches: Numbers of sequences at once.
+        max_tokens: Greatest number of tokens per request.
+        turns: Timed steps of every candidate, spread over several moments of the plan.
+        top_p: Nucleus sampling.
+        seed: Seed of the target's texts.
+    """
 
     temperatures: Sequence[float] = (0.0, 1.0)
     batches: Sequence[int] = (1,)
@@ -52,17 +60,26 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 8:
-            raise InvalidRequest(f"max_tokens must be at least 8 to tell rounds apart, got {self.max_tokens}")
+            raise InvalidRequest(f"max_tokens must be at least 8 to tell steps apart, got {self.max_tokens}")
         if not self.temperatures or not self.batches:
             raise InvalidRequest("a plan needs a temperature and a batch at least")
 
     def law(self, temperature: float) -> SamplingLaw:
+        """Returns the sampling distribution at one temperature."""
         return SamplingLaw(temperature=float(temperature), top_p=float(self.top_p))
 
 
 @dataclass
 class Planner:
-    """Plans for one target. build: makes a proposer of a configuration, as ``speculation.Builder`` does."""
+    """Plans for one target.
+
+    Args:
+        target: Target model.
+        build: Builds a proposer from a configuration, as ``speculation.Builder.build`` does.
+        settings: What to plan for.
+        eos: Ids of end-of-text tokens.
+        say: Reports progress.
+    """
 
     target: Model
     build: Callable[[SpeculativeConfig], Proposer]
@@ -76,82 +93,95 @@ class Planner:
         candidates: Sequence[Candidate],
         completions: Sequence[Sequence[int]] | None = None,
     ) -> Plan:
-        """prompts: as they were read, or their token ids. completions: what the target wrote after them, where that
-        is known; else it writes.
+        """Measures and predicts.
 
-        Raises InvalidRequest for prompts that do not fit the target, or none.
+        Args:
+            prompts: Tokenized prompts, or their token ids.
+            candidates: Ways to speculate.
+            completions: Token ids that the target sampled after each prompt, if known. None lets it sample.
+
+        Raises:
+            InvalidRequest: There are no prompts or candidates, or the prompts do not fit the target.
         """
         if not prompts or not candidates:
             raise InvalidRequest("a plan needs a prompt and a way to speculate at least")
         proposers = Proposers(self.build)
-        made = {candidate.name: proposers.get(candidate) for candidate in candidates}
-        taps = sorted({tap for proposer in made.values() for tap in proposer.needs.taps})
+        built = {candidate.name: proposers.get(candidate) for candidate in candidates}
+        taps = sorted({tap for proposer in built.values() for tap in proposer.needs.taps})
         progress = _Progress(self.say, self.settings, candidates)
-        readings = self._readings(prompts, made, progress)
-        for proposer in made.values():  # from now on every prompt is read once
+        prefills = self._time_prefills(prompts, built, progress)
+        for proposer in built.values():  # from here on each prompt's KV cache is computed once
             split_kv_memory(self.target, proposer, None, True, OPEN)
-        found: list[_Found] = []
-        predictors: Foretold = {}
+        measurements: list[_Measurements] = []
+        predictors: PredictorsByDraft = {}
         for temperature in self.settings.temperatures:
             law = self.settings.law(temperature)
-            progress.next(f"the target writes at temperature {temperature:g}")
+            progress.next(f"sampling texts at temperature {temperature:g}")
             sample = Sample(self.target, law, self._texts(prompts, completions, law), self.eos, proposers, taps)
-            found.append(self._found(sample, candidates, progress))
+            measurements.append(self._measure(sample, candidates, progress))
             predictors |= _predictors(sample, candidates, temperature)
-        rows = list(self._rows(found, candidates, readings))
-        return Plan(tuple(mark(rows)), tuple(choices(rows)), predictors)
+        rows = list(self._rows(measurements, candidates, prefills))
+        return Plan(tuple(mark_best(rows)), tuple(choices(rows)), predictors)
 
-    def _readings(
+    def _time_prefills(
         self, prompts: Sequence[Start], proposers: Mapping[str, Proposer], progress: _Progress
     ) -> dict[int, PrefillTiming]:
-        """By batch."""
-        law, found = self.settings.law(self.settings.temperatures[0]), {}
+        """Returns the time of prefill by batch."""
+        law, result = self.settings.law(self.settings.temperatures[0]), {}
         for batch in self.settings.batches:
-            progress.next(f"reading prompts, batch {batch}")
+            progress.next(f"prefill, batch {batch}")
             together = [prompts[i % len(prompts)] for i in range(batch)]
-            found[batch] = reading(self.target, proposers, together, law)
-        return found
+            result[batch] = reading(self.target, proposers, together, law)
+        return result
 
-    def _found(self, sample: Sample, candidates: Sequence[Candidate], progress: _Progress) -> _Found:
-        """Rounds are timed at several moments, since a machine is now faster and now slower; plain passes at all."""
-        found = _Found(sample.texts)
+    def _measure(self, sample: Sample, candidates: Sequence[Candidate], progress: _Progress) -> _Measurements:
+        """Estimates acceptance and times steps.
+
+        Steps are timed at several moments, because a machine's speed changes; plain passes between all estimates.
+        """
+        result = _Measurements(sample.texts)
         moments = min(_MOMENTS, self.settings.turns, len(candidates))
         for i in range(moments):
             for candidate in candidates[i::moments]:
                 for depth in candidate.depths:
                     progress.next(f"{candidate.name} on its text", 1 / len(candidate.depths))
-                    found.estimates[candidate.name, depth] = sample.estimate(candidate, depth)
-                    self._listen(sample, found)
+                    result.estimates[candidate.name, depth] = sample.estimate(candidate, depth)
+                    self._time_plain(sample, result)
             turns = (self.settings.turns + i) // moments
             for batch in self.settings.batches:
-                found.visits[batch].append(self._visit(sample, candidates, batch, turns, progress))
-        return found
+                result.visits[batch].append(self._visit(sample, candidates, batch, turns, progress))
+        return result
 
-    def _listen(self, sample: Sample, found: _Found) -> None:
+    def _time_plain(self, sample: Sample, result: _Measurements) -> None:
         for batch in self.settings.batches:
-            found.between[batch].append(plain_pass(self.target, midway(sample.texts, batch), sample.law))
+            result.plain_passes[batch].append(plain_pass(self.target, midway(sample.texts, batch), sample.law))
 
     def _rows(
-        self, found: Sequence[_Found], candidates: Sequence[Candidate], readings: Mapping[int, PrefillTiming]
+        self,
+        measurements: Sequence[_Measurements],
+        candidates: Sequence[Candidate],
+        prefills: Mapping[int, PrefillTiming],
     ) -> Iterator[PlanRow]:
         passes = {
             batch: PassTimes(
-                [visit for each in found for visit in each.visits[batch]],
-                [seconds for each in found for seconds in each.between[batch]],
+                [visit for each in measurements for visit in each.visits[batch]],
+                [seconds for each in measurements for seconds in each.plain_passes[batch]],
             )
             for batch in self.settings.batches
         }
-        for temperature, each in zip(self.settings.temperatures, found, strict=True):
+        for temperature, each in zip(self.settings.temperatures, measurements, strict=True):
             tokens = fmean(len(text.tokens) for text in each.texts)
             for batch in self.settings.batches:
                 times = Times(each.visits[batch], batch, passes[batch])
+                place = Place(temperature, batch, tokens, times, prefills[batch])
                 for candidate in candidates:
-                    yield from _rows(candidate, temperature, batch, tokens, each.estimates, times, readings[batch])
+                    for depth in candidate.depths:
+                        yield predicted_row(candidate, depth, place, each.estimates[candidate.name, depth])
 
     def _texts(
         self, prompts: Sequence[Start], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
     ) -> list[SampledText]:
-        """Raises InvalidRequest where no text has rounds to speak of."""
+        """Returns the sample. Raises InvalidRequest if every text ends at its first token."""
         limit = self.settings.max_tokens
         if completions is None:
             texts = write(self.target, prompts, law, limit, self.eos, self.settings.seed)
@@ -167,35 +197,40 @@ class Planner:
     def _visit(
         self, sample: Sample, candidates: Sequence[Candidate], batch: int, turns: int, progress: _Progress
     ) -> Visit:
-        """``turns`` rounds of everything that is timed."""
+        """Times ``turns`` steps of every timed candidate and draft length."""
         lanes = {
-            _lane(candidate, depth): (sample.proposers.get(candidate), depth)
+            lane_name(candidate, depth): (sample.proposers.get(candidate), depth)
             for candidate in candidates
             for depth in timed_depths(candidate.depths)
         }
-        what = f"rounds at temperature {sample.law.temperature:g}, batch {batch}"
+        what = f"steps at temperature {sample.law.temperature:g}, batch {batch}"
         progress.next(what, 0.0)
-        return timed(
-            self.target, lanes, midway(sample.texts, batch), sample.law, turns,
-            lambda rounds: progress.next(what, rounds / self.settings.turns),
-        )  # fmt: skip
+        tick = partial(self._tick, progress, what)
+        return timed(self.target, lanes, midway(sample.texts, batch), sample.law, turns, tick)
+
+    def _tick(self, progress: _Progress, what: str, steps: int) -> None:
+        progress.next(what, steps / self.settings.turns)
 
 
 @dataclass
-class _Found:
-    """At one temperature: what candidates do by name and depth, and by batch the visits that timed them.
+class _Measurements:
+    """Measurements at one temperature.
 
-    between: by batch, seconds of plain passes between these.
+    Args:
+        texts: The sample.
+        estimates: Acceptance by candidate and draft length.
+        visits: Timed steps by batch, one visit per moment.
+        plain_passes: Seconds of plain passes between the moments, by batch.
     """
 
     texts: Sequence[SampledText]
     estimates: dict[tuple[str, int], AcceptanceEstimate] = field(default_factory=dict)
     visits: dict[int, list[Visit]] = field(default_factory=lambda: defaultdict(list))
-    between: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    plain_passes: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 class _Progress:
-    """Counts what is done: texts, candidates and timed lanes alike."""
+    """Counts finished units of work: texts, candidates and timed lanes."""
 
     def __init__(self, say: Say, settings: PlanSettings, candidates: Sequence[Candidate]) -> None:
         lanes = sum(len(timed_depths(candidate.depths)) for candidate in candidates)
@@ -204,84 +239,18 @@ class _Progress:
         self._say, self._done = say, 0.0
 
     def next(self, what: str, weight: float = 1.0) -> None:
-        """``what`` begins, and takes a share of ``weight``."""
+        """Reports the beginning of ``what``, which is ``weight`` units of work."""
         self._say(what, min(1.0, self._done / self._total))
         self._done += weight
 
 
-def timed_depths(depths: Sequence[int]) -> list[int]:
-    """All of a few, some of many, the deepest always."""
-    return list(depths) if len(depths) <= len(_TIMED) else [d for d in depths if d in _TIMED or d == max(depths)]
-
-
-def _lane(candidate: Candidate, depth: int) -> str:
-    return f"{candidate.name} @ {depth}"
-
-
-def _time(candidate: Candidate, depth: int, times: Times, estimate: AcceptanceEstimate) -> RoundTime:
-    """As timed, or on the line between the depths beside it."""
-    near = timed_depths(candidate.depths)
-    if depth in near:
-        return times.of(_lane(candidate, depth), estimate.sizes)
-    low, high = max(d for d in near if d < depth), min(d for d in near if d > depth)
-    ends = [times.of(_lane(candidate, d), estimate.sizes) for d in (low, high)]
-    share = (depth - low) / (high - low)
-
-    def between(name: str) -> float:
-        return float((1 - share) * getattr(ends[0], name) + share * getattr(ends[1], name))
-
-    return RoundTime(**{name: between(name) for name in RoundTime.__dataclass_fields__})
-
-
-def _rows(
-    candidate: Candidate,
-    temperature: float,
-    batch: int,
-    tokens: float,
-    estimates: dict[tuple[str, int], AcceptanceEstimate],
-    times: Times,
-    prompts: PrefillTiming,
-) -> Iterator[PlanRow]:
-    for depth in candidate.depths:
-        estimate = estimates[candidate.name, depth]
-        time = _time(candidate, depth, times, estimate)
-        mean, width = estimate.tokens_per_pass, spread(estimate)
-        gain, off = mean / time.over_plain, math.hypot(width, math.sqrt(2) * _NORMAL * time.error)
-        plain = prompts.seconds + (tokens - 1) * times.plain
-        own = prompts.seconds * prompts.over_plain[candidate.name]
-        rounds = sum(estimate.rounds) / max(1, len(estimate.tallies))
-        yield PlanRow(
-            name=candidate.name, method=candidate.method, config=candidate.at(depth), temperature=temperature,
-            batch=batch, tokens_per_pass=mean, tokens_per_pass_low=mean * _exp(-width),
-            tokens_per_pass_high=mean * _exp(width), speedup=gain, low=gain * _exp(-off), high=gain * _exp(off),
-            end_to_end=plain / (own + rounds * time.seconds), round_seconds=time.seconds,
-            draft_seconds=time.propose, plain_seconds=times.plain, acceptance=estimate.acceptance,
-            estimator=estimate.estimator, requests=estimate.requests,
-        )  # fmt: skip
-
-
-def spread(estimate: AcceptanceEstimate) -> float:
-    """Half the interval's width in the logarithm, for another sample of as many requests; infinite for one request.
-
-    That sample has one text of each, whose spread is that of all draws together times the root of their number.
-    """
-    if estimate.requests < 2:
-        return math.inf
-    mean, low, high = ratio_interval(estimate.tokens, estimate.rounds, LEVEL)
-    return math.sqrt(1 + estimate.draws) * (high - low) / 2 / mean
-
-
-def _exp(value: float) -> float:
-    return 0.0 if value == -math.inf else math.exp(value) if value < 700 else math.inf
-
-
-def _predictors(sample: Sample, candidates: Sequence[Candidate], temperature: float) -> Foretold:
-    """For each draft model, what foretells the share of its drawn tokens that a request accepts."""
-    found: Foretold = {}
+def _predictors(sample: Sample, candidates: Sequence[Candidate], temperature: float) -> PredictorsByDraft:
+    """Returns the predictors of each draft model's acceptance on a request."""
+    result: PredictorsByDraft = {}
     for candidate in candidates:
         draft = chain_of(sample.proposers.get(candidate))
         if draft is not None and len(sample.texts) >= 3:
             chains = sample.chains(candidate, draft)
-            accepted = [ratios.acceptance for ratios in chains.ratios]
-            found[candidate.name, temperature] = fitted(chains.statistics, accepted)
-    return found
+            accepted = [text.acceptance for text in chains.probabilities]
+            result[candidate.name, temperature] = fitted(chains.statistics, accepted)
+    return result

@@ -12,7 +12,7 @@ Drawn trees, and proposers that learn from the target's logits, run with the tar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,37 +29,37 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.plan.tally import AcceptanceEstimate, StepTally
-from foretoken.plan.texts import TOGETHER, SampledText, Start, contexts, silent, told
+from foretoken.plan.texts import BATCH, SampledText, Start, contexts, teacher_forced
 from foretoken.propose.base import Proposer
 from foretoken.verify import Verifier, choose
 
-_NEVER = -1e30  # finite, so that no parameter of a law makes NaN of it
+_NEVER = -1e30  # finite, so that no sampling parameter turns it into NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A text, and the target's hidden states at its tokens: by layer, [len(whole) - 1, H]."""
+    """A text, and the target's hidden states at its tokens by layer, [len(whole) - 1, H]."""
 
     text: SampledText
     taps: dict[int, Tensor] = field(default_factory=dict)
 
 
 def record(target: Model, texts: Sequence[SampledText], taps: Sequence[int] = ()) -> list[Recording]:
-    """One teacher-forced pass for each text, none where no states are asked for."""
+    """Records the texts, with one teacher-forced pass each if hidden states of the layers ``taps`` are needed."""
     if not taps:
         return [Recording(text) for text in texts]
-    found = []
+    result = []
     for text in texts:
-        pieces = [piece.taps for piece in told(target, text, taps)]
-        found.append(Recording(text, {layer: torch.cat([piece[layer] for piece in pieces]) for layer in taps}))
-    return found
+        chunks = [chunk.taps for chunk in teacher_forced(target, text, taps)]
+        result.append(Recording(text, {layer: torch.cat([chunk[layer] for chunk in chunks]) for layer in taps}))
+    return result
 
 
 class RecordedModel(Model):
-    """In the place of ``target``. A prompt of several recordings opens each in turn.
+    """Stands in for ``target`` and repeats recorded texts.
 
-    Rows put all mass on the recorded token. Below a guess that the text does not confirm they mean nothing, and so do
-    the hidden states there: no verdict reaches them.
+    Logits put all probability on the recorded token. Logits and hidden states below a draft token that is not in the
+    text are arbitrary, because no verdict reaches them. A prompt with several recordings opens them in turn.
     """
 
     def __init__(self, target: Model, recordings: Sequence[Recording]) -> None:
@@ -103,7 +103,7 @@ class RecordedModel(Model):
         return Scores(logits, {layer: _rows(recording.taps[layer], computed) for layer in taps}, first)
 
     def _places(self, draft: Draft, whole: Sequence[int], root: int) -> list[int | None]:
-        """For each node the length of the text up to and with it, None off the text."""
+        """Returns for each node the length of the text up to and including it, None off the text."""
         places: list[int | None] = []
         for token, parent in zip(draft.ids, draft.parents, strict=True):
             at = root if parent < 0 else places[parent]
@@ -120,7 +120,7 @@ class RecordedModel(Model):
 
 
 def _rows(states: Tensor, places: Sequence[int | None]) -> Tensor:
-    """The rows at ``places``, zeros where there is none. [places, H]"""
+    """Returns the rows at ``places``, [places, H], zeros where there is none."""
     known = [at if at is not None and at < len(states) else -1 for at in places]
     rows = states[known]
     rows[[i for i, at in enumerate(known) if at < 0]] = 0
@@ -128,15 +128,24 @@ def _rows(states: Tensor, places: Sequence[int | None]) -> Tensor:
 
 
 class NotReplayable(Exception):
-    """The proposer draws: its rounds cannot be read off a text."""
+    """The proposer samples its drafts, so its steps do not follow from a text."""
 
 
-def replayed(
-    target: Model, recordings: Sequence[Recording], proposer: Proposer, law: Law, depth: int, together: int = TOGETHER
+def replay_estimate(
+    target: Model, recordings: Sequence[Recording], proposer: Proposer, law: Law, depth: int, batch: int = BATCH
 ) -> AcceptanceEstimate:
-    """Over the record. together: 1 keeps the order in which a proposer that learns reads the texts.
+    """Runs the engine over recorded texts.
 
-    Raises Drawn where drafts turn out to be drawn and the law is not greedy.
+    Args:
+        target: The model that was recorded.
+        recordings: Recorded texts.
+        proposer: The proposer.
+        law: Sampling distribution.
+        depth: Draft length or tree size.
+        batch: Sequences at once. With 1 a proposer that learns sees the texts in order.
+
+    Raises:
+        NotReplayable: Drafts are sampled and the sampling distribution is not greedy.
     """
 
     def rule(drawn: ProposalLaw, exactness: Exactness) -> Verifier:
@@ -144,14 +153,14 @@ def replayed(
             raise NotReplayable
         return choose(drawn, exactness)
 
-    engine = Engine(RecordedModel(target, recordings), proposer, Fixed(depth), rule=rule, max_sequences=together)
+    engine = Engine(RecordedModel(target, recordings), proposer, Fixed(depth), rule=rule, max_sequences=batch)
     texts = [recording.text for recording in recordings]
     made = contexts([text.start for text in texts], law, 0)
     endings = [Length(text.limit, stop_after=len(text.tokens)) for text in texts]
     return AcceptanceEstimate(_tallied(engine, made, endings), "text")
 
 
-def run(
+def step_estimate(
     target: Model,
     prompts: Sequence[Start],
     proposer: Proposer,
@@ -160,25 +169,31 @@ def run(
     limit: int,
     eos: Collection[int] = (),
     rejection: str = "block",
-    together: int = TOGETHER,
+    batch: int = BATCH,
     seed: int = 0,
-    tick: Callable[[], None] = silent,
 ) -> AcceptanceEstimate:
-    """Real rounds of the real target. tick: called for each finished text."""
-    engine = Engine(
-        target, proposer, Fixed(depth), rule=partial(choose, rejection=rejection), max_sequences=together
-    )  # fmt: skip
+    """Runs the engine with the target itself.
+
+    Args:
+        target: Target model.
+        prompts: One per text.
+        proposer: The proposer.
+        law: Sampling distribution.
+        depth: Draft length or tree size.
+        limit: Greatest number of tokens of a completion.
+        eos: Ids of end-of-text tokens.
+        rejection: "block" or "token".
+        batch: Sequences at once.
+        seed: Seed of the random streams.
+    """
+    engine = Engine(target, proposer, Fixed(depth), rule=partial(choose, rejection=rejection), max_sequences=batch)
     made = contexts(prompts, law, seed)
-    tallies = _tallied(engine, made, [Length(limit, eos) for _ in made], tick)
-    return AcceptanceEstimate(tallies, "rounds", tuple(SampledText.of(context, limit) for context in made))
+    tallies = _tallied(engine, made, [Length(limit, eos) for _ in made])
+    return AcceptanceEstimate(tallies, "steps", tuple(SampledText.of(context, limit) for context in made))
 
 
-def _tallied(
-    engine: Engine, made: Sequence[Context], endings: Sequence[Length], tick: Callable[[], None] = silent
-) -> tuple[StepTally, ...]:
+def _tallied(engine: Engine, made: Sequence[Context], endings: Sequence[Length]) -> tuple[StepTally, ...]:
     tallies = {context.id: StepTally() for context in made}
     for step in engine.run(zip(made, endings, strict=True)):
         tallies[step.sequence].add(step)
-        if step.finish_reason is not None:
-            tick()
     return tuple(tallies.values())

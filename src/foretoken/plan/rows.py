@@ -9,22 +9,46 @@ from typing import Any
 
 from foretoken.speculation import find
 
-_VLLM = {
-    "draft_model": ("model",), "eagle3": ("model",), "eagle": ("model",), "medusa": ("model",),
-    "ngram": ("prompt_lookup_min", "prompt_lookup_max"), "suffix": (),
-}  # fmt: skip
+_VLLM: Mapping[str, tuple[str, ...]] = {
+    "draft_model": ("model",),
+    "eagle3": ("model",),
+    "eagle": ("model",),
+    "medusa": ("model",),
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": (),
+}
+"""Keys that vLLM's configuration shares with ours, by method."""
+_CHAIN_OF_TREE = 4  # greatest draft length of the chain that replaces a tree in an engine without trees
 _NGRAM = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One prediction. config: what to paste.
+    """One prediction.
 
-    tokens_per_pass: prompts' passes left out. speedup: of decoding over plain decoding in the same batch, end_to_end
-    with the prompts' passes; low and high: 95 of 100 further runs over as many requests should lie between them.
-    round_seconds, draft_seconds, plain_seconds: a round, drafting in it, and a plain step, of the whole batch.
-    acceptance: by position, rounds that accepted so deep over rounds that drafted so deep. estimator: "law", "text" or
-    "rounds" (see ``chains`` and ``replay``). best: the fastest at its temperature and batch.
+    Intervals are for further runs over as many requests: 95 of 100 should lie inside. Times are of the whole batch.
+
+    Args:
+        name: Name of the candidate.
+        method: Its speculative method.
+        config: The speculative_config to paste.
+        temperature: Sampling temperature.
+        batch: Sequences at once.
+        tokens_per_pass: Emitted tokens over target passes, prefill left out.
+        tokens_per_pass_low: Lower end of its interval.
+        tokens_per_pass_high: Upper end of its interval.
+        speedup: Speedup of decoding over plain decoding in the same batch.
+        low: Lower end of the speedup's interval.
+        high: Upper end of the speedup's interval.
+        end_to_end: Speedup with prefill included.
+        step_seconds: Seconds of a decode step.
+        draft_seconds: Seconds of drafting in a step.
+        plain_seconds: Seconds of a plain step.
+        acceptance: By position. Of a plan for this engine the share of steps that accepted so deep; of a plan for vLLM
+            conditional on the positions before.
+        estimator: "distribution" (see ``chains``), "text" or "steps" (see ``replay``), "runs" (see ``vllm``).
+        requests: Number of requests in the sample.
+        best: Whether it is the fastest at its temperature and batch.
     """
 
     name: str
@@ -39,7 +63,7 @@ class PlanRow:
     low: float
     high: float
     end_to_end: float
-    round_seconds: float
+    step_seconds: float
     draft_seconds: float
     plain_seconds: float
     acceptance: tuple[float, ...]
@@ -49,11 +73,12 @@ class PlanRow:
 
     @property
     def num_speculative_tokens(self) -> int:
+        """Draft length or tree size."""
         return int(self.config["num_speculative_tokens"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Endless intervals (one request) are None."""
-        forms = exports(self.config)
+        """Returns the row for JSON. Infinite ends of intervals (one request) are None."""
+        forms = export_config(self.config)
         facts = asdict(self) | {
             "num_speculative_tokens": self.num_speculative_tokens,
             "interval": [_finite(self.tokens_per_pass_low), _finite(self.tokens_per_pass_high)],
@@ -63,23 +88,20 @@ class PlanRow:
 
 
 def vllm(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """vLLM's ``speculative_config``, None where it has no such method. Its drafts are chains: of a tree, as deep."""
+    """Returns vLLM's ``speculative_config``, None where vLLM lacks the method. A tree becomes a chain."""
     method = config["method"]
     if method not in _VLLM:
         return None
     defaults = _NGRAM if method == "ngram" else {}
     kept = {key: config.get(key, defaults.get(key)) for key in _VLLM[method]}
-    depth = config["num_speculative_tokens"]
-    return {
-        "method": method, **{key: value for key, value in kept.items() if value is not None},
-        "num_speculative_tokens": depth if is_chain(config) else min(depth, 4),
-    }  # fmt: skip
+    own = {key: value for key, value in kept.items() if value is not None}
+    return {"method": method, **own, "num_speculative_tokens": _chain_length(config)}
 
 
 def transformers(config: Mapping[str, Any]) -> str | None:
-    """A call of transformers' ``generate``, None where it has no such method.
+    """Returns a call of transformers' ``generate``, None where transformers lacks the method.
 
-    Its defaults end a draft early where it is unsure, and change the depth as they go; both are switched off.
+    The defaults of transformers end a draft early at low confidence and adapt its length. Both are switched off.
     """
     method, depth = config["method"], config["num_speculative_tokens"]
     if method == "ngram":
@@ -89,24 +111,30 @@ def transformers(config: Mapping[str, Any]) -> str | None:
         return f"model.generate(**inputs, assistant_early_exit={config['exit_layer']})"
     if method != "draft_model":
         return None
-    return "\n".join([
+    lines = [
         f"draft = AutoModelForCausalLM.from_pretrained({config['model']!r})",
-        f"draft.generation_config.num_assistant_tokens = {depth if is_chain(config) else min(depth, 4)}",
+        f"draft.generation_config.num_assistant_tokens = {_chain_length(config)}",
         'draft.generation_config.num_assistant_tokens_schedule = "constant"',
         "draft.generation_config.assistant_confidence_threshold = 0",
         "model.generate(**inputs, assistant_model=draft)",
-    ])  # fmt: skip
+    ]
+    return "\n".join(lines)
 
 
 def is_chain(config: Mapping[str, Any]) -> bool:
-    """Whether drafts are single paths, so that their nodes are their depth."""
+    """Whether drafts are chains, so that their size is their depth."""
     method = find(config["method"])
     trees = method is not None and method.drafts_trees
     return config.get("tree", "chain") == "chain" and (not trees or config.get("top_k") == 1)
 
 
-def exports(config: Mapping[str, Any]) -> dict[str, Any]:
-    """By engine."""
+def _chain_length(config: Mapping[str, Any]) -> int:
+    depth: int = config["num_speculative_tokens"]
+    return depth if is_chain(config) else min(depth, _CHAIN_OF_TREE)
+
+
+def export_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration in the form of each engine, by the engine's name."""
     return {"foretoken": dict(config), "vllm": vllm(config), "transformers": transformers(config)}
 
 

@@ -1,4 +1,4 @@
-"""The target's text at one temperature, and what every candidate would do on it."""
+"""Texts that the target sampled at one temperature, and what every candidate does on them."""
 
 from __future__ import annotations
 
@@ -10,39 +10,48 @@ from torch import Tensor
 from foretoken.core.sampling import SamplingLaw
 from foretoken.models.base import Model
 from foretoken.plan.candidates import Candidate
-from foretoken.plan.chains import Ratios, expected, ratios, rows
+from foretoken.plan.chains import TextProbabilities, chain_estimate, text_probabilities, token_distributions
 from foretoken.plan.predictors import TextDistributions, statistics
-from foretoken.plan.replay import NotReplayable, Recording, record, replayed, run
+from foretoken.plan.replay import NotReplayable, Recording, record, replay_estimate, step_estimate
 from foretoken.plan.tally import AcceptanceEstimate
-from foretoken.plan.texts import TOGETHER, SampledText
+from foretoken.plan.texts import BATCH, SampledText
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.speculation import SpeculativeConfig
 
-_DRAWS = 3  # texts of each request by rounds that draw, which have more luck in them than what is read off a text
-_TOGETHER_LEARNING = 4  # requests that a proposer learns from at once: fewer is slower, more delays what it learns
+_DRAWS = 3  # texts of each request for proposers that sample: their runs are noisier than replayed ones
+_LEARNING_BATCH = 4  # requests at once of a proposer that learns: fewer is slower, more delays what it learns
 
 
 @dataclass
 class Proposers:
-    """Makes proposers; those that learn nothing are made once."""
+    """Builds proposers. Those that do not learn are built once."""
 
     build: Callable[[SpeculativeConfig], Proposer]
     _kept: dict[str, Proposer] = field(default_factory=dict)
 
     def get(self, candidate: Candidate) -> Proposer:
-        """One that has learned nothing."""
-        made = self._kept.get(candidate.name)
-        if made is None:
-            made = self.build(SpeculativeConfig.of(candidate.config))
-            if not made.learns:
-                self._kept[candidate.name] = made
-        return made
+        """Returns a proposer that has learned nothing."""
+        proposer = self._kept.get(candidate.name)
+        if proposer is None:
+            proposer = self.build(SpeculativeConfig.of(candidate.config))
+            if not proposer.learns:
+                self._kept[candidate.name] = proposer
+        return proposer
 
 
 @dataclass
 class Sample:
-    """See the module. taps: hidden states that any candidate wants."""
+    """Texts of one temperature.
+
+    Args:
+        target: The model that sampled them.
+        law: Its sampling distribution.
+        texts: One per request.
+        eos: Ids of end-of-text tokens.
+        proposers: Proposers of the candidates.
+        taps: Layers whose hidden states any candidate needs.
+    """
 
     target: Model
     law: SamplingLaw
@@ -54,46 +63,49 @@ class Sample:
     _chains: dict[str, Chains] = field(default_factory=dict)
 
     def estimate(self, candidate: Candidate, depth: int) -> AcceptanceEstimate:
-        """By the cheapest estimator that is right for it."""
+        """Returns the estimate of the cheapest method that is unbiased for the candidate."""
         proposer = self.proposers.get(candidate)
         if (draft := chain_of(proposer)) is not None:
             chains = self.chains(candidate, draft)
-            window, rejection = draft.model.max_length, SpeculativeConfig.of(candidate.config).rejection
-            return expected(chains.ratios, draft.config.steps(depth), rejection, window)
+            rejection = SpeculativeConfig.of(candidate.config).rejection
+            return chain_estimate(chains.probabilities, draft.config.steps(depth), rejection, draft.model.max_length)
         if not proposer.needs.live_steps:
             self._recordings = self._recordings or record(self.target, self.texts, self.taps)
             try:
-                together = 1 if proposer.learns else TOGETHER
-                return replayed(self.target, self._recordings, proposer, self.law, depth, together)
+                batch = 1 if proposer.learns else BATCH
+                return replay_estimate(self.target, self._recordings, proposer, self.law, depth, batch)
             except NotReplayable:
                 pass
         if proposer.learns or self.law.greedy:
-            return self._run(candidate, proposer, depth, _TOGETHER_LEARNING if proposer.learns else TOGETHER)
-        found = self._run(candidate, proposer, depth, TOGETHER, _DRAWS)
-        return self._brought_here(found, candidate, proposer, depth) if isinstance(proposer, DraftModel) else found
+            return self._run(candidate, proposer, depth, _LEARNING_BATCH if proposer.learns else BATCH)
+        estimate = self._run(candidate, proposer, depth, BATCH, _DRAWS)
+        return self._adjusted(estimate, candidate, proposer, depth) if isinstance(proposer, DraftModel) else estimate
 
     def _run(
-        self, candidate: Candidate, proposer: Proposer, depth: int, together: int, draws: int = 1
+        self, candidate: Candidate, proposer: Proposer, depth: int, batch: int, draws: int = 1
     ) -> AcceptanceEstimate:
         prompts, limit = [text.start for text in self.texts] * draws, self.texts[0].limit
         rejection = SpeculativeConfig.of(candidate.config).rejection
-        found = run(self.target, prompts, proposer, self.law, depth, limit, self.eos, rejection, together)
-        return replace(found, draws=draws)
+        estimate = step_estimate(self.target, prompts, proposer, self.law, depth, limit, self.eos, rejection, batch)
+        return replace(estimate, draws=draws)
 
-    def _brought_here(
-        self, found: AcceptanceEstimate, candidate: Candidate, draft: DraftModel, depth: int
+    def _adjusted(
+        self, estimate: AcceptanceEstimate, candidate: Candidate, draft: DraftModel, depth: int
     ) -> AcceptanceEstimate:
-        """``found``, on texts of its own, as it would be on the sample's: by how much easier these are for a chain of
-        the same draft, whose law is known on both (a ratio estimator). Else a tree's luck with its texts would decide
-        between it and the chain.
+        """Adjusts an estimate from texts of its own to the sample's texts.
+
+        The factor is how much easier the sample's are for a chain of the same draft, whose distribution is known on
+        both (a ratio estimator). Without it, chance in the texts would decide between a tree and a chain.
         """
-        steps, fixed = draft.config.steps(depth), _drafting(draft, self.law).greedy
-        there = [ratios(text, p, q, fixed) for text, p, q in _told(self.target, draft, found.texts, self.law)]
-        here = self.chains(candidate, draft).ratios
-        return found.times(expected(here, steps).tokens_per_pass / expected(there, steps).tokens_per_pass)
+        steps, fixed = draft.config.steps(depth), _draft_law(draft, self.law).greedy
+        distributions = _distributions(self.target, draft, estimate.texts, self.law)
+        theirs = [text_probabilities(text, p, q, fixed) for text, p, q in distributions]
+        ours = self.chains(candidate, draft).probabilities
+        factor = chain_estimate(ours, steps).tokens_per_pass / chain_estimate(theirs, steps).tokens_per_pass
+        return estimate.times(factor)
 
     def chains(self, candidate: Candidate, draft: DraftModel) -> Chains:
-        """What target and draft say of every text, for chains of any depth."""
+        """Returns the probabilities of every text for chains of any length. Computed once per candidate."""
         known = self._chains.get(candidate.name)
         if known is None:
             known = self._chains[candidate.name] = _chains(self.target, draft, self.texts, self.law)
@@ -102,47 +114,49 @@ class Sample:
 
 @dataclass(frozen=True)
 class Chains:
-    """Of one draft model, by request. statistics: see ``predictors``, of the laws at temperature 1 where it is 0."""
+    """Probabilities and statistics of one draft model on every text.
 
-    ratios: list[Ratios]
+    Args:
+        probabilities: One per request.
+        statistics: See ``predictors``, one per request. At temperature 0 those of temperature 1.
+    """
+
+    probabilities: list[TextProbabilities]
     statistics: list[dict[str, float]]
 
 
 def chain_of(proposer: Proposer) -> DraftModel | None:
-    """The proposer, if it drafts chains whose length is known beforehand with a model of the target's vocabulary."""
+    """Returns the proposer if it is a draft model that drafts chains of a length known beforehand, else None."""
     if not isinstance(proposer, DraftModel) or proposer.config.draft_stop is not None:
         return None
     return proposer if proposer.config.tree == "chain" else None
 
 
-def _drafting(draft: DraftModel, law: SamplingLaw) -> SamplingLaw:
-    """The law that the draft draws from."""
+def _draft_law(draft: DraftModel, law: SamplingLaw) -> SamplingLaw:
+    """Returns the distribution that the draft samples from."""
     own = draft.config.draft_temperature
     return law if own is None or law.greedy else law.with_temperature(own)
 
 
-def _told(
+def _distributions(
     target: Model, draft: DraftModel, texts: Sequence[SampledText], law: SamplingLaw
 ) -> Iterator[tuple[SampledText, Tensor, Tensor]]:
-    """Every text with the target's and the draft's laws of its tokens."""
-    judges = ((target, law), (draft.model, _drafting(draft, law)))
+    """Yields every text with the target's and the draft's distributions of its tokens, [n, V] each."""
+    draft_law = _draft_law(draft, law)
     for text in texts:
-        p, q = (_rows(model, text, target, judged) for model, judged in judges)
+        p = token_distributions(target, text, law, target.vocab_size)
+        q = token_distributions(draft.model, text, draft_law, target.vocab_size)
         yield text, p, q
 
 
 def _chains(target: Model, draft: DraftModel, texts: Sequence[SampledText], law: SamplingLaw) -> Chains:
-    draft_law = _drafting(draft, law)
-    found: list[Ratios] = []
+    draft_law = _draft_law(draft, law)
+    probabilities: list[TextProbabilities] = []
     facts: list[dict[str, float]] = []
-    for text, p, q in _told(target, draft, texts, law):
-        found.append(ratios(text, p, q, draft_law.greedy))
+    for text, p, q in _distributions(target, draft, texts, law):
+        probabilities.append(text_probabilities(text, p, q, draft_law.greedy))
         if law.greedy or draft_law.greedy:
             warm = law.with_temperature(1.0) if law.greedy else law
-            p, q = (_rows(model, text, target, warm) for model in (target, draft.model))
+            p, q = (token_distributions(model, text, warm, target.vocab_size) for model in (target, draft.model))
         facts.append(statistics(TextDistributions(p, q, text.tokens)))
-    return Chains(found, facts)
-
-
-def _rows(model: Model, text: SampledText, target: Model, law: SamplingLaw) -> Tensor:
-    return rows(model, text, law, target.vocab_size)
+    return Chains(probabilities, facts)

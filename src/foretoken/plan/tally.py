@@ -1,44 +1,53 @@
-"""What rounds brought, counted by request: the numerators and denominators of every prediction."""
+"""Counts of steps by request: the numerators and denominators of every prediction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from foretoken.core.positions import PositionCounts
 from foretoken.core.step import StepOutput
 from foretoken.plan.texts import SampledText
 
 
 @dataclass(slots=True)
 class StepTally:
-    """One request's rounds after the one that holds its prompt; expectations where the estimator knows them.
+    """Steps of one request after its prefill. Expected values where the estimator computes expectations.
 
-    drafted_at, accepted_at: rounds that drafted, and accepted, as deep as each position. sizes: rounds by drafted
-    nodes.
+    Args:
+        tokens: Emitted tokens.
+        steps: Number of steps.
+        positions: Steps by draft position.
+        sizes: Steps by number of draft tokens.
     """
 
     tokens: float = 0.0
-    rounds: float = 0.0
-    drafted_at: dict[int, float] = field(default_factory=dict)
-    accepted_at: dict[int, float] = field(default_factory=dict)
+    steps: float = 0.0
+    positions: PositionCounts = field(default_factory=PositionCounts)
     sizes: dict[int, float] = field(default_factory=dict)
 
     def add(self, step: StepOutput) -> None:
+        """Counts one step, unless it is the prompt's."""
         if step.position == 0:
             return
         self.tokens += len(step.tokens)
-        self.rounds += 1
-        count(self.sizes, len(step.draft))
-        for position in range(max(step.draft.depths, default=0)):
-            count(self.drafted_at, position)
-        for position in range(step.accepted):
-            count(self.accepted_at, position)
+        self.steps += 1
+        self.add_size(len(step.draft))
+        self.positions.add(max(step.draft.depths, default=0), step.accepted)
+
+    def add_size(self, size: int, weight: float = 1.0) -> None:
+        """Counts a step with ``size`` draft tokens."""
+        self.sizes[size] = self.sizes.get(size, 0.0) + weight
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceEstimate:
-    """What one proposer at one depth does on the sample. estimator: "text", "law" or "rounds", see the module.
+    """What one proposer at one draft length does on the sample.
 
-    texts: that the rounds wrote, where the sample's were not what they ran on. draws: such texts of each request.
+    Args:
+        tallies: One per text.
+        estimator: "distribution" (see ``chains``), "text" or "steps" (see ``replay``).
+        texts: Texts that the steps sampled, where they did not run on the sample's.
+        draws: Number of such texts of each request.
     """
 
     tallies: tuple[StepTally, ...]
@@ -48,47 +57,42 @@ class AcceptanceEstimate:
 
     @property
     def tokens(self) -> list[float]:
-        return [tally.tokens for tally in self.tallies if tally.rounds > 0]
+        """Emitted tokens of each text that had a step."""
+        return [tally.tokens for tally in self.tallies if tally.steps > 0]
 
     @property
-    def rounds(self) -> list[float]:
-        return [tally.rounds for tally in self.tallies if tally.rounds > 0]
+    def steps(self) -> list[float]:
+        """Steps of each text that had one."""
+        return [tally.steps for tally in self.tallies if tally.steps > 0]
 
     @property
     def tokens_per_pass(self) -> float:
-        """Emitted tokens over passes, prompts' left out; 1 where there is nothing to count."""
-        return sum(self.tokens) / sum(self.rounds) if self.rounds else 1.0
+        """Emitted tokens over target passes, prefill left out. 1 where there are no steps."""
+        return sum(self.tokens) / sum(self.steps) if self.steps else 1.0
 
     @property
     def requests(self) -> int:
-        """That had a round."""
-        return len(self.rounds) // self.draws
+        """Number of requests that had a step."""
+        return len(self.steps) // self.draws
 
     def times(self, factor: float) -> AcceptanceEstimate:
-        """So many times as many tokens a pass, but one at least: as many fewer rounds."""
+        """Returns the estimate with tokens per pass multiplied by ``factor``, but at least 1, by scaling the steps."""
         factor = max(factor, 1.0 / self.tokens_per_pass)
-        return replace(self, tallies=tuple(replace(each, rounds=each.rounds / factor) for each in self.tallies))
+        return replace(self, tallies=tuple(replace(each, steps=each.steps / factor) for each in self.tallies))
 
     @property
     def sizes(self) -> dict[int, float]:
-        """Shares of the rounds by drafted nodes."""
-        found = self._sum("sizes")
-        return {size: count / sum(found.values()) for size, count in sorted(found.items())}
+        """Shares of the steps by number of draft tokens."""
+        total = StepTally()
+        for tally in self.tallies:
+            for size, count in tally.sizes.items():
+                total.add_size(size, count)
+        return {size: count / sum(total.sizes.values()) for size, count in sorted(total.sizes.items())}
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """By position: rounds that accepted so deep over rounds that drafted so deep."""
-        drafted, accepted = self._sum("drafted_at"), self._sum("accepted_at")
-        return tuple(accepted.get(at, 0.0) / drafted[at] for at in sorted(drafted))
-
-    def _sum(self, name: str) -> dict[int, float]:
-        total: dict[int, float] = {}
+        """By position: steps that accepted so deep over steps that drafted so deep."""
+        total = PositionCounts()
         for tally in self.tallies:
-            for key, value in getattr(tally, name).items():
-                count(total, key, value)
-        return total
-
-
-def count(counts: dict[int, float], key: int, value: float = 1.0) -> None:
-    """Add to an entry that may not be there yet."""
-    counts[key] = counts.get(key, 0.0) + value
+            total.merge(tally.positions)
+        return total.rates

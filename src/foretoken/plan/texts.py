@@ -1,8 +1,8 @@
-"""What the target writes after the user's prompts, and what it says of every token of it in one pass."""
+"""Texts that the target samples after the prompts, and the logits of all their tokens in one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,21 +19,22 @@ from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
-Start = TokenizedPrompt | Sequence[int]  # a prompt as it was read, or the tokens alone
+Start = TokenizedPrompt | Sequence[int]
+"""A tokenized prompt, or its token ids."""
 
-TOGETHER = 8  # sequences that share a pass where nothing depends on it
-_PIECE = 64  # tokens of a text that share a pass
-
-
-def silent() -> None:
-    """Who wants no progress."""
+BATCH = 8  # sequences per pass where results do not depend on it
+_CHUNK = 64  # tokens of a text per teacher-forced pass
 
 
 @dataclass(frozen=True, slots=True)
 class SampledText:
-    """One completion, a draw of the target's. limit: tokens it could have had; fewer where it ended by itself.
+    """One completion that the target sampled.
 
-    source: what an encoder read for it.
+    Args:
+        prompt: Token ids of the prompt.
+        tokens: Token ids of the completion.
+        limit: Greatest number of tokens. The completion is shorter where it ended by itself.
+        source: Token ids of the encoder's input, for encoder-decoders.
     """
 
     prompt: tuple[int, ...]
@@ -43,35 +44,34 @@ class SampledText:
 
     @classmethod
     def of(cls, context: Context, limit: int) -> SampledText:
-        """What has been written so far."""
+        """Returns the completion of a context so far."""
         at = context.prompt_length
         return cls(tuple(context.tokens[:at]), tuple(context.tokens[at:]), limit, context.source)
 
     @property
     def whole(self) -> tuple[int, ...]:
+        """Prompt and completion."""
         return self.prompt + self.tokens
 
     @property
     def start(self) -> TokenizedPrompt:
+        """The prompt."""
         return self.after(0)
 
     def after(self, count: int) -> TokenizedPrompt:
-        """A prompt to go on from ``count`` of its tokens."""
+        """Returns a prompt that includes the first ``count`` tokens of the completion."""
         return TokenizedPrompt(None, [*self.prompt, *self.tokens[:count]], self.source)
 
 
 def contexts(prompts: Sequence[Start], law: Law, seed: int, first: int = 0) -> list[Context]:
-    """One for each prompt, with random numbers of its own; identifiers count from ``first``."""
-    starts = [
-        prompt if isinstance(prompt, TokenizedPrompt) else TokenizedPrompt(None, list(prompt)) for prompt in prompts
-    ]
-    return [
-        Context(
-            first + i, list(start.tokens), len(start.tokens), law, Streams(derived_seed(SeedDomain.PLAN, seed, i)),
-            source=start.source,
-        )
-        for i, start in enumerate(starts)
-    ]  # fmt: skip
+    """Returns a context with its own random streams for each prompt. Ids count from ``first``."""
+    result = []
+    for i, prompt in enumerate(prompts):
+        start = prompt if isinstance(prompt, TokenizedPrompt) else TokenizedPrompt(None, list(prompt))
+        streams = Streams(derived_seed(SeedDomain.PLAN, seed, i))
+        context = Context(first + i, list(start.tokens), len(start.tokens), law, streams, source=start.source)
+        result.append(context)
+    return result
 
 
 def write(
@@ -81,20 +81,33 @@ def write(
     limit: int,
     eos: Collection[int] = (),
     seed: int = 0,
-    tick: Callable[[], None] = silent,
 ) -> list[SampledText]:
-    """Plain decoding of every prompt, ``limit`` tokens at most. tick: called for each finished text."""
-    engine = Engine(target, Proposer(), Controller(), max_sequences=TOGETHER)
+    """Completes every prompt by plain decoding.
+
+    Args:
+        target: Target model.
+        prompts: One per text.
+        law: Sampling distribution.
+        limit: Greatest number of tokens of a completion.
+        eos: Ids of end-of-text tokens.
+        seed: Seed of the random streams.
+    """
+    engine = Engine(target, Proposer(), Controller(), max_sequences=BATCH)
     made = contexts(prompts, law, seed)
-    for step in engine.run((context, Length(limit, eos)) for context in made):
-        if step.finish_reason is not None:
-            tick()
+    for _ in engine.run((context, Length(limit, eos)) for context in made):
+        pass
     return [SampledText.of(context, limit) for context in made]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive tokens of a text. logits: [n, V], what was said before each. taps: see ``told``."""
+class TextChunk:
+    """Consecutive tokens of a text.
+
+    Args:
+        tokens: n token ids.
+        logits: Logits before each of them, [n, V].
+        taps: See ``teacher_forced``.
+    """
 
     tokens: tuple[int, ...]
     logits: Tensor
@@ -102,28 +115,32 @@ class Piece:
 
 
 @torch.inference_mode()
-def told(model: Model, text: SampledText, taps: Sequence[int] = ()) -> Iterator[Piece]:
-    """Teacher-forced: what ``model`` says of ``text``, piece by piece, the prompt's hidden states with the first.
+def teacher_forced(model: Model, text: SampledText, taps: Sequence[int] = ()) -> Iterator[TextChunk]:
+    """Computes the model's logits along a text, chunk by chunk.
 
-    taps of all pieces: [len(whole) - 1, H], at every token but the last, which nothing follows.
+    Args:
+        model: Target or draft.
+        text: The text.
+        taps: Layers whose hidden states are returned. Those of all chunks together are [len(whole) - 1, H], one row for
+            each token but the last; the first chunk includes the prompt's.
     """
-    known = 1 if taps else len(text.prompt)  # of rows that others computed there are no states
+    known = 1 if taps else len(text.prompt)  # a prefix-cache hit would leave rows without hidden states
     handle = model.open(text.prompt[:known], text.source)
     try:
         model.commit([handle], [text.prompt[known:]])
-        for start in range(0, len(text.tokens), _PIECE):
-            tokens = text.tokens[start : start + _PIECE]
+        for start in range(0, len(text.tokens), _CHUNK):
+            tokens = text.tokens[start : start + _CHUNK]
             (scores,) = model.score([handle], [Draft.chain(tokens[:-1])], taps)
-            yield Piece(tokens, scores.logits, scores.taps)
+            yield TextChunk(tokens, scores.logits, scores.taps)
             model.commit([handle], [tokens])
     finally:
         model.close(handle)
 
 
-def laws(text: SampledText, pieces: Iterator[Piece], law: Law) -> Iterator[Tensor]:
-    """[n, V] for each piece: the law of each token after those before it."""
+def chunk_distributions(text: SampledText, chunks: Iterator[TextChunk], law: Law) -> Iterator[Tensor]:
+    """Yields for each chunk the sampling distribution of each token given those before it, [n, V]."""
     context = Context(0, list(text.prompt), len(text.prompt), law, Streams(0))
-    for piece in pieces:
-        histories = [context.history(piece.tokens[:i]) for i in range(len(piece.tokens))] if law.needs_history else ()
-        yield law.probs(piece.logits, histories)
-        context.tokens.extend(piece.tokens)
+    for chunk in chunks:
+        histories = [context.history(chunk.tokens[:i]) for i in range(len(chunk.tokens))] if law.needs_history else ()
+        yield law.probs(chunk.logits, histories)
+        context.tokens.extend(chunk.tokens)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.control.passes import Passes
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.step import StepOutput
+from foretoken.costs.model import CostModel
 from foretoken.models.base import Model, Scores
 
 
@@ -22,17 +22,20 @@ class Needs:
         taps: Layer indices whose hidden states it reads.
         live_steps: It learns from decode steps as they ran: from the rows of rejected draft tokens, or from their
             duration.
+        costs: The cost model that it reads. The engine keeps it up to date.
     """
 
     taps: tuple[int, ...] = ()
     live_steps: bool = False
+    costs: CostModel | None = None
 
     @staticmethod
     def union(needs: Iterable[Needs]) -> Needs:
         """Returns the combined needs."""
         all_needs = list(needs)
         taps = tuple(sorted({tap for each in all_needs for tap in each.taps}))
-        return Needs(taps, any(each.live_steps for each in all_needs))
+        costs = next((each.costs for each in all_needs if each.costs is not None), None)
+        return Needs(taps, any(each.live_steps for each in all_needs), costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class BuildContext:
         model: What the configuration names under "model": a draft, heads, a datastore.
         load: Loads another model with the target's dtype, device and backend.
         member: Builds another method from its own configuration, for mixtures.
-        passes: Measured seconds of the target's passes, shared within the engine.
+        costs: Measured seconds, shared within the engine.
     """
 
     target: Model
@@ -149,7 +152,7 @@ class BuildContext:
     model: str | Path | None
     load: Callable[[str | Path], Model]
     member: Callable[[Mapping[str, Any]], Proposer]
-    passes: Passes = field(default_factory=Passes)
+    costs: CostModel = field(default_factory=CostModel)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.control.passes import Passes
 from foretoken.control.survival import Survival
 from foretoken.core.checks import number
 from foretoken.core.context import Context
@@ -30,6 +29,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass
 from foretoken.core.verdict import Verdict
+from foretoken.costs.model import CostModel
 from foretoken.models.base import Scores
 from foretoken.propose.acceptance import BucketedMeans, DecayingMean, MemberRecord, NodeRates, PendingDraft
 from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
@@ -148,13 +148,14 @@ class Mixture(Proposer):
     name = "mixture"
     learns = True
 
-    def __init__(self, members: Sequence[Member], passes: Passes | None = None) -> None:
-        """Initialises the mixture. ``passes`` are the measured times of passes, if they are shared with others."""
+    def __init__(self, members: Sequence[Member], costs: CostModel | None = None) -> None:
+        """Initialises the mixture. ``costs`` is the cost model, if it is shared with others."""
+        costs = costs or CostModel()
         self.free = [member for member in members if member.free]
         self.costly = [member for member in members if not member.free]
         self.members = [*self.free, *self.costly]
-        self.needs = replace(Needs.union(member.proposer.needs for member in members), live_steps=True)
-        self.pace = DraftingCosts(passes)
+        self.needs = replace(Needs.union(member.proposer.needs for member in members), live_steps=True, costs=costs)
+        self.pace = DraftingCosts(costs)
         self.last_member: dict[int, tuple[str, ...]] = {}
         self._records: dict[int, MixtureState] = {}
         self._surplus = BucketedMeans()
@@ -190,7 +191,6 @@ class Mixture(Proposer):
     def observe(self, contexts: Sequence[Context], observations: Sequence[Observation]) -> None:
         for member in self.members:
             member.proposer.observe(contexts, observations)
-        self.pace.observe([observation.step for observation in observations])
         for context, observation in zip(contexts, observations, strict=True):
             record = self._records.get(context.id)
             if record is not None:
@@ -215,7 +215,7 @@ class Mixture(Proposer):
                 accounts=[MemberRecord(NodeRates(member.rates, strength=16.0, memory=48.0)) for member in self.free],
                 costly=[MemberRecord(NodeRates(member.rates, strength=16.0, memory=48.0)) for member in self.costly],
                 gains=[BucketedMeans(member.gain, strength=8.0, memory=32.0) for member in self.costly],
-                survivals=[Survival(member.survival.most, member.survival) for member in self.costly],
+                survivals=[Survival(member.survival.max_rank, member.survival) for member in self.costly],
                 surplus=BucketedMeans(self._surplus, strength=8.0, memory=32.0),
                 idle=[0] * len(self.costly),
                 probe=[_PROBE] * len(self.costly),
@@ -267,12 +267,12 @@ class Mixture(Proposer):
         best = (1.0 + expected) / self.pace.seconds(len(tree.draft), batch)
         choice: int | None = None
         for i, (member, gain) in enumerate(zip(self.costly, record.gains, strict=True)):
-            max_nodes = min(budget, record.survivals[i].most)
+            max_nodes = min(budget, record.survivals[i].max_rank)
             seconds = (
                 self.pace.table(max_nodes, batch)
                 + np.arange(1.0, max_nodes + 1.0) * self._price(member, max_nodes) / batch
             )
-            nodes = int(np.argmax((1.0 + np.cumsum(record.survivals[i].stands()[:max_nodes])) / seconds))
+            nodes = int(np.argmax((1.0 + np.cumsum(record.survivals[i].accepted()[:max_nodes])) / seconds))
             value = (1.0 + gain.at(tree.promised).value) / seconds[nodes]
             unexplored = member.gain.all.count < _TRIALS or record.idle[i] >= record.probe[i]
             if unexplored or value > best:
@@ -320,7 +320,7 @@ def build(config: MixtureConfig, build_context: BuildContext) -> Mixture:
         free = proposer.costless and not member_config.get("cost")
         max_nodes = member_config.get("num_speculative_tokens", None if free else _MAX_COSTLY)
         members.append(Member(name, proposer, free, max_nodes, member_config.get("cost")))
-    return Mixture(members, build_context.passes)
+    return Mixture(members, build_context.costs)
 
 
 METHOD = Method(MixtureConfig, build, tokens=32, drafts_trees=True)

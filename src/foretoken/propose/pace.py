@@ -1,4 +1,4 @@
-"""Which nodes are worth their rows, by the time of the target's passes."""
+"""Selects the nodes of a draft that pay for their rows, by the measured time of the target's passes."""
 
 from __future__ import annotations
 
@@ -6,36 +6,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foretoken.control.curve import Array
-from foretoken.control.passes import Passes
-from foretoken.core.step import StepOutput
-
-_ROW = 0.03  # a row's share of a one-row pass until it is known: what a CPU takes
+from foretoken.costs.curve import Array
+from foretoken.costs.model import CostModel
 
 
 class DraftingCosts:
-    """What is drafted beside what it takes. passes: shared with others that learn of the same rounds."""
+    """Seconds of drafts of different sizes, in units of a pass over one row until passes were timed."""
 
-    def __init__(self, passes: Passes | None = None) -> None:
-        self._passes = passes or Passes()
-
-    def observe(self, steps: Sequence[StepOutput]) -> None:
-        self._passes.observe(steps)
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
 
     def seconds(self, nodes: float, batch: int) -> float:
-        """One sequence's share of a pass in which each of ``batch`` drafts so many nodes; in passes until measured."""
+        """Returns one sequence's share of a pass in which each of ``batch`` sequences drafts ``nodes`` nodes."""
         return float(self._seconds(np.asarray([nodes]), batch)[0])
 
-    def table(self, most: int, batch: int) -> Array:
-        """``seconds`` of 1, 2, ... ``most`` nodes."""
-        return self._seconds(np.arange(1.0, most + 1.0), batch)
+    def table(self, max_nodes: int, batch: int) -> Array:
+        """Returns ``seconds`` of 1, 2, ... ``max_nodes`` nodes."""
+        return self._seconds(np.arange(1.0, max_nodes + 1.0), batch)
 
     def worthwhile(self, weights: Sequence[float], budget: int, batch: int, held: Sequence[int] = ()) -> list[int]:
-        """The nodes whose rows pay, the best first: so many that expected tokens per second are most. Every number is
-        looked at, since eight rows may take what five do, and nine much more.
+        """Returns the nodes that maximize expected tokens per second, the best first.
 
-        Along a path weights only fall, and of equals the older comes first, so that no node is kept without its parent.
-        weights: P(node stands). held: nodes that are kept in any case, with their parents.
+        Every number of nodes is evaluated, since eight rows may take as long as five, and nine much longer. Weights
+        only fall along a path, and of equals the older node comes first, so no node is kept without its parent.
+
+        Args:
+            weights: Probability that each node is accepted.
+            budget: Maximum number of nodes.
+            batch: Number of sequences in the pass.
+            held: Nodes that are kept in any case, with their parents.
         """
         kept = list(held[:budget])
         others = sorted(set(range(len(weights))).difference(held), key=lambda i: (-weights[i], i))
@@ -46,4 +45,6 @@ class DraftingCosts:
 
     def _seconds(self, nodes: Array, batch: int) -> Array:
         rows = (nodes + 1.0) * batch
-        return (self._passes.over(rows) if self._passes.known else 1.0 + _ROW * (rows - 1.0)) / batch
+        return (
+            self._costs.pass_table(rows) if self._costs.known else 1.0 + self._costs.tuning.row_share * (rows - 1.0)
+        ) / batch

@@ -56,7 +56,7 @@ class OpenSession:
         """
         if not isinstance(context.law, SamplingLaw):
             return None
-        law = asdict(replace(context.law, grammar=None))
+        law = asdict(replace(context.law, grammar=None)) | {"bad_words": tuple(context.law.bad_words)}
         del law["grammar"]
         return OpenSession(
             session_id,

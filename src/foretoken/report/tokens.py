@@ -1,4 +1,4 @@
-"""A generated text, token by token: who each is from, how probable both models found it, and the rounds on a clock."""
+"""HTML page of a generated text: origin and probabilities of every token, and a timeline of the decode steps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 from foretoken.report.axes import Axis
 from foretoken.report.charts import Bar, Point, Series, bars, lines, missing
 from foretoken.report.document import cards, document, folded, grid, paragraph, table
-from foretoken.report.intervals import wilson
 from foretoken.report.markup import Html, element, figure, join, percent
 from foretoken.report.timeline import STYLE as TIMELINE
-from foretoken.report.timeline import Lap, timeline
-from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Token, Trace, TraceStep
+from foretoken.report.timeline import StepLap, timeline
+from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Token, Trace, TraceStep, wilson
 
 WORDS = {ACCEPTED: "draft, accepted", REJECTED: "draft, rejected", TARGET: "the target's own"}
 PARTS = ("propose", "score", "verify", "commit")
-PROMPT = 4000  # characters of it that are shown: its end
+PROMPT = 4000  # characters of the prompt's end that are shown
 
 _STYLE = """
 .text { font: .9rem/1.75 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap;
@@ -34,14 +33,14 @@ _STYLE = """
 #tip:empty { display: none; }
 """
 
-# Arrow keys go from token to token, so that a text is one stop of the tab key; what is pointed at is told and lit.
+# Arrow keys move from token to token, so that a text is one stop of the tab key. The selected step is highlighted.
 _SCRIPT = """
 (function () {
   var tip = document.getElementById("tip"), lit = [];
   function show(event) {
     var at = event.target.closest ? event.target.closest("[data-tip]") : null;
     lit.forEach(function (each) { each.classList.remove("lit"); });
-    lit = at ? Array.from(at.closest("section").querySelectorAll('[data-round="' + at.dataset.round + '"]')) : [];
+    lit = at ? Array.from(at.closest("section").querySelectorAll('[data-step="' + at.dataset.step + '"]')) : [];
     lit.forEach(function (each) { each.classList.add("lit"); });
     tip.textContent = at ? at.dataset.tip : "";
   }
@@ -58,7 +57,7 @@ _SCRIPT = """
 
 
 def page(traces: Sequence[Trace], setting: Mapping[str, Any] | None = None) -> str:
-    """A whole document on one completion or several of one prompt."""
+    """Returns an HTML document of one completion, or of several of one prompt."""
     count = len(traces)
     parts = [
         _completion(trace, f"Completion {at} of {count}" if count > 1 else "") for at, trace in enumerate(traces, 1)
@@ -69,8 +68,8 @@ def page(traces: Sequence[Trace], setting: Mapping[str, Any] | None = None) -> s
         setting,
         lead="Point at a token, or reach the text with the tab key and walk through it with the arrow keys, to see how "
         "probable both models found it. Whatever was drafted, the text has the target's distribution.",
-        footer="p: the target's own softmax, before temperature and other parameters; q: the law from which the token "
-        "was drafted, after them. Of a drafted token that was refused, p is known where it was among the likeliest.",
+        footer="p: the target's softmax, before temperature and other parameters; q: the distribution from which the "
+        "token was drafted, after them. For a rejected draft token, p is known if it was among the likeliest.",
         style=TIMELINE + _STYLE,
         script=_SCRIPT,
     )
@@ -82,7 +81,7 @@ def _completion(trace: Trace, title: str) -> Html:
         _summary(trace),
         _text(trace),
         paragraph(_ending(trace), note=True),
-        element("h3", "Rounds"),
+        element("h3", "Decode steps"),
         _timeline(trace),
         grid(_positions(trace), _sizes(trace)),
         _table(trace.tokens),
@@ -96,19 +95,23 @@ def _key() -> Html:
 
 def _summary(trace: Trace) -> Html:
     stats = trace.stats
-    return cards([
+    figures = [
         (stats.tokens, "tokens"),
         (figure(stats.tokens_per_second), "tokens/s, prompt included"),
         (figure(stats.mean_acceptance_length), "mean acceptance length"),
-        (f"{stats.accepted} of {stats.drafted}", "drafted tokens accepted"),
+        (f"{stats.accepted} of {stats.drafted}", "draft tokens accepted"),
         (stats.rounds, "target passes"),
-    ])  # fmt: skip
+    ]
+    return cards(figures)
 
 
 def _ending(trace: Trace) -> str:
-    reasons = {"length": "It ended at its greatest length.", "stop": "It ended at an end mark or a stop string."}
+    reasons = {
+        "length": "The text reached its maximum length.",
+        "stop": "The text ended at an end-of-text token or a stop string.",
+    }
     grade = f" Exactness: {trace.exactness}." if trace.exactness else ""
-    return reasons.get(trace.finish_reason or "", "It was not finished.") + grade
+    return reasons.get(trace.finish_reason or "", "The text is not finished.") + grade
 
 
 def _text(trace: Trace) -> Html:
@@ -120,22 +123,22 @@ def _text(trace: Trace) -> Html:
 
 
 def _token(token: Token, first: bool) -> Html:
-    """Line breaks of what is not in the text are shown as a sign, so that they break nothing."""
+    """Line breaks of tokens outside of the text are shown as a sign, so that they do not break its lines."""
     outside = token.origin == REJECTED or token.cut
     text = token.text.replace("\n", "⏎") if outside else token.text
     kind = f"token {token.origin}" + (" cut" if token.cut else "") + ("" if token.text else " part")
     return element(
-        "span", text or "·", class_=kind, tabindex=0 if first else -1, data_round=token.round, data_tip=_tip(token)
+        "span", text or "·", class_=kind, tabindex=0 if first else -1, data_step=token.step, data_tip=_tip(token)
     )
 
 
 def _tip(token: Token) -> str:
     rank = f" (its choice no. {token.rank})" if token.rank else ""
     facts = [
-        f"{visible(token.text)}  {WORDS[token.origin]}, round {token.round}",
+        f"{visible(token.text)}  {WORDS[token.origin]}, step {token.step}",
         f"target p {percent(token.p)}{rank}" if token.p is not None else "",
         f"draft q {percent(token.q)}" if token.q is not None else "",
-        f"expected to stand with {percent(token.score)}" if token.score is not None else "",
+        f"predicted acceptance {percent(token.score)}" if token.score is not None else "",
         "not in the text" if token.cut else "",
         "target also: " + ", ".join(f"{visible(t)} {percent(p)}" for t, p in token.others[:4]) if token.others else "",
     ]
@@ -143,28 +146,26 @@ def _tip(token: Token) -> str:
 
 
 def visible(text: str) -> str:
-    """A token's text with its blanks to be seen."""
+    """Returns a token's text with visible signs for white space."""
     signs = {"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"}
     return "".join(signs.get(char, char) for char in text) or "(part of a character)"
 
 
 def _timeline(trace: Trace) -> Html:
-    """The prompt's own round, whose pass is of another size, is told and not drawn."""
-    laps = [_lap(r) for r in trace.rounds if not r.prompt or len(trace.rounds) == 1]
-    first = next((r for r in trace.rounds if r.prompt), None)
-    note = "Over each round the tokens it emitted."
-    if first is not None and len(trace.rounds) > 1:
-        note += (
-            f" The first round, which reads the prompt, took {figure(first.timings.total * 1e3)} ms and is left out."
-        )
-    return timeline("Time of each round, by part", PARTS, laps, note=note)
+    """Timeline of the steps. The prefill's step takes much longer, so its time is only stated."""
+    laps = [_lap(step) for step in trace.steps if not step.prompt or len(trace.steps) == 1]
+    first = next((step for step in trace.steps if step.prompt), None)
+    note = "Above each step the number of tokens that it emitted."
+    if first is not None and len(trace.steps) > 1:
+        note += f" The first step, with the prefill, took {figure(first.timings.total * 1e3)} ms and is left out."
+    return timeline("Time of each step, by part", PARTS, laps, note=note)
 
 
-def _lap(each: TraceStep) -> Lap:
-    t = each.timings
+def _lap(step: TraceStep) -> StepLap:
+    t = step.timings
     shared = f", {t.batch} sequences" if t.batch > 1 else ""
-    said = f"{each.drafted} drafted, {each.landed} accepted, {each.emitted} emitted{shared}"
-    return Lap(each.number, (t.propose, t.score, t.verify, t.commit), f"+{each.emitted}", said)
+    note = f"{step.drafted} drafted, {step.accepted} accepted, {step.emitted} emitted{shared}"
+    return StepLap(step.number, (t.propose, t.score, t.verify, t.commit), f"+{step.emitted}", note)
 
 
 def _positions(trace: Trace) -> Html:
@@ -179,26 +180,26 @@ def _positions(trace: Trace) -> Html:
         "Acceptance by position",
         [Series("accepted", tuple(points))],
         Axis("position in the draft", at=at),
-        Axis("accepted, if all before it were", zero=True, high=1.0),
-        note="Shaded: the 95 % interval of so few rounds.",
+        Axis("accepted, given those before", zero=True, high=1.0),
+        note="Shaded: the 95 % interval.",
     )
 
 
 def _sizes(trace: Trace) -> Html:
     counts: dict[int, int] = {}
-    for each in trace.rounds:
-        counts[each.emitted] = counts.get(each.emitted, 0) + 1
+    for step in trace.steps:
+        counts[step.emitted] = counts.get(step.emitted, 0) + 1
     items = [Bar(f"{size} token{'s' if size != 1 else ''}", count) for size, count in sorted(counts.items())]
-    return bars("Rounds by tokens emitted", items, "rounds")
+    return bars("Steps by tokens emitted", items, "steps")
 
 
 def _table(tokens: Sequence[Token]) -> Html:
-    heads = ("token", "from", "round", "p", "choice no.", "q", "expected")
+    heads = ("token", "from", "step", "p", "choice no.", "q", "predicted acceptance")
     rows = [
         (
             element("code", visible(t.text)),
             WORDS[t.origin],
-            t.round,
+            t.step,
             percent(t.p),
             t.rank or "–",
             percent(t.q),

@@ -1,4 +1,4 @@
-"""A text as it came about: its tokens, who each is from, what both models gave it, and the rounds. Data, no drawing."""
+"""Data of a generated text: its tokens, their origin and probabilities under both models, and the decode steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.core.draft import Draft
+from foretoken.core.positions import PositionCounts
 from foretoken.core.step import StepOutput, Timings
 from foretoken.engine.detokenize import Detokenizer, Tokenizer
 from foretoken.outputs import CompletionOutput, Logprob, SpeculationStats, StreamPiece
@@ -16,9 +17,12 @@ ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
 
 @dataclass(frozen=True, slots=True)
 class DraftedToken:
-    """A drafted token. q: the probability with which it was drawn, None where nothing was drawn.
+    """A draft token.
 
-    score: what the draft expected of it where it said so, a probability that the target gets there.
+    Args:
+        id: Token id.
+        q: Probability with which it was sampled, None where it was not sampled.
+        score: Predicted probability that it is accepted with all tokens before it, None where the draft has none.
     """
 
     id: int
@@ -28,16 +32,25 @@ class DraftedToken:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of the text, or one that was drafted in its place. p: the target's softmax, before parameters.
+    """One token of the text, or a rejected one that was drafted in its place.
 
-    origin: accepted, rejected or target. others: what the target thought likeliest here, with probabilities.
-    cut: the token came out, and its text did not (a stop string, an end mark).
+    Args:
+        id: Token id.
+        text: Its text.
+        origin: ``ACCEPTED``, ``REJECTED`` or ``TARGET``.
+        step: Number of the decode step, from 1.
+        p: The target's softmax before sampling parameters.
+        rank: Its rank among the target's tokens.
+        q: See ``DraftedToken``.
+        score: See ``DraftedToken``.
+        others: The target's likeliest other tokens, with probabilities.
+        cut: Whether it was emitted, but its text was not (a stop string, an end-of-text token).
     """
 
     id: int
     text: str
     origin: str
-    round: int
+    step: int
     p: float | None = None
     rank: int | None = None
     q: float | None = None
@@ -48,77 +61,82 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class TraceStep:
-    """drafted: nodes; depth: of the deepest. tried, landed: positions that were judged, and that were accepted."""
+    """One decode step.
+
+    Args:
+        number: Its number, from 1.
+        timings: Seconds of its parts.
+        drafted: Number of draft tokens.
+        verified: Number of draft positions that were verified.
+        accepted: Number of them that were accepted.
+        emitted: Number of emitted tokens.
+        prompt: Whether it includes the prompt's prefill.
+    """
 
     number: int
     timings: Timings
     drafted: int
-    depth: int
-    tried: int
-    landed: int
+    verified: int
+    accepted: int
     emitted: int
     prompt: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One completion."""
+    """One completion. Tokens are in reading order, rejected ones before the token that was emitted instead."""
 
     prompt: str
-    tokens: tuple[Token, ...]  # in reading order; what was drafted in vain stands before what came instead
-    rounds: tuple[TraceStep, ...]
+    tokens: tuple[Token, ...]
+    steps: tuple[TraceStep, ...]
     text: str
     stats: SpeculationStats
     finish_reason: str | None
     exactness: str
 
     def acceptance(self) -> list[tuple[int, int]]:
-        """For each draft position how often it was accepted, and how often judged: that is, all before it stood."""
-        deepest = max((r.tried for r in self.rounds), default=0)
-        return [
-            (sum(r.landed >= k for r in self.rounds), sum(r.tried >= k for r in self.rounds))
-            for k in range(1, deepest + 1)
-        ]
+        """Returns for each draft position how often it was accepted, and how often it was verified."""
+        counts = PositionCounts()
+        for step in self.steps:
+            counts.add(step.verified, step.accepted)
+        return [(int(accepted), int(tried)) for accepted, tried in zip(counts.accepted, counts.drafted, strict=True)]
 
 
 @dataclass(slots=True)
 class Tracer:
-    """Collects one completion's pieces. Of a round's draft it keeps figures, not rows of the vocabulary.
+    """Collects the pieces of one completion. Keeps scalars of the drafts, not rows of the vocabulary.
 
-    Probabilities of the target need ``logprobs`` in the request; 0 is enough, more names the alternatives.
+    Probabilities of the target need ``logprobs`` in the request: 0 is enough, more adds alternatives.
     """
 
     tokenizer: Tokenizer
     prompt_ids: Sequence[int]
-    _steps: list[StepOutput] = field(default_factory=list)
-    _guesses: list[tuple[DraftedToken | None, ...]] = field(
-        default_factory=list
-    )  # by round: of each token that was emitted
-    _vain: list[tuple[DraftedToken, ...]] = field(default_factory=list)
-    _rounds: list[TraceStep] = field(default_factory=list)
+    _drafted: list[tuple[DraftedToken | None, ...]] = field(default_factory=list)  # by step, of each emitted token
+    _rejected: list[tuple[DraftedToken, ...]] = field(default_factory=list)  # by step
+    _steps: list[TraceStep] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)
     _emitted: list[tuple[int, ...]] = field(default_factory=list)
     _output: CompletionOutput | None = None
 
     def push(self, piece: StreamPiece) -> None:
-        """One round."""
+        """Adds one decode step."""
         step, draft = piece.step, piece.step.draft
         path = step.verdict.path[: step.accepted]
-        self._guesses.append((*(_guess(draft, node) for node in path), *[None] * (len(step.tokens) - len(path))))
-        self._vain.append(tuple(_guess(draft, node) for node in step.rejected))
+        self._drafted.append((*(_drafted(draft, node) for node in path), *[None] * (len(step.tokens) - len(path))))
+        self._rejected.append(tuple(_drafted(draft, node) for node in step.rejected))
         self._emitted.append(step.tokens)
         self._texts.append(piece.text)
-        self._rounds.append(_round(len(self._rounds) + 1, step))
+        self._steps.append(_trace_step(len(self._steps) + 1, step))
         self._output = piece.output or self._output
 
     def trace(self) -> Trace:
-        """What was collected, finished or not."""
+        """Returns the trace so far."""
         output = self._output
         text = "".join(self._texts)
         return Trace(
             prompt=self.tokenizer.decode(list(self.prompt_ids), skip_special_tokens=True),
             tokens=tuple(self._tokens(text)),
-            rounds=tuple(self._rounds),
+            steps=tuple(self._steps),
             text=text,
             stats=output.stats if output else SpeculationStats(),
             finish_reason=output.finish_reason if output else None,
@@ -130,19 +148,20 @@ class Tracer:
         detokenizer, over = Detokenizer(self.tokenizer, self.prompt_ids), self._output is not None
         made: list[Token] = []
         length = at = 0
-        for number, (ids, guesses, vain) in enumerate(zip(self._emitted, self._guesses, self._vain, strict=True), 1):
-            for token, guess in zip(ids, guesses, strict=True):
+        steps = zip(self._emitted, self._drafted, self._rejected, strict=True)
+        for number, (ids, drafted, rejected) in enumerate(steps, 1):
+            for token, draft in zip(ids, drafted, strict=True):
                 row = recorded[at] if at < len(recorded) else {}
-                if guess is None:  # what was drafted in its place was judged by the same row
-                    made += [self._vain_token(g, number, row if i == 0 else {}) for i, g in enumerate(vain)]
-                    vain = ()
+                if draft is None:  # the first rejected token was verified by the same row
+                    made += [self._rejected_token(r, number, row if i == 0 else {}) for i, r in enumerate(rejected)]
+                    rejected = ()
                 piece = detokenizer.push(token)
-                made.append(self._token(token, piece, number, guess, row, cut=over and length >= len(text)))
+                made.append(self._token(token, piece, number, draft, row, cut=over and length >= len(text)))
                 length, at = length + len(piece), at + 1
         return made
 
     def _token(
-        self, token: int, text: str, number: int, guess: DraftedToken | None, row: Mapping[int, Logprob], cut: bool
+        self, token: int, text: str, number: int, draft: DraftedToken | None, row: Mapping[int, Logprob], cut: bool
     ) -> Token:
         own = row.get(token)
         special = "" if text else self.tokenizer.decode([token], skip_special_tokens=False)
@@ -150,39 +169,38 @@ class Tracer:
         return Token(
             id=token,
             text=text or mark,
-            origin=TARGET if guess is None else ACCEPTED,
-            round=number,
+            origin=TARGET if draft is None else ACCEPTED,
+            step=number,
             p=math.exp(own.logprob) if own else None,
             rank=own.rank if own else None,
-            q=guess.q if guess else None,
-            score=guess.score if guess else None,
+            q=draft.q if draft else None,
+            score=draft.score if draft else None,
             others=_others(row, token),
             cut=cut or bool(mark),
         )
 
-    def _vain_token(self, guess: DraftedToken, number: int, row: Mapping[int, Logprob]) -> Token:
-        known = row.get(guess.id)
-        text = self.tokenizer.decode([guess.id], skip_special_tokens=False)
+    def _rejected_token(self, draft: DraftedToken, number: int, row: Mapping[int, Logprob]) -> Token:
+        known = row.get(draft.id)
+        text = self.tokenizer.decode([draft.id], skip_special_tokens=False)
         p, rank = (math.exp(known.logprob), known.rank) if known else (None, None)
-        return Token(guess.id, text, REJECTED, number, p, rank, guess.q, guess.score)
+        return Token(draft.id, text, REJECTED, number, p, rank, draft.q, draft.score)
 
 
-def _round(number: int, step: StepOutput) -> TraceStep:
+def _trace_step(number: int, step: StepOutput) -> TraceStep:
     path, draft = step.verdict.path, step.draft
     more = bool(draft.children[(path[-1] if path else -1) + 1])
     return TraceStep(
         number=number,
         timings=step.timings,
         drafted=len(draft),
-        depth=max(draft.depths, default=0),
-        tried=len(path) + more,
-        landed=len(path),
+        verified=len(path) + more,
+        accepted=len(path),
         emitted=len(step.tokens),
         prompt=step.position == 0,
     )
 
 
-def _guess(draft: Draft, node: int) -> DraftedToken:
+def _drafted(draft: Draft, node: int) -> DraftedToken:
     score = None if draft.scores is None else min(1.0, math.exp(float(draft.scores[node])))
     return DraftedToken(draft.ids[node], draft.chance(node), score)
 
@@ -190,3 +208,19 @@ def _guess(draft: Draft, node: int) -> DraftedToken:
 def _others(row: Mapping[int, Logprob], token: int) -> tuple[tuple[str, float], ...]:
     ranked = sorted(((one.rank, one) for other, one in row.items() if other != token), key=lambda pair: pair[0])
     return tuple((one.decoded_token, math.exp(one.logprob)) for _, one in ranked)
+
+
+def wilson(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Returns Wilson's score interval of hits / trials, (0, 1) for no trials.
+
+    Args:
+        hits: At least 0.
+        trials: At least ``hits``.
+        z: Standard errors; the default is 95 %.
+    """
+    if trials <= 0:
+        return 0.0, 1.0
+    share, weight = hits / trials, z * z / trials
+    middle = (share + weight / 2) / (1 + weight)
+    reach = z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)
+    return max(0.0, middle - reach), min(1.0, middle + reach)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Security
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from foretoken import __version__
+from foretoken.core.errors import ForetokenError
 from foretoken.serve.chat import answer
 from foretoken.serve.chat_schema import ChatRequest
 from foretoken.serve.completions import complete
-from foretoken.serve.errors import ServerUnavailable, add_handlers
-from foretoken.serve.json_body import JsonRoute
-from foretoken.serve.limits import LimitsMiddleware, ServerSettings, effective_salt
+from foretoken.serve.errors import RefusedBody, ServerUnavailable, add_handlers
+from foretoken.serve.json_body import read
+from foretoken.serve.limits import LimitsMiddleware, ServerSettings
 from foretoken.serve.responses import ChatCompletion, Completion, Error, Health, ModelList, ServedModel, Version
 from foretoken.serve.schema import CompletionRequest, Generate
 from foretoken.serve.service import Service
+from foretoken.serve.side_process import LARGE_BODY
 from foretoken.serve.worker import Worker
 
 PLAYGROUND = Path(__file__).parent / "playground"
@@ -33,8 +36,6 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _STREAM: dict[str, Any] = {"text/event-stream": {}}
-
-B = TypeVar("B", bound=Generate)
 
 
 def playground() -> dict[str, Path]:
@@ -61,6 +62,8 @@ def create_app(worker: Worker, settings: ServerSettings | None = None) -> FastAP
         yield
         worker.abandon()
         worker.close()
+        if service.side_process is not None:
+            service.side_process.close()
 
     app = FastAPI(
         title="Foretoken",
@@ -90,26 +93,54 @@ def _errors(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _generating(service: Service) -> APIRouter:
-    router = APIRouter(route_class=JsonRoute, responses=_errors(400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504))
+    router = APIRouter(route_class=_BodyRoute, responses=_errors(400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504))
 
     @router.post("/completions", responses={200: {"model": Completion, "content": _STREAM}}, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a prompt, or several."""
-        return await complete(service, _salted(body, request), request.receive)
+        return await complete(service, body, request)
 
     @router.post(
         "/chat/completions", responses={200: {"model": ChatCompletion, "content": _STREAM}}, response_model=None
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """The next message of a conversation."""
-        return await answer(service, _salted(body, request), request.receive)
+        return await answer(service, body, request)
 
     return router
 
 
-def _salted(body: B, request: Request) -> B:
-    """``body`` with the salt that holds for its client."""
-    return body.model_copy(update={"cache_salt": effective_salt(request.scope, body.cache_salt)})
+class _BodyRoute(APIRoute):
+    """A route whose body is read by ``parse``, or, if it is large, by the side process."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See FastAPI's custom request classes."""
+        handle = super().get_route_handler()
+        assert self.body_field is not None
+        kind: Any = self.body_field.field_info.annotation
+
+        async def handler(request: Request) -> Response:
+            return await handle(_BodyRequest(kind, request))
+
+        return handler
+
+
+class _BodyRequest(Request):
+    def __init__(self, kind: type[Generate], request: Request) -> None:
+        super().__init__(request.scope, request.receive)
+        self._kind = kind
+
+    async def json(self) -> Any:
+        body, side_process = await self.body(), self.app.state.service.side_process
+        try:
+            if side_process is not None and len(body) > LARGE_BODY:
+                prepared = await side_process.prepared(self._kind, body)
+                if prepared is not None:
+                    self.state.prepared = prepared
+                    return prepared.body
+            return await read(body)
+        except ForetokenError as error:
+            raise RefusedBody(error) from error
 
 
 def _listing(service: Service) -> APIRouter:

@@ -2,95 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive
 
-from foretoken.core.errors import InvalidRequest
 from foretoken.outputs import StreamPiece
-from foretoken.serve.chat_schema import ChatRequest, Message, NamedTool
-from foretoken.serve.errors import invalid
+from foretoken.serve.chat_schema import ChatRequest, NamedTool
 from foretoken.serve.generation import Generation, collect
-from foretoken.serve.parameters import sampling
 from foretoken.serve.responses import ChatChoice, ChatCompletion, ChatLogprobs
 from foretoken.serve.service import Service
 from foretoken.serve.stream import cancel_on_disconnect, stream
 from foretoken.serve.token_text import chat_logprobs
-from foretoken.serve.tools import Delta, ToolParser, forced, message_of, parsed_arguments
+from foretoken.serve.tools import Delta, ToolParser, message_of
 
 
-async def answer(service: Service, body: ChatRequest, receive: Receive) -> Response:
+async def answer(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer it, as one object or as a stream."""
-    service.named(body.model)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
-    service.check_counts(body.n or 1, 1, body.top_logprobs, "top_logprobs")
-    calls = forced(body)
-    llm, template = service.worker.llm, service.settings.chat_template
-    text = await service.worker.run_in_thread(lambda: render(llm.tokenizer, body, template))
-    ids = await service.tokenized(len(text), lambda: llm.requests.rendered(text), "messages")
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = sampling(
-        body,
-        {"json": calls} if calls is not None else None,
-        n=body.n or 1,
-        max_tokens=service.budget(asked, ids),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-    generation = await service.begin("chatcmpl", body, [ids], params)
-    writer = _ChatWriter(service, body, bare=calls is not None)
+    prepared = await service.prepared(body, request)
+    generation, body = await service.begin("chatcmpl", prepared), prepared.body
+    writer = _ChatWriter(service, body, prepared.calls_only)
     if body.streams:
-        return await stream(body, generation, writer, service.spelling, receive)
+        return await stream(body, generation, writer, service.spelling, request.receive)
     with generation:
-        finals = await cancel_on_disconnect(receive, collect(generation))
+        finals = await cancel_on_disconnect(request.receive, collect(generation))
         return JSONResponse(_answer(writer, generation, finals, body.return_steps))
-
-
-def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
-    """The conversation as a text, by ``template`` or the tokenizer's own. Raises InvalidRequest."""
-    used = template or getattr(tokenizer, "chat_template", None)
-    if not used:
-        raise InvalidRequest(
-            "this model has no chat template; use /v1/completions, or start the server with --chat-template"
-        )
-    tools = None if body.tool_choice == "none" else body.tools
-    if tools and body.tool_choice in (None, "auto") and isinstance(used, str) and "tools" not in used:
-        raise InvalidRequest("tools cannot be told to this model: its chat template does not mention them")
-    own = dict(body.chat_template_kwargs or {})
-    reserved = sorted(own.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
-    if reserved:
-        raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(reserved)}; only the template's own names")
-    if body.reasoning_effort is not None:
-        own["reasoning_effort"] = body.reasoning_effort
-    try:
-        text: str = tokenizer.apply_chat_template(
-            [_told(message) for message in body.messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-            chat_template=template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **own,
-        )
-    except InvalidRequest:
-        raise
-    except Exception as error:  # templates raise what they like, some on purpose
-        raise InvalidRequest(f"messages do not fit the chat template: {error}") from error
-    return text
-
-
-def _told(message: Message) -> dict[str, Any]:
-    """A message as templates want it: text in one piece, arguments as objects, OpenAI's ``developer`` as ``system``."""
-    told = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        told["content"] = "\n".join(part.text for part in message.content)
-    told.setdefault("content", "")
-    told["role"] = "system" if message.role == "developer" else message.role
-    for call in told.get("tool_calls", ()):
-        call["function"]["arguments"] = parsed_arguments(call["function"]["arguments"])
-    return told
 
 
 def _answer(

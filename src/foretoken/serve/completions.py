@@ -3,78 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive
 
 from foretoken.outputs import CompletionOutput, StreamPiece
-from foretoken.serve.errors import invalid
 from foretoken.serve.generation import Generation, collect
-from foretoken.serve.parameters import sampling
+from foretoken.serve.intake import PreparedRequest
 from foretoken.serve.responses import Completion, CompletionChoice, CompletionLogprobs
 from foretoken.serve.schema import CompletionRequest
 from foretoken.serve.service import Service
 from foretoken.serve.stream import cancel_on_disconnect, stream
 from foretoken.serve.token_text import LegacyLogprobs
 
-DEFAULT_TOKENS = 16  # OpenAI's
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """text: where ids were given, it is there only to be echoed."""
-
-    text: str
-    ids: list[int]
-
-
-async def complete(service: Service, body: CompletionRequest, receive: Receive) -> Response:
+async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
     """Answer it, as one object or as a stream."""
-    service.named(body.model)
-    n = body.n or 1
-    candidates = n if body.best_of is None else body.best_of
-    if candidates < n:
-        raise invalid(f"best_of ({candidates}) must be at least n ({n})", param="best_of")
-    if candidates > n and body.streams:
-        raise invalid("best_of cannot be streamed: what is best is known at the end", param="best_of")
-    given = _each(body.prompt)
-    service.check_counts(candidates, len(given), body.logprobs)
-    prompts = [await _read(service, prompt, echo=bool(body.echo)) for prompt in given]
-    budget = min(service.budget(body.max_tokens, prompt.ids, DEFAULT_TOKENS) for prompt in prompts)
-    params = sampling(
-        body,
-        n=candidates,
-        max_tokens=max(1, budget),  # of none at all there still are the prompt's log-probabilities
-        logprobs=0 if body.logprobs is None and candidates > n else body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
-    )
-    generation = await service.begin("cmpl", body, [prompt.ids for prompt in prompts], params)
-    generation.shown = budget > 0
-    writer = _CompletionWriter(service, body, prompts, candidates, generation.shown)
+    prepared = await service.prepared(body, request)
+    generation, body = await service.begin("cmpl", prepared), prepared.body
+    generation.shown = prepared.max_tokens > 0
+    writer = _CompletionWriter(service, prepared)
     if body.streams:
-        return await stream(body, generation, writer, service.spelling, receive)
+        return await stream(body, generation, writer, service.spelling, request.receive)
     with generation:
-        finals = await cancel_on_disconnect(receive, collect(generation))
-        return JSONResponse(_answer(writer, generation, finals, n, body.return_steps))
-
-
-def _each(prompt: Any) -> list[str | list[int]]:
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return cast("list[str | list[int]]", prompt)
-
-
-async def _read(service: Service, prompt: str | list[int], echo: bool) -> Prompt:
-    llm = service.worker.llm
-
-    def read() -> Prompt:
-        given = llm.requests.tokenize(prompt)
-        text = llm.tokenizer.decode(given.ids) if given.text is None and echo else given.text or ""
-        return Prompt(text, given.ids)
-
-    return await service.tokenized(len(prompt), read, "prompt")
+        finals = await cancel_on_disconnect(request.receive, collect(generation))
+        return JSONResponse(_answer(writer, generation, finals, body.n or 1, body.return_steps))
 
 
 def _answer(
@@ -111,12 +65,11 @@ class _CompletionWriter:
 
     object = "text_completion"
 
-    def __init__(
-        self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt], per_prompt: int, shown: bool
-    ) -> None:
-        self._body, self._prompts, self._per_prompt, self._shown = body, prompts, per_prompt, shown
-        count = len(prompts) * per_prompt
-        self._logprobs = [LegacyLogprobs(service.spelling, body.logprobs or 0) for _ in range(count)]
+    def __init__(self, service: Service, prepared: PreparedRequest[CompletionRequest]) -> None:
+        self._body, self._prompts = prepared.body, prepared.prompts
+        self._per_prompt, self._shown = prepared.params.n, prepared.max_tokens > 0
+        count = len(self._prompts) * self._per_prompt
+        self._logprobs = [LegacyLogprobs(service.spelling, self._body.logprobs or 0) for _ in range(count)]
         self._waiting: list[list[StreamPiece]] = [[] for _ in range(count)]
 
     def whole(self, number: int, final: StreamPiece) -> CompletionChoice:

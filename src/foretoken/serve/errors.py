@@ -61,6 +61,14 @@ class ApiError(ForetokenError):
         return JSONResponse(self.body(), self.status, headers=dict(self.headers))
 
 
+class RefusedBody(HTTPException):
+    """FastAPI passes on no other exception that is raised while a body is read."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(400, str(reason))
+        self.reason = reason
+
+
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the request cannot be honoured as given."""
     return ApiError(400, message, param=param, code=code)
@@ -95,10 +103,12 @@ def add_handlers(app: FastAPI) -> None:
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _validation(error.errors()).response()
+        return validation_error(error.errors()).response()
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if isinstance(error, RefusedBody):
+            return as_api_error(error.reason).response()
         where = f"{request.method} {request.url.path}"
         words = {404: f"there is no {request.url.path} here", 405: f"{where} is not possible with this method"}
         message = words.get(error.status_code, str(error.detail))
@@ -112,12 +122,9 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, known)
 
 
-def _validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's complaints, the deepest where a value fits none of several types."""
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Returns the first of pydantic's errors, the deepest where a value fits none of several types."""
     first = errors[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "cannot be read")
-        return invalid(f"the body is not JSON ({reason} at character {first['loc'][-1]}); expected a JSON object")
     if first["type"] == "unknown_field":
         return invalid(first["msg"], param=first["ctx"]["name"])
     if first["loc"] == ("body",) and first["type"] in ("missing", "model_attributes_type", "model_type", "dict_type"):

@@ -5,37 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import HTTPException
-from fastapi.routing import APIRoute
-from starlette.requests import Request
-from starlette.responses import Response
+from foretoken.serve.errors import invalid
 
 MAX_VALUES = 2**17  # arrays, objects and members of objects; strings and numbers in arrays take little time
 MAX_DEPTH = 128
 _LARGE = 2**16  # bytes that would hold up the event loop
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-class JsonRoute(APIRoute):
-    """A route whose body is read by ``parse``."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI's custom request classes."""
-        handle = super().get_route_handler()
-
-        async def handler(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
-
-        return handler
-
-
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        return await read(await self.body())
 
 
 async def read(body: bytes) -> Any:
@@ -47,19 +25,19 @@ def parse(body: bytes) -> Any:
     """Returns the value that the JSON in ``body`` spells.
 
     Raises:
-        HTTPException: 400, it is not UTF-8, holds half of a surrogate pair, or is too deep or too large to be read.
-        json.JSONDecodeError: it is not JSON.
+        ApiError: 400, it is no JSON in UTF-8, holds half of a surrogate pair, or is too deep or too large to be read.
     """
     _check_structure(body)
     try:
         value = json.loads(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         where = f"byte 0x{body[error.start]:02x} at position {error.start}: {error.reason}"
-        raise HTTPException(400, f"the body is not UTF-8 ({where}); send JSON in UTF-8") from error
-    except json.JSONDecodeError:
-        raise
+        raise invalid(f"the body is not UTF-8 ({where}); send JSON in UTF-8") from error
+    except json.JSONDecodeError as error:
+        where = f"{error.msg} at character {error.pos}"
+        raise invalid(f"the body is not JSON ({where}); expected a JSON object") from error
     except ValueError as error:  # a number of too many digits
-        raise HTTPException(400, f"the body cannot be read: {error}") from error
+        raise invalid(f"the body cannot be read: {error}") from error
     if _SURROGATE.search(body):
         _check_characters(value)
     return value
@@ -73,14 +51,11 @@ def _check_structure(body: bytes) -> None:
     opened = outside.count(b"[") + outside.count(b"{")
     values = opened + outside.count(b":")
     if values > MAX_VALUES:
-        raise HTTPException(
-            400,
+        raise invalid(
             f"the body holds {values} arrays, objects and members of objects; this server reads at most {MAX_VALUES}",
         )
     if opened > MAX_DEPTH and (depth := _depth(outside)) > MAX_DEPTH:
-        raise HTTPException(
-            400, f"the body nests arrays and objects {depth} deep; this server reads at most {MAX_DEPTH}"
-        )
+        raise invalid(f"the body nests arrays and objects {depth} deep; this server reads at most {MAX_DEPTH}")
 
 
 def _depth(outside: bytes) -> int:
@@ -97,4 +72,4 @@ def _check_characters(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = repr(error.object[error.start])
-        raise HTTPException(400, f"the body holds {half}, half of a surrogate pair; send whole characters") from error
+        raise invalid(f"the body holds {half}, half of a surrogate pair; send whole characters") from error

@@ -1,23 +1,26 @@
-"""What the endpoints share: the model's names and room, and how a request enters the engine."""
+"""What the endpoints share: how a request is prepared and enters the engine."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
-from foretoken.core.errors import ContextLengthExceeded
-from foretoken.params import SamplingParams
-from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
+from starlette.requests import Request
+
 from foretoken.serve.generation import Generation
-from foretoken.serve.limits import ServerSettings
+from foretoken.serve.intake import Intake, PreparedRequest
+from foretoken.serve.limits import ServerSettings, effective_salt
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.responses import ServedModel
 from foretoken.serve.schema import Generate
+from foretoken.serve.side_process import SideProcess
 from foretoken.serve.token_text import TokenText
 from foretoken.serve.worker import Worker
 
-T = TypeVar("T")
+B = TypeVar("B", bound=Generate)
 
 
 class Service:
@@ -28,78 +31,47 @@ class Service:
         self.metrics = Metrics(settings.model_names[0], lambda: worker.engine.usage, worker.method_of)
         self.spelling = TokenText(worker.llm.tokenizer)
         self.created = int(time.time())
+        self.intake = Intake(
+            tokenizer=worker.llm.requests.prompt_tokenizer,
+            settings=settings,
+            max_model_len=worker.llm.target.max_length,
+            capacity=worker.capacity,
+        )
+        self.side_process = SideProcess(self.intake) if os.name == "posix" else None
         worker.listeners.append(self.metrics.on_steps)
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a prompt and its output together."""
-        return self.worker.llm.target.max_length
-
-    def named(self, model: str | None) -> str:
-        """The name that the answer gives the model. Raises a 404 for a model that is not served."""
-        names = self.settings.model_names
-        if model is not None and model not in names:
-            message = f"the model {model!r} is not served here; served: {', '.join(names)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return model or names[0]
 
     def model(self, name: str) -> ServedModel:
         """What /v1/models says of it."""
         llm = self.worker.llm
         return {
-            "id": self.named(name),
+            "id": self.intake.served_name(name),
             "object": "model",
             "created": self.created,
             "owned_by": "foretoken",
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.intake.max_model_len,
             "speculation": {"default": llm.methods[0], "methods": list(llm.methods)},
         }
 
-    def budget(self, asked: int | None, prompt: Sequence[int], default: int | None = None) -> int:
-        """Tokens that may be generated; ``default`` None is all that fit. Raises ApiError where they do not fit."""
-        before = self.worker.llm.requests.start or prompt  # what an encoder reads takes no room of the output's
-        left = self.max_model_len - len(before)
-        if left < 1 or (asked or 0) > left:
-            wish = "" if asked is None else f" and {asked} more were asked for"
-            raise invalid(
-                f"the model's context length is {self.max_model_len} tokens; the prompt has {len(prompt)}{wish}",
-                param="messages" if default is None else "prompt",
-                code=CONTEXT_LENGTH,
-            )
-        return min(left, default or left) if asked is None else asked
+    async def prepared(self, body: B, request: Request) -> PreparedRequest[B]:
+        """Returns the prepared request, with the salt that holds for its client. Raises ApiError or InvalidRequest."""
+        ready: PreparedRequest[B] | None = getattr(request.state, "prepared", None)
+        if ready is None:
+            prepare = partial(self.intake.prepared, body)
+            ready = await self.worker.run_in_thread(prepare, len(await request.body()))
+        salt = effective_salt(request.scope, body.cache_salt)
+        return replace(ready, params=replace(ready.params, cache_salt=salt))
 
-    async def tokenized(self, size: int, work: Callable[[], T], param: str) -> T:
-        """The result of ``work``, which tokenizes a text. Raises ApiError or InvalidRequest.
+    async def begin(self, kind: str, prepared: PreparedRequest[Any]) -> Generation:
+        """Queues a request. Raises InvalidRequest, Overloaded or ServerUnavailable.
 
-        size: of the text in characters, or its ids. param: what the error names where the text is too long.
+        Args:
+            kind: Beginning of its identifier.
+            prepared: The request.
         """
-        try:
-            return await self.worker.run_in_thread(work, size)
-        except ContextLengthExceeded as error:
-            raise invalid(str(error), param, CONTEXT_LENGTH) from error
-
-    def check_counts(self, n: int, prompts: int, logprobs: int | None, name: str = "logprobs") -> None:
-        """Raises ApiError for more than the server was set up for."""
-        limits = self.settings
-        for value, most, param in (
-            (n, limits.max_n, "n"), (prompts, limits.max_prompts, "prompt"), (logprobs or 0, limits.max_logprobs, name)
-        ):  # fmt: skip
-            if value > most:
-                what = f"{param} holds {value} prompts" if param == "prompt" else f"{param} is {value}"
-                raise invalid(f"{what}; this server allows at most {most}", param=param)
-        if n * prompts > (most := self.worker.capacity):
-            raise invalid(
-                f"{prompts} prompts with n={n} are {n * prompts} sequences, and this server holds at most {most} "
-                "(--max-num-seqs and --max-waiting together); ask for fewer in one request",
-                param="n" if prompts == 1 else "prompt",
-            )
-
-    async def begin(
-        self, kind: str, body: Generate, prompts: Sequence[list[int]], params: SamplingParams
-    ) -> Generation:
-        """Queue it. kind: how its identifier begins. Raises InvalidRequest, Overloaded or Unavailable."""
-        name = self.named(body.model)
+        params, body = prepared.params, prepared.body
         if params.logprobs is not None or params.prompt_logprobs is not None or params.explain:
             await self.worker.run_in_thread(self.spelling.load)
-        ticket = await self.worker.submit(prompts, params, body.priority)
+        prompts = [prompt.ids for prompt in prepared.prompts]
+        ticket = await self.worker.submit(prompts, params, body.priority, prepared.bad_words)
+        name = self.intake.served_name(body.model)
         return Generation(kind, name, ticket, self.worker, self.metrics, self.settings.timeout)

@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
 
+from foretoken.core.bad_words import BadWords
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError
@@ -103,13 +103,28 @@ class Worker:
         """Sequences that may run or wait."""
         return self.engine.max_sequences + self.max_waiting
 
-    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> RequestStream:
-        """Check and queue all of ``prompts``, or none. Raises InvalidRequest, Overloaded or Unavailable."""
+    async def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        priority: int = 0,
+        bad_words: BadWords | None = None,
+    ) -> RequestStream:
+        """Checks and queues all of ``prompts``, or none.
+
+        Args:
+            prompts: The prompts.
+            params: Sampling parameters of all of them.
+            priority: Requests of lower priority values go first.
+            bad_words: The tokens of the bad words, where they are not in ``params``.
+
+        Raises:
+            InvalidRequest: A prompt or a parameter is not valid for this model.
+            Overloaded: Too many sequences wait.
+            ServerUnavailable: The server takes no requests.
+        """
         self._admit(len(prompts) * params.n)
-        if isinstance(params.prediction, str):
-            tokenize = partial(self.llm.requests.prediction, params.prediction)
-            params = replace(params, prediction=await self.run_in_thread(tokenize, len(params.prediction)))
-        restrictions = await self._restrictions(params)
+        restrictions = await self._restrictions(params, bad_words)
         built = await self.run_in_thread(lambda: [self._build(prompt, params, restrictions) for prompt in prompts])
         self._admit(len(prompts) * params.n)  # again: others came while the prompts were read
         ticket = RequestStream(built, priority, self._release)
@@ -150,14 +165,14 @@ class Worker:
         if sum(len(ticket.members) for ticket in self._open) + sequences > self.capacity:
             raise Overloaded(f"the queue is full: {self.capacity} sequences may run or wait; try again later")
 
-    async def _restrictions(self, params: SamplingParams) -> Restrictions:
+    async def _restrictions(self, params: SamplingParams, bad_words: BadWords | None) -> Restrictions:
         """Compile what a request restricts its texts to, beside those that restrict nothing."""
         make = self.llm.requests.restrictions
         if params.structured_outputs is None and not params.bad_words:
-            return make(params)
+            return make(params, bad_words)
         try:
             async with asyncio.timeout(COMPILE_PATIENCE):
-                return await asyncio.get_running_loop().run_in_executor(self._compilers, make, params)
+                return await asyncio.get_running_loop().run_in_executor(self._compilers, make, params, bad_words)
         except TimeoutError as error:
             raise Overloaded(
                 f"the structured_outputs and bad_words were not compiled within {COMPILE_PATIENCE:g} s, as those of "

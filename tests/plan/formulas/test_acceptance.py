@@ -273,7 +273,7 @@ def test_every_acceptance_is_a_chance(p, q):
         (lambda p: acceptance.token(p.log(), p), "softmax"),
         (lambda p: acceptance.token(p * 2, p), "summing to 1"),
         (lambda p: acceptance.recursive(p, p, 0), "siblings"),
-        (lambda p: acceptance.recursive(p.repeat(100) / 100, p.repeat(100) / 100, 6), "too many ways"),
+        (lambda p: acceptance.recursive(p.repeat(100) / 100, p.repeat(100) / 100, 6), "too many branches"),
         (lambda p: acceptance.greedy_multi(p, p, 9), "siblings"),
         (lambda p: acceptance.lenient(p, p, 0.0), "lenience"),
         (lambda p: acceptance.chain([p], [p], "best"), "'token', 'block' or 'ideal'"),

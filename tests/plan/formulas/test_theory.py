@@ -182,7 +182,7 @@ def test_survival_and_rounds_given_the_text_are_unbiased(rejection, seed):
         reach = theory.text_survival(*map(torch.tensor, laws), depth, block=rejection == "block")
         mass = torch.tensor(laws[0], dtype=torch.float64).prod()
         first += mass * reach[0]
-        rounds += float(mass) * theory.text_rounds(reach)
+        rounds += float(mass) * theory.text_steps(reach)
     law = outcomes(lambda streams: len(pair.emit((), streams)), position=0)
     survived = [sum(chance for n, chance in law.items() if n > k) for k in range(1, depth + 1)]
     assert first.tolist() == pytest.approx(survived, abs=1e-6)
@@ -207,16 +207,16 @@ def expected_rounds(pair: Pair, length: int) -> float:
 def test_a_text_both_models_agree_on_takes_its_length_over_a_full_round():
     same = torch.rand(12, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.05
     reach = theory.text_survival(same, same, 3)
-    assert theory.text_rounds(reach) == 3.0
+    assert theory.text_steps(reach) == 3.0
     never = theory.text_survival(same, torch.zeros(12), 3, block=True)
-    assert theory.text_rounds(never) == 12.0
+    assert theory.text_steps(never) == 12.0
 
 
 def test_correlated_acceptance_is_not_what_its_mean_says():
     """Half of the text is easy and half impossible: rounds of the mean chance would be fewer than there are."""
     p = torch.full((200,), 0.5)
     q = torch.cat([p[:100], torch.zeros(100)])
-    rounds = theory.text_rounds(theory.text_survival(p, q, 4))
+    rounds = theory.text_steps(theory.text_survival(p, q, 4))
     assert rounds == pytest.approx(100 / 5 + 100, abs=1)
     assert 200 / rounds < theory.tokens_per_pass(0.5, 4)
 

@@ -12,7 +12,7 @@ from foretoken.plan.outcome import Plan
 from foretoken.plan.render import rendered
 from foretoken.plan.rows import PlanRow
 from foretoken.plan.simulation.pipelines import sequential_seconds
-from foretoken.plan.simulation.remote_drafting import LOCAL, WAYS, check, conditional, elsewhere
+from foretoken.plan.simulation.remote_drafting import LOCAL, STRATEGIES, check_rtt, conditional, remote_drafting
 from foretoken.report.plan import page
 
 CHANCE = 0.8
@@ -32,9 +32,9 @@ def row(depth: int, target: float, step: float, name: str = "draft_model d", **c
             "name": name, "method": "draft_model", "temperature": 0.0, "batch": 1, "tokens_per_pass": tokens,
             "config": {"method": "draft_model", "model": "d", "num_speculative_tokens": depth},
             "tokens_per_pass_low": tokens, "tokens_per_pass_high": tokens, "speedup": speedup, "low": speedup,
-            "high": speedup, "end_to_end": speedup, "round_seconds": seconds, "draft_seconds": depth * step,
-            "plain_seconds": target, "acceptance": tuple(CHANCE ** (i + 1) for i in range(depth)), "estimator": "law",
-            "requests": 4,
+            "high": speedup, "end_to_end": speedup, "step_seconds": seconds, "draft_seconds": depth * step,
+            "plain_seconds": target, "acceptance": tuple(CHANCE ** (i + 1) for i in range(depth)),
+            "estimator": "distribution", "requests": 4,
         } | changed
     )  # fmt: skip
 
@@ -51,20 +51,20 @@ def test_chances_are_those_of_each_position():
 
 def test_far_away_nothing_pays_and_near_by_a_slow_draft_does():
     slow = chain(0.030, 0.008)
-    near, far = (elsewhere(slow, rtt)[0] for rtt in (0.0, 0.5))
-    assert [way.strategy for way in near.ways] == [LOCAL, *WAYS]
+    near, far = (remote_drafting(slow, rtt)[0] for rtt in (0.0, 0.5))
+    assert [way.strategy for way in near.options] == [LOCAL, *STRATEGIES]
     assert near.best.strategy in ("pearl", "dsi") and near.best.speedup > near.local.speedup
     assert "draft there" in near.verdict
     assert far.best.speedup < 1.0 < far.local.speedup and "draft here" in far.verdict
-    hopeless = elsewhere(chain(0.030, 0.200), 0.5)[0]
+    hopeless = remote_drafting(chain(0.030, 0.200), 0.5)[0]
     assert "plain decoding" in hopeless.verdict
 
 
 def test_waiting_across_the_network_takes_what_it_takes_on_paper(monkeypatch):
-    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.WAYS", ("si",))
+    monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.STRATEGIES", ("si",))
     monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.TOKENS", 1000)
-    found = elsewhere(chain(0.030, 0.003), 0.010)[0]
-    si = next(way for way in found.ways if way.strategy == "si")
+    found = remote_drafting(chain(0.030, 0.003), 0.010)[0]
+    si = next(way for way in found.options if way.strategy == "si")
     paper = max(0.030 / sequential_seconds(CHANCE, depth, 0.030, 0.003, 0.010) for depth in range(1, 9))
     assert si.speedup == pytest.approx(paper, rel=0.06)
 
@@ -79,28 +79,28 @@ def test_the_best_chains_of_each_temperature_are_told_one_request_at_a_time():
         row(8, 0.03, 0.001, "tree", config={"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 8}),
         row(8, 0.03, 0.001, "other", method="ngram"),
     ]
-    found = elsewhere(rows, 0.01)
+    found = remote_drafting(rows, 0.01)
     assert [(each.name, each.temperature) for each in found] == [("a", 0.0), ("b", 0.0), ("a", 1.0)]
-    assert elsewhere(rows[-2:], 0.01) == ()
+    assert remote_drafting(rows[-2:], 0.01) == ()
 
 
 def test_it_is_told_on_the_terminal_in_json_and_on_the_page():
     rows = chain(0.030, 0.008)
-    plan = Plan(tuple(rows), (), elsewhere=elsewhere(rows, 0.01))
+    plan = Plan(tuple(rows), (), remote_drafting=remote_drafting(rows, 0.01))
     record = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
-    assert record["elsewhere"][0]["rtt"] == 0.01
-    assert record["elsewhere"][0]["best"] in record["elsewhere"][0]["ways"]
+    assert record["remote_drafting"][0]["rtt"] == 0.01
+    assert record["remote_drafting"][0]["best"] in record["remote_drafting"][0]["options"]
     told = [str(part) for part in rendered(plan)]
-    assert plan.elsewhere[0].verdict in told and any("drafting 10 ms away" in part for part in told)
+    assert plan.remote_drafting[0].verdict in told and any("drafting 10 ms away" in part for part in told)
     html = page(record)
-    assert "Drafting on another machine" in html and plan.elsewhere[0].verdict in html
+    assert "Drafting on another machine" in html and plan.remote_drafting[0].verdict in html
     assert "Drafting on another machine" not in page(Plan(tuple(rows), ()).to_dict())
 
 
 def test_what_cannot_be_foretold_is_refused_first():
-    check(None, (4,))
-    check(10.0, (1, 4))
+    check_rtt(None, (4,))
+    check_rtt(10.0, (1, 4))
     with pytest.raises(InvalidRequest, match="--rtt must be"):
-        check(-1.0, (1,))
+        check_rtt(-1.0, (1,))
     with pytest.raises(InvalidRequest, match="one request at a time"):
-        check(10.0, (4,))
+        check_rtt(10.0, (4,))

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from foretoken.bench.peers.protocol import PeerRequest
-from foretoken.bench.peers.vllm_rounds import Depths, VllmStepTimes, timed
+from foretoken.bench.peers.vllm_steps import Depths, VllmStepTimes, timed
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.vllm.planning import CHAIN, COPIED, PLAIN, VllmCandidate, VllmRun, foretold, planned, record
+from foretoken.plan.vllm.planning import CHAIN, COPIED, PLAIN, VllmCandidate, VllmRun, predict, record, vllm_plan
 from foretoken.plan.vllm.runs import Bench, answers, grouped, runs
 
 DRAFT = VllmCandidate.of({"method": "draft_model", "model": "some/draft"})
@@ -25,7 +25,7 @@ def run(lane: str, depth: int, seconds: float, emitted: tuple[int, ...], beside:
     tokens, passes = sum(n * count for n, count in enumerate(emitted, 1)), sum(emitted)
     return VllmRun(
         lane=lane, depth=depth, beside=lane if beside is None else beside, temperature=0.0, batch=1,
-        tokens=(tokens, tokens), passes=(passes, passes), rounds=(passes, passes), seconds=(seconds, seconds),
+        tokens=(tokens, tokens), passes=(passes, passes), steps=(passes, passes), seconds=(seconds, seconds),
         emitted=tuple(2 * count for count in emitted), first_seconds=(seconds, seconds),
     )  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_lanes_from_vllms_own_words():
     assert (DRAFT.name, DRAFT.depths) == ("draft_model draft", CHAIN)
     assert VllmCandidate.of({"method": "ngram"}).depths == COPIED
     assert VllmCandidate.of({"method": "ngram", "num_speculative_tokens": 3}).depths == (3,)
-    assert VllmCandidate.of({"method": "medusa"}, most=3).depths == (1, 2, 3)
+    assert VllmCandidate.of({"method": "medusa"}, max_depth=3).depths == (1, 2, 3)
     assert OURS.at(4) == {"method": "custom_class", "model": "a.B", "num_speculative_tokens": 4}
     for wrong in ({}, {"method": 3}, {"method": "ngram", "num_speculative_tokens": 0}):
         with pytest.raises(InvalidRequest):
@@ -51,18 +51,18 @@ def test_depths_between_those_that_were_run():
     rate = 0.7
     low, high = (run("x", depth, 1.0 + 0.1 * depth, geometric(rate, depth)) for depth in (2, 8))
     for depth in (2, 3, 5, 8):
-        found = foretold([low, high], depth)
+        found = predict([low, high], depth)
         assert found.tokens_per_pass == pytest.approx((1 - rate ** (depth + 1)) / (1 - rate), rel=1e-4)
-        assert found.round_seconds == pytest.approx(1.0 + 0.1 * depth)
+        assert found.step_seconds == pytest.approx(1.0 + 0.1 * depth)
         assert found.acceptance == pytest.approx([rate] * depth, rel=1e-3)
     for outside in (1, 9):
         with pytest.raises(InvalidRequest, match="outside"):
-            foretold([low, high], outside)
+            predict([low, high], outside)
 
 
 def test_between_two_runs_the_estimate_agrees_with_both():
     low, high = run("x", 1, 1.0, (30, 70)), run("x", 5, 1.4, (40, 20, 10, 5, 5, 20))
-    found = [foretold([low, high], depth).tokens_per_pass for depth in (1, 2, 3, 4, 5)]
+    found = [predict([low, high], depth).tokens_per_pass for depth in (1, 2, 3, 4, 5)]
     assert found[0] == pytest.approx(1.7) and found[-1] == pytest.approx(high.tokens_per_pass)
     assert found == sorted(found)
 
@@ -71,7 +71,7 @@ def test_a_plan_weighs_tokens_against_time():
     plain = run(PLAIN, 0, 1.0, (64,), beside=DRAFT.name)
     rows = [run(DRAFT.name, d, 1.0 + 0.2 * d, geometric(0.8, d, 10**4)) for d in CHAIN]
     own = [run(OURS.name, d, 3.0, (50, 50)) for d in COPIED]
-    plan = planned([DRAFT, OURS], [plain, *rows, replace(plain, beside=OURS.name), *own], prompts="2 of ours")
+    plan = vllm_plan([DRAFT, OURS], [plain, *rows, replace(plain, beside=OURS.name), *own], prompts="2 of ours")
     assert len(plan.rows) == 8 + 7
     fifth = next(row for row in plan.rows if row.name == DRAFT.name and row.num_speculative_tokens == 5)
     assert fifth.speedup == pytest.approx((1 - 0.8**6) / 0.2 / 2.0, rel=1e-3)
@@ -88,18 +88,18 @@ def test_a_plan_weighs_tokens_against_time():
 
 def test_plain_decoding_measured_alone_serves_all():
     plain = run(PLAIN, 0, 1.0, (64,), beside=PLAIN)
-    plan = planned([OURS], [plain, *(run(OURS.name, d, 1.0, (0, 50)) for d in COPIED)])
+    plan = vllm_plan([OURS], [plain, *(run(OURS.name, d, 1.0, (0, 50)) for d in COPIED)])
     assert plan.rows[0].speedup == pytest.approx(2.0)
     assert record(plan, [OURS], [])["additional_config"] == {"foretoken": {"method": "suffix"}}
 
 
-def test_one_request_leaves_the_interval_open_and_disturbed_rounds_do_not_count():
+def test_one_request_leaves_the_interval_open_and_disturbed_steps_do_not_count():
     answer = VllmStepTimes([[1] * 9], [4], [0.1, 0.1, 0.1, 5.0], [2, 2, 2, 2], 0.3)
     found = VllmRun.of([answer], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
-    assert found.rounds == (3,) and found.round_seconds == pytest.approx(0.1)
+    assert found.steps == (3,) and found.step_seconds == pytest.approx(0.1)
     assert found.tokens_per_pass == 2.0 and found.emitted == (0, 4)
     assert math.isinf(found.tokens_width) and found.seconds_width == 0.0
-    with pytest.raises(InvalidRequest, match="no round"):
+    with pytest.raises(InvalidRequest, match="no step"):
         VllmRun.of([VllmStepTimes([[1]], [0], [], [], 0.3)], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
 
 
@@ -111,7 +111,7 @@ class Fake:
         self.asked: list[PeerRequest] = []
         log.append(f"start {self.name}")
 
-    def rounds(self, question: PeerRequest) -> VllmStepTimes:
+    def complete(self, question: PeerRequest) -> VllmStepTimes:
         self.asked.append(question)
         passes = (question.max_tokens - 1) // (1 + question.depth) or 1
         each = 0.1 * (1 + 0.1 * question.depth)
@@ -146,7 +146,7 @@ def test_every_lane_takes_turns_with_plain_decoding(alone):
     deepest = next(r for r in found if (r.lane, r.depth, r.batch, r.temperature) == (DRAFT.name, 8, 2, 1.0))
     assert len(deepest.passes) == 4, "the last group is filled up"
     assert started["plain"].asked[0].max_tokens == 8, "to warm up"
-    assert planned([DRAFT, OURS], found).best == DRAFT.at(8)
+    assert vllm_plan([DRAFT, OURS], found).best == DRAFT.at(8)
 
 
 def test_what_vllm_does_not_run_is_left_out_or_an_error():
@@ -157,9 +157,9 @@ def test_what_vllm_does_not_run_is_left_out_or_an_error():
 
     bench, told = Bench(target="t", max_tokens=17), []
     found = runs(bench, [OURS, DRAFT], [[1]], start=start, refused=lambda lane, error: told.append(lane))
-    assert told == [OURS] and {row.name for row in planned([OURS, DRAFT], found).rows} == {DRAFT.name}
+    assert told == [OURS] and {row.name for row in vllm_plan([OURS, DRAFT], found).rows} == {DRAFT.name}
     with pytest.raises(InvalidRequest, match="none of the ways"):
-        planned([OURS], found)
+        vllm_plan([OURS], found)
     with pytest.raises(PeerError):
         runs(bench, [OURS, DRAFT], [[1]], start=start)
 
@@ -169,8 +169,8 @@ def test_a_plan_may_rest_on_some_of_what_was_answered():
     heard = answers(bench, [DRAFT], prompts, start=lambda lane: Fake(lane, []))
     assert [each.run() for each in heard] == runs(bench, [DRAFT], prompts, start=lambda lane: Fake(lane, []))
     half = [each.run([1]) for each in heard]
-    assert {len(run.tokens) for run in half} == {2} and {len(run.rounds) for run in half} == {1}
-    assert planned([DRAFT], half).best == planned([DRAFT], [each.run() for each in heard]).best
+    assert {len(run.tokens) for run in half} == {2} and {len(run.steps) for run in half} == {1}
+    assert vllm_plan([DRAFT], half).best == vllm_plan([DRAFT], [each.run() for each in heard]).best
 
 
 def test_groups_are_full():
@@ -236,7 +236,7 @@ def test_who_learns_does_so_for_every_depth_apart_and_forgets_when_told(method):
     assert all(drafter.num_speculative_tokens == depth for drafter, depth in zip(seen, (2, 8, 2, 2, 2), strict=True))
 
 
-def test_rounds_are_those_in_which_all_take_part():
+def test_steps_are_those_in_which_all_take_part():
     found = timed(Steps(), PeerRequest([[1], [2]], 5), None)
     assert found.tokens == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert found.passes == [2, 2] and found.emitted == [2, 1, 3, 1]

@@ -1,9 +1,9 @@
-"""What a round yields and what it costs: the formulas of the papers, and their forms for acceptance that varies.
+"""Tokens per step and speedup: the formulas of the papers, and their forms for acceptance that varies.
 
-A round drafts ``depth`` tokens, the papers' gamma, and verifies them in one target pass. N is what it emits: the
-accepted tokens and the one that the target always adds, so 1 <= N <= depth + 1 and accepted drafts are N - 1. A
-*chance* is the conditional acceptance of a position, those before it having been accepted; alpha is a chance that is
-the same everywhere. *Survival* S_k is the chance that at least k drafts are accepted.
+A step drafts ``depth`` tokens (the papers' gamma) and verifies them in one target pass. It emits N tokens: the accepted
+ones and the recovered or bonus token, so 1 <= N <= depth + 1 and N - 1 draft tokens are accepted. A *chance* is the
+conditional acceptance rate of a position, given that those before it were accepted; alpha is a chance that is the same
+everywhere. *Survival* S_k is the probability that at least k draft tokens are accepted.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from torch import Tensor
 
 from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.positions import PositionCounts
 
 Curve = Callable[[int], float]
-"""The time of one target pass by its rows, which are one more than the drafted tokens; any unit."""
+"""Time of one target pass by its rows, in any unit. A pass has one row more than draft tokens."""
 
 
 def flat(rows: int) -> float:
-    """A pass that costs the same whatever its rows: the papers' assumption, and memory-bound hardware's promise."""
+    """A pass whose cost does not depend on its rows: the papers' assumption, and true while memory-bound."""
     return 1.0
 
 
 def tokens_per_pass(alpha: float, depth: int) -> float:
-    """E[N] = (1 - alpha^(depth+1)) / (1 - alpha), the bonus or correction included (2211.17192, equation 1)."""
+    """E[N] = (1 - alpha^(depth+1)) / (1 - alpha), the bonus or recovered token included (2211.17192, equation 1)."""
     return expected_tokens(_same(alpha, depth))
 
 
 def tokens_variance(alpha: float, depth: int) -> float:
-    """Var[N] = [a - (2g+1) a^(g+1) (1-a) - a^(2g+2)] / (1-a)^2 for a = alpha and g = depth: N is a capped geometric.
+    """Var[N] = [a - (2g+1) a^(g+1) (1-a) - a^(2g+2)] / (1-a)^2 for a = alpha, g = depth (N is a capped geometric).
 
     Computed by sums, which lose no digits near alpha = 1.
     """
@@ -42,14 +43,14 @@ def tokens_variance(alpha: float, depth: int) -> float:
 
 
 def survival(chances: Sequence[float]) -> list[float]:
-    """S_1, S_2, ... = the products of the first 1, 2, ... ``chances``."""
+    """Returns S_1, S_2, ...: the products of the first 1, 2, ... ``chances``."""
     for position, chance in enumerate(chances, 1):
         number(f"the chance of position {position}", chance, 0.0, 1.0)
     return list(accumulate(chances, mul))
 
 
 def expected_tokens(chances: Sequence[float]) -> float:
-    """E[N] = 1 + sum_k prod_{j<=k} a_j for conditional chances a_1, a_2, ... that differ by position."""
+    """E[N] = 1 + sum_k prod_{j<=k} a_j for chances a_1, a_2, ... that differ by position."""
     return 1.0 + sum(survival(chances))
 
 
@@ -62,8 +63,13 @@ def variance(chances: Sequence[float]) -> float:
 def speed_up(tokens: float, depth: int, draft_cost: float, curve: Curve = flat) -> float:
     """S = E[N] / (depth c + T(depth+1) / T(1)), over plain decoding (2211.17192, theorem 3.8, where T is flat).
 
-    tokens: E[N]. draft_cost: c, a step of the draft over a target pass of one row. Throughput is E[N] / E[T], so that
-    for rounds of varying length means go in here, never ratios of single rounds.
+    Throughput is E[N] / E[T]. For steps of varying length use means here, never ratios of single steps.
+
+    Args:
+        tokens: E[N].
+        depth: Draft length.
+        draft_cost: c, the time of a draft pass over that of a target pass of one row.
+        curve: T.
     """
     number("tokens", tokens, 0.0)
     integer("depth", depth, 0)
@@ -75,9 +81,9 @@ def speed_up(tokens: float, depth: int, draft_cost: float, curve: Curve = flat) 
 
 
 def least_speed_up(alpha: float, draft_cost: float) -> float:
-    """What the best depth gains at least: (1 + alpha) / (1 + c) if alpha > c, else 1: do not draft.
+    """Lower bound on the best depth's speedup: (1 + alpha) / (1 + c) if alpha > c, else 1 (2211.17192, corollary 3.9).
 
-    2211.17192, corollary 3.9. Under a flat curve no depth at all helps where alpha <= c.
+    Under a flat curve no depth helps where alpha <= c.
     """
     number("alpha", alpha, 0.0, 1.0)
     number("draft_cost", draft_cost, 0.0)
@@ -85,9 +91,12 @@ def least_speed_up(alpha: float, draft_cost: float) -> float:
 
 
 def operations(alpha: float, depth: int, draft_operations: float = 0.0) -> float:
-    """Arithmetic over plain decoding's: (1 - a)(g c + g + 1) / (1 - a^(g+1)) (2211.17192, theorem 3.11).
+    """Operations over plain decoding's: (1 - a)(g c + g + 1) / (1 - a^(g+1)) (2211.17192, theorem 3.11).
 
-    draft_operations: the draft's operations for a token over the target's.
+    Args:
+        alpha: a.
+        depth: g.
+        draft_operations: c, the draft's operations per token over the target's.
     """
     number("draft_operations", draft_operations, 0.0)
     return (depth * draft_operations + depth + 1) / tokens_per_pass(alpha, depth)
@@ -95,7 +104,7 @@ def operations(alpha: float, depth: int, draft_operations: float = 0.0) -> float
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """A number of tokens to draft, 0 for plain decoding, with what it yields: E[N], and the speed-up over plain."""
+    """A draft length, 0 for plain decoding, with E[N] and the speedup over plain decoding."""
 
     depth: int
     tokens: float
@@ -103,51 +112,75 @@ class Depth:
 
 
 def depths(chances: Sequence[float], draft_cost: float, curve: Curve = flat) -> list[Depth]:
-    """Every depth from 0 to ``len(chances)``. chances: by position; ``[alpha] * limit`` where all are the same."""
-    found = []
+    """Returns every depth from 0 to ``len(chances)``.
+
+    Args:
+        chances: By position. ``[alpha] * limit`` where all are the same.
+        draft_cost: See ``speed_up``.
+        curve: See ``speed_up``.
+    """
+    result = []
     for depth in range(len(chances) + 1):
         tokens = expected_tokens(chances[:depth])
-        found.append(Depth(depth, tokens, speed_up(tokens, depth, draft_cost, curve)))
-    return found
+        result.append(Depth(depth, tokens, speed_up(tokens, depth, draft_cost, curve)))
+    return result
 
 
 def best_depth(chances: Sequence[float], draft_cost: float, curve: Curve = flat) -> Depth:
-    """The fastest of all depths, the least among equals. Every one is checked, as measured curves are jagged."""
-    return max(depths(chances, draft_cost, curve), key=lambda found: found.speed_up)
+    """Returns the fastest depth, the shallowest of equals. All are checked, because measured curves are jagged."""
+    return max(depths(chances, draft_cost, curve), key=lambda depth: depth.speed_up)
 
 
 def conditional_acceptance(accepted: Sequence[int], drafted: Sequence[int]) -> float | None:
-    """alpha, estimated as accepted tokens / (accepted tokens + rejections), one count for each round.
+    """Estimates alpha as accepted tokens / (accepted tokens + rejections).
 
-    A round rejects once at most: what follows a rejection was never judged. accepted / drafted would count it as
-    rejected, and falls with the depth for the same alpha. None where nothing was judged.
+    A step rejects once at most: tokens after a rejection are not verified. accepted / drafted would count them as
+    rejected, and falls with the depth for the same alpha.
+
+    Args:
+        accepted: Accepted tokens of each step.
+        drafted: Draft tokens of each step.
+
+    Returns:
+        None where no token was verified.
     """
     total, rejections = sum(accepted), 0
-    for kept, length in _rounds(accepted, drafted):
+    for kept, length in _steps(accepted, drafted):
         rejections += kept < length
     return total / (total + rejections) if total + rejections else None
 
 
 def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int]) -> list[float | None]:
-    """Conditional acceptance a_1, a_2, ...: of the rounds that judged position k, those that accepted it.
+    """Returns the chances a_1, a_2, ...: of the steps that verified position k, the share that accepted it.
 
-    None where no round did.
+    Args:
+        accepted: Accepted tokens of each step.
+        drafted: Draft tokens of each step.
+
+    Returns:
+        One per position of the longest draft, None where no step verified it.
     """
-    counted = list(_rounds(accepted, drafted))
-    found: list[float | None] = []
-    for position in range(1, max(drafted, default=0) + 1):
-        judged = [kept >= position for kept, length in counted if length >= position and kept >= position - 1]
-        found.append(sum(judged) / len(judged) if judged else None)
-    return found
+    counts = PositionCounts()
+    for kept, length in _steps(accepted, drafted):
+        counts.add(min(length, kept + 1), kept)
+    return [*counts.rates, *[None] * (max(drafted, default=0) - len(counts.rates))]
 
 
 def text_survival(p: Tensor, q: Tensor, depth: int, block: bool = False) -> Tensor:
-    """S_k of a drawn chain for rounds that begin at every token of a text which the target wrote: [n, depth].
+    """Returns S_k of a drawn chain for steps that begin at each token of a text that the target sampled.
 
-    p, q: [n], the probabilities that target and draft gave to the text's own tokens. Entry (t, k-1) is the chance,
-    given the text, that a round which begins at t accepts at least k tokens: by token rejection prod_j min(1, q_j/p_j);
-    by block verification w_k prod_j q_j/p_j, w_k = min(1, w_{k-1} p_k/q_k). Its mean over texts is the chance itself,
-    so acceptance need be neither the same everywhere nor independent. 0 where the text ends.
+    Entry (t, k-1) is the probability, given the text, that a step beginning at t accepts at least k tokens. Token
+    rejection: prod_j min(1, q_j/p_j). Block verification: w_k prod_j q_j/p_j with w_k = min(1, w_{k-1} p_k/q_k). Its
+    mean over texts is the probability itself, for acceptance that varies and is correlated. 0 beyond the text's end.
+
+    Args:
+        p: The target's probabilities of the text's tokens, [n].
+        q: The draft's, [n].
+        depth: Draft length.
+        block: Block verification instead of token rejection.
+
+    Returns:
+        [n, depth] in float64.
     """
     integer("depth", depth, 1)
     p, q = (torch.as_tensor(chance).double() for chance in (p, q))
@@ -157,24 +190,26 @@ def text_survival(p: Tensor, q: Tensor, depth: int, block: bool = False) -> Tens
     share = torch.cat([torch.where(p > 0, q / p, 0.0), end])[: len(p) + depth - 1].unfold(0, depth, 1)  # [n, depth]
     if not block:
         return share.clamp(max=1.0).cumprod(-1)
-    # With Q_k = prod_{j<=k} q_j/p_j, w_k Q_k = min(Q_k, w_{k-1} Q_{k-1}): the least of 1, Q_1, ..., Q_k.
+    # With Q_k = prod_{j<=k} q_j/p_j, w_k Q_k = min(Q_k, w_{k-1} Q_{k-1}), the minimum of 1, Q_1, ..., Q_k.
     return share.log().cumsum(-1).clamp(max=0.0).exp().cummin(-1).values
 
 
-def text_rounds(reach: Tensor) -> float:
-    """E[rounds] that emit a text of n tokens, given the text: tokens per pass are n over it.
+def text_steps(reach: Tensor) -> float:
+    """Returns the expected number of steps that emit a text of n tokens, given the text.
 
-    reach: [n, depth], the survival of a round that begins at each token, as ``text_survival`` gives it. A round begins
-    at t + N after one at t, so with pi_0 = 1 and pi_{t+m} += pi_t (S_{m-1} - S_m) the answer is sum_t pi_t. It is exact
-    for this text, where an average over all beginnings would weigh them alike.
+    A step that begins at t is followed by one at t + N. With pi_0 = 1 and pi_{t+m} += pi_t (S_{m-1} - S_m), the result
+    is sum_t pi_t, exact for this text. An average over all beginnings would weight them equally.
+
+    Args:
+        reach: Survival of a step that begins at each token, [n, depth], from ``text_survival``.
     """
     length, depth = reach.shape
     one, zero = reach.new_ones(length, 1), reach.new_zeros(length, 1)
-    law = -torch.cat([one, reach, zero], dim=1).diff(dim=1)  # [n, depth + 1]: column m is the chance of N = m + 1
+    lengths = -torch.cat([one, reach, zero], dim=1).diff(dim=1)  # [n, depth + 1]: column m is P(N = m + 1)
     begins = reach.new_zeros(length + depth + 1)
     begins[0] = 1.0
     for t in range(length):
-        begins[t + 1 : t + depth + 2] += begins[t] * law[t]
+        begins[t + 1 : t + depth + 2] += begins[t] * lengths[t]
     return float(begins[:length].sum())
 
 
@@ -184,10 +219,10 @@ def _same(alpha: float, depth: int) -> list[float]:
     return [alpha] * depth
 
 
-def _rounds(accepted: Sequence[int], drafted: Sequence[int]) -> list[tuple[int, int]]:
+def _steps(accepted: Sequence[int], drafted: Sequence[int]) -> list[tuple[int, int]]:
     if len(accepted) != len(drafted):
-        raise InvalidRequest(f"one count each for every round is needed, got {len(accepted)} and {len(drafted)}")
+        raise InvalidRequest(f"one count each for every step is needed, got {len(accepted)} and {len(drafted)}")
     for kept, length in zip(accepted, drafted, strict=True):
         if not 0 <= kept <= length:
-            raise InvalidRequest(f"a round cannot accept {kept} of {length} drafted tokens")
+            raise InvalidRequest(f"a step cannot accept {kept} of {length} drafted tokens")
     return list(zip(accepted, drafted, strict=True))

@@ -1,7 +1,7 @@
-"""What drafting on another machine would gain: measured times and acceptance, played through by ``simulate``.
+"""Speedup of drafting on another machine: measured times and acceptance in the simulator (``simulate``).
 
-The other machine is taken to draft as fast as this one, one target serves one request, and a drafted token's chance is
-that of its position since the last of the target's own. What is measured here stays beside it as "local".
+The other machine is assumed to draft as fast as this one, one target serves one request, and the acceptance of a draft
+token depends on its position since the last token of the target's own. The speedup measured here is listed as "local".
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from foretoken.plan.rows import PlanRow
 from foretoken.plan.simulation.simulate import MARGIN, Setting, simulate
 
 LOCAL = "local"
-WAYS = ("si", "dsd", "pearl", "dsi")
-MOST = 2  # draft models at each temperature, the fastest here first
-TOKENS = 1000  # of the text that is played through
+STRATEGIES = ("si", "dsd", "pearl", "dsi")
+MAX_DRAFTS = 2  # draft models at each temperature, the fastest here first
+TOKENS = 1000  # tokens of the simulated text
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """strategy: ``LOCAL``, as timed, or one of ``WAYS``. depth: tokens drafted before a pass, None where the strategy
-    chooses its own. speedup: of decoding over plain decoding here.
+class DraftingOption:
+    """One way to use a draft model.
+
+    Args:
+        strategy: ``LOCAL``, as timed, or one of ``STRATEGIES``.
+        depth: Draft length, None where the strategy chooses its own.
+        speedup: Speedup of decoding over plain decoding here.
     """
 
     strategy: str
@@ -34,25 +38,33 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraftingEstimate:
-    """One draft model at one temperature, and every way to use it. rtt: seconds there and back."""
+    """All options of one draft model at one temperature.
+
+    Args:
+        name: Name of the candidate.
+        temperature: Sampling temperature.
+        rtt: Seconds of a round trip.
+        options: ``LOCAL`` and each strategy at its best draft length.
+    """
 
     name: str
     temperature: float
     rtt: float
-    ways: tuple[Way, ...]
+    options: tuple[DraftingOption, ...]
 
     @property
-    def local(self) -> Way:
-        return next(way for way in self.ways if way.strategy == LOCAL)
+    def local(self) -> DraftingOption:
+        """Drafting here."""
+        return next(option for option in self.options if option.strategy == LOCAL)
 
     @property
-    def best(self) -> Way:
-        """The fastest of those elsewhere."""
-        return max((way for way in self.ways if way.strategy != LOCAL), key=lambda way: way.speedup)
+    def best(self) -> DraftingOption:
+        """The fastest option with the draft on the other machine."""
+        return max((option for option in self.options if option.strategy != LOCAL), key=lambda option: option.speedup)
 
     @property
     def verdict(self) -> str:
-        """The best choice in one sentence."""
+        """The recommendation in one sentence."""
         best, local = self.best, self.local
         there = best.strategy + ("" if best.depth is None else f", {best.depth} tokens")
         where = f"{self.name} at temperature {self.temperature:g}"
@@ -63,62 +75,72 @@ class RemoteDraftingEstimate:
         return f"{where}: draft here: {local.speedup:.2f}x plain, {best.speedup:.2f}x at best there ({there})"
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the estimate for JSON."""
         return asdict(self) | {"best": asdict(self.best), "verdict": self.verdict}
 
 
-def check(rtt_ms: float | None, batches: Sequence[int]) -> None:
-    """Refuse what ``elsewhere`` could not answer, before anything is measured. Raises InvalidRequest."""
+def check_rtt(rtt_ms: float | None, batches: Sequence[int]) -> None:
+    """Checks, before anything is measured, that ``remote_drafting`` can answer.
+
+    Raises:
+        InvalidRequest: The round trip is negative, no batch is 1, or SimPy is not installed.
+    """
     number("--rtt", rtt_ms, 0.0, optional=True)
     if rtt_ms is not None and 1 not in batches:
-        raise InvalidRequest("--rtt foretells one request at a time; let 1 be among the batches")
+        raise InvalidRequest("--rtt predicts one request at a time; let 1 be among the batches")
     if rtt_ms is not None:
-        simulate(Setting(1.0, 1.0, (0.5,), tokens=1), ("plain",))  # where SimPy is missing, that is said now
+        simulate(Setting(1.0, 1.0, (0.5,), tokens=1), ("plain",))
 
 
-def elsewhere(rows: Sequence[PlanRow], rtt: float) -> tuple[RemoteDraftingEstimate, ...]:
-    """For every temperature the best draft models that are chains, one request at a time. rtt: seconds."""
+def remote_drafting(rows: Sequence[PlanRow], rtt: float) -> tuple[RemoteDraftingEstimate, ...]:
+    """Returns estimates for the best draft models that draft chains, at every temperature and batch 1.
+
+    Args:
+        rows: Rows of a plan.
+        rtt: Seconds of a round trip.
+    """
     return tuple(
-        RemoteDraftingEstimate(chains[0].name, temperature, rtt, tuple(_ways(chains, rtt)))
+        RemoteDraftingEstimate(chains[0].name, temperature, rtt, tuple(_options(chains, rtt)))
         for temperature in dict.fromkeys(row.temperature for row in rows)
         for chains in _fastest([row for row in rows if row.temperature == temperature])
     )
 
 
 def _fastest(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """The rows of each of the best draft models, by depth."""
-    found: dict[str, list[PlanRow]] = {}
+    """Returns the rows of each of the best draft models, by draft length."""
+    drafts: dict[str, list[PlanRow]] = {}
     for row in rows:
         if row.method == "draft_model" and row.config.get("tree", "chain") == "chain" and row.batch == 1:
-            found.setdefault(row.name, []).append(row)
-    ordered = sorted(found.values(), key=lambda mine: max(row.speedup for row in mine), reverse=True)
-    return [sorted(mine, key=lambda row: row.num_speculative_tokens) for mine in ordered[:MOST]]
+            drafts.setdefault(row.name, []).append(row)
+    ordered = sorted(drafts.values(), key=lambda own: max(row.speedup for row in own), reverse=True)
+    return [sorted(own, key=lambda row: row.num_speculative_tokens) for own in ordered[:MAX_DRAFTS]]
 
 
-def _ways(rows: Sequence[PlanRow], rtt: float) -> Iterator[Way]:
+def _options(rows: Sequence[PlanRow], rtt: float) -> Iterator[DraftingOption]:
     top = max(rows, key=lambda row: row.speedup)
-    yield Way(LOCAL, top.num_speculative_tokens, top.speedup)
+    yield DraftingOption(LOCAL, top.num_speculative_tokens, top.speedup)
     chances = conditional(rows[-1].acceptance)
-    for strategy in WAYS:
-        own = strategy == "dsd"  # it has a window of its own
-        tried = [_played(row, chances, strategy, rtt) for row in (rows[-1:] if own else rows)]
-        best = max(tried, key=lambda way: way.speedup)
-        yield Way(strategy, None, best.speedup) if own else best
+    for strategy in STRATEGIES:
+        own_window = strategy == "dsd"
+        tried = [_simulated(row, chances, strategy, rtt) for row in (rows[-1:] if own_window else rows)]
+        best = max(tried, key=lambda option: option.speedup)
+        yield DraftingOption(strategy, None, best.speedup) if own_window else best
 
 
-def _played(row: PlanRow, chances: tuple[float, ...], strategy: str, rtt: float) -> Way:
+def _simulated(row: PlanRow, chances: tuple[float, ...], strategy: str, rtt: float) -> DraftingOption:
     depth = row.num_speculative_tokens
-    target, step = row.round_seconds - row.draft_seconds, row.draft_seconds / depth
-    setting = Setting(target, step, chances, depth, rtt=rtt, tokens=TOKENS)
+    target, draft = row.step_seconds - row.draft_seconds, row.draft_seconds / depth
+    setting = Setting(target, draft, chances, depth, rtt=rtt, tokens=TOKENS)
     (outcome,) = simulate(setting, (strategy,))
-    return Way(strategy, depth, row.plain_seconds * outcome.tokens / outcome.seconds)
+    return DraftingOption(strategy, depth, row.plain_seconds * outcome.tokens / outcome.seconds)
 
 
 def conditional(acceptance: Sequence[float]) -> tuple[float, ...]:
-    """The chance of each position, if those before it were accepted, from the share of rounds that came so far."""
-    before, found = 1.0, []
+    """Returns each position's acceptance given the earlier positions, from the share of steps accepted so deep."""
+    before, result = 1.0, []
     for share in acceptance:
         if before <= 0.0:
             break
-        found.append(min(1.0, share / before))
+        result.append(min(1.0, share / before))
         before = share
-    return tuple(found) or (0.0,)
+    return tuple(result) or (0.0,)

@@ -1,7 +1,7 @@
-"""Speculation across workers as processes of a discrete-event simulation (SimPy): who works when, on what text.
+"""Strategies of speculative decoding across workers, as processes of a discrete-event simulation (SimPy).
 
-A *tape* says of every place in the text how easily a draft's token is accepted there, so that all strategies meet the
-same text. Time is in seconds. A round trip is crossed half before a pass and half after it.
+An *acceptance tape* holds one random number per position of the text, so that all strategies decode the same text.
+Times are in seconds. Half of a round trip passes before a target pass, half after it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from foretoken.plan.simulation.pipelines import best_window
 Steps = Generator[simpy.Event, Any, Any]
 
 
-class Tape:
-    """Uniform numbers, one for each place in the text; a draft's token is accepted where its chance is larger."""
+class AcceptanceTape:
+    """One uniform number per position of the text. A draft token is accepted if its acceptance rate is larger."""
 
     def __init__(self, chances: Sequence[float], seed: int) -> None:
         self.chances, self._draw, self._drawn = chances, random.Random(seed), list[float]()
 
     def accepts(self, place: int, position: int) -> bool:
-        """Whether the draft's token at ``place`` is accepted, the ``position``-th (from 0) since the last of the
-        target's own; the last of the chances is that of all further positions.
+        """Whether a draft token is accepted.
+
+        Args:
+            place: Its position in the text.
+            position: Its position since the last token of the target's own, from 0. The last of the chances is that of
+                all further positions.
         """
         while len(self._drawn) <= place:
             self._drawn.append(self._draw.random())
@@ -34,9 +38,12 @@ class Tape:
 
 
 class SimulatedRequest:
-    """One request's text and the time that workers spend on it. ``tokens`` are committed; ``done`` is the end of it."""
+    """One request's text and the time that workers spend on it.
 
-    def __init__(self, env: simpy.Environment, tape: Tape, length: int, verifiers: int) -> None:
+    ``tokens`` is the number of committed tokens. ``done`` is the event of its end.
+    """
+
+    def __init__(self, env: simpy.Environment, tape: AcceptanceTape, length: int, verifiers: int) -> None:
         self.env, self.tape, self.length = env, tape, length
         self.servers = simpy.Resource(env, capacity=verifiers)
         self.done = env.event()
@@ -44,20 +51,20 @@ class SimulatedRequest:
         self.drafting = self.verifying = 0.0
 
     def commit(self, tokens: int) -> None:
-        """Emit; the request ends with the token that fills it."""
+        """Commits ``tokens`` tokens. The request ends when it has reached its length."""
         self.tokens += tokens
         if self.tokens >= self.length and not self.done.triggered:
             self.done.succeed()
 
     def draft(self, tokens: int, step: float) -> Steps:
-        """Draft that many, one after the other."""
+        """Drafts ``tokens`` tokens, one after the other, in ``step`` seconds each."""
         began = self.env.now
         yield self.env.timeout(tokens * step)
         self.drafting += self.env.now - began
         self.drafted += tokens
 
     def verify(self, target: float, rtt: float) -> Steps:
-        """A pass on the next server that is free, over the network. What is interrupted has been worked in vain."""
+        """Runs a target pass on the next free server, over the network. The time of an interrupted pass counts."""
         yield self.env.timeout(rtt / 2)
         with self.servers.request() as turn:
             yield turn
@@ -70,15 +77,15 @@ class SimulatedRequest:
         yield self.env.timeout(rtt / 2)
 
     def agreed(self, depth: int) -> int:
-        """How many of the next ``depth`` places the draft's tokens are accepted at, one after the other."""
-        found = 0
-        while found < depth and self.tape.accepts(self.tokens + found, found):
-            found += 1
-        return found
+        """Returns how many of the next ``depth`` draft tokens are accepted."""
+        count = 0
+        while count < depth and self.tape.accepts(self.tokens + count, count):
+            count += 1
+        return count
 
 
 def plain(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
-    """The target alone; tokens stream, so that the round trip is paid once."""
+    """Plain decoding. Tokens are streamed, so the round trip is paid once."""
     yield work.env.timeout(rtt)
     while not work.done.triggered:
         yield from work.verify(target, 0.0)
@@ -86,66 +93,63 @@ def plain(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: 
 
 
 def sequential(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
-    """SI: draft ``depth`` tokens, then wait for the pass that judges them (2211.17192)."""
+    """SI: drafts ``depth`` tokens, then waits for the pass that verifies them (2211.17192)."""
     while not work.done.triggered:
         yield from work.draft(depth, draft)
         yield from work.verify(target, rtt)
-        found = work.agreed(depth)
-        work.accepted += found
-        work.commit(found + 1)
+        accepted = work.agreed(depth)
+        work.accepted += accepted
+        work.commit(accepted + 1)
 
 
 def edge(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
-    """DSD: sequential between an edge and a cloud (2511.21669), with the window that suits the round trip.
+    """DSD: sequential speculation between edge and cloud (2511.21669), with a window that suits the round trip.
 
-    The paper learns its window; this is the fixed one that is best on paper for the first position's chance. ``depth``
-    is not asked.
+    The paper learns its window. Here it is the fixed one that is optimal by formula for the first position's
+    acceptance. ``depth`` is ignored.
     """
     chance = work.tape.chances[0]
     return sequential(work, target, draft, best_window(chance, target, draft, rtt), rtt)
 
 
 def parallel(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
-    """PEARL (2408.11850): ``depth`` tokens are drafted beside every pass, and both wait for each other.
-
-    pending: drafted tokens whose first is accepted and whose others the next pass judges; 0 before anything is trusted.
-    """
-    pending = 0
+    """PEARL (2408.11850): ``depth`` tokens are drafted during every target pass, and both wait for each other."""
+    pending = 0  # draft tokens whose first is accepted and whose others the next pass verifies
     while not work.done.triggered:
         env = work.env
         yield env.process(work.draft(depth, draft)) & env.process(work.verify(target, rtt))
-        if not pending:  # pre-verify: the pass knew the text alone, and judges the first of what was drafted beside it
+        if not pending:  # pre-verify: the pass had no draft tokens, and verifies the first of those drafted meanwhile
             if work.tape.accepts(work.tokens, 0):
                 work.accepted, pending = work.accepted + 1, 1
             work.commit(1)
             continue
-        found = 0  # post-verify: the rest of the last draft, and the first of the one that was drafted beside the pass
-        while found < depth and work.tape.accepts(work.tokens + found, pending + found):
-            found += 1
-        work.accepted += found
-        pending = pending + found if found == depth else 0
-        work.commit(found if pending else found + 1)
+        count = 0  # post-verify: the rest of the last draft, and the first token of the one drafted meanwhile
+        while count < depth and work.tape.accepts(work.tokens + count, pending + count):
+            count += 1
+        work.accepted += count
+        pending = pending + count if count == depth else 0
+        work.commit(count if pending else count + 1)
 
 
 class Distributed:
-    """DSI (2405.14105): drafting never waits; a pass is asked for at every restart and after every ``depth`` tokens.
+    """DSI (2405.14105): drafting never waits. A pass is requested at every restart and after every ``depth`` tokens.
 
-    A pass over m drafted tokens tells the target's token at places 1 to m + 1 since the restart. A rejection ends the
-    run: passes under way are called off, and drafting restarts behind the correction. No more passes are under way than
-    servers (and network) hold; with room again, the longest draft goes. Where nothing is under way whatever is drafted
-    is sent, which keeps this at least as fast as plain decoding on one server.
+    A pass over m draft tokens yields the target's tokens at positions 1 to m + 1 since the restart. A rejection ends
+    the run: passes in flight are cancelled, and drafting restarts after the recovered token. Passes in flight are
+    limited by the servers and the network; when one is free, the longest draft is sent. While no pass is in flight any
+    draft is sent, so that this is at least as fast as plain decoding on one server.
     """
 
     def __init__(self, work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> None:
         self.work, self.env = work, work.env
         self.target, self.step, self.depth, self.rtt = target, draft, depth, rtt
-        self.room = work.servers.capacity * (1 + math.ceil(rtt / target))
-        self.passes: dict[int, simpy.Process] = {}  # by the tokens they are over
+        self.max_passes = work.servers.capacity * (1 + math.ceil(rtt / target))
+        self.passes: dict[int, simpy.Process] = {}  # in flight, by their number of draft tokens
         self.run = self.drafted = self.verified = self.known = self.sent = 0
         self.restarted = self.env.event()
 
     def restart(self) -> None:
-        """A run behind the target's own token; what was drafted and asked for beyond it is in vain."""
+        """Starts a run after a token of the target's own. Later drafts and passes are discarded."""
         for each in self.passes.values():
             if each is not self.env.active_process:
                 each.interrupt()
@@ -158,14 +162,14 @@ class Distributed:
         self.send()
 
     def send(self) -> None:
-        """Ask for a pass over all that is drafted, if a whole block is new or nothing is under way."""
+        """Requests a pass over the draft if a whole block is new, or if no pass is in flight."""
         due = self.drafted // self.depth * self.depth if self.passes else self.drafted
-        if due > self.sent and len(self.passes) < self.room and not self.work.done.triggered:
+        if due > self.sent and len(self.passes) < self.max_passes and not self.work.done.triggered:
             self.sent = due
             self.passes[due] = self.env.process(self.verification(due, self.run))
 
     def verification(self, rows: int, run: int) -> Steps:
-        """A pass over that many drafted tokens of that run."""
+        """Runs a pass over ``rows`` draft tokens of run number ``run``."""
         try:
             yield from self.work.verify(self.target, self.rtt)
             yield self.env.timeout(0)  # a token drafted at this very moment is part of the draft
@@ -180,7 +184,7 @@ class Distributed:
             self.send()
 
     def settle(self) -> None:
-        """Commit what is known; a place that is known before it is drafted needs no draft."""
+        """Commits verified tokens. A position that is verified before it is drafted needs no draft."""
         while self.verified < self.known and not self.work.done.triggered:
             place = self.verified
             if place < self.drafted and self.work.tape.accepts(self.work.tokens, place):
@@ -192,7 +196,7 @@ class Distributed:
             self.restart()
 
     def drafting(self) -> Steps:
-        """One token after the other; a restart throws away the one that is being drafted."""
+        """Drafts one token after the other. A restart discards the one that is being drafted."""
         while True:
             began, run = self.env.now, self.run
             yield self.env.timeout(self.step) | self.restarted
@@ -206,14 +210,18 @@ class Distributed:
 
 
 def distributed(work: SimulatedRequest, target: float, draft: float, depth: int, rtt: float) -> Steps:
-    """DSI until the text is done."""
-    made = Distributed(work, target, draft, depth, rtt)
-    made.restart()
-    work.env.process(made.drafting())
+    """DSI, see ``Distributed``."""
+    run = Distributed(work, target, draft, depth, rtt)
+    run.restart()
+    work.env.process(run.drafting())
     yield work.done
 
 
 Strategy = Callable[[SimulatedRequest, float, float, int, float], Steps]
 STRATEGIES: dict[str, Strategy] = {
-    "plain": plain, "si": sequential, "dsi": distributed, "pearl": parallel, "dsd": edge,
-}  # fmt: skip
+    "plain": plain,
+    "si": sequential,
+    "dsi": distributed,
+    "pearl": parallel,
+    "dsd": edge,
+}

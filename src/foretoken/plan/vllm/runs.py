@@ -1,4 +1,4 @@
-"""The runs that a plan for vLLM rests on: its processes, who takes turns with whom, what is asked."""
+"""Runs of vLLM for a plan: its processes, the order in which they alternate, and their requests."""
 
 from __future__ import annotations
 
@@ -11,39 +11,50 @@ from typing import Any, Protocol
 
 from foretoken.bench.peers.protocol import PeerRequest, Setup
 from foretoken.bench.peers.registry import BOOT, PEERS, folder
-from foretoken.bench.peers.vllm_rounds import VllmStepTimes
+from foretoken.bench.peers.vllm_steps import VllmStepTimes
 from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.vllm.planning import PLAIN, VllmCandidate, VllmRun
 
-Say = Callable[[str, float], None]  # what is being done, and the share of the whole that is
-_WARM = 8  # tokens of a question whose answer is not looked at
+Say = Callable[[str, float], None]
+"""Reports progress: what is being done, and the share of the whole that is done."""
+_WARM_UP = 8  # tokens of a warm-up request
 
 
 class PromptCompleter(Protocol):
-    """Who completes prompts."""
+    """Completes prompts and times the steps."""
 
-    def rounds(self, question: PeerRequest) -> VllmStepTimes: ...
+    def complete(self, request: PeerRequest) -> VllmStepTimes: ...
 
     def close(self) -> None: ...
 
 
-class VllmProcess(PeerWorker):
-    """A process of vLLM's. Raises PeerError."""
+Start = Callable[[VllmCandidate | None], PromptCompleter]
+"""Starts the process of a lane, None for plain decoding."""
 
-    def rounds(self, question: PeerRequest) -> VllmStepTimes:
-        """Wake, complete, sleep."""
-        return VllmStepTimes(**self._exchange(asdict(question)))
+
+class VllmProcess(PeerWorker):
+    """A process of vLLM. Raises PeerError."""
+
+    def complete(self, request: PeerRequest) -> VllmStepTimes:
+        """Wakes the process, completes the prompts, and lets it sleep."""
+        return VllmStepTimes(**self._exchange(asdict(request)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """What is measured, and where.
 
-    target: a folder or a name that vLLM knows. python: of vLLM's environment, None for the one of ``make peers``.
-    engine: further arguments of ``vllm.LLM``, such as tensor_parallel_size. alone: one process at a time, for targets
-    of which the memory does not hold two; plain decoding is then measured once, before the others.
+    Args:
+        target: A folder, or a name that vLLM knows.
+        temperatures: Sampling temperatures.
+        batches: Numbers of sequences at once.
+        max_tokens: Greatest number of tokens per request.
+        python: Interpreter of vLLM's environment, None for the one of ``make peers``.
+        engine: Further arguments of ``vllm.LLM``, such as tensor_parallel_size.
+        alone: One process at a time, for targets too large to load twice. Plain decoding is then measured once, before
+            the others.
     """
 
     target: str
@@ -55,16 +66,16 @@ class Bench:
     alone: bool = False
 
     def command(self) -> list[str]:
-        """Raises InvalidRequest where there is no such interpreter."""
+        """Returns the command of a worker. Raises InvalidRequest if the interpreter does not exist."""
         python = self.python or PEERS["vllm"].python
         if not python.exists():
             raise InvalidRequest(
                 f"no vLLM at {python}; name the Python of its environment with --engine-python, or run `make peers`"
             )
-        return [str(python), "-P", str(BOOT), "vllm_rounds"]
+        return [str(python), "-P", str(BOOT), "vllm_steps"]
 
     def start(self, lane: VllmCandidate | None) -> PromptCompleter:
-        """A process that speculates as ``lane`` says, deep enough for all its depths; None is plain."""
+        """Starts a process for all draft lengths of ``lane``, None for plain decoding."""
         engine = dict(self.engine)
         if lane is not None and lane.additional:
             engine["additional_config"] = {**engine.get("additional_config", {}), **lane.additional}
@@ -80,18 +91,22 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What one lane answered at one depth: ``rounds``, by group of prompts. The others: see ``VllmRun``."""
+    """Answers of one lane at one draft length. Fields but ``groups`` as in ``VllmRun``.
+
+    Args:
+        groups: One answer per group of prompts.
+    """
 
     lane: str
     depth: int
     beside: str
     temperature: float
     batch: int
-    rounds: tuple[VllmStepTimes, ...]
+    groups: tuple[VllmStepTimes, ...]
 
     def run(self, groups: Sequence[int] | None = None) -> VllmRun:
-        """Of these groups, all if None. Raises InvalidRequest where nothing was decoded."""
-        chosen = self.rounds if groups is None else [self.rounds[i] for i in groups]
+        """Returns the run over these groups, None for all. Raises InvalidRequest where nothing was decoded."""
+        chosen = self.groups if groups is None else [self.groups[i] for i in groups]
         return VllmRun.of(
             chosen, lane=self.lane, depth=self.depth, beside=self.beside, temperature=self.temperature, batch=self.batch
         )
@@ -102,10 +117,10 @@ def runs(
     lanes: Sequence[VllmCandidate],
     prompts: Sequence[Sequence[int]],
     say: Say = lambda what, share: None,
-    start: Callable[[VllmCandidate | None], PromptCompleter] | None = None,
+    start: Start | None = None,
     refused: Callable[[VllmCandidate, PeerError], None] | None = None,
 ) -> list[VllmRun]:
-    """``answers``, summed up. Raises what it raises, and InvalidRequest where nothing was decoded."""
+    """As ``answers``, summed up. Also raises InvalidRequest where nothing was decoded."""
     return [each.run() for each in answers(bench, lanes, prompts, say, start, refused)]
 
 
@@ -114,80 +129,99 @@ def answers(
     lanes: Sequence[VllmCandidate],
     prompts: Sequence[Sequence[int]],
     say: Say = lambda what, share: None,
-    start: Callable[[VllmCandidate | None], PromptCompleter] | None = None,
+    start: Start | None = None,
     refused: Callable[[VllmCandidate, PeerError], None] | None = None,
 ) -> list[Answers]:
-    """Every lane at its depths, and plain decoding beside each. start: makes a lane's process, ``bench.start`` if None.
+    """Runs every lane at its draft lengths, each beside plain decoding.
 
-    refused: told of a lane that vLLM does not load or run, and the others go on. Raises InvalidRequest; PeerError
-    where plain decoding fails, and where any lane does and nobody is told.
+    Args:
+        bench: What is measured.
+        lanes: Candidates.
+        prompts: Token ids.
+        say: Reports progress.
+        start: Starts the process of a lane. None is ``bench.start``.
+        refused: Called with a lane that vLLM fails to load or run. The others go on.
+
+    Raises:
+        InvalidRequest: There are no prompts or lanes.
+        PeerError: Plain decoding fails, or a lane does and ``refused`` is None.
     """
     if not prompts or not lanes:
         raise InvalidRequest("a plan needs a prompt and a way to speculate at least")
-    begin = start or bench.start
-    found: list[Answers] = []
+    session = _Session(bench, prompts, say, start or bench.start)
+    result: list[Answers] = []
     share = 1.0 / (2 * len(lanes) + 1)
     say("plain decoding: vLLM starts", 0.0)
-    plain = begin(None)
+    plain = session.start(None)
     try:
         if bench.alone:
-            found += _turns(bench, [(PLAIN, 0, plain)], PLAIN, prompts)
+            result += session.alternate([(PLAIN, 0, plain)], PLAIN)
             plain.close()
         for number, lane in enumerate(lanes):
-            done = (2 * number + 1) * share, (2 * number + 2) * share
+            shares = (2 * number + 1) * share, (2 * number + 2) * share
             try:
-                found += _beside(bench, lane, None if bench.alone else plain, prompts, (say, begin, done))
+                result += session.measure(lane, None if bench.alone else plain, shares)
             except PeerError as error:
                 if refused is None:
                     raise
                 refused(lane, error)
     finally:
         plain.close()
-    return found
+    return result
 
 
-def _beside(
-    bench: Bench, lane: VllmCandidate, plain: PromptCompleter | None, prompts: Sequence[Sequence[int]],
-    ways: tuple[Say, Callable[[VllmCandidate | None], PromptCompleter], tuple[float, float]],
-) -> list[Answers]:  # fmt: skip
-    """One lane's, in turns with ``plain``. ways: how to tell, how to start, and the shares that are done then."""
-    say, begin, done = ways
-    say(f"{lane.name}: vLLM starts", done[0])
-    own = begin(lane)
-    try:
-        say(f"{lane.name}: short runs", done[1])
-        seats = [(PLAIN, 0, plain)] if plain is not None else []
-        seats += [(lane.name, depth, own) for depth in lane.depths]
-        return _turns(bench, seats, lane.name, prompts)
-    finally:
-        own.close()
+@dataclass(frozen=True)
+class _Session:
+    """Everything that the lanes of a plan share."""
 
+    bench: Bench
+    prompts: Sequence[Sequence[int]]
+    say: Say
+    start: Start
 
-def _turns(
-    bench: Bench, seats: Sequence[tuple[str, int, PromptCompleter]], beside: str, prompts: Sequence[Sequence[int]]
-) -> list[Answers]:
-    """All seats on every group of prompts, in another order each time."""
-    found = []
-    for temperature in bench.temperatures:
-        for batch in bench.batches:
-            heard: list[list[VllmStepTimes]] = [[] for _ in seats]
-            groups = grouped(prompts, batch)
-            for _, depth, asked in seats:
-                asked.rounds(PeerRequest(groups[0], _WARM, temperature, depth))
-            for _, depth, asked in seats:
-                asked.rounds(PeerRequest([], 0, temperature, depth))  # whoever learns begins anew
-            for turn, group in enumerate(groups):
-                for i in range(len(seats)):
-                    at = (i + turn) % len(seats)
-                    _, depth, asked = seats[at]
-                    heard[at].append(asked.rounds(PeerRequest(group, bench.max_tokens, temperature, depth)))
-            for (lane, depth, _), own in zip(seats, heard, strict=True):
-                found.append(Answers(lane, depth, beside, temperature, batch, tuple(own)))
-    return found
+    def measure(self, lane: VllmCandidate, plain: PromptCompleter | None, shares: tuple[float, float]) -> list[Answers]:
+        """Runs one lane, alternating with ``plain``. shares: progress when its process starts, and when it runs."""
+        self.say(f"{lane.name}: vLLM starts", shares[0])
+        own = self.start(lane)
+        try:
+            self.say(f"{lane.name}: short runs", shares[1])
+            seats = [(PLAIN, 0, plain)] if plain is not None else []
+            seats += [(lane.name, depth, own) for depth in lane.depths]
+            return self.alternate(seats, lane.name)
+        finally:
+            own.close()
+
+    def alternate(self, seats: Sequence[tuple[str, int, PromptCompleter]], beside: str) -> list[Answers]:
+        """Runs all seats (lane, draft length, process) on every group of prompts, in rotating order."""
+        result = []
+        for temperature in self.bench.temperatures:
+            for batch in self.bench.batches:
+                groups = grouped(self.prompts, batch)
+                for _, depth, process in seats:
+                    process.complete(PeerRequest(groups[0], _WARM_UP, temperature, depth))
+                for _, depth, process in seats:  # a request without prompts resets proposers that learn
+                    process.complete(PeerRequest([], 0, temperature, depth))
+                completed = self._completed(seats, groups, temperature)
+                for (lane, depth, _), own in zip(seats, completed, strict=True):
+                    result.append(Answers(lane, depth, beside, temperature, batch, tuple(own)))
+        return result
+
+    def _completed(
+        self, seats: Sequence[tuple[str, int, PromptCompleter]], groups: Sequence[list[list[int]]], temperature: float
+    ) -> list[list[VllmStepTimes]]:
+        """Returns the answers of each seat."""
+        result: list[list[VllmStepTimes]] = [[] for _ in seats]
+        for turn, group in enumerate(groups):
+            for i in range(len(seats)):
+                at = (i + turn) % len(seats)
+                _, depth, process = seats[at]
+                request = PeerRequest(group, self.bench.max_tokens, temperature, depth)
+                result[at].append(process.complete(request))
+        return result
 
 
 def grouped(prompts: Sequence[Sequence[int]], batch: int) -> list[list[list[int]]]:
-    """Groups of ``batch``; the last one is filled up with the first prompts."""
+    """Returns groups of ``batch`` prompts. The last one is filled up with the first prompts."""
     count = -(-len(prompts) // batch) * batch
     filled = [list(prompts[i % len(prompts)]) for i in range(count)]
     return [filled[i : i + batch] for i in range(0, count, batch)]

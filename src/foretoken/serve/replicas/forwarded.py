@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import HTTPException
 from starlette.types import Scope
 
 from foretoken.core.errors import ForetokenError
+from foretoken.serve.errors import ApiError
 from foretoken.serve.json_body import read
 from foretoken.serve.limits import effective_salt
 
@@ -57,7 +57,7 @@ async def parse(body: bytes) -> dict[str, Any]:
     """The body as far as the front looks into it. Empty where it is no JSON object: the replica will say so."""
     try:
         found = await read(body)
-    except (ValueError, HTTPException):
+    except ApiError:
         return {}
     return found if isinstance(found, dict) else {}
 

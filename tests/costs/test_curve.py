@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foretoken.control.curve import Curve
+from foretoken.costs.curve import Curve
 
 
 def of(points: dict[int, float], times: int = 8, origin: bool = False) -> Curve:
@@ -16,7 +16,7 @@ def of(points: dict[int, float], times: int = 8, origin: bool = False) -> Curve:
 
 def test_nothing_measured_takes_no_time():
     assert Curve().at(4) == 0.0
-    assert Curve().known(1) == 0.0
+    assert Curve().weight_near(1) == 0.0
 
 
 def test_jags_are_kept():
@@ -72,15 +72,15 @@ def test_lasting_change_gets_through():
 
 def test_doubted_measurements_give_way():
     curve = of({1: 1.0}, times=30)
-    curve.doubt(0.5)
+    curve.discount(0.5)
     curve.add(1, 1.3)
     assert curve.at(1) > 1.15
 
 
 def test_known_within_some_slack():
     curve = of({16: 1.0}, times=2)
-    assert curve.known(15) == 0.0
-    assert curve.known(15, slack=1) == 2.0
+    assert curve.weight_near(15) == 0.0
+    assert curve.weight_near(15, slack=1) == 2.0
 
 
 def test_many_sizes_at_once():

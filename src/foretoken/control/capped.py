@@ -1,0 +1,194 @@
+"""Draft lengths within caps, and decisions that hold for some steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foretoken.control.base import Controller
+from foretoken.control.fixed import caps
+from foretoken.control.ledger import Ledger
+from foretoken.control.memory import MemoryWatch
+from foretoken.core.context import Context
+from foretoken.core.step import StepOutput
+from foretoken.costs.curve import Array
+from foretoken.costs.model import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Budgets of one batch.
+
+    Attributes:
+        budgets: Draft tokens of each request.
+        steps: Number of steps for which the budgets hold while the same requests run.
+        worst: Seconds that a step loses if all draft tokens are rejected. Requests' own draft lengths do not count.
+        trial: Identifier of the request whose draft is a trial.
+    """
+
+    budgets: list[int]
+    steps: float
+    worst: float = 0.0
+    trial: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of a step, as a decision sees them.
+
+    Attributes:
+        contexts: The requests.
+        caps: Maximum number of draft tokens of each.
+        allowed: Seconds that the step may lose.
+        own: Indices of the requests whose draft length is decided here, those that missed fewest tokens first.
+        missed: Seconds in which the proposer would catch up on each of ``own``.
+    """
+
+    contexts: Sequence[Context]
+    caps: Sequence[int]
+    allowed: float
+    own: list[int] = field(default_factory=list)
+    missed: list[float] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Number of requests."""
+        return len(self.contexts)
+
+
+class Capped(Controller):
+    """A constant draft length, as far as the ledger and memory allow. Base of controllers that choose the length.
+
+    A decision holds for some steps while the same requests run and their caps leave room for it. While a decision to
+    draft nothing holds, most steps are not observed.
+
+    Args:
+        max_tokens: Largest draft length of a request.
+        costs: Measured seconds.
+        ledger: Bounds the seconds that may be lost, None for no bound.
+        memory: Bounds draft lengths while memory is short.
+    """
+
+    costs: CostModel
+
+    def __init__(
+        self, max_tokens: int, costs: CostModel, ledger: Ledger | None = None, memory: MemoryWatch | None = None
+    ) -> None:
+        self.max_tokens, self.costs, self.ledger, self.memory = max_tokens, costs, ledger, memory
+        self.tuning = costs.tuning
+        self.step = 0  # steps so far
+        self.held = Decision([], 0)
+        self._age = 0  # steps that it was held for
+        self._ids: list[int] = []
+        self._caps: list[int] = []
+        self._income = 0.0
+
+    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
+        self.step += 1
+        limits = caps(contexts, max_draft_tokens, self.max_tokens, self.memory)
+        ids, self.resting = [context.id for context in contexts], False
+        holds, drafting = self._holds(ids, limits), any(self.held.budgets)
+        if (drafting or not holds) and self.costs.plain_due(len(ids)):
+            self._ids = self._ids if holds else []
+            return requested(contexts, limits)
+        if not holds:
+            self._age, self._ids, self._caps = 0, ids, limits
+            self._income = self.ledger.income(self.costs, len(ids)) if self.ledger else 0.0
+            self.held = self.decide(self._batch(contexts, limits))
+        elif not drafting and self._age % (self.tuning.rest + 1) and self.held.steps - self._age > self.tuning.awake:
+            self.resting = True
+            if self.ledger:
+                self.ledger.add(self._income)
+        self._age += 1
+        return self.held.budgets
+
+    def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
+        if self.ledger:
+            self.ledger.observe(contexts, steps, self.costs)
+
+    def decide(self, batch: Batch) -> Decision:
+        """Returns the budgets of a batch: as much of the constant length as the ledger allows, for all or for some."""
+        budgets = requested(batch.contexts, batch.caps)
+        if not batch.own:
+            return Decision(budgets, self.tuning.hold_none)
+        if not self.costs.ready:
+            budgets[batch.own[0]] = min(self.tuning.unknown, batch.caps[batch.own[0]]) if batch.allowed > 0.0 else 0
+            return Decision(budgets, 1)
+        lengths = [batch.caps[i] for i in batch.own]
+        owners, ranks = nodes_of(lengths)
+        drafting, catching_up = drafting_seconds(self.costs, owners, ranks, batch.missed)
+        worst = worst_case(self.costs, batch.size, drafting + catching_up)
+        count = affordable(worst, batch.allowed)
+        if not count:
+            return Decision(budgets, self.steps_until(float(worst[0]), batch.allowed))
+        for i, nodes in zip(batch.own, np.bincount(owners[:count], minlength=len(lengths)), strict=True):
+            budgets[i] = int(nodes)
+        return Decision(budgets, self.tuning.hold, float(worst[count - 1]))
+
+    def steps_until(self, seconds: float, allowed: float) -> float:
+        """Returns the number of plain steps until the ledger, which allows ``allowed`` seconds, allows ``seconds``."""
+        if not self._income:
+            return self.tuning.hold_none
+        return min(self.tuning.hold_none, max(1, math.ceil((seconds - allowed) / self._income)))
+
+    def _batch(self, contexts: Sequence[Context], limits: Sequence[int]) -> Batch:
+        allowed = self.ledger.cap(self.costs, len(contexts)) if self.ledger else math.inf
+        own = [i for i, context in enumerate(contexts) if context.depth is None and limits[i] > 0]
+        own.sort(key=lambda i: contexts[i].missed_tokens)
+        missed = [self.costs.missed_seconds(contexts[i].missed_tokens) for i in own]
+        return Batch(contexts, limits, allowed, own, missed)
+
+    def _holds(self, ids: list[int], limits: list[int]) -> bool:
+        """Returns whether the last decision holds: its caps may only have become smaller, and leave room for it."""
+        if self._age >= self.held.steps or ids != self._ids:
+            return False
+        if limits != self._caps and not all(
+            budget <= limit <= cap for budget, limit, cap in zip(self.held.budgets, limits, self._caps, strict=True)
+        ):
+            return False
+        return not self.ledger or not self.held.worst or self.held.worst <= self.ledger.cap(self.costs, len(ids))
+
+
+def requested(contexts: Sequence[Context], limits: Sequence[int]) -> list[int]:
+    """Returns the budgets of a step in which only requests that ask for a draft length draft."""
+    return [0 if context.depth is None else limit for context, limit in zip(contexts, limits, strict=True)]
+
+
+def nodes_of(lengths: Sequence[int]) -> tuple[Array, Array]:
+    """Returns the owner and the rank, from 0, of every node of drafts of ``lengths`` nodes, [sum(lengths)] each."""
+    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate([np.arange(length) for length in lengths])
+
+
+def drafting_seconds(costs: CostModel, owners: Array, ranks: Array, missed: Sequence[float]) -> tuple[Array, Array]:
+    """Returns the seconds of drafting the first 1, 2, ... nodes, and of catching up before it, [N] each.
+
+    Args:
+        costs: Measured seconds.
+        owners: [N], the request of each node, in the order in which nodes are added.
+        ranks: [N], the rank of each node, from 0.
+        missed: Seconds of catching up of each request.
+    """
+    first = ranks == 0
+    drafting = costs.draft_table(np.maximum.accumulate(ranks) + 1, np.cumsum(first))
+    return drafting, np.cumsum(np.where(first, np.asarray(missed)[owners], 0.0))
+
+
+def worst_case(costs: CostModel, batch: int, proposing: Array) -> Array:
+    """Returns the seconds that steps with 1, 2, ... nodes lose if all nodes are rejected, [N].
+
+    Args:
+        costs: Measured seconds.
+        batch: Number of requests.
+        proposing: [N], seconds of drafting and catching up.
+    """
+    rows = batch + np.arange(1.0, len(proposing) + 1.0)
+    return np.asarray(proposing + np.maximum(0.0, costs.step_table(batch, rows) - costs.plain_seconds(batch)))
+
+
+def affordable(worst: Array, allowed: float) -> int:
+    """Returns how many nodes may be drafted, in order, where the first 1, 2, ... may lose ``worst`` seconds [N]."""
+    over = worst > allowed
+    return int(np.argmax(over)) if over.any() else len(worst)

@@ -1,0 +1,161 @@
+"""The controller that drafts as much as pays, by ``goodput``, and tries again where drafting did not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foretoken.control.capped import Batch, Capped, Decision, affordable, requested, worst_case
+from foretoken.control.goodput import Candidate, goodput, promising
+from foretoken.control.ledger import Ledger
+from foretoken.control.memory import MemoryWatch
+from foretoken.control.survival import Survival
+from foretoken.core.context import Context
+from foretoken.core.step import StepOutput
+from foretoken.costs.model import CostModel
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What is known of one request.
+
+    Attributes:
+        survival: Its acceptance rates.
+        wait: Steps without a draft after which a trial is made.
+        since: Step of its last draft, or of the last trial that was refused.
+    """
+
+    survival: Survival
+    wait: int
+    since: int
+
+
+class Goodput(Capped):
+    """At most ``max_tokens`` draft tokens per request. Requests that ask for a draft length have it.
+
+    A request that does not draft gets a trial after a wait, which doubles after each trial that fails. No trial is made
+    where drafting could not pay off even if it went well.
+    """
+
+    def __init__(
+        self, max_tokens: int, costs: CostModel, ledger: Ledger | None = None, memory: MemoryWatch | None = None
+    ) -> None:
+        super().__init__(max_tokens, costs, ledger, memory)
+        self._records: dict[int, Record] = {}
+        self._kinds: dict[tuple[bool, str | None, bool], Survival] = {}
+        self._wait = self.tuning.min_wait  # of new requests
+
+    def decide(self, batch: Batch) -> Decision:
+        """Returns the budgets of a batch: those of ``goodput``, and a trial where one is due."""
+        contexts, budgets, tuning = batch.contexts, requested(batch.contexts, batch.caps), self.tuning
+        records = {i: self._record(contexts[i]) for i in batch.own}
+        if not batch.own:
+            return Decision(budgets, tuning.hold_none)
+        if not self.costs.ready:
+            return self._first_draft(batch, budgets)
+        forced = sum(budgets)
+        missed = {
+            i: seconds for i, seconds in zip(batch.own, batch.missed, strict=True) if self._welcome(batch, i, seconds)
+        }
+        payable = [i for i, seconds in missed.items() if seconds <= batch.allowed]
+        candidates = [self._candidate(records[i], batch.caps[i], missed[i]) for i in payable]
+        allocation = goodput(candidates, batch.size, forced, self.costs, batch.allowed)
+        for i, length in zip(payable, allocation.lengths, strict=True):
+            budgets[i] = length
+        idle = {i: seconds for i, seconds in missed.items() if not budgets[i]}
+        place = self._due(batch, idle, forced + sum(allocation.lengths))
+        worst, short = allocation.worst, allocation.short
+        if place is not None:
+            losses = worst + self._trial_losses(batch, place, missed[place])
+            if length := affordable(losses, batch.allowed):
+                budgets[place] = length
+                return Decision(budgets, 1, trial=contexts[place].id)
+            short = float(losses[0])
+        if not all(context.generated for context in contexts):
+            return Decision(budgets, 1)
+        steps: float = tuning.hold if any(allocation.lengths) else tuning.hold_none
+        if short:
+            steps = min(steps, self.steps_until(short, batch.allowed))
+        waits = [left for i in idle if (left := self._left(records[i])) > 0]  # the others wait for the ledger
+        return Decision(budgets, min([steps, *waits]), worst)
+
+    def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
+        super().observe(contexts, steps)
+        for step in steps:
+            record = self._records.get(step.sequence)
+            if record is not None and step.position > 0 and step.budget:
+                self._learn(record, step)
+
+    def forget(self, context: Context) -> None:
+        self._records.pop(context.id, None)
+
+    def _record(self, context: Context) -> Record:
+        if context.id not in self._records:
+            kind = context.law.greedy, context.method, bool(context.prediction)
+            new = Survival(self.max_tokens, memory=self.tuning.kind_memory, tuning=self.tuning)
+            survival = Survival(self.max_tokens, self._kinds.setdefault(kind, new), tuning=self.tuning)
+            self._records[context.id] = Record(survival, self._wait, self.step)
+        return self._records[context.id]
+
+    def _candidate(self, record: Record, cap: int, missed: float) -> Candidate:
+        return Candidate(record.survival.accepted()[:cap], record.survival.exists()[:cap], missed)
+
+    def _welcome(self, batch: Batch, place: int, missed: float) -> bool:
+        """Returns whether a request may draft: before its first token, only if that hardly delays it."""
+        if batch.contexts[place].generated:
+            return True
+        added = self.costs.draft_seconds(batch.caps[place], 1) + missed
+        return added <= self.tuning.first_token * self.costs.plain_seconds(batch.size)
+
+    def _first_draft(self, batch: Batch, budgets: list[int]) -> Decision:
+        """Returns a trial that measures the time of drafting."""
+        place = next((i for i in batch.own if batch.contexts[i].generated), None)
+        if place is None or batch.allowed <= 0.0:
+            return Decision(budgets, 1)
+        length = self.tuning.unknown if self.ledger else self.tuning.trial
+        budgets[place] = min(length, batch.caps[place])
+        return Decision(budgets, 1, trial=batch.contexts[place].id)
+
+    def _left(self, record: Record) -> int:
+        """Returns the number of steps until a request's next trial."""
+        return record.wait - (self.step - record.since - 1)
+
+    def _due(self, batch: Batch, idle: dict[int, float], drafted: int) -> int | None:
+        """Returns the index of a request for a trial, the one that missed least. Doubles the waits if none would pay.
+
+        Args:
+            batch: The requests.
+            idle: Seconds of catching up of those that do not draft, by index.
+            drafted: Draft tokens of the others.
+        """
+        due = [i for i in idle if self._left(self._records[batch.contexts[i].id]) <= 0]
+        if not due:
+            return None
+        place = due[0]
+        if promising(batch.caps[place], idle[place], batch.size, drafted, self.costs):
+            return place
+        for i in due:  # the others missed more
+            record = self._records[batch.contexts[i].id]
+            record.since, record.wait = self.step, min(self.tuning.max_wait, 2 * record.wait)
+        return None
+
+    def _trial_losses(self, batch: Batch, place: int, missed: float) -> np.ndarray:
+        """Returns the seconds that trials of 1, 2, ... tokens lose if all are rejected."""
+        depths = np.arange(1.0, min(self.tuning.trial, batch.caps[place]) + 1.0)
+        return worst_case(self.costs, batch.size, self.costs.draft_table(depths, np.ones(len(depths))) + missed)
+
+    def _learn(self, record: Record, step: StepOutput) -> None:
+        """Learns from a draft of one request."""
+        tuning = self.tuning
+        record.since = self.step
+        if step.sequence == self.held.trial:
+            success = 2 * len(step.verdict.path) >= step.budget
+            record.wait = 1 if success else min(tuning.max_wait, 2 * max(record.wait, tuning.min_wait // 2))
+            self._wait = tuning.min_wait if success else min(tuning.max_wait // 4, 2 * self._wait)
+            if success:
+                record.survival.discount(tuning.doubt)
+        else:
+            record.wait = self._wait = tuning.min_wait
+        record.survival.observe(step.budget, step.draft, step.verdict)

@@ -1,0 +1,77 @@
+"""The ledger of seconds that drafting saved or lost against plain decoding, which keeps it from ever being slower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foretoken.core.context import Context
+from foretoken.core.step import StepOutput, is_decode_only
+from foretoken.costs.model import CostModel
+
+
+class Ledger:
+    """Seconds that drafting may still lose.
+
+    A step with drafts is charged its seconds, catching up included, less those in which plain decoding would have given
+    the same tokens. Losses are paid from the allowance, a small share of all time, and from earlier gains up to a
+    limit. A step may draft only as much as would not overdraw the balance if every draft token were rejected. So text
+    takes at most the allowance longer, whatever the proposer does. Requests that ask for a draft length have it, and
+    are not charged.
+
+    Args:
+        allowance: The share of all time that drafting may lose.
+
+    Attributes:
+        balance: Seconds that may be lost, None until a plain step was timed.
+    """
+
+    def __init__(self, allowance: float) -> None:
+        self.allowance = allowance
+        self.balance: float | None = None
+
+    def cap(self, costs: CostModel, batch: int) -> float:
+        """Returns the seconds that the next step may lose."""
+        return costs.tuning.start * costs.plain_seconds(batch) if self.balance is None else self.balance
+
+    def income(self, costs: CostModel, batch: int) -> float:
+        """Returns the seconds that a plain step of ``batch`` requests adds."""
+        return self.allowance * costs.plain_seconds(batch)
+
+    def add(self, seconds: float) -> None:
+        """Adds the income of a step that is not observed."""
+        if self.balance is not None:
+            self.balance += seconds
+
+    def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput], costs: CostModel) -> None:
+        """Enters a step: its allowance, and its gain or loss, by what ``costs`` knew before it."""
+        plain = costs.plain_seconds(len(steps))
+        if not plain:
+            return
+        balance = self.cap(costs, len(steps)) + self.allowance * steps[0].timings.total
+        own = [step for context, step in zip(contexts, steps, strict=True) if context.depth is None]
+        if any(len(step.draft) for step in own):
+            balance -= _loss(own, steps, plain, costs)
+        self.balance = min(balance, costs.tuning.max_balance * plain)
+
+
+def _loss(own: Sequence[StepOutput], steps: Sequence[StepOutput], plain: float, costs: CostModel) -> float:
+    """Returns the seconds that a step took beyond those of plain decoding for the tokens of ``own``."""
+    timings, batch = steps[0].timings, len(steps)
+    rows = batch + sum(len(step.draft) for step in steps)
+    without = rows - sum(len(step.draft) for step in own)
+    base = plain if without == batch else costs.pass_seconds(without)
+    if is_decode_only(steps):
+        budgets = [step.budget for step in steps if step.budget > 0]
+        drafting = costs.draft_seconds(max(budgets, default=0), len(budgets)) + costs.missed_seconds(
+            timings.missed_tokens
+        )
+        expected = costs.pass_seconds(rows) + (drafting if costs.ready else timings.propose)
+        seconds = min(timings.total, costs.tuning.charged * expected)
+        # Plain steps timed while the machine was slower would make a loss look like a gain.
+        share = (timings.total - timings.propose) / timings.total
+        base = min(base, seconds * share / float(costs.pass_ratio(np.asarray([rows]), without)[0]))
+    else:  # beside prefill only the added part can be told
+        seconds = plain + timings.propose + max(0.0, costs.pass_seconds(rows) - plain)
+    return seconds - base * sum(len(step.tokens) for step in own) / len(own)

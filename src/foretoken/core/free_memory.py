@@ -1,0 +1,105 @@
+"""Memory that this process can still take: of the machine, its control groups, its address space, and a GPU."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_GIB = 2**30
+_LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # version 2, version 1
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Free memory.
+
+    Args:
+        free: Bytes that can still be allocated.
+        limit: Bytes in total.
+    """
+
+    free: int
+    limit: int
+
+    @property
+    def low(self) -> float:
+        """Free bytes below which memory is short."""
+        return min(0.06 * self.limit, _GIB)
+
+
+class FreeMemory:
+    """Reads the tightest limit that holds for this process.
+
+    Args:
+        device: Device of the models, whose memory counts if it is a GPU.
+        proc: The proc file system.
+        groups: The control groups.
+    """
+
+    def __init__(self, device: torch.device, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._device, self._proc = device, proc
+        self._folders = _group_folders(proc, groups)
+
+    def __call__(self) -> Memory | None:
+        """Returns the tightest limit, None if nothing is known."""
+        known = [m for m in (self._machine(), self._address_space(), self._cuda(), *map(_group, self._folders)) if m]
+        return min(known, key=lambda memory: memory.free / memory.low, default=None)
+
+    def _machine(self) -> Memory | None:
+        sizes = _table(self._proc / "meminfo")
+        if "MemAvailable:" not in sizes or "MemTotal:" not in sizes:
+            return None
+        return Memory(sizes["MemAvailable:"] * 1024, sizes["MemTotal:"] * 1024)
+
+    def _address_space(self) -> Memory | None:
+        """Returns what ``ulimit -v`` or the like leaves."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit == resource.RLIM_INFINITY:
+            return None
+        pages = _text(self._proc / "self/statm").split()
+        return Memory(max(0, limit - int(pages[0]) * resource.getpagesize()), limit) if pages else None
+
+    def _cuda(self) -> Memory | None:
+        """Returns what the device has, and what the allocator holds without using it."""
+        if self._device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self._device)
+        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return Memory(free + idle, total)
+
+
+def _group_folders(proc: Path, groups: Path) -> list[Path]:
+    """Returns the control groups of either version that limit this process: its own and all above."""
+    folders = [groups, groups / "memory"]
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, kinds, name = line.split(":", 2)
+        if kinds == "" or "memory" in kinds.split(","):
+            root = groups / "memory" if kinds else groups
+            own = root / name.strip("/")
+            folders += [own, *(above for above in own.parents if above.is_relative_to(root))]
+    return [f for f in dict.fromkeys(folders) if any((f / name).is_file() for name in _LIMITS)]
+
+
+def _group(folder: Path) -> Memory | None:
+    for limit_file, usage_file in _LIMITS.items():
+        limit, used = _text(folder / limit_file).strip(), _text(folder / usage_file).strip()
+        if limit.isdigit() and used.isdigit() and int(limit) < 2**60:
+            sizes = _table(folder / "memory.stat")
+            cached = sizes.get("inactive_file", sizes.get("total_inactive_file", 0))  # freed before anything fails
+            return Memory(max(0, int(limit) - int(used) + cached), int(limit))
+    return None
+
+
+def _table(file: Path) -> dict[str, int]:
+    rows = (line.split() for line in _text(file).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,101 @@
+"""Measured seconds by size: of a forward pass by its rows, of drafting by its depth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from foretoken.costs.tuning import TUNING, Tuning
+
+_FAR = 1e6  # sizes beyond the largest known one for which the extrapolation holds
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Curve:
+    """Mean seconds of each measured size, linear between them. Jagged curves are kept as they are.
+
+    Beyond the largest measured size the slope of the whole curve continues. Below the smallest, a size takes at least
+    its proportional share: another row makes no other row more expensive.
+
+    Args:
+        origin: Size 0 takes no time, so that one measured size gives a slope.
+        tuning: Constants.
+    """
+
+    def __init__(self, *, origin: bool = False, tuning: Tuning = TUNING) -> None:
+        self._origin, self._tuning = origin, tuning
+        self._points: dict[int, tuple[float, float]] = {}  # by size: mean seconds, weight in observations
+        self._line: tuple[Array, Array] | None = None  # sizes and seconds to interpolate, None after a change
+
+    @property
+    def weight(self) -> float:
+        """Number of observations, as far as they still count."""
+        return sum(weight for _, weight in self._points.values())
+
+    def add(self, size: int, seconds: float) -> None:
+        """Records an observation."""
+        mean, weight = self._points.get(size, (0.0, 0.0))
+        weight = min(weight, self._tuning.memory - 1.0)
+        limit = self._tuning.clip * self.at(size) if self.weight >= self._tuning.trusted else seconds
+        if seconds > limit:
+            seconds, weight = limit, weight / 2
+        self._points[size] = (mean * weight + seconds) / (weight + 1.0), weight + 1.0
+        self._line = None
+
+    def put(self, size: int, seconds: float) -> None:
+        """Replaces what is known of a size."""
+        self._points[size] = seconds, max(1.0, self.weight_near(size))
+        self._line = None
+
+    def discount(self, weight: float) -> None:
+        """Lets earlier observations of a size count as ``weight`` at most."""
+        self._points = {size: (mean, min(weight, old)) for size, (mean, old) in self._points.items()}
+
+    def weight_near(self, size: int, slack: int = 0) -> float:
+        """Returns the weight of the observations within ``slack`` of ``size``."""
+        return sum(weight for at, (_, weight) in self._points.items() if abs(at - size) <= slack)
+
+    def at(self, size: float) -> float:
+        """Returns the seconds of a size, 0 if nothing was measured."""
+        if size in self._points:
+            return self._points[int(size)][0]
+        return float(self.over(np.asarray([size]))[0])
+
+    def over(self, sizes: Array) -> Array:
+        """Returns the seconds of each of ``sizes`` [N], which need not be integers."""
+        if not self._points:
+            return np.zeros(len(sizes))
+        if self._line is None:
+            self._line = self._interpolation()
+        return np.interp(sizes, *self._line)
+
+    def below(self, size: int) -> float:
+        """Returns the seconds of the largest measured size under ``size``, 0 if there is none."""
+        smaller = [known for known in self._points if known < size]
+        return self._points[max(smaller)][0] if smaller else 0.0
+
+    def optimistic(self, sizes: Array) -> Array:
+        """Returns ``over``, but at most the seconds of the largest measured size up to each of ``sizes`` [N]."""
+        if not self._points:
+            return np.zeros(len(sizes))
+        known = np.array(sorted(self._points), dtype=np.float64)
+        seconds = np.array([self._points[int(size)][0] for size in known])
+        nearest: Array = seconds[np.maximum(np.searchsorted(known, sizes, "right") - 1, 0)]
+        return np.minimum(self.over(sizes), nearest)
+
+    def _interpolation(self) -> tuple[Array, Array]:
+        """Returns the sizes and seconds between which ``over`` interpolates."""
+        points = [(float(size), mean) for size, (mean, _) in sorted(self._points.items())]
+        if self._origin:
+            points = [(0.0, 0.0), *points]
+        (first, low), (last, high) = points[0], points[-1]
+        if len(points) > 1:
+            slope = max(0.0, (high - low) / (last - first))
+        else:
+            slope = self._tuning.row_share * low / (1.0 + self._tuning.row_share * (first - 1.0))
+        if not self._origin:
+            points = [(0.0, max(0.0, low - slope * first)), *points]
+        sizes, seconds = zip(*points, (last + _FAR, high + slope * _FAR), strict=True)
+        return np.array(sizes), np.array(seconds)

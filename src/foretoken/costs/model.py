@@ -1,0 +1,187 @@
+"""The cost model: seconds of plain steps, forward passes and drafting, learned from the steps of an engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from foretoken.core.step import StepOutput, Timings, is_decode_only
+from foretoken.costs.curve import Array, Curve
+from foretoken.costs.tuning import TUNING, Tuning
+
+
+class CostModel:
+    """Seconds of passes by rows, of plain steps by batch, of drafting by depth and batch, and of catching up.
+
+    The engine passes every step to ``observe`` once. Controllers and proposers only read.
+
+    Passes of different sizes are compared at one speed of the machine, and ``level`` follows that speed: a slow minute
+    makes no size more expensive than another. Steps with prefill teach nothing about passes. A proposer that did not
+    draft for a request first processes the tokens that it missed; these seconds are kept apart from drafting.
+
+    Attributes:
+        level: Seconds of a pass relative to those of the first observed passes.
+    """
+
+    def __init__(self, tuning: Tuning = TUNING) -> None:
+        self.tuning, self.level = tuning, 1.0
+        self._passes, self._plain = Curve(tuning=tuning), Curve(tuning=tuning)  # at level 1, by rows and by batch
+        self._drafting: dict[int, Curve] = {}  # over the depth, by the bit length of the number of requests
+        self._missed = (0.0, 0.0)  # seconds of catching up, tokens
+        self._disturbed = 0  # disturbed passes in a row
+        self._since_plain = 0  # steps since a plain one was timed
+        self._speedup = 1.0  # moving average over the steps with drafts
+
+    @property
+    def known(self) -> bool:
+        """Whether any pass was timed."""
+        return self._passes.weight > 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether drafting was timed."""
+        return bool(self._drafting)
+
+    def observe(self, steps: Sequence[StepOutput]) -> None:
+        """Learns from the outputs of one step."""
+        if not steps:
+            return
+        timings, budgets = steps[0].timings, [step.budget for step in steps if step.budget > 0]
+        if decode_only := is_decode_only(steps):
+            rows = len(steps) + sum(len(step.draft) for step in steps)
+            self.observe_pass(rows, timings.total - timings.propose)
+            self._since_plain += 1
+            if rows == len(steps) and not budgets:
+                if self._since_plain >= self.tuning.refresh:
+                    self._plain.discount(self.tuning.stale)
+                self._plain.add(rows, timings.total / self.level)
+                self._since_plain = 0
+        if budgets and any(len(step.draft) for step in steps):
+            self._observe_drafting(max(budgets), len(budgets), timings)
+            plain = self.plain_seconds(len(steps))
+            if decode_only and plain and timings.total:  # no step with drafts is shorter than one without
+                speedup = sum(len(step.tokens) for step in steps) / len(steps) * min(1.0, plain / timings.total)
+                self._speedup += 0.1 * (speedup - self._speedup)
+
+    def observe_pass(self, rows: int, seconds: float) -> None:
+        """Learns from one pass. An unusual time of a known size is attributed to the speed of the machine."""
+        tuning = self.tuning
+        if seconds <= 0.0:  # no clock
+            return
+        if self._passes.weight_near(rows) >= tuning.known:
+            ratio = seconds / self.pass_seconds(rows)
+            self._disturbed = self._disturbed + 1 if ratio > tuning.disturbed else 0
+            if 0 < self._disturbed < tuning.passing:
+                return
+            change = math.log(min(tuning.max_change, max(1.0 / tuning.max_change, ratio)))
+            self.level *= math.exp(change * (tuning.follow if abs(change) < tuning.jump else tuning.leap))
+        elif seconds < tuning.dip * (fewer := self.level * self._passes.below(rows)):
+            self.level *= seconds / fewer
+        self._passes.add(rows, seconds / self.level)
+
+    def calibrate(self, passes: Mapping[int, float], drafting: Mapping[int, float]) -> None:
+        """Replaces what was learned in the warm-up by its medians, which count until real steps show better ones.
+
+        Args:
+            passes: Seconds by rows.
+            drafting: Seconds of one request's draft by depth.
+        """
+        for rows, seconds in passes.items():
+            self._passes.put(rows, seconds / self.level)
+        for depth, seconds in drafting.items():
+            self._drafting_curve(1).put(depth, seconds)
+        self.discount()
+
+    def discount(self) -> None:
+        """Lets everything learned so far count little beside what follows."""
+        self._passes.discount(self.tuning.compared)
+        for curve in self._drafting.values():
+            curve.discount(self.tuning.calibrated)
+        self._plain.discount(self.tuning.calibrated / 4)  # the first steps show it, and everything is compared with it
+        seconds, tokens = self._missed
+        scale = max(1.0, tokens / 64.0)
+        self._missed = seconds / scale, tokens / scale
+        self._since_plain = 0
+
+    def pass_seconds(self, rows: float) -> float:
+        """Returns the seconds of a pass over ``rows`` rows at the machine's present speed, 0 if none was timed."""
+        return self.level * self._passes.at(rows)
+
+    def pass_table(self, rows: Array) -> Array:
+        """Returns ``pass_seconds`` of each of ``rows`` [N], which need not be integers."""
+        return self.level * self._passes.over(rows)
+
+    def pass_ratio(self, rows: Array, base: int, *, optimistic: bool = False) -> Array:
+        """Returns the seconds of passes over ``rows`` [N] relative to one over ``base`` rows, which are fewer.
+
+        Args:
+            rows: Rows, which need not be integers.
+            base: Rows of the pass to compare with.
+            optimistic: Assume that sizes that were never timed take no longer than smaller ones.
+        """
+        seconds = self._passes.at(base)
+        if not seconds:
+            return np.ones(len(rows))
+        table = self._passes.optimistic(rows) if optimistic else self._passes.over(rows)
+        return np.maximum(1.0, table / seconds)
+
+    def plain_seconds(self, batch: int) -> float:
+        """Returns the seconds of a step of ``batch`` requests without drafts, 0 if none was timed."""
+        return self.level * self._plain.at(batch)
+
+    def step_table(self, batch: int, rows: Array, *, optimistic: bool = False) -> Array:
+        """Returns the seconds of steps of ``batch`` requests whose passes have ``rows`` [N] rows, without drafting.
+
+        Passes and plain steps are timed at different moments, between which the speed of the machine may change. So a
+        step takes as many plain steps as its pass takes plain passes, and never less than one.
+        """
+        plain = self.plain_seconds(batch)
+        return plain * self.pass_ratio(rows, batch, optimistic=optimistic) if plain else self.pass_table(rows)
+
+    def draft_seconds(self, depth: int, count: int) -> float:
+        """Returns the seconds of drafting ``depth`` tokens for each of ``count`` requests, 0 if none was timed."""
+        return self._nearest(count.bit_length()).at(depth) if self._drafting else 0.0
+
+    def draft_table(self, depths: Array, counts: Array) -> Array:
+        """Returns ``draft_seconds`` for each pair of ``depths`` [N] and ``counts`` [N]."""
+        table = np.zeros(len(depths))
+        bits = np.frexp(counts)[1]  # bit lengths
+        for length in np.unique(bits) if self._drafting else ():
+            table[bits == length] = self._nearest(int(length)).over(depths[bits == length])
+        return table
+
+    def missed_seconds(self, tokens: float) -> float:
+        """Returns the seconds in which a proposer processes ``tokens`` tokens that it missed."""
+        seconds, count = self._missed
+        return tokens * seconds / count if count else 0.0
+
+    def plain_due(self, batch: int) -> bool:
+        """Returns whether a plain step has to be timed before other steps draft."""
+        tuning = self.tuning
+        enough = 1.0 if self._plain.weight > tuning.first_plain else tuning.first_plain
+        if self._plain.weight_near(batch, batch // 8) < enough:
+            return True
+        return self._since_plain >= tuning.refresh + tuning.patience * max(0.0, self._speedup - 1.0)
+
+    def _drafting_curve(self, bits: int) -> Curve:
+        return self._drafting.setdefault(bits, Curve(origin=True, tuning=self.tuning))
+
+    def _nearest(self, bits: int) -> Curve:
+        """Returns the drafting curve of the nearest number of requests."""
+        return self._drafting.get(bits) or self._drafting[min(self._drafting, key=lambda known: abs(known - bits))]
+
+    def _observe_drafting(self, depth: int, count: int, timings: Timings) -> None:
+        """Learns from the time of drafting, of which the missed tokens have a part."""
+        missed, seconds, bits = timings.missed_tokens, timings.propose, count.bit_length()
+        if missed <= self.tuning.slack:
+            self._drafting_curve(bits).add(depth, seconds)
+            return
+        if self._drafting:
+            catching_up = max(0.0, seconds - self.draft_seconds(depth, count))
+        else:
+            step = seconds / (depth + missed / self.tuning.missed_per_step)
+            self._drafting_curve(bits).add(depth, step * depth)
+            catching_up = seconds - step * depth
+        self._missed = 0.8 * self._missed[0] + catching_up, 0.8 * self._missed[1] + missed

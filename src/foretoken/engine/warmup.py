@@ -1,0 +1,102 @@
+"""Warm-up before the first request: steps on a synthetic prompt that measure passes and drafting.
+
+The cost of an oversized draft model shows here, not in a request. The kernels are warm afterwards, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from foretoken.control.base import Controller
+from foretoken.core.context import Context
+from foretoken.core.draft import Draft
+from foretoken.core.sampling import SamplingLaw
+from foretoken.core.step import StepOutput
+from foretoken.core.streams import Streams
+from foretoken.costs.model import CostModel
+from foretoken.engine.loop import Engine, draining
+from foretoken.engine.stopping import Length
+from foretoken.models.base import Model
+from foretoken.propose.base import Proposer
+
+_PROMPT = 96  # tokens
+_FIRST = (0, 1)  # prefill, and the proposer's catching up
+_SWEEP = (0, 1, 2, 4, 6, 7, 8, 12, 16)  # depths
+_SWEEPS = 3  # the medians of which count, since a slow moment would be remembered; fewer if they take longer than
+_SECONDS = 1.0
+
+
+class _Script(Controller):
+    """Drafts the given depths in turn.
+
+    Attributes:
+        depths: Depths that are left.
+        passes: Seconds by rows.
+        drafting: Seconds by depth, after the proposer has caught up.
+    """
+
+    def __init__(self, depths: Sequence[int], costs: CostModel) -> None:
+        self.depths, self.costs, self._costs = list(depths), costs, costs
+        self.passes: dict[int, list[float]] = defaultdict(list)
+        self.drafting: dict[int, list[float]] = defaultdict(list)
+        self._depth, self._skip, self._end = 0, len(_FIRST), time.perf_counter() + _SECONDS
+
+    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
+        self._depth = self.depths.pop(0) if self.depths else 0
+        return [max(0, min(self._depth, left)) for left in max_draft_tokens]
+
+    def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
+        self._skip -= 1
+        if self._skip >= 0:
+            return
+        timings = steps[0].timings
+        self.passes[sum(len(step.draft) + 1 for step in steps)].append(timings.total - timings.propose)
+        if self._depth:
+            self.drafting[self._depth].append(timings.propose)
+            if timings.propose > self._costs.plain_seconds(1):  # deeper drafts cannot pay
+                self.depths = [depth for depth in self.depths if depth < self._depth]
+        if time.perf_counter() > self._end:
+            self.depths = [depth for depth in self.depths if depth and depth not in self.drafting]
+
+
+class _Synthetic(Proposer):
+    """Drafts chains of one token, to time their rows."""
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        return [Draft.chain([context.tokens[-1]] * budget) for context, budget in zip(contexts, budgets, strict=True)]
+
+
+def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int) -> None:
+    """Calibrates ``costs`` with passes and drafts of up to ``max_tokens`` tokens.
+
+    It needs space for 32 tokens and the drafts in the target's context window, and does nothing with less. Where
+    drafting takes no time, or the proposer would learn from the synthetic prompt, only passes are timed.
+
+    Args:
+        target: The target model.
+        proposer: Drafts tokens.
+        costs: The cost model; later steps of requests count more.
+        max_tokens: Largest draft length.
+    """
+    sweep = [depth for depth in _SWEEP if depth <= max_tokens]
+    emitted = sum(depth + 1 for depth in sweep)
+    space = target.max_length - max_tokens - 1 - sum(_FIRST) - len(_FIRST)
+    sweeps = min(_SWEEPS, (space - 32) // emitted)
+    if sweeps < 1 or not max_tokens:
+        return
+    length = min(_PROMPT, space - sweeps * emitted)
+    tokens = [(7 * i + 1) % target.vocab_size for i in range(length)]
+    source = tuple(tokens[: target.source_length])
+    context = Context(-1, tokens, length, SamplingLaw(temperature=0.0), Streams(0), source=source)
+    passes_alone = proposer.costless or proposer.learns
+    script = _Script([*_FIRST, *(sweep * sweeps)], CostModel() if passes_alone else costs)
+    engine = Engine(target, _Synthetic() if passes_alone else proposer, script)
+    with draining(engine, [context.id]):
+        engine.add(context, Length(2**31))
+        while script.depths:
+            engine.step_or_raise()
+    drafting = {} if passes_alone else {depth: median(seconds) for depth, seconds in script.drafting.items()}
+    costs.calibrate({rows: median(seconds) for rows, seconds in script.passes.items()}, drafting)

@@ -1,0 +1,108 @@
+"""Rows of a plan, from acceptance and step times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretoken.plan.candidates import Candidate
+from foretoken.plan.rounds import PrefillTiming
+from foretoken.plan.rows import PlanRow
+from foretoken.plan.statistics import ratio_interval
+from foretoken.plan.tally import AcceptanceEstimate
+from foretoken.plan.times import RoundTime, Times
+
+LEVEL = 0.95
+_TIMED = (1, 2, 4, 6, 8)  # draft lengths that are timed where there are many; others are interpolated
+_NORMAL = 1.96  # standard errors in half an interval of LEVEL
+
+
+def timed_depths(depths: Sequence[int]) -> list[int]:
+    """Returns the draft lengths that are timed: all of a few, some of many, always the deepest."""
+    return list(depths) if len(depths) <= len(_TIMED) else [d for d in depths if d in _TIMED or d == max(depths)]
+
+
+def lane_name(candidate: Candidate, depth: int) -> str:
+    """Returns the name under which a candidate's draft length is timed."""
+    return f"{candidate.name} @ {depth}"
+
+
+def _time(candidate: Candidate, depth: int, times: Times, estimate: AcceptanceEstimate) -> RoundTime:
+    """Returns the time of a step, interpolated where the draft length was not timed."""
+    near = timed_depths(candidate.depths)
+    if depth in near:
+        return times.of(lane_name(candidate, depth), estimate.sizes)
+    low, high = max(d for d in near if d < depth), min(d for d in near if d > depth)
+    ends = [times.of(lane_name(candidate, d), estimate.sizes) for d in (low, high)]
+    share = (depth - low) / (high - low)
+
+    def between(name: str) -> float:
+        return float((1 - share) * getattr(ends[0], name) + share * getattr(ends[1], name))
+
+    return RoundTime(**{name: between(name) for name in RoundTime.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Measurements at one temperature and batch, shared by all candidates.
+
+    Args:
+        temperature: Sampling temperature.
+        batch: Sequences at once.
+        tokens: Mean tokens of a completion.
+        times: Step times.
+        prefill: Time of the step that holds the prompts.
+    """
+
+    temperature: float
+    batch: int
+    tokens: float
+    times: Times
+    prefill: PrefillTiming
+
+
+def predicted_row(candidate: Candidate, depth: int, place: Place, estimate: AcceptanceEstimate) -> PlanRow:
+    """Returns the prediction for one candidate and draft length."""
+    time = _time(candidate, depth, place.times, estimate)
+    mean, width = estimate.tokens_per_pass, spread(estimate)
+    speedup, off = mean / time.over_plain, math.hypot(width, math.sqrt(2) * _NORMAL * time.error)
+    plain = place.prefill.seconds + (place.tokens - 1) * place.times.plain
+    own_prefill = place.prefill.seconds * place.prefill.over_plain[candidate.name]
+    steps = sum(estimate.steps) / max(1, len(estimate.tallies))
+    return PlanRow(
+        name=candidate.name,
+        method=candidate.method,
+        config=candidate.at(depth),
+        temperature=place.temperature,
+        batch=place.batch,
+        tokens_per_pass=mean,
+        tokens_per_pass_low=mean * _exp(-width),
+        tokens_per_pass_high=mean * _exp(width),
+        speedup=speedup,
+        low=speedup * _exp(-off),
+        high=speedup * _exp(off),
+        end_to_end=plain / (own_prefill + steps * time.seconds),
+        step_seconds=time.seconds,
+        draft_seconds=time.propose,
+        plain_seconds=place.times.plain,
+        acceptance=estimate.acceptance,
+        estimator=estimate.estimator,
+        requests=estimate.requests,
+    )
+
+
+def spread(estimate: AcceptanceEstimate) -> float:
+    """Returns half the width of the interval of log(tokens per pass) for another sample of as many requests.
+
+    Infinite for one request. The other sample has one text per request, whose variance is that of the mean over all
+    draws times their number.
+    """
+    if estimate.requests < 2:
+        return math.inf
+    mean, low, high = ratio_interval(estimate.tokens, estimate.steps, LEVEL)
+    return math.sqrt(1 + estimate.draws) * (high - low) / 2 / mean
+
+
+def _exp(value: float) -> float:
+    return 0.0 if value == -math.inf else math.exp(value) if value < 700 else math.inf

@@ -1,0 +1,156 @@
+"""Large bodies are parsed, validated and tokenized in a process of their own.
+
+Each of these steps holds the interpreter for as long as it lasts, which would delay every running stream. One process
+holds the tokenizer and forks one process for each body, which has a limit on processor time and memory and gives way to
+the server. Memory that a body took is returned with its process. POSIX only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pydantic import ValidationError
+
+from foretoken.core.forking import ForkServer, allow_seconds, ask, first_received, fork_for_each, limit_memory, nicely
+from foretoken.serve.errors import ApiError, Overloaded, as_api_error, invalid, validation_error
+from foretoken.serve.intake import Intake, PreparedRequest
+from foretoken.serve.json_body import parse
+from foretoken.serve.schema import Generate
+
+_log = logging.getLogger(__name__)
+
+LARGE_BODY = 2**16  # bytes
+_MAX_WAITING = 64  # bodies
+
+
+@dataclass(frozen=True, slots=True)
+class SideProcessLimits:
+    """Limits of one body.
+
+    Args:
+        cpu_seconds: Processor time.
+        seconds: Time for which the server waits.
+        memory_bytes: Memory in addition to the tokenizer.
+    """
+
+    cpu_seconds: float = 20.0
+    seconds: float = 120.0
+    memory_bytes: int = 2**30
+
+
+class SideProcess:
+    """Prepares large bodies in processes of their own. The first one is started on first use, or by ``start``."""
+
+    def __init__(self, intake: Intake, limits: SideProcessLimits | None = None) -> None:
+        self._limits = limits or SideProcessLimits()
+        intake = replace(intake, settings=replace(intake.settings, api_keys=()))
+        self.process = ForkServer(__name__, lambda: (intake, self._limits))
+        self._threads = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "foretoken-large-bodies")
+        self._waiting, self._broken = 0, False
+
+    def start(self) -> None:
+        """Starts the process without waiting for it."""
+        self._threads.submit(self._started)
+
+    async def prepared(self, kind: type[Generate], body: bytes) -> PreparedRequest[Any] | None:
+        """Returns what ``Intake.prepared`` makes of a body of this kind; None where no process can be started.
+
+        Raises:
+            ApiError: The error that the server would answer if it read the body itself.
+            Overloaded: Too many large bodies wait.
+        """
+        if self._waiting >= _MAX_WAITING:
+            raise Overloaded(f"{_MAX_WAITING} large requests wait to be read; try again later")
+        self._waiting += 1
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self._threads, self._answer, kind, body)
+        finally:
+            self._waiting -= 1
+        if isinstance(result, ApiError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.process.close()
+
+    def _started(self) -> bool:
+        """Returns whether the process runs and can be forked."""
+        if not self._broken and self._reply(None) is None:
+            self._broken = True
+            _log.warning("no process for large requests can be started; they will delay others")
+        return not self._broken
+
+    def _answer(self, kind: type[Generate], body: bytes) -> PreparedRequest[Any] | ApiError | None:
+        process = self.process.pid
+        reply = None if self._broken else self._reply((kind, body))
+        if reply is None and not self._started():
+            return None
+        if reply is None and process not in (None, self.process.pid):  # it had died, for whatever reason
+            reply = self._reply((kind, body))
+        if reply is None:
+            return self._too_much()
+        return reply if isinstance(reply, PreparedRequest) else ApiError(**reply)
+
+    def _reply(self, question: Any) -> Any:
+        try:
+            return ask(self.process.fork(), question, self._limits.seconds, pickled=True)
+        except Exception as error:  # tokenizers with code of their own cannot always be pickled
+            _log.debug("the process for large requests failed", exc_info=error)
+            return None
+
+    def _too_much(self) -> ApiError:
+        seconds, mib = self._limits.cpu_seconds, self._limits.memory_bytes >> 20
+        return invalid(f"the body takes more than {seconds:g} s or {mib} MiB to read; make the request smaller")
+
+
+# in the forked processes
+
+
+def main(descriptor: int) -> None:
+    """Receives the intake, then forks for every body until the other end is closed."""
+    received = first_received(descriptor)
+    if received is None:
+        return
+    connection, (intake, limits) = received
+    limit_memory(limits.memory_bytes)
+    fork_for_each(connection, lambda connection: _serve(connection, intake, limits))
+
+
+def _serve(connection: Connection, intake: Intake, limits: SideProcessLimits) -> None:
+    question = connection.recv()
+    if question is None:
+        connection.send({})
+        return
+    allow_seconds(limits.cpu_seconds)
+    nicely(lambda: connection.send(_result(intake, *question)))
+
+
+def _result(intake: Intake, kind: type[Generate], body: bytes) -> PreparedRequest[Any] | dict[str, Any]:
+    """Returns the request, or the fields of an ApiError, which cannot be pickled."""
+    try:
+        return intake.tokenized_bad_words(intake.prepared(_validated(kind, body)))
+    except Exception as error:
+        refusal = as_api_error(error)
+        return {name: getattr(refusal, name) for name in ApiError.__dataclass_fields__}
+
+
+def _validated(kind: type[Generate], body: bytes) -> Generate:
+    """Returns the body as FastAPI validates it. Raises ApiError."""
+    try:
+        return kind.model_validate(parse(body))
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        raise validation_error([{**detail, "loc": ("body", *detail["loc"])} for detail in details]) from error
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,80 @@
+"""What passes take by their rows, on a machine whose speed is not its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foretoken.core.draft import Draft
+from foretoken.core.step import StepOutput, Timings
+from foretoken.core.verdict import Verdict
+from foretoken.costs.model import CostModel
+
+
+def seconds(rows: int) -> float:
+    """Seven rows take hardly more than one, and eight much more."""
+    return 0.030 if rows < 8 else 0.045
+
+
+def learned(*sizes: int) -> CostModel:
+    costs = CostModel()
+    for _ in range(6):
+        for rows in sizes:
+            costs.observe_pass(rows, seconds(rows))
+    return costs
+
+
+def step(rows: int, taken: float, position: int = 5) -> list[StepOutput]:
+    draft = Draft.chain([0] * (rows - 1))
+    return [StepOutput(0, position, draft, Verdict((), 0), (0,), Timings(0.5, taken, 0.0, 0.0, 1))]
+
+
+def test_nothing_is_known_at_first():
+    costs = CostModel()
+    assert not costs.known and costs.pass_seconds(4) == 0.0
+    assert costs.pass_ratio(np.array([4.0]), 1).tolist() == [1.0]
+
+
+def test_a_slower_machine_makes_no_size_dearer_than_another():
+    costs = learned(1, 7, 8, 16)
+    for _ in range(12):  # of the others nothing is seen
+        costs.observe_pass(7, 2.0 * seconds(7))
+    assert costs.pass_seconds(7) == pytest.approx(2.0 * seconds(7), rel=0.01)
+    assert costs.pass_seconds(16) == pytest.approx(2.0 * seconds(16), rel=0.1)  # a little of it is thought to be theirs
+    assert costs.pass_ratio(np.array([7.0, 8.0]), 1) == pytest.approx([1.0, 1.5], rel=0.11)
+
+
+def test_one_step_that_took_far_too_long_teaches_nothing_and_three_do():
+    costs = learned(1, 4)
+    for _ in range(2):
+        costs.observe_pass(4, 3.0)
+    assert costs.pass_seconds(4) == pytest.approx(seconds(4))
+    for _ in range(20):
+        costs.observe_pass(4, 3.0)
+    assert costs.pass_seconds(1) > 10 * seconds(1)
+
+
+def test_more_rows_in_less_time_tell_of_a_faster_machine():
+    """The first pass over 24 rows comes just when everything takes two thirds."""
+    costs = learned(1, 16)
+    costs.observe_pass(24, seconds(24) / 1.5)
+    assert costs.level == pytest.approx(1 / 1.5, rel=0.01)
+    assert costs.pass_ratio(np.array([24.0]), 16) == pytest.approx([1.0])
+
+
+def test_at_best_rows_that_were_never_tried_cost_nothing():
+    costs = learned(1, 7, 8)
+    rows = np.array([7.0, 8.0, 20.0])
+    assert costs.pass_ratio(rows, 1)[2] > 2.0
+    assert costs.pass_ratio(rows, 1, optimistic=True) == pytest.approx([1.0, 1.5, 1.5])
+
+
+def test_only_what_is_no_prompt_and_no_drafting_counts():
+    costs = CostModel()
+    step_ = step(4, 0.03)
+    costs.observe(step_)
+    costs.observe(step(4, 9.0, position=0))
+    costs.observe([])
+    costs.observe(step(2, 0.0))  # nobody looked at a clock
+    assert costs.pass_seconds(4) == pytest.approx(0.03)
+    assert costs._passes.weight == 1.0
