@@ -137,7 +137,7 @@ def main(
     dtype: str = "auto",
     device: str = "auto",
     quantization: Annotated[str | None, typer.Option(help="int8, as for the target.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     """Race plain decoding and each configuration over the edits."""
     torch.set_num_threads(cores())

@@ -130,7 +130,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=1)] = 1024,
     seed: Annotated[int, typer.Option(help="Where all random numbers come from.")] = 0,
     dtype: str = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     """Complete the requests with the bundled pair, and count what is valid. Exits with 1 if anything is not."""
     config = {"method": "draft_model", "model": str(zoo.path("draft")), "tree": tree, "num_speculative_tokens": depth}

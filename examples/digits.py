@@ -41,7 +41,7 @@ SHADES = 4  # what the draft tells apart
 
 def load() -> Tensor:
     """int64 [1797, 65]: each image as its class token and 64 pixels."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     data = load_digits()
     pixels, labels = torch.from_numpy(data.data).long(), torch.from_numpy(data.target).long()

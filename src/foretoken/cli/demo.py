@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.bench.workloads import FUNCTIONS
+from foretoken.cli.options import Json
 from foretoken.cli.theme import ColorMode, console
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def demo(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     speculative_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = 4,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Watch the bundled pair complete Python functions plainly and speculatively."""
     from foretoken.cli.lanes import stage

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.options import Json
 from foretoken.cli.train import (
     Compile,
     Force,
-    Json,
     Minutes,
     Out,
     Resume,
