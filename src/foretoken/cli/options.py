@@ -21,7 +21,7 @@ Speculation = Annotated[str | None, typer.Option(metavar="JSON", help='For insta
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Quantization = Annotated[
-    str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
+    str | None, typer.Option(help="int8 or int4: quantize the target's weights on loading. [as stored]")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the JSON document to a file.")]
