@@ -1,10 +1,11 @@
 # Each target sets up what it needs, in .venv, with the versions of constraints.txt.
-#   make demo     runtime only, then the race of plain and speculative decoding
-#   make test     everything for development, then the tests
-#   make check    formatting, lint, types and the import rule
-#   make docs     the documentation as a site, in site/; broken links and unknown names are errors
-#   make peers    OpenVINO GenAI and vLLM, each in an environment of its own, for the race (gigabytes)
-#   make bench    the figures of the README (two hours; leave the machine alone meanwhile)
+#   make demo       runtime only, then the race of plain and speculative decoding
+#   make test       everything for development, then the tests
+#   make test-fast  the tests that take seconds
+#   make check      formatting, lint, types and the import rule
+#   make docs       the documentation as a site, in site/; broken links and unknown names are errors
+#   make peers      OpenVINO GenAI and vLLM, each in an environment of its own, for the race (gigabytes)
+#   make bench      the figures of the README (two hours; leave the machine alone meanwhile)
 # PIP_ARGS goes to pip, for instance --extra-index-url with an index of smaller, CPU-only builds of torch.
 
 SHELL := /bin/sh
@@ -23,7 +24,7 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs format peers bench install clean
+.PHONY: help demo test test-fast check docs format peers bench install clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -33,6 +34,9 @@ demo: $(RUNTIME)
 
 test: $(DEV)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(DEV)
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff format --check
@@ -52,9 +56,9 @@ peers: $(RUNTIME)
 
 bench: $(DEV)
 	@mkdir -p $(RESULTS)
-	$(BIN)/foretoken bench race --temperature 0 --temperature 1 --json $(RESULTS)/race.json --html $(RESULTS)/race.html $(ARGS)
-	$(BIN)/foretoken bench race --quantization int8 --json $(RESULTS)/int8.json --html $(RESULTS)/int8.html $(ARGS)
-	$(BIN)/foretoken bench race --prompts ragged --batch 8 --json $(RESULTS)/batch.json --html $(RESULTS)/batch.html $(ARGS)
+	$(BIN)/foretoken bench race --temperature 0 --temperature 1 --output $(RESULTS)/race.json --html $(RESULTS)/race.html $(ARGS)
+	$(BIN)/foretoken bench race --quantization int8 --output $(RESULTS)/int8.json --html $(RESULTS)/int8.html $(ARGS)
+	$(BIN)/foretoken bench race --prompts ragged --batch 8 --output $(RESULTS)/batch.json --html $(RESULTS)/batch.html $(ARGS)
 	$(BIN)/foretoken bench costs
 	$(BIN)/foretoken bench costs --quantization int8 --parts passes,rounds
 	$(BIN)/python benchmarks/exactness_grid.py

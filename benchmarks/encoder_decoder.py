@@ -77,7 +77,7 @@ class Own:
             ]  # fmt: skip
             for output in self.llm.generate([list(task.source) for task in some], params):
                 texts.append(output.outputs[0].token_ids)
-                passes += output.stats.rounds
+                passes += output.stats.steps
         return texts, sum(map(len, texts)) / passes
 
 
@@ -155,7 +155,7 @@ def main(
     dtype: str = "bfloat16",
     quantization: Annotated[str | None, typer.Option(help="int8, of our target.")] = None,
     peer: Annotated[bool, typer.Option(help="transformers beside ours.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     torch.set_num_threads(cores())
     big = resolve(target) if target else scaled(like, "seq2seq-target")

@@ -21,8 +21,8 @@ import typer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from continuous_verifier import Gaussians, Origin, SeededReals, SeriesDraft, SeriesVerdict, verify
 from foretoken.core.streams import Purpose, Streams, random_seed_from
-from foretoken.verify.continuous import Gaussians, Origin, SeededReals, SeriesDraft, SeriesVerdict, verify
 
 Reals = NDArray[np.float64]
 Means = Callable[[Reals], Reals]  # pasts [rows, WINDOW] -> means of what comes next [rows]

@@ -16,11 +16,13 @@ import pytest
 
 from foretoken import zoo
 from foretoken.cli.main import main
+from foretoken.models.families.schema import DEFAULTS
+from foretoken.propose import methods
 from foretoken.propose.methods import METHODS
 from foretoken.speculation import find
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<marker>[\w: ]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
 # Names a reader puts an own model in for, and the bundled model that stands in for it here.
 STAND_INS = {"your-target-model": "target", "your-draft-model": "draft"}
@@ -52,6 +54,17 @@ def commands() -> list[str]:
     return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
 
 
+@pytest.fixture
+def _registries(monkeypatch):
+    """Undoes what examples register."""
+    monkeypatch.setattr(methods, "_registered", {})
+    before = dict(DEFAULTS)
+    yield
+    DEFAULTS.clear()
+    DEFAULTS.update(before)
+
+
+@pytest.mark.usefixtures("_registries")
 @pytest.mark.parametrize("block", list(blocks("python")), ids=str)
 def test_python_runs(block, capsys):
     code = block.code
@@ -99,7 +112,7 @@ def test_links_and_named_commands_exist(page, capsys):
     known = capsys.readouterr().out
     for name in re.findall(r"`foretoken ([a-z-]+)", text):
         assert re.search(rf"^  {name}\s", known, re.MULTILINE), name
-    for target in re.findall(r"`make ([a-z]+)", text):
+    for target in re.findall(r"`make ([a-z-]+)", text):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
 
 
@@ -143,6 +156,13 @@ def test_the_picture_of_the_race_is_small_and_stands_alone():
     for element in ElementTree.parse(picture).iter():
         assert element.tag.rpartition("}")[2] not in ("script", "image", "foreignObject")
         assert element.get("href", "#").startswith("#")
+
+
+def test_the_workflow_makes_the_targets_of_the_local_check():
+    local = re.search(r"^exec make (.+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    matrix = re.search(r"target: \[(.+)\]", (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    assert local is not None and matrix is not None
+    assert matrix[1].split(", ") == local[1].split()
 
 
 def test_the_readme_is_short():

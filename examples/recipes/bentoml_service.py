@@ -59,7 +59,7 @@ front = Starlette(lifespan=lifespan)
 class Foretoken:
     """One worker: an engine batches its requests by itself, and a second process would hold the models again."""
 
-    @bentoml.api
+    @bentoml.api  # type: ignore[untyped-decorator]
     async def generate(
         self, prompt: str, max_tokens: int = 100, temperature: float = 0.0, seed: int | None = None
     ) -> Answer:

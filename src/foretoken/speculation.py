@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,10 +16,11 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Model
 from foretoken.params import MAX_SPECULATIVE_TOKENS
-from foretoken.propose.base import BuildContext, Method, Proposer
+from foretoken.propose.base import BuildContext, Proposer
 from foretoken.propose.methods import METHODS as METHODS
 from foretoken.propose.methods import NONE as NONE
 from foretoken.propose.methods import check_method
+from foretoken.propose.methods import find as find
 from foretoken.propose.per_request import PerRequestProposer
 
 _REJECTIONS = ("block", "token")
@@ -31,7 +31,8 @@ class SpeculativeConfig:
     """How to speculate, by vLLM's names.
 
     Args:
-        method: One of ``METHODS`` or "none". None infers it: "draft_model" where a model is given.
+        method: One of ``METHODS``, a method added by ``propose.methods.register``, or "none". None infers it:
+            "draft_model" where a model is given.
         model: The draft model, heads or datastore of the method.
         num_speculative_tokens: Draft tokens per step, all nodes of a tree included. None takes the method's default.
         rejection: ``"block"`` or ``"token"``, for drawn drafts in the distribution grade.
@@ -105,14 +106,6 @@ class SpeculativeConfig:
     def controller(self, device: torch.device, costs: CostModel) -> Controller:
         """Returns the controller, which reads ``costs``."""
         return build(self.control_in_force, self.max_tokens, device, costs)
-
-
-def find(name: str) -> Method | None:
-    """Returns the method of a name, None for "none"."""
-    if name == NONE:
-        return None
-    method: Method = import_module(f"foretoken.propose.{METHODS[name]}").METHOD
-    return method
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_race(run, tiny_pair, nowhere, tmp_path):
     files = tmp_path / "race.json", tmp_path / "race.html"
     result = run(
         "bench", "race", *short(tiny_pair), "--depth", "2", "--repeats", "1", "--temperature", "0", "--temperature",
-        "1", "--peers", "transformers,vllm", "--json", str(files[0]), "--html", str(files[1]),
+        "1", "--peers", "transformers,vllm", "--output", str(files[0]), "--html", str(files[1]),
     )  # fmt: skip
     assert result.code == 0, result.err
     assert result.err.count("\n") == 1 and "vllm is not set up" in result.err
@@ -52,7 +52,7 @@ def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
     file = tmp_path / "race.json"
     result = run(
         "bench", "race", *short(tiny_pair), "--count", "4", "--prompts", str(prompts(tmp_path)), "--batch", "3",
-        "--depth", "2", "--repeats", "1", "--peers", "none", "--json", str(file),
+        "--depth", "2", "--repeats", "1", "--peers", "none", "--output", str(file),
         "--speculative-config", '{"method": "ngram", "prompt_lookup_max": 2}',
     )  # fmt: skip
     assert result.code == 0, result.err

@@ -38,7 +38,7 @@ def plan() -> dict[str, Any]:
                         "speedup": tokens / cost, "low": tokens / cost * 0.92, "high": tokens / cost * 1.09,
                         "end_to_end": tokens / cost * 0.9, "step_seconds": 0.02 * cost, "draft_seconds": 0.001,
                         "plain_seconds": 0.02, "acceptance": [alpha**k for k in range(1, depth + 1)],
-                        "estimator": "law", "requests": 12, "best": False,
+                        "estimator": "distribution", "requests": 12, "best": False,
                     })  # fmt: skip
     places = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
     choices = []
@@ -46,14 +46,16 @@ def plan() -> dict[str, Any]:
         top = max((row for row in rows if (row["temperature"], row["batch"]) == place), key=lambda row: row["speedup"])
         top["best"] = True
         choices.append({"temperature": place[0], "batch": place[1], "speculate": True, "sure": True, "row": top})
-    costs = [
-        {"model": "tiny-15m", "rows": m, "context": context, "batch": 1, "seconds": second, "low": second * 0.96,
-         "high": second * 1.1, "floor": 0.018 * (1 + m / 40)}
+    costs = {"tiny-15m": [
+        {"rows": m, "context": context, "batch": 1,
+         "seconds": {"median": second, "low": second * 0.96, "high": second * 1.1, "turns": 5},
+         "floor": {"median": 0.018 * (1 + m / 40), "low": 0.017, "high": 0.03, "turns": 5}}
         for context in (512, 4096) for m in (1, 2, 3, 4, 5, 8, 12, 16)
         for second in [0.02 * (1 + m / 20 + 0.2 * (m > 4)) * (1 + context / 9000)]
-    ]  # fmt: skip
+    ]}  # fmt: skip
     predictors = [
-        {"name": name, "correlation": r, "error": e, "slope": 1.0, "intercept": 0.0}
+        {"name": name, "correlation": r, "error": e, "slope": 1.0, "intercept": 0.0, "draft": "draft_model tiny-1m",
+         "temperature": 1.0}
         for name, r, e in (("total variation", -0.97, 0.012), ("KL divergence", -0.9, 0.024),
                            ("draft entropy", -0.4, 0.047), ("constant", 0.0, 0.052))
     ]  # fmt: skip
@@ -65,7 +67,7 @@ def plan() -> dict[str, Any]:
     }
     return {
         "setting": SETTING, "best": best, "exports": exports, "choices": choices, "rows": rows, "costs": costs,
-        "predictors": {"draft_model tiny-1m at temperature 1": predictors}, "measured": measured(),
+        "predictors": predictors, "measured": measured(),
     }  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from foretoken.report.axes import WIDTH, Axis, AxisScale, frame, tick, ticks
-from foretoken.report.charts import POINTS, Bar, Point, Series, bars, lines, scatter
-from foretoken.report.document import ROWS, table
-from foretoken.report.intervals import wilson
+from foretoken.report.charts import MAX_POINTS, Bar, Point, Series, bars, lines, scatter
+from foretoken.report.document import MAX_ROWS, table
 from foretoken.report.timeline import LANES, STEPS_PER_LANE, StepLap, timeline
+from foretoken.report.trace import wilson
 
 from .made_up import HOSTILE
 
@@ -129,11 +129,11 @@ def test_a_timeline_keeps_to_scale_and_wraps():
 def test_sizes_are_bounded():
     chart = lines("t", [Series("a", tuple(Point(i, i % 7, 0, i) for i in range(20_000)))], X, Y)
     assert len(chart) < 400_000
-    assert len(drawn(chart).findall(".//circle[@class='mark']")) == POINTS
+    assert len(drawn(chart).findall(".//circle[@class='mark']")) == MAX_POINTS
     laps = [StepLap(i, (0.001,), "+1") for i in range(5000)]
     chart = timeline("t", ["a"], laps)
     assert len(drawn(chart).findall("svg/g")) == STEPS_PER_LANE * LANES and "The first 336 of 5000 steps" in chart
-    assert "and 4,000 more rows" in table(("a",), [(i,) for i in range(ROWS + 4000)])
+    assert "and 4,000 more rows" in table(("a",), [(i,) for i in range(MAX_ROWS + 4000)])
 
 
 def test_wilson():

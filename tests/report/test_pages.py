@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 
+from foretoken.bench.clock import TimeSpread
+from foretoken.bench.costs import PassCost
+from foretoken.plan.outcome import Plan
+from foretoken.plan.predictors import Predictor
 from foretoken.report import audit, plan, prediction
 from foretoken.report.document import document
 
@@ -23,13 +28,13 @@ def test_the_shell_is_safe():
 def test_a_plan():
     root = read(plan.page(made_up.plan()))
     text = words(root.find("body"))
-    assert "Speculate with draft_model tiny-1m, 6 drafted tokens a round" in text
+    assert "Speculate with draft_model tiny-1m, 6 draft tokens per step" in text
     assert "Temperature 0, batch 1: 2.47x" in text and "All 24 rows" in text and "a <fast> one" in text
     titles = [each.text for each in root.iterfind(".//svg/title")]
     for title in (
         "Temperature 1, batch 4",
         "tiny-15m",
-        "Speed-up, predicted and measured",
+        "Speedup, predicted and measured",
         "draft_model tiny-1m at temperature 1",
     ):
         assert title in titles
@@ -54,7 +59,7 @@ def test_a_plan_may_say_do_not_speculate():
     }
     choice = choice | {"speculate": True, "sure": False, "row": doubtful}
     text = words(read(plan.page({"rows": [doubtful], "choices": [choice], "best": doubtful["config"], "exports": {}})))
-    assert "1.05x (0.97–1.13) with ngram, 4 drafted tokens; its interval leaves open" in text
+    assert "1.05x (0.97–1.13) with ngram, 4 draft tokens; its interval includes 1" in text
 
 
 def test_an_audit():
@@ -112,3 +117,15 @@ def test_sizes_are_bounded():
     assert len(plan.page(made_up.plan() | {"rows": rows})) < 3_000_000
     assert len(plan.page(made_up.plan())) < 400_000
     assert len(audit.page(made_up.audit())) < 100_000
+
+
+def test_the_page_of_a_plan_shows_its_costs_and_predictors():
+    measured = TimeSpread(0.01, 0.009, 0.012, 5)
+    found = Plan(
+        rows=(),
+        choices=(),
+        predictors={("tiny-1m", 0.0): [Predictor("constant", 0.0, 0.05, 0.0, 0.6)]},
+        costs={"tiny-15m": [asdict(PassCost(rows, 256, 1, measured, measured, 0, 0)) for rows in (1, 4)]},
+    )
+    titles = [each.text for each in read(plan.page(found.to_dict())).iterfind(".//svg/title")]
+    assert titles == ["tiny-15m", "tiny-1m at temperature 0"]

@@ -17,6 +17,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model
 from foretoken.models.formats.checkpoint import load_config
+from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.loading import load_model
 
 SMALL = 200_000_000  # bytes of weights below which a step is timed in bursts
@@ -48,8 +49,9 @@ class Loaded:
     @property
     def weights_bytes(self) -> int:
         """Bytes of weights that the matrix products of one pass read."""
-        size = 1 if self.quantization == "int8" else self.model.dtype.itemsize
-        return size * sum(rows * columns for rows, columns in matrices(self.config))
+        scheme = Quantiser.of(self.quantization)
+        bits = 8 * self.model.dtype.itemsize if scheme is None else scheme.weight_bits
+        return int(bits / 8 * sum(rows * columns for rows, columns in matrices(self.config)))
 
     def open(self, length: int) -> Handle:
         """Opens a sequence of ``length`` tokens, with a source of the same length if there is an encoder."""

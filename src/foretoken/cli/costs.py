@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.theme import ColorMode
+from foretoken.cli.files import check_places, publish
+from foretoken.cli.options import Color, Json, Output, Quantization
+from foretoken.cli.theme import ColorMode, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.bench.costs import Loaded, PassCost
 
-Quantization = Annotated[str | None, typer.Option(help="Quantise the target: int8.")]
-Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
 PARTS = ("passes", "steps", "rounds", "startup")
 
 
@@ -31,7 +30,8 @@ def costs(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt whose rounds are measured.")] = 64,
     quantization: Quantization = None,
     parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: Json = False,
+    output: Output = None,
     color: Color = ColorMode.AUTO,
 ) -> None:
     """Time passes beside their floor and transformers' step, the parts of a round, and the way to the first token."""
@@ -40,6 +40,7 @@ def costs(
     from foretoken.core.errors import InvalidRequest
     from foretoken.train.widen.checkpoint import scaled
 
+    check_places(output=output)
     chosen = [part.strip() for part in parts.split(",")]
     if unknown := [part for part in chosen if part not in PARTS]:
         raise InvalidRequest(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
@@ -61,13 +62,15 @@ def costs(
     for part in chosen:
         record[part], tables = measures[part]()
         shown += tables
-    if as_json:
-        print(json.dumps(record, indent=2))
-        return
-    console = wide_console(color)
-    for each in shown:
-        console.print(each)
-    console.print(", ".join(f"{key} {value}" for key, value in record["setting"].items()), style="dim", markup=False)
+
+    def show() -> None:
+        console = wide_console(color)
+        for each in shown:
+            console.print(each)
+        facts = record["setting"]
+        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+
+    publish(record, show, as_json, output)
 
 
 def _passes(
@@ -167,16 +170,6 @@ def _numbers(option: str, text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise InvalidRequest(f"{option} must be whole numbers above 0 with commas between them, got {text!r}")
     return list(dict.fromkeys(numbers))
-
-
-def wide_console(color: ColorMode, stderr: bool = False) -> Console:
-    """Tables are not folded where output goes to a file."""
-    from foretoken.cli.theme import console
-
-    made = console(color, stderr=stderr)
-    if not made.is_terminal:
-        made.width = 150
-    return made
 
 
 def tracker(notes: Console, title: str) -> Callable[[Sequence[int]], Iterable[int]]:

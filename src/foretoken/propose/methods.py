@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
 from foretoken.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from foretoken.propose.base import Method
 
 METHODS: dict[str, str] = {
     "draft_model": "draft_model",
@@ -20,12 +27,48 @@ METHODS: dict[str, str] = {
     "mixture": "mixture",
     "remote": "remote",
 }
-"""Module of ``propose`` that holds the ``METHOD``, by the method's name. Imported on use."""
+"""Module of ``propose`` that holds the ``METHOD``, by the name of a built-in method. Imported on use."""
 
 NONE = "none"
+ENTRY_POINTS = "foretoken.methods"
+"""Group of entry points by which an installed package adds methods: ``name = "package.module:METHOD"``."""
+
+_registered: dict[str, Method] = {}
+
+
+def register(name: str, method: Method) -> None:
+    """Adds a method to this process, so that ``{"method": name}`` builds it. A second call replaces the first.
+
+    Other processes, such as a remote drafting worker, do not see it. A package that adds an entry point to the group
+    ``foretoken.methods`` adds its method to every process, the command line included.
+
+    Raises:
+        InvalidRequest: ``name`` belongs to a built-in method, or is "none".
+    """
+    if name in (*METHODS, NONE):
+        raise InvalidRequest(f"speculative method {name!r} is built in; register yours under another name")
+    _registered[name] = method
 
 
 def check_method(name: str) -> None:
-    """Raises InvalidRequest for a name that is neither in ``METHODS`` nor "none"."""
-    if name not in (*METHODS, NONE):
-        raise InvalidRequest(f"speculative method {name!r} is not known; known: {', '.join((*METHODS, NONE))}")
+    """Raises InvalidRequest for a name that is neither built in, nor registered, nor an entry point, nor "none"."""
+    if name in (*METHODS, NONE, *_registered):
+        return
+    installed = entry_points(group=ENTRY_POINTS).names
+    if name not in installed:
+        known = (*METHODS, *_registered, *sorted(installed), NONE)
+        raise InvalidRequest(f"speculative method {name!r} is not known; known: {', '.join(known)}")
+
+
+def find(name: str) -> Method | None:
+    """Returns the method of a name that ``check_method`` accepts, None for "none"."""
+    if name == NONE:
+        return None
+    if name in _registered:
+        return _registered[name]
+    if name in METHODS:
+        builtin: Method = import_module(f"foretoken.propose.{METHODS[name]}").METHOD
+        return builtin
+    (entry,) = entry_points(group=ENTRY_POINTS, name=name)
+    installed: Method = entry.load()
+    return installed

@@ -1,4 +1,4 @@
-"""An audit's record as a page: the verdict, each check with its evidence and power, and where texts part."""
+"""HTML page of an audit: the verdict, each check with its evidence and power, and where texts diverge."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from foretoken.report.document import (
     folded,
     grid,
     paragraph,
-    said,
     section,
     table,
+    verdict,
     wrapped,
-)  # fmt: skip
+)
 from foretoken.report.markup import Html, element, figure, join, number, percent
 from foretoken.report.records import mappings, record, shown
 
 TONES = {"passed": "good", "failed": "bad", "inconclusive": "open"}
 HEADLINES = {"passed": "Exact, as far as it was tested", "failed": "Not exact", "inconclusive": "Inconclusive"}
-MOST = 16.0  # powers of ten of a p-value that are drawn
+MAX_ZEROS = 16.0  # largest -log10 of a p-value that is drawn
 
 _STYLE = """
 .texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: .4rem 1rem; }
@@ -35,13 +35,13 @@ mark { background: var(--bad-wash); color: var(--bad); font-weight: 700; border-
 
 
 def page(audit: Mapping[str, Any]) -> str:
-    """A whole document. audit: ``Audit.to_dict()``."""
+    """Returns an HTML document. audit: ``Audit.to_dict()``."""
     outcome, checks = str(audit.get("outcome", "inconclusive")), mappings(audit.get("checks"))
     summary = str(audit.get("summary", ""))
     return document(
         "Is this speculation exact?",
         [
-            said(TONES.get(outcome, ""), HEADLINES.get(outcome, outcome), paragraph(summary)),
+            verdict(TONES.get(outcome, ""), HEADLINES.get(outcome, outcome), paragraph(summary)),
             _cards(checks, audit),
             section("Checks", _overview(checks)),
             *(_check(check) for check in checks),
@@ -49,17 +49,17 @@ def page(audit: Mapping[str, Any]) -> str:
         ],
         record(audit.get("setting")),
         lead=_subject(record(audit.get("subject"))),
-        footer="A check that passed found nothing, and says what it would have found. The negative control plants an "
-        "error and must find it: without that, nothing passed. Statistical checks share a chance of one in a thousand "
-        "of calling an exact implementation wrong.",
+        footer="A check that passed found no error, and states which errors it would have found. The negative control "
+        "plants an error and must find it, else nothing passed. Together, statistical checks call an exact "
+        "implementation wrong with a probability of one in a thousand.",
         style=_STYLE,
     )
 
 
 def _subject(subject: Mapping[str, Any]) -> str:
     names = [shown(subject[key]).rpartition("/")[2] for key in ("model", "draft_model") if subject.get(key)]
-    told = [shown(subject[key]) for key in ("engine", "method") if subject.get(key)]
-    return ": ".join(part for part in (", ".join(told), " with ".join(names)) if part)
+    how = [shown(subject[key]) for key in ("engine", "method") if subject.get(key)]
+    return ": ".join(part for part in (", ".join(how), " with ".join(names)) if part)
 
 
 def _cards(checks: Sequence[Mapping[str, Any]], audit: Mapping[str, Any]) -> Html:
@@ -68,13 +68,12 @@ def _cards(checks: Sequence[Mapping[str, Any]], audit: Mapping[str, Any]) -> Htm
     finds = [
         number(one.get("finds")) for one in _statistics(checks) if one.get("what") == "probability moved between ranks"
     ]
-    least = min((value for value in finds if value is not None), default=None)
-    return cards([
-        *((count, f"checks {name}") for count, name in counted),
-        (f"{tokens:,}", "tokens judged"),
-        *([(percent(least), "of probability moved would have been found")] if least is not None else []),
-        (f"{figure(number(audit.get('seconds')))} s", "taken"),
-    ])  # fmt: skip
+    smallest = min((value for value in finds if value is not None), default=None)
+    figures: list[tuple[object, object]] = [(count, f"checks {name}") for count, name in counted]
+    figures.append((f"{tokens:,}", "tokens tested"))
+    if smallest is not None:
+        figures.append((percent(smallest), "of probability moved would have been found"))
+    return cards([*figures, (f"{figure(number(audit.get('seconds')))} s", "taken")])
 
 
 def _statistics(checks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -100,7 +99,7 @@ def _badge(check: Mapping[str, Any]) -> Html:
 
 
 def _check(check: Mapping[str, Any]) -> Html:
-    """A section of everything a check recorded; known figures as what they are, others as a list."""
+    """Returns a section of everything a check recorded: charts and tables of known entries, a list of the others."""
     numbers = record(check.get("numbers"))
     parts = [draw(numbers) for key, draw in _DRAWN.items() if key in numbers]
     rest = {key: value for key, value in numbers.items() if key not in _DRAWN}
@@ -111,12 +110,12 @@ def _check(check: Mapping[str, Any]) -> Html:
 
 
 def _surprises(numbers: Mapping[str, Any]) -> Html:
-    """Every statistic's p-value in powers of ten beside the level, and the power that each had."""
-    found = mappings(numbers.get("statistics"))
-    if not found:
+    """Every statistic's p-value in powers of ten beside the level, and its power."""
+    statistics = mappings(numbers.get("statistics"))
+    if not statistics:
         return Html()
     groups: dict[str, list[Bar]] = {}
-    for one in found:
+    for one in statistics:
         group, _, name = str(one.get("name", "")).rpartition(": ")
         groups.setdefault(group, []).append(Bar(name, _powers(one.get("p_value"))))
     level = _powers(numbers.get("level"))
@@ -131,24 +130,24 @@ def _surprises(numbers: Mapping[str, Any]) -> Html:
             figure(number(one.get("p_value")), 2),
             _finds(one),
         )
-        for one in found
+        for one in statistics
     ]
     return join(
-        element("h3", "How surprising each statistic is"),
+        element("h3", "P-values"),
         paragraph(_NOTE, note=True),
         grid(*charts),
-        folded("Every statistic, and what it would have found", table(("statistic", "value", "p", "would find"), rows)),
+        folded("Every statistic, with its power", table(("statistic", "value", "p", "would find"), rows)),
     )
 
 
-_NOTE = "Each unit is a factor of ten: 1 is one in ten. What reaches the dashed line is an error."
+_NOTE = "Each unit is a factor of ten: 1 is one in ten. A bar that reaches the dashed line is an error."
 
 
 def _powers(p: Any) -> float:
     value = number(p)
     if value is None:
         return math.nan
-    return MOST if value <= 10.0**-MOST else -math.log10(min(1.0, value))
+    return MAX_ZEROS if value <= 10.0**-MAX_ZEROS else -math.log10(min(1.0, value))
 
 
 def _signed(value: Any) -> str:
@@ -173,15 +172,15 @@ def _plants(numbers: Mapping[str, Any]) -> Html:
         needed = number(one.get("needed"))
         missed = "not found" + (f"; about {needed:,.0f} tokens would show it" if needed else "")
         seen = badge("good", "found") if how else badge("open", "not found")
-        rows.append((
-            wrapped(str(one.get("error", ""))), element("td", seen, class_="name"), wrapped(how or missed),
-            f"{int(number(one.get('tokens')) or 0):,}",
-        ))  # fmt: skip
+        tokens = f"{int(number(one.get('tokens')) or 0):,}"
+        rows.append(
+            (wrapped(str(one.get("error", ""))), element("td", seen, class_="name"), wrapped(how or missed), tokens)
+        )
     return table(("planted error", "", "by", "tokens"), rows, names=3) if rows else Html()
 
 
 def _divergences(numbers: Mapping[str, Any]) -> Html:
-    found = mappings(numbers.get("divergences"))
+    divergences = mappings(numbers.get("divergences"))
     rows = [
         (
             int(number(one.get("prompt")) or 0) + 1,
@@ -190,26 +189,28 @@ def _divergences(numbers: Mapping[str, Any]) -> Html:
             figure(number(one.get("moved"))),
             "a tie" if one.get("tie") else "not a tie",
         )
-        for one in found
+        for one in divergences
     ]
     heads = ("prompt", "token", "best two apart", "passes apart", "verdict")
-    texts = [_parting(one) for one in found if one.get("plain") is not None and one.get("speculative") is not None]
-    return join(element("h3", "Where texts part"), table(heads, rows, names=0), *texts[:5]) if rows else Html()
+    texts = [
+        _divergence(one) for one in divergences if one.get("plain") is not None and one.get("speculative") is not None
+    ]
+    return join(element("h3", "Where texts diverge"), table(heads, rows, names=0), *texts[:5]) if rows else Html()
 
 
-def _parting(one: Mapping[str, Any]) -> Html:
-    """Both texts, with what follows their common beginning marked."""
+def _divergence(one: Mapping[str, Any]) -> Html:
+    """Both texts, with everything after their common prefix marked."""
     plain, other = str(one["plain"]), str(one["speculative"])
     common = next(
         (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other))
     )
 
-    def told(title: str, text: str) -> Html:
+    def marked(title: str, text: str) -> Html:
         return element("div", element("h4", title), element("pre", text[:common], element("mark", text[common:])))
 
     where = f"Prompt {int(number(one.get('prompt')) or 0) + 1}, token {int(number(one.get('position')) or 0) + 1}"
     return folded(
-        where, element("div", told("plain", plain), told("with speculation", other), class_="texts"), open_=True
+        where, element("div", marked("plain", plain), marked("with speculation", other), class_="texts"), open_=True
     )
 
 

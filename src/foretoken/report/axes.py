@@ -1,4 +1,4 @@
-"""Scales, ticks and the frame that a chart is drawn into. Units are the drawing's own."""
+"""Axes of charts: scales, ticks, grid lines. Coordinates are in the units of the drawing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from itertools import pairwise
 
 from foretoken.report.markup import Html, element, join
 
-WIDTH, HEIGHT = 480.0, 300.0  # so that letters stay legible where a phone shrinks the drawing
+WIDTH, HEIGHT = 480.0, 300.0  # small enough that text stays legible on a phone
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 12.0, 28.0, 46.0
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """label: what is measured, with its unit. zero: begins at 0. log: equal ratios are equally far (values above 0).
+    """One axis.
 
-    at: where the ticks are; empty leaves it to the chart. low, high: the least that is shown, whatever the data.
+    Args:
+        label: Quantity and unit.
+        zero: Whether the axis includes 0.
+        log: Logarithmic scale, for positive values.
+        at: Positions of the ticks, empty for automatic ones.
+        low: A value that is shown whatever the data.
+        high: Another.
     """
 
     label: str
@@ -28,13 +34,13 @@ class Axis:
     high: float | None = None
 
     def shows(self, value: float) -> bool:
-        """Whether there is a place for it."""
+        """Whether the axis can show a value."""
         return math.isfinite(value) and (value > 0 or not self.log)
 
 
 @dataclass(frozen=True, slots=True)
 class AxisScale:
-    """From ``low``..``high`` to ``start``..``end``."""
+    """Maps ``low``..``high`` to ``start``..``end``."""
 
     low: float
     high: float
@@ -47,13 +53,13 @@ class AxisScale:
         return self.start + (at - low) / (high - low) * (self.end - self.start)
 
     def clamped(self, value: float) -> float:
-        """The same, kept inside."""
+        """As ``__call__``, clamped to the ends."""
         return self(min(max(value, self.low), self.high))
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Two scales and the drawing of their axes."""
+    """Two scales, and their axes as SVG."""
 
     x: AxisScale
     y: AxisScale
@@ -61,7 +67,7 @@ class Axes:
 
 
 def ticks(low: float, high: float, count: int = 7) -> list[float]:
-    """About ``count`` round numbers from ``low`` to ``high``: steps of 1, 2 or 5 times a power of ten."""
+    """Returns about ``count`` ticks from ``low`` to ``high``, at multiples of 1, 2 or 5 times a power of ten."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
     rough = (high - low) / count
@@ -72,7 +78,7 @@ def ticks(low: float, high: float, count: int = 7) -> list[float]:
 
 
 def scale(axis: Axis, values: Iterable[float], start: float, end: float) -> tuple[AxisScale, list[float]]:
-    """A scale that shows all finite ``values``, and its ticks."""
+    """Returns a scale that shows all finite ``values``, and its ticks."""
     extra = [v for v in (axis.low, axis.high, *axis.at) if v is not None]
     shown = [v for v in (*values, *extra) if axis.shows(v)] or [1.0]
     low, high = min(shown), max(shown)
@@ -96,7 +102,7 @@ def scale(axis: Axis, values: Iterable[float], start: float, end: float) -> tupl
 
 
 def frame(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float], height: float = HEIGHT) -> Axes:
-    """Axes with grid lines, ticks and labels around the data."""
+    """Returns axes with grid lines, ticks and labels for the data."""
     across, at_x = scale(x, xs, LEFT, WIDTH - RIGHT)
     up, at_y = scale(y, ys, height - BOTTOM, TOP)
     floor, right = height - BOTTOM, WIDTH - RIGHT
@@ -117,7 +123,7 @@ def frame(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float], height: fl
 
 
 def tick(value: float, among: Sequence[float]) -> str:
-    """A tick's number, with the decimals that its neighbours need."""
+    """Returns a tick's label, with enough decimals to tell it from its neighbours."""
     gaps = [b - a for a, b in pairwise(among) if b > a]
     step = min(gaps, default=abs(value) or 1.0)
     if all(v == round(v) for v in among):
@@ -126,7 +132,7 @@ def tick(value: float, among: Sequence[float]) -> str:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Powers of two inside, every so many of them that five or six remain."""
+    """Returns powers of two inside, thinned to five or six."""
     first, last = math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9)
     stride = max(1, (last - first) // 5)
     return [2.0**i for i in range(first, last + 1, stride)] or [low]

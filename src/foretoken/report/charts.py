@@ -1,4 +1,4 @@
-"""Charts as inline SVG, each with a title, a description and its figures as a table. What is not finite is left out."""
+"""Charts as inline SVG, each with a title, a description and a table of its figures. Non-finite values are skipped."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from foretoken.report.document import folded, table
 from foretoken.report.markup import Html, compact, element, figure, join
 from foretoken.report.style import SERIES
 
-POINTS = 400  # of a series at most
-BAR, LINE = 16.0, 46.0  # a bar's height, and that of its row with the label above
-SQUARE = 496.0  # the height at which a scatter's two axes are equally long, with the labels around them
-LETTERS = 68  # of a label over a bar
+MAX_POINTS = 400  # points of a series
+BAR, LINE = 16.0, 46.0  # height of a bar, and of its row with the label
+SQUARE = 496.0  # height at which both axes of a scatter plot are equally long
+MAX_LETTERS = 68  # characters of a bar's label
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One figure, with its interval where it has one. note: what else there is to say of it."""
+    """One figure, with its interval if it has one. note: additional text."""
 
     x: float
     y: float
@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one thing. reference: drawn thin, to compare with."""
+    """Points of one line. reference: drawn thin, for comparison."""
 
     name: str
     points: tuple[Point, ...]
@@ -39,7 +39,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A labelled figure; low, high: its whisker. kind: how it is coloured, "ours", "theirs", either with "plain"."""
+    """A labelled figure. low, high: its whisker. kind: CSS class: "ours" or "theirs", either with "plain"."""
 
     label: str
     value: float
@@ -49,39 +49,44 @@ class Bar:
 
 
 def chart(title: str, description: str, height: float, shapes: Iterable[Html], *around: object, note: str = "") -> Html:
-    """A figure of ``shapes`` drawn ``WIDTH`` wide. around: what stands below it, its table for one."""
-    drawing = element(
-        "svg", element("title", title), element("desc", description), *shapes,
-        viewbox=f"0 0 {compact(WIDTH)} {compact(height)}", role="img",
-    )  # fmt: skip
+    """Returns a figure of ``shapes``, ``WIDTH`` wide. around: parts below it."""
+    texts = element("title", title), element("desc", description)
+    viewbox = f"0 0 {compact(WIDTH)} {compact(height)}"
+    drawing = element("svg", *texts, *shapes, viewbox=viewbox, role="img")
     caption = element("figcaption", title, element("span", note, class_="note") if note else "")
     return element("figure", caption, drawing, *around)
 
 
 def missing(title: str, why: str = "nothing was measured") -> Html:
-    """In the place of a chart without data."""
+    """Returns a placeholder for a chart without data."""
     return element("figure", element("figcaption", title), element("p", why, class_="note"))
 
 
 def lines(
     title: str, series: Sequence[Series], x: Axis, y: Axis, *, level: float | None = None, note: str = ""
 ) -> Html:
-    """One line a series over ``x``, intervals as bands. level: a value of ``y`` to compare with, drawn across."""
+    """Returns a line chart, intervals as bands. level: a value of ``y`` that is drawn across."""
     drawn = _drawn(series, x, y)
     if not drawn:
         return missing(title)
     every = [point for _, _, points in drawn for point in points]
     box = frame(x, y, [p.x for p in every], _heights(every, [] if level is None else [level]))
     shapes = [box.shapes, _level(box, level), *(_line(box, i, one, points, x, y) for i, one, points in drawn)]
-    said = f"{y.label} by {x.label}: {', '.join(one.name for _, one, _ in drawn)}"
+    description = f"{y.label} by {x.label}: {', '.join(one.name for _, one, _ in drawn)}"
     legend = _legend([(i, one) for i, one, _ in drawn]) if len(drawn) > 1 or drawn[0][1].reference else Html()
-    return chart(title, said, HEIGHT, shapes, legend, _figures(drawn, x.label, y.label), note=note)
+    return chart(title, description, HEIGHT, shapes, legend, _figures(drawn, x.label, y.label), note=note)
 
 
 def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: float = 0.0, note: str = "") -> Html:
-    """Points beside the diagonal where y = x, from 0, intervals of y as whiskers. x, y: what is compared.
+    """Returns a scatter plot with the diagonal y = x, intervals of y as whiskers.
 
-    within: the share of x that is shaded around the diagonal.
+    Args:
+        title: Its title.
+        series: Its points.
+        x: Label of the horizontal axis.
+        y: Label of the vertical axis.
+        within: Relative deviation from the diagonal that is shaded.
+        note: Text below the title.
     """
     across, up = Axis(x, zero=True), Axis(y, zero=True)
     drawn = _drawn(series, across, up)
@@ -96,14 +101,14 @@ def scatter(title: str, series: Sequence[Series], x: str, y: str, *, within: flo
     allowed = element("polygon", points=_path(box, edges), class_="allowed") if within else ""
     diagonal = element("line", x1=box.x(low), y1=box.y(low), x2=box.x(high), y2=box.y(high), class_="rule")
     marks = [_cloud(box, i, one, points, across, up) for i, one, points in drawn]
-    said = f"{y} against {x}, {len(points)} points, with the diagonal"
+    description = f"{y} against {x}, {len(points)} points, with the diagonal"
     legend = _legend([(i, one) for i, one, _ in drawn]) if len(drawn) > 1 else Html()
     shapes = [box.shapes, join(allowed, diagonal), *marks]
-    return chart(title, said, SQUARE, shapes, legend, _figures(drawn, x, y), note=note)
+    return chart(title, description, SQUARE, shapes, legend, _figures(drawn, x, y), note=note)
 
 
 def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = None, note: str = "") -> Html:
-    """One bar a line, its label above it, its figure behind it. level: a value to compare with, drawn down."""
+    """Returns a bar chart, one bar per line. level: a value that is drawn across all bars."""
     shown = [bar for bar in items if math.isfinite(bar.value)]
     if not shown:
         return missing(title)
@@ -113,9 +118,9 @@ def bars(title: str, items: Sequence[Bar], unit: str, *, level: float | None = N
     shapes = [shape for at, bar in enumerate(shown) for shape in _bar(across, bar, at * LINE)]
     if level is not None:
         shapes.append(element("line", x1=across(level), y1=0, x2=across(level), y2=height, class_="rule"))
-    said = f"{unit}: " + "; ".join(f"{bar.label} {figure(bar.value)}" for bar in shown)
+    description = f"{unit}: " + "; ".join(f"{bar.label} {figure(bar.value)}" for bar in shown)
     rows = [(bar.label, figure(bar.value), _interval(bar.low, bar.high)) for bar in shown]
-    return chart(title, said, height, shapes, _folded(table((" ", unit, "interval"), rows)), note=note)
+    return chart(title, description, height, shapes, _folded(table((" ", unit, "interval"), rows)), note=note)
 
 
 def _bar(across: AxisScale, bar: Bar, top: float) -> list[Html]:
@@ -133,7 +138,7 @@ def _bar(across: AxisScale, bar: Bar, top: float) -> list[Html]:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= LETTERS else label[: LETTERS - 1] + "…"
+    return label if len(label) <= MAX_LETTERS else label[: MAX_LETTERS - 1] + "…"
 
 
 def _line(box: Axes, index: int, one: Series, points: Sequence[Point], x: Axis, y: Axis) -> Html:
@@ -158,18 +163,18 @@ def _cloud(box: Axes, index: int, one: Series, points: Sequence[Point], x: Axis,
 
 
 def _mark(box: Axes, index: int, name: str, p: Point, x: Axis, y: Axis) -> Html:
-    """A point, its shape by the series', with what it says when pointed at."""
+    """Returns a point in the shape of its series, with a tooltip."""
     at, up = box.x(p.x), box.y(p.y)
-    said = f"{name}: {y.label} {figure(p.y)}"
+    tip = f"{name}: {y.label} {figure(p.y)}"
     if p.low is not None and p.high is not None:
-        said += f" ({_interval(p.low, p.high)})"
-    said += f", {x.label} {p.x:.3g}" + (f", {p.note}" if p.note else "")
+        tip += f" ({_interval(p.low, p.high)})"
+    tip += f", {x.label} {p.x:.3g}" + (f", {p.note}" if p.note else "")
     hit = element("circle", cx=at, cy=up, r=10, class_="hit")
-    return element("g", element("title", said), shape(index, at, up), hit)
+    return element("g", element("title", tip), shape(index, at, up), hit)
 
 
 def shape(index: int, x: float, y: float, size: float = 4.5) -> Html:
-    """A circle, square, diamond or triangle, so that series differ by more than their colour."""
+    """Returns a circle, square, diamond or triangle, so that series differ by more than their colour."""
     kind = (index + index // SERIES) % 4
     if kind == 0:
         return element("circle", cx=x, cy=y, r=size, class_="mark")
@@ -211,25 +216,25 @@ def _path(box: Axes, points: Iterable[tuple[float, float]]) -> str:
 
 
 def _heights(points: Sequence[Point], others: Sequence[float]) -> list[float]:
-    """What the scale must show: all figures, and of intervals what does not dwarf them."""
-    found = [*(point.y for point in points), *others]
-    low, high = min(found), max(found)
-    room = (high - low) or abs(high)
+    """Returns values that the scale must show: all figures, and intervals as far as they do not dwarf them."""
+    values = [*(point.y for point in points), *others]
+    low, high = min(values), max(values)
+    span = (high - low) or abs(high)
     edges = [v for point in points for v in (point.low, point.high) if v is not None]
-    return [*found, *(min(max(v, low - room), high + room) for v in edges)]
+    return [*values, *(min(max(v, low - span), high + span) for v in edges)]
 
 
 def _drawn(series: Sequence[Series], x: Axis, y: Axis) -> list[tuple[int, Series, list[Point]]]:
-    """Series that have anything to draw, each with its number."""
-    found = [(i, one, _finite(one.points, x, y)) for i, one in enumerate(series)]
-    return [(i, one, points) for i, one, points in found if points]
+    """Returns the series that have points to draw, each with its number."""
+    usable = [(i, one, _finite(one.points, x, y)) for i, one in enumerate(series)]
+    return [(i, one, points) for i, one, points in usable if points]
 
 
 def _finite(points: Iterable[Point], x: Axis, y: Axis) -> list[Point]:
-    """Points that can be drawn, in order; of too many every so many. An interval that is not finite is dropped."""
+    """Returns the points that can be drawn, thinned to ``MAX_POINTS``, without intervals that are not finite."""
     good = [p for p in points if x.shows(p.x) and y.shows(p.y)]
-    if len(good) > POINTS:
-        good = [good[i * (len(good) - 1) // (POINTS - 1)] for i in range(POINTS)]
+    if len(good) > MAX_POINTS:
+        good = [good[i * (len(good) - 1) // (MAX_POINTS - 1)] for i in range(MAX_POINTS)]
     return [p if _bounded(p) else Point(p.x, p.y, note=p.note) for p in good]
 
 
@@ -243,9 +248,9 @@ def _figures(drawn: Sequence[tuple[int, Series, Sequence[Point]]], x: str, y: st
         for _, one, points in drawn
         for p in points
     ]
-    wanted = [0, 1, 2, *([3] if any(row[3] for row in rows) else []), *([4] if any(row[4] for row in rows) else [])]
+    columns = [0, 1, 2, *(i for i in (3, 4) if any(row[i] for row in rows))]
     heads = ("series", x, y, "interval", "note")
-    return _folded(table([heads[i] for i in wanted], [[row[i] for i in wanted] for row in rows]))
+    return _folded(table([heads[i] for i in columns], [[row[i] for i in columns] for row in rows]))
 
 
 def _folded(figures: Html) -> Html:

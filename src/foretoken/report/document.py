@@ -1,4 +1,4 @@
-"""The shell of every page, and the parts of prose and tables that pages are made of."""
+"""HTML documents and their elements: sections, tables, lists, folds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from foretoken.report.markup import Html, element, join, text
 from foretoken.report.style import sheet
 
-ROWS = 1000  # of a table at most: a page stays one that a phone opens
+MAX_ROWS = 1000  # rows of a table, so that a phone can open the page
 
 
 def document(
@@ -21,10 +21,16 @@ def document(
     style: str = "",
     script: str = "",
 ) -> str:
-    """A whole page, nothing fetched from anywhere.
+    """Returns a whole page that fetches nothing.
 
-    lead: a paragraph below the title. setting: the facts that make the figures repeatable, listed at the end.
-    style, script: what only this kind of page needs; the script must not hold "<" or "&".
+    Args:
+        title: Its title.
+        parts: Its sections.
+        setting: Facts that make the figures reproducible, listed at the end.
+        lead: A paragraph below the title.
+        footer: A paragraph at the end.
+        style: Additional CSS.
+        script: JavaScript. It must not contain "<" or "&".
     """
     head = join(
         element("meta", charset="utf-8"),
@@ -45,34 +51,34 @@ def document(
 
 
 def section(title: object, *parts: object) -> Html:
-    """A heading and what belongs to it; nothing if nothing does."""
+    """Returns a section with a heading, nothing if it has no content."""
     content = join(*parts)
     return element("section", element("h2", title), content) if content else Html()
 
 
 def paragraph(*parts: object, note: bool = False) -> Html:
-    """Running text; a note is dim."""
+    """Returns a paragraph. A note is dim."""
     return element("p", *parts, class_="note" if note else None)
 
 
-def said(tone: str, headline: object, *parts: object) -> Html:
-    """What a page comes to, in a box. tone: "good", "bad", "open" or nothing."""
-    return element("div", element("p", element("b", headline)), *parts, class_=f"said {tone}".strip(), role="note")
+def verdict(tone: str, headline: object, *parts: object) -> Html:
+    """Returns a box with the page's conclusion. tone: "good", "bad", "open" or nothing."""
+    return element("div", element("p", element("b", headline)), *parts, class_=f"verdict {tone}".strip(), role="note")
 
 
 def badge(tone: str, word: object) -> Html:
-    """A verdict in a word."""
+    """Returns a word in a coloured badge."""
     return element("span", word, class_=f"badge {tone}".strip())
 
 
 def cards(figures: Iterable[tuple[object, object]]) -> Html:
-    """Key figures, each above what it is. figures: (figure, name)"""
+    """Returns key figures, each with its name. figures: (figure, name)"""
     items = [element("li", element("b", value), element("span", name)) for value, name in figures]
     return element("ul", *items, class_="cards") if items else Html()
 
 
 def bullets(items: Iterable[object]) -> Html:
-    """A list; nothing for no items."""
+    """Returns a list, nothing for no items."""
     made = [element("li", item) for item in items]
     return element("ul", *made, class_="plain") if made else Html()
 
@@ -84,44 +90,50 @@ def table(
     names: int = 1,
     stack: bool = False,
 ) -> Html:
-    """A table whose first ``names`` columns are words and whose others are figures; rows ``best`` stand out.
+    """Returns a table. A cell may be a whole ``<td>``.
 
-    At most ``ROWS`` rows are shown, and how many more there are. A cell may be a whole ``<td>``. stack: where there is
-    no room, cells stand below each other.
+    Args:
+        heads: Names of the columns.
+        rows: The rows, of which at most ``MAX_ROWS`` are shown.
+        best: Indices of highlighted rows.
+        names: Number of leading columns that hold words. The others hold figures.
+        stack: On narrow screens, cells are stacked.
     """
     every, marked = list(rows), frozenset(best)
     body = [
         element("tr", *(_cell(cell, i < names) for i, cell in enumerate(row)), class_="best" if at in marked else None)
-        for at, row in enumerate(every[:ROWS])
+        for at, row in enumerate(every[:MAX_ROWS])
     ]
     head = element(
         "tr", *(element("th", h, class_="name" if i < names else None, scope="col") for i, h in enumerate(heads))
     )
     made = element("table", element("thead", head), element("tbody", *body), class_="stack" if stack else None)
-    more = paragraph(f"and {len(every) - ROWS:,} more rows", note=True) if len(every) > ROWS else ""
+    more = paragraph(f"and {len(every) - MAX_ROWS:,} more rows", note=True) if len(every) > MAX_ROWS else ""
     return join(element("div", made, class_="scroll", tabindex=0, role="region", aria_label="table"), more)
 
 
 def wrapped(*parts: object) -> Html:
-    """A cell of words that may take several lines."""
+    """Returns a cell whose words may wrap."""
     return element("td", *parts, class_="wrap")
 
 
 def folded(summary: object, *parts: object, open_: bool = False) -> Html:
-    """What only some readers want."""
+    """Returns parts that are hidden until the summary is clicked."""
     return element("details", element("summary", summary), *parts, open=open_)
 
 
 def grid(*parts: object) -> Html:
-    """Side by side where there is room; nothing for nothing."""
+    """Returns parts side by side where the screen is wide enough, nothing for no parts."""
     content = join(*parts)
     return element("div", content, class_="grid") if content else Html()
 
 
 def facts(setting: Mapping[str, Any], title: object = "Setting") -> Html:
-    """Names and values as they were recorded."""
-    items = [join(element("dt", str(name).replace("_", " ")), element("dd", _fact(str(name), value)))
-             for name, value in setting.items()]  # fmt: skip
+    """Returns a list of names and values."""
+    items = [
+        join(element("dt", str(name).replace("_", " ")), element("dd", _fact(str(name), value)))
+        for name, value in setting.items()
+    ]
     listed = element("dl", *items) if items else Html()
     return section(title, listed) if title else listed
 

@@ -1,4 +1,4 @@
-"""Markup that cannot be broken into: what is not ``Html`` is escaped where it enters."""
+"""HTML elements. Values that are not ``Html`` are escaped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from html import escape
 
-# Neither XML nor a file in UTF-8 can hold these; a model's text may.
+# Characters that neither XML nor UTF-8 allows, but that a model's text may contain.
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _VOID = frozenset({"br", "meta"})
 
@@ -14,25 +14,26 @@ Attribute = str | int | float | bool | None
 
 
 class Html(str):
-    """Markup: escaped already, or written here."""
+    """Markup that needs no escaping."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Html:
-    """``value`` as text, unless it is markup already."""
+    """Returns ``value`` escaped, unless it is markup."""
     return value if isinstance(value, Html) else Html(escape(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(value))))
 
 
 def join(*parts: object) -> Html:
-    """One after another."""
+    """Concatenates parts."""
     return Html("".join(map(text, parts)))
 
 
 def element(name: str, /, *children: object, **attributes: Attribute) -> Html:
-    """``<name attributes>children</name>``. None and False leave an attribute out, True writes it bare.
+    """Returns ``<name attributes>children</name>``, well-formed as HTML and as XML.
 
-    ``class_`` is class, and an underscore inside a name is a hyphen. Well-formed as HTML and as XML.
+    None and False omit an attribute, True writes it without a value. ``class_`` is class, and other underscores become
+    hyphens.
     """
     written = "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
     if name in _VOID:
@@ -45,19 +46,19 @@ def _attribute(key: str, value: Attribute) -> str:
         return ""
     name = key.removesuffix("_").replace("_", "-")
     if name == "viewbox":
-        name = "viewBox"  # the only one of ours whose letters matter
+        name = "viewBox"  # the only case-sensitive name in use
     if value is True:
         return f' {name}="{name}"'
     return f' {name}="{compact(value) if isinstance(value, float) else text(str(value))}"'
 
 
 def compact(value: float) -> str:
-    """A coordinate: a tenth of a unit is finer than a screen."""
+    """Returns a coordinate, rounded to a tenth of a unit."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """A measured number with ``digits`` that mean something, a counted one in full, a dash where there is none."""
+    """Returns a float with ``digits`` significant digits, an integer in full, a dash for None."""
     if value is None or not math.isfinite(value):
         return "–"
     if isinstance(value, int):
@@ -71,19 +72,19 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio as people say it: 2.41x."""
+    """Returns a ratio such as 2.41x."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.2f}x"
 
 
 def percent(value: float | None) -> str:
-    """A share of 1 as per cent; very small ones say so."""
+    """Returns a share of 1 in per cent."""
     if value is None or not math.isfinite(value):
         return "–"
     return "< 0.1 %" if 0 < value < 0.001 else f"{value:.1%}".replace("%", " %")
 
 
 def number(value: object) -> float | None:
-    """What a record says, if it is a finite number."""
+    """Returns a recorded value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

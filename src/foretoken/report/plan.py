@@ -1,4 +1,4 @@
-"""A plan's record as a page: what speculation would gain, with what, how sure that is, and what to paste."""
+"""HTML page of a plan: predicted speedups with intervals, the recommendation, and the configuration to paste."""
 
 from __future__ import annotations
 
@@ -10,40 +10,44 @@ from typing import Any
 from foretoken.report.axes import Axis
 from foretoken.report.charts import Bar, Point, Series, bars, lines
 from foretoken.report.costs import curves, milliseconds
-from foretoken.report.document import bullets, document, folded, grid, paragraph, said, section, table
+from foretoken.report.document import bullets, document, folded, grid, paragraph, section, table, verdict
 from foretoken.report.markup import Html, element, figure, join, number, percent, times
 from foretoken.report.prediction import against
 from foretoken.report.records import mappings, record, shown
 
-SHOWN = 12  # rows of a table before the rest is folded away
+SHOWN = 12  # rows of a table outside of its fold
 ENGINES = {"foretoken": "Foretoken", "vllm": "vLLM, as its speculative_config", "transformers": "transformers"}
 Row = Mapping[str, Any]
 Place = tuple[float, int]  # temperature, batch
 
 
 def page(plan: Mapping[str, Any]) -> str:
-    """A whole document. plan: ``Plan.to_dict()``; "measured", if there, has ``prediction.page``'s rows."""
+    """Returns an HTML document.
+
+    Args:
+        plan: ``Plan.to_dict()``. Its optional key "measured" holds rows as of ``prediction.page``.
+    """
     rows = mappings(plan.get("rows"))
     places = list(dict.fromkeys(map(_place, rows)))
     return document(
-        "What speculation would gain here",
+        "Speedup of speculation here",
         [
             _verdict(plan, rows),
-            section("Speed-up by depth", grid(*(_depths(rows, p) for p in places))),
-            section("What to paste", *_pastes(record(plan.get("exports")))),
+            section("Speedup by draft length", grid(*(_depths(rows, p) for p in places))),
+            section("Configuration to paste", *_pastes(record(plan.get("exports")))),
             *(_table([row for row in rows if _place(row) == place], place) for place in places),
-            section("Drafting on another machine, simulated", *_elsewhere(mappings(plan.get("remote_drafting")))),
+            section("Drafting on another machine, simulated", *_remote_drafting(mappings(plan.get("remote_drafting")))),
             section("Acceptance by position", grid(*(_positions(rows, p) for p in places))),
-            section("What a pass costs", curves(mappings(plan.get("costs")))),
-            section("Which cheap statistics foretell acceptance", *_predictors(record(plan.get("predictors")))),
+            section("Cost of a forward pass", curves(record(plan.get("costs")))),
+            section("Predictors of acceptance", *_predictors(mappings(plan.get("predictors")))),
             section("Predicted against measured", against(mappings(plan.get("measured")))),
         ],
         record(plan.get("setting")),
-        lead="Speed-ups are over plain decoding on this machine, predicted from the target's own continuations of the "
-        "prompts and from rounds that were timed. Of 100 further runs over as many requests, 95 should lie inside the "
+        lead="Speedups are over plain decoding on this machine, predicted from the target's own continuations of the "
+        "prompts and from timed decode steps. Of 100 further runs over as many requests, 95 should lie inside the "
         "intervals.",
-        footer="tokens/pass: emitted tokens over target passes, the target's own token included. A speed-up of 1 is "
-        "plain decoding. Exactness is the same everywhere: whatever is chosen, the text has the target's distribution.",
+        footer="tokens/pass: emitted tokens over target passes, the target's own token included. A speedup of 1 is "
+        "plain decoding. Every configuration is exact: the text has the target's distribution.",
     )
 
 
@@ -55,7 +59,7 @@ def _named(place: Place) -> str:
     return f"temperature {place[0]:g}, batch {place[1]}"
 
 
-def _gain(row: Row) -> float:
+def _speedup(row: Row) -> float:
     return number(row.get("speedup")) or 0.0
 
 
@@ -73,37 +77,37 @@ def _span(row: Row, low: str = "low", high: str = "high") -> str:
 
 
 def _verdict(plan: Mapping[str, Any], rows: Sequence[Row]) -> Html:
-    """What to do about everything that was asked, and about each temperature and batch."""
+    """The recommendation over everything, and for each temperature and batch."""
     choices, best = mappings(plan.get("choices")), plan.get("best")
-    told = bullets(_choice(choice) for choice in choices)
+    details = bullets(_choice(choice) for choice in choices)
     if not best:
-        return said("bad", "Do not speculate: plain decoding is faster over all of this", told)
+        return verdict("bad", "Do not speculate: plain decoding is faster over all of this", details)
     name = next((_name(row) for row in rows if row.get("config") == best), record(best).get("method", "?"))
     sure = all(choice.get("sure") and choice.get("speculate") for choice in choices)
-    headline = f"Speculate with {name}, {_drafts(record(best))} drafted tokens a round"
-    return said("good" if sure else "open", headline, told)
+    headline = f"Speculate with {name}, {_drafts(record(best))} draft tokens per step"
+    return verdict("good" if sure else "open", headline, details)
 
 
 def _choice(choice: Mapping[str, Any]) -> str:
     where, row, sure = _named(_place(choice)).capitalize(), record(choice.get("row")), bool(choice.get("sure"))
     if not row:
         return f"{where}: do not speculate" + ("" if sure else ", though the intervals leave it open")
-    doubt = "" if sure else "; its interval leaves open whether it gains at all"
+    doubt = "" if sure else "; its interval includes 1"
     span = f" ({_span(row)})" if _span(row) else ""
-    return f"{where}: {times(number(row.get('speedup')))}{span} with {_name(row)}, {_drafts(row)} drafted tokens{doubt}"
+    return f"{where}: {times(number(row.get('speedup')))}{span} with {_name(row)}, {_drafts(row)} draft tokens{doubt}"
 
 
 def _depths(rows: Sequence[Row], place: Place) -> Html:
-    mine = [row for row in rows if _place(row) == place]
+    here = [row for row in rows if _place(row) == place]
     series = [
-        Series(name, tuple(sorted((_point(row) for row in mine if _name(row) == name), key=lambda p: p.x)))
-        for name in dict.fromkeys(map(_name, mine))
+        Series(name, tuple(sorted((_point(row) for row in here if _name(row) == name), key=lambda p: p.x)))
+        for name in dict.fromkeys(map(_name, here))
     ]
     return lines(
         _named(place).capitalize(),
         series,
-        Axis("drafted tokens a round"),
-        Axis("speed-up over plain", zero=True),
+        Axis("draft tokens per step"),
+        Axis("speedup over plain", zero=True),
         level=1.0,
         note="The dashed line is plain decoding.",
     )
@@ -121,47 +125,56 @@ def _point(row: Row) -> Point:
 
 
 def _table(rows: Sequence[Row], place: Place) -> Html:
-    """The fastest rows, and behind a fold all of them."""
-    ordered = sorted(rows, key=_gain, reverse=True)
-    heads = ("proposer", "drafts", "speed-up", "95 %", "with prompts", "tokens/pass", "95 %", "ms a round")
+    """The fastest rows, and all of them in a fold."""
+    ordered = sorted(rows, key=_speedup, reverse=True)
+    heads = ("proposer", "drafts", "speedup", "95 %", "with prompts", "tokens/pass", "95 %", "ms per step")
     cells = [
         (
-            _name(row), _drafts(row), times(number(row.get("speedup"))), _span(row),
-            times(number(row.get("end_to_end"))), figure(number(row.get("tokens_per_pass"))),
-            _span(row, "tokens_per_pass_low", "tokens_per_pass_high"), milliseconds(row.get("step_seconds")),
+            _name(row),
+            _drafts(row),
+            times(number(row.get("speedup"))),
+            _span(row),
+            times(number(row.get("end_to_end"))),
+            figure(number(row.get("tokens_per_pass"))),
+            _span(row, "tokens_per_pass_low", "tokens_per_pass_high"),
+            milliseconds(row.get("step_seconds")),
         )
         for row in ordered
-    ]  # fmt: skip
+    ]
     best = [at for at, row in enumerate(ordered) if row.get("best") is True]
     rest = folded(f"All {len(cells)} rows", table(heads, cells, best)) if len(cells) > SHOWN else ""
     return section(f"Predictions at {_named(place)}", table(heads, cells[:SHOWN], best), rest) if rows else Html()
 
 
-def _elsewhere(found: Sequence[Mapping[str, Any]]) -> list[Html]:
-    """Every way to use a draft model that is a round trip away, beside drafting here."""
-    if not found:
+def _remote_drafting(estimates: Sequence[Mapping[str, Any]]) -> list[Html]:
+    """Speedups of a draft model on another machine, beside drafting here."""
+    if not estimates:
         return []
-    ways = [mappings(each.get("options")) for each in found]
-    heads = ("draft", "temperature", "round trip, ms", *(_where(way) for way in ways[0]))
+    options = [mappings(each.get("options")) for each in estimates]
+    heads = ("draft", "temperature", "round trip, ms", *map(_strategy, options[0]))
     cells = [
-        (each.get("name"), figure(number(each.get("temperature"))), figure(1e3 * (number(each.get("rtt")) or 0.0)),
-         *(_used(way) for way in own))
-        for each, own in zip(found, ways, strict=True)
-    ]  # fmt: skip
-    return [table(heads, cells), bullets(str(each.get("verdict", "")) for each in found)]
+        (
+            each.get("name"),
+            figure(number(each.get("temperature"))),
+            figure(1e3 * (number(each.get("rtt")) or 0.0)),
+            *map(_option_speedup, own),
+        )
+        for each, own in zip(estimates, options, strict=True)
+    ]
+    return [table(heads, cells), bullets(str(each.get("verdict", "")) for each in estimates)]
 
 
-def _where(way: Mapping[str, Any]) -> str:
-    return "here" if way.get("strategy") == "local" else str(way.get("strategy"))
+def _strategy(option: Mapping[str, Any]) -> str:
+    return "here" if option.get("strategy") == "local" else str(option.get("strategy"))
 
 
-def _used(way: Mapping[str, Any]) -> str:
-    depth = way.get("depth")
-    return times(number(way.get("speedup"))) + ("" if depth is None else f" ({depth})")
+def _option_speedup(option: Mapping[str, Any]) -> str:
+    depth = option.get("depth")
+    return times(number(option.get("speedup"))) + ("" if depth is None else f" ({depth})")
 
 
 def _pastes(exports: Mapping[str, Any]) -> list[Html]:
-    """The configuration for everything that was asked, ours and what other engines call it."""
+    """The best configuration in the form of each engine."""
     return [_pasted(ENGINES.get(engine, engine), form) for engine, form in exports.items() if form]
 
 
@@ -171,7 +184,7 @@ def _pasted(engine: str, form: Any) -> Html:
 
 
 def _positions(rows: Sequence[Row], place: Place) -> Html:
-    """Of every proposer the row that drafts deepest."""
+    """Acceptance by position of every proposer's longest draft."""
     deepest: dict[str, Row] = {}
     for row in rows:
         if _place(row) == place and _accepted(row):
@@ -184,7 +197,7 @@ def _positions(rows: Sequence[Row], place: Place) -> Html:
     ]
     if not series:
         return Html()
-    accepted = Axis("share accepted so far down", zero=True, high=1.0)
+    accepted = Axis("share of steps accepted so deep", zero=True, high=1.0)
     return lines(_named(place).capitalize(), series, Axis("position in the draft"), accepted)
 
 
@@ -195,19 +208,22 @@ def _accepted(row: Row) -> list[float]:
     return [value for value in map(number, values) if value is not None]
 
 
-def _predictors(found: Mapping[str, Any]) -> list[Html]:
-    charts = [_errors(str(name), mappings(each)) for name, each in found.items() if mappings(each)]
-    if not charts:
+def _predictors(predictors: Sequence[Mapping[str, Any]]) -> list[Html]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for one in predictors:
+        name = f"{one.get('draft')} at temperature {number(one.get('temperature')) or 0.0:g}"
+        groups.setdefault(name, []).append(one)
+    if not groups:
         return []
     about = paragraph(
-        "Each is fitted to these requests; its error is that of foretelling the acceptance of a request left out of "
-        "the fit. One that is no better than the constant, which foretells the mean, is of no use here."
+        "Each is fitted to these requests. Its error is that of predicting the acceptance of a request left out of the "
+        "fit. A statistic that is no better than the constant, which predicts the mean, is of no use here."
     )
-    return [about, grid(*charts)]
+    return [about, grid(*(_errors(name, group) for name, group in groups.items()))]
 
 
-def _errors(name: str, found: Sequence[Mapping[str, Any]]) -> Html:
-    ordered = sorted(found, key=lambda one: number(one.get("error")) or math.inf)
+def _errors(name: str, predictors: Sequence[Mapping[str, Any]]) -> Html:
+    ordered = sorted(predictors, key=lambda one: number(one.get("error")) or math.inf)
     points = [(str(one.get("name", "")), number(one.get("error"))) for one in ordered]
     items = [Bar(word, math.nan if error is None else error * 100, kind=_kind(word)) for word, error in points]
     rows = [
@@ -216,7 +232,9 @@ def _errors(name: str, found: Sequence[Mapping[str, Any]]) -> Html:
     ]
     figures = folded("Correlations", table(("statistic", "correlation", "error"), rows))
     return element(
-        "div", bars(name, items, "points of error", note="Error of the acceptance foretold, in points"), figures
+        "div",
+        bars(name, items, "points of error", note="Error of the predicted acceptance, in points"),
+        figures,
     )
 
 

@@ -1,4 +1,4 @@
-"""Predicted against measured speed-ups: what a plan's word is worth."""
+"""HTML page of predicted against measured speedups."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from foretoken.report.document import cards, document, folded, section, table
 from foretoken.report.markup import Html, join, number, percent, times
 from foretoken.report.records import mappings, record
 
-WITHIN = 0.1  # the error that is shaded, and counted
+WITHIN = 0.1  # relative error that is shaded and counted
 Row = Mapping[str, Any]
 
 
-def page(found: Mapping[str, Any]) -> str:
-    """A whole document. found: {"setting": ..., "rows": [{"predicted", "low", "high", "measured", ...}]}"""
-    rows = mappings(found.get("rows"))
+def page(comparison: Mapping[str, Any]) -> str:
+    """Returns an HTML document.
+
+    Args:
+        comparison: {"setting": ..., "rows": [{"predicted", "low", "high", "measured", ...}]}
+    """
+    rows = mappings(comparison.get("rows"))
     return document(
         "Predicted against measured",
         [against(rows), section("Every pair", _table(rows)) if rows else ""],
-        record(found.get("setting")),
-        lead="Speed-ups over plain decoding, predicted from a sample and then measured on prompts that were not in it.",
+        record(comparison.get("setting")),
+        lead="Speedups over plain decoding, predicted from a sample and then measured on prompts that were not in it.",
     )
 
 
 def against(rows: Sequence[Row]) -> Html:
-    """The scatter and its summary; nothing for no rows."""
+    """Returns the scatter plot and its summary, nothing for no rows."""
     pairs = [row for row in rows if number(row.get("measured")) and number(row.get("predicted"))]
     if not pairs:
         return Html()
@@ -45,7 +49,7 @@ def against(rows: Sequence[Row]) -> Html:
         (len(pairs), "pairs"),
     ]
     chart = scatter(
-        "Speed-up, predicted and measured",
+        "Speedup, predicted and measured",
         series,
         "measured",
         "predicted",
@@ -70,7 +74,7 @@ def _point(row: Row) -> Point:
 
 
 def _error(row: Row) -> float:
-    """Of the prediction, as a share of what was measured."""
+    """Relative error of the prediction."""
     return (number(row.get("predicted")) or 0.0) / (number(row.get("measured")) or 1.0) - 1.0
 
 
@@ -83,11 +87,15 @@ def _table(rows: Sequence[Row]) -> Html:
     heads = ("proposer", "drafts", "temperature", "batch", "predicted", "interval", "measured", "error")
     cells = [
         (
-            _name(row), row.get("num_speculative_tokens", ""), row.get("temperature", ""), row.get("batch", ""),
+            _name(row),
+            row.get("num_speculative_tokens", ""),
+            row.get("temperature", ""),
+            row.get("batch", ""),
             times(number(row.get("predicted"))),
             f"{times(number(row.get('low')))}–{times(number(row.get('high')))}",
-            times(number(row.get("measured"))), f"{_error(row):+.1%}" if number(row.get("measured")) else "–",
+            times(number(row.get("measured"))),
+            f"{_error(row):+.1%}" if number(row.get("measured")) else "–",
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     return folded(f"{len(cells)} rows", table(heads, cells))

@@ -1,4 +1,4 @@
-"""Reading of records that may have been written by another version, or by hand: what is not there is left out."""
+"""Access to records that another version may have written, or a user: missing entries are left out."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from foretoken.report.markup import figure
 
 
 def record(value: Any) -> Mapping[str, Any]:
-    """A mapping, an empty one for anything else."""
+    """Returns ``value`` if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def mappings(value: Any) -> list[Mapping[str, Any]]:
-    """The mappings of a list."""
+    """Returns the mappings of a list."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return []
     return [item for item in value if isinstance(item, Mapping)]
 
 
 def shown(value: Any) -> str:
-    """A recorded value in words."""
+    """Returns a recorded value as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {shown(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A simulation's record as a page: what each strategy gains, over what was varied, and where pipelining pays."""
+"""HTML page of a simulation: the speedup of each strategy, by the value that was varied."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ from typing import Any
 
 from foretoken.report.axes import Axis
 from foretoken.report.charts import Bar, Point, Series, bars, lines
-from foretoken.report.document import document, said, section, table
+from foretoken.report.document import document, section, table, verdict
 from foretoken.report.markup import Html, number, percent, times
 from foretoken.report.records import mappings, record
 
-HEADS = ("strategy", "ms a token", "over plain", "over SI", "draft busy", "servers busy", "drafted", "wasted")
+HEADS = ("strategy", "ms per token", "over plain", "over SI", "draft busy", "servers busy", "drafted", "wasted")
 AXES = {
-    "rtt": ("round trip, ms", 1e3), "acceptance": ("acceptance", 1.0), "verifiers": ("target servers", 1.0),
-    "draft-ms": ("a draft step, ms", 1e3),
-}  # fmt: skip
+    "rtt": ("round trip, ms", 1e3),
+    "acceptance": ("acceptance", 1.0),
+    "verifiers": ("target servers", 1.0),
+    "draft-ms": ("draft step, ms", 1e3),
+}
 
 
-def page(found: Mapping[str, Any]) -> str:
-    """A whole document. found: what ``foretoken simulate --json`` writes: outcomes, or a sweep of them, and a verdict.
+def page(simulation: Mapping[str, Any]) -> str:
+    """Returns an HTML document.
 
-    Times in the record are in seconds.
+    Args:
+        simulation: The JSON document of ``foretoken simulate``: outcomes, or a sweep of them, and a verdict. Times are
+            in seconds.
     """
-    swept = record(found.get("sweep"))
-    outcomes = mappings(found.get("outcomes"))
+    swept = record(simulation.get("sweep"))
+    outcomes = mappings(simulation.get("outcomes"))
     return document(
         "Speculation across workers, simulated",
         [
-            said("good" if found.get("pays") else "open", str(found.get("verdict", ""))),
-            section("Speed-up", _curves(swept) if swept else _bars(outcomes)),
+            verdict("good" if simulation.get("pays") else "open", str(simulation.get("verdict", ""))),
+            section("Speedup", _curves(swept) if swept else _bars(outcomes)),
             *(section(name, _table(each)) for name, each in _tables(swept, outcomes)),
         ],
-        record(found.get("setting")),
-        lead="Models are clocks here: passes and draft steps take fixed times, and acceptance is drawn. All strategies "
-        "meet the same texts.",
+        record(simulation.get("setting")),
+        lead="Models are clocks here: target passes and draft steps take fixed times, and acceptance is sampled. All "
+        "strategies decode the same texts.",
         footer="plain: the target alone. si: draft, wait for the pass. dsi: drafting never waits, several servers "
         "verify. pearl: one pass beside every draft. dsd: si with the window that suits the round trip.",
     )
@@ -58,7 +62,7 @@ def _curves(swept: Mapping[str, Any]) -> Html:
         for name in names
     ]
     return lines(
-        f"Over plain decoding, by {label}", series, Axis(label), Axis("speed-up over plain", zero=True), level=1
+        f"Over plain decoding, by {label}", series, Axis(label), Axis("speedup over plain", zero=True), level=1
     )
 
 
@@ -71,7 +75,7 @@ def _bars(outcomes: Sequence[Mapping[str, Any]]) -> Html:
         )
         for one in outcomes
     ]
-    return bars("Over plain decoding", items, "speed-up over plain", level=1.0)
+    return bars("Over plain decoding", items, "speedup over plain", level=1.0)
 
 
 def _tables(
@@ -88,10 +92,15 @@ def _table(outcomes: Sequence[Mapping[str, Any]]) -> Html:
     best = max(range(len(outcomes)), key=lambda at: number(outcomes[at].get("over_plain")) or 0.0, default=0)
     rows = [
         (
-            one["strategy"], f"{1e3 * one['seconds'] / one['tokens']:.2f}", times(number(one.get("over_plain"))),
-            times(number(one.get("over_si"))), percent(number(one.get("drafting"))),
-            percent(number(one.get("verifying"))), one["drafted"], one["wasted"],
+            one["strategy"],
+            f"{1e3 * one['seconds'] / one['tokens']:.2f}",
+            times(number(one.get("over_plain"))),
+            times(number(one.get("over_si"))),
+            percent(number(one.get("drafting"))),
+            percent(number(one.get("verifying"))),
+            one["drafted"],
+            one["wasted"],
         )
         for one in outcomes
-    ]  # fmt: skip
+    ]
     return table(HEADS, rows, [best])

@@ -1,23 +1,21 @@
-"""The pages' one style sheet: light and dark, from a phone's width up, and on paper."""
+"""Style sheet of the pages: light and dark, for screens from a phone's width up, and for print."""
 
 from __future__ import annotations
 
-SERIES = 8  # colours (and shapes) that lines and points take in turn
+SERIES = 8  # colours and shapes that series take in turn
 
-_LIGHT = {
-    "ink": "#1b1f24", "dim": "#5b6472", "paper": "#ffffff", "card": "#f6f7f9", "line": "#dde1e7",
-    "good": "#15703a", "bad": "#b42318", "open": "#8a5a00", "good-wash": "#e6f4ea", "bad-wash": "#fdeceb",
-    "open-wash": "#fdf3dc", "ours": "#2257d6", "theirs": "#8b98ab",
-    "c0": "#2257d6", "c1": "#c2500a", "c2": "#15803d", "c3": "#8b35d6", "c4": "#0b7d92", "c5": "#be185d",
-    "c6": "#7a6200", "c7": "#4b5563",
-}  # fmt: skip
-_DARK = {
-    "ink": "#e7eaef", "dim": "#9ca6b5", "paper": "#13161b", "card": "#1b2027", "line": "#303742",
-    "good": "#5fd08a", "bad": "#ff8f86", "open": "#f0bd58", "good-wash": "#15301f", "bad-wash": "#3a1b1a",
-    "open-wash": "#33280f", "ours": "#6ea0ff", "theirs": "#66738a",
-    "c0": "#6ea0ff", "c1": "#ff9d5c", "c2": "#5fd08a", "c3": "#c597ff", "c4": "#4fcbe0", "c5": "#ff85b3",
-    "c6": "#e0c341", "c7": "#a7b0be",
-}  # fmt: skip
+_LIGHT = """
+--ink: #1b1f24; --dim: #5b6472; --paper: #ffffff; --card: #f6f7f9; --line: #dde1e7; --good: #15703a; --bad: #b42318;
+--open: #8a5a00; --good-wash: #e6f4ea; --bad-wash: #fdeceb; --open-wash: #fdf3dc; --ours: #2257d6; --theirs: #8b98ab;
+--c0: #2257d6; --c1: #c2500a; --c2: #15803d; --c3: #8b35d6; --c4: #0b7d92; --c5: #be185d; --c6: #7a6200; --c7:
+#4b5563;
+"""
+_DARK = """
+--ink: #e7eaef; --dim: #9ca6b5; --paper: #13161b; --card: #1b2027; --line: #303742; --good: #5fd08a; --bad: #ff8f86;
+--open: #f0bd58; --good-wash: #15301f; --bad-wash: #3a1b1a; --open-wash: #33280f; --ours: #6ea0ff; --theirs: #66738a;
+--c0: #6ea0ff; --c1: #ff9d5c; --c2: #5fd08a; --c3: #c597ff; --c4: #4fcbe0; --c5: #ff85b3; --c6: #e0c341; --c7:
+#a7b0be;
+"""
 
 _RULES = """
 * { box-sizing: border-box; }
@@ -48,11 +46,11 @@ dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; }
   min-width: 7.5rem; }
 .cards b { display: block; font-size: 1.25rem; line-height: 1.3; font-variant-numeric: tabular-nums; }
 .cards span { color: var(--dim); font-size: .82rem; }
-.said { border-left: 4px solid var(--line); background: var(--card); border-radius: 0 8px 8px 0; padding: .6rem 1rem;
-  margin: 1rem 0; } .said b { font-size: 1.1rem; } .said p { margin: .2rem 0; }
+.verdict { border-left: 4px solid var(--line); background: var(--card); border-radius: 0 8px 8px 0; margin: 1rem 0;
+  padding: .6rem 1rem; } .verdict b { font-size: 1.1rem; } .verdict p { margin: .2rem 0; }
 .good { --tone: var(--good); --wash: var(--good-wash); } .bad { --tone: var(--bad); --wash: var(--bad-wash); }
 .open { --tone: var(--open); --wash: var(--open-wash); }
-.said.good, .said.bad, .said.open { border-color: var(--tone); background: var(--wash); }
+.verdict.good, .verdict.bad, .verdict.open { border-color: var(--tone); background: var(--wash); }
 .badge { display: inline-block; border-radius: 999px; padding: .05rem .6rem; font-size: .82rem; font-weight: 600;
   color: var(--tone, var(--dim)); background: var(--wash, var(--card)); border: 1px solid currentColor; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1.2rem 2rem;
@@ -83,15 +81,11 @@ footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .6rem
 """
 
 
-def _properties(values: dict[str, str]) -> str:
-    return " ".join(f"--{name}: {value};" for name, value in values.items())
-
-
 def sheet(extra: str = "") -> str:
-    """The sheet, with ``extra`` rules of one kind of page."""
-    takes = " ".join(f".s{i} {{ --c: var(--c{i}); }}" for i in range(SERIES))
+    """Returns the style sheet, with ``extra`` rules."""
+    colours = " ".join(f".s{i} {{ --c: var(--c{i}); }}" for i in range(SERIES))
     return (
-        f":root {{ color-scheme: light dark; {_properties(_LIGHT)} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {_properties(_DARK)} }} }}"
-        f"{_RULES}{takes}\n{extra}"
+        f":root {{ color-scheme: light dark; {_LIGHT} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}"
+        f"{_RULES}{colours}\n{extra}"
     )

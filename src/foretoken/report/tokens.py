@@ -8,11 +8,10 @@ from typing import Any
 from foretoken.report.axes import Axis
 from foretoken.report.charts import Bar, Point, Series, bars, lines, missing
 from foretoken.report.document import cards, document, folded, grid, paragraph, table
-from foretoken.report.intervals import wilson
 from foretoken.report.markup import Html, element, figure, join, percent
 from foretoken.report.timeline import STYLE as TIMELINE
 from foretoken.report.timeline import StepLap, timeline
-from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Token, Trace, TraceStep
+from foretoken.report.trace import ACCEPTED, REJECTED, TARGET, Token, Trace, TraceStep, wilson
 
 WORDS = {ACCEPTED: "draft, accepted", REJECTED: "draft, rejected", TARGET: "the target's own"}
 PARTS = ("propose", "score", "verify", "commit")
@@ -96,13 +95,14 @@ def _key() -> Html:
 
 def _summary(trace: Trace) -> Html:
     stats = trace.stats
-    return cards([
+    figures = [
         (stats.tokens, "tokens"),
         (figure(stats.tokens_per_second), "tokens/s, prompt included"),
         (figure(stats.mean_acceptance_length), "mean acceptance length"),
         (f"{stats.accepted} of {stats.drafted}", "draft tokens accepted"),
-        (stats.rounds, "target passes"),
-    ])  # fmt: skip
+        (stats.steps, "target passes"),
+    ]
+    return cards(figures)
 
 
 def _ending(trace: Trace) -> str:

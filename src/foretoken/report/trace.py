@@ -208,3 +208,19 @@ def _drafted(draft: Draft, node: int) -> DraftedToken:
 def _others(row: Mapping[int, Logprob], token: int) -> tuple[tuple[str, float], ...]:
     ranked = sorted(((one.rank, one) for other, one in row.items() if other != token), key=lambda pair: pair[0])
     return tuple((one.decoded_token, math.exp(one.logprob)) for _, one in ranked)
+
+
+def wilson(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Returns Wilson's score interval of hits / trials, (0, 1) for no trials.
+
+    Args:
+        hits: At least 0.
+        trials: At least ``hits``.
+        z: Standard errors; the default is 95 %.
+    """
+    if trials <= 0:
+        return 0.0, 1.0
+    share, weight = hits / trials, z * z / trials
+    middle = (share + weight / 2) / (1 + weight)
+    reach = z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)
+    return max(0.0, middle - reach), min(1.0, middle + reach)

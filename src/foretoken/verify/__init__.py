@@ -9,8 +9,7 @@ The exact verifier follows from how the draft was made and from the grade of exa
 | drawn tree, siblings i.i.d. or without replacement | traversal (or recursive) | coupled |
 | top k-1 plus one drawn | greedy multi-draft | coupled |
 
-Lossy verifiers, like ``typical``, are used only under their own name; so is ``continuous``, for real values in place of
-tokens.
+Lossy verifiers, like ``typical``, are used only under their own name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // What Python passes: a model once, and the plan of each pass. bindings.py mirrors these structures field by field.
 #pragma once
 
-#include "product.hpp"
+#include "kinds.hpp"
 
 constexpr int PAGE = 64;  // cache rows of one page; models/state/pages.py has the same number
 

@@ -1,16 +1,41 @@
-"""A hook of MkDocs that writes the command line's reference from typer, in the place of ``<!-- cli -->``."""
+"""Hooks of MkDocs: the command line's reference from typer, in the place of ``<!-- cli -->``, and the pages that the
+repository keeps beside its README.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 MARKER = "<!-- cli -->"
+ROOT = Path(__file__).parents[1]
+ROOT_PAGES = {name: name.lower() for name in ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md")}
+REPOSITORY = "https://github.com/foretoken/foretoken/blob/main/"
+
+
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """Called by MkDocs with all files: adds the pages of the repository's root."""
+    from mkdocs.structure.files import File
+
+    for name, page in ROOT_PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        text = re.sub(r"\]\((?!https://|#)([^)]+)\)", lambda link: f"]({_from_root(link[1])})", text)
+        files.append(File.generated(config, page, content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by MkDocs for every page."""
+    """Called by MkDocs for every page: links to pages of the root lead to their copies."""
+    for name, page in ROOT_PAGES.items():
+        markdown = markdown.replace(f"](../../{name}", f"](../{page}").replace(f"](../{name}", f"]({page}")
     return markdown.replace(MARKER, reference()) if MARKER in markdown else markdown
+
+
+def _from_root(link: str) -> str:
+    """A link of a page in the repository's root, as one of the site."""
+    return ROOT_PAGES.get(link) or (link.removeprefix("docs/") if link.startswith("docs/") else REPOSITORY + link)
 
 
 def reference() -> str:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from scipy import integrate, stats
 
-from foretoken.verify.continuous import Gaussians, SeededReals, SeriesDraft, SeriesVerdict
+from continuous_verifier import Gaussians, SeededReals, SeriesDraft, SeriesVerdict
 
 Verify = Callable[[SeriesDraft, Gaussians, SeededReals], SeriesVerdict]
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import continuous_verifier
+from continuous_verifier import Gaussians, Origin, SeededReals, SeriesDraft, SeriesVerdict, overlap, verify
 from foretoken.core.streams import Purpose, Streams, random_seed_from
-from foretoken.verify import continuous
-from foretoken.verify.continuous import Gaussians, Origin, SeededReals, SeriesDraft, SeriesVerdict, overlap, verify
 
 from .quadrature import STEPS, Scripted, Step, Verify, rows
 
@@ -258,7 +258,7 @@ def upside_down(monkeypatch) -> Verify:
     def chance(p: Gaussians, q: Gaussians, row: int, value: np.ndarray) -> float:
         return math.exp(min(0.0, q.log_density(row, value) - p.log_density(row, value)))
 
-    monkeypatch.setattr(continuous, "_chance", chance)
+    monkeypatch.setattr(continuous_verifier, "_chance", chance)
     return verify
 
 
