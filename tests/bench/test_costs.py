@@ -1,4 +1,4 @@
-"""Clocks, floors, the parts of a round, and the test of a law."""
+"""Clocks, floors, the parts of a step, and the test of a law."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_step_beside_transformers(tiny_pair):
     assert cost.ratio == cost.foretoken.median / cost.transformers.median > 0
 
 
-def test_the_parts_of_a_round_add_up(tiny_pair):
+def test_the_parts_of_a_step_add_up(tiny_pair):
     llm = LLM(tiny_pair.target, tiny_pair.draft)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, speculative_tokens=2)
     found = step_times(llm, ["def f(", "class"], params)

@@ -64,8 +64,8 @@ def passes(costs: Sequence[PassCost]) -> Table:
     return table
 
 
-def steps(costs: Sequence[StepCost]) -> Table:
-    """Returns a table that compares a decode step with transformers'."""
+def transformers(costs: Sequence[StepCost]) -> Table:
+    """Returns a table that compares a pass over one row with transformers'."""
     table = _table(("model",), ("context", "ours ms", "spread", "transformers ms", "spread", "ratio"))
     for cost in costs:
         table.add_row(
