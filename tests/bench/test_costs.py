@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.costs import Loaded, pass_costs, step_cost
 from foretoken.bench.floor import Floor, kv_bytes, matrices
 from foretoken.bench.law import surprise
 from foretoken.bench.step_times import step_times
 from foretoken.bench.workloads import FUNCTIONS, ragged
 from foretoken.core.errors import InvalidRequest
+from foretoken.costs.measured import TimeSpread
 from foretoken.train.widen.checkpoint import like
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from rich import box
 from rich.table import Table
 
-from foretoken.bench.clock import TimeSpread
-from foretoken.bench.costs import PassCost, StepCost
+from foretoken.bench.costs import StepCost
 from foretoken.bench.page import NAMES, cells
 from foretoken.bench.race import RaceRow, ratios
 from foretoken.bench.startup import Startup
 from foretoken.bench.step_times import StepTimes
+from foretoken.costs.measured import PassCost, TimeSpread
 
 
 def race(rows: Sequence[RaceRow]) -> Iterator[Table | str]:

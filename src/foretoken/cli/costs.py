@@ -15,7 +15,8 @@ from foretoken.cli.theme import ColorMode, wide_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.costs import Loaded, PassCost
+    from foretoken.bench.costs import Loaded
+    from foretoken.costs.measured import PassCost
 
 PARTS = ("passes", "transformers", "steps", "startup")
 
