@@ -56,12 +56,12 @@ class Room:
 
 @dataclass(frozen=True)
 class Row:
-    """One way to draft. ``tokens`` after the first rounds, in ``seconds`` (median and spread of the turns)."""
+    """One way to draft. ``tokens`` after the first steps, in ``seconds`` (median and spread of the turns)."""
 
     config: dict[str, Any]
     seconds: TimeSpread
     tokens: int
-    rounds: int
+    steps: int
     drafted: int
     accepted: int
 
@@ -124,7 +124,7 @@ def table(rows: list[Row]) -> Table:
         spread = f"{row.tokens / row.seconds.high:.0f}-{row.tokens / row.seconds.low:.0f}"
         result.add_row(
             " ".join(f"{k}={v}" if k != "method" else str(v) for k, v in row.config.items()), f"{row.rate:.0f}", spread,
-            f"{row.rate / rows[0].rate:.2f}", f"{row.tokens / row.rounds:.2f}", f"{row.drafted / row.rounds:.1f}",
+            f"{row.rate / rows[0].rate:.2f}", f"{row.tokens / row.steps:.2f}", f"{row.drafted / row.steps:.1f}",
         )  # fmt: skip
     return result
 

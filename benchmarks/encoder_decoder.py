@@ -77,7 +77,7 @@ class Own:
             ]  # fmt: skip
             for output in self.llm.generate([list(task.source) for task in some], params):
                 texts.append(output.outputs[0].token_ids)
-                passes += output.stats.rounds
+                passes += output.stats.steps
         return texts, sum(map(len, texts)) / passes
 
 

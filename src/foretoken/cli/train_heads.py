@@ -102,7 +102,8 @@ def _early_exit(
 
 def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
     from foretoken.train.files import check_run
-    from foretoken.train.heads import ROLES, HeadConfig, head_config, train_head
+    from foretoken.train.head_config import HeadConfig
+    from foretoken.train.heads import ROLES, head_config, train_head
 
     if own.get("taps") is not None:
         own["taps"] = tuple(_numbers(own["taps"]))

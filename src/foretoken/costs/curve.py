@@ -11,6 +11,7 @@ from foretoken.costs.tuning import TUNING, Tuning
 _FAR = 1e6  # sizes beyond the largest known one for which the extrapolation holds
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+Indices = np.ndarray[Any, np.dtype[np.intp]]
 
 
 class Curve:
