@@ -44,7 +44,7 @@ class LayerWeights:
 class Ends:
     """Embedding, last norm and vocabulary head. ``head`` is the embedding itself if the two are tied."""
 
-    embedding: Tensor  # [V, H]
+    embedding: Matrix  # [V, H]; floats or grouped
     norm: Tensor | None  # float32 [H]
     head: Matrix  # [V, H]
 
