@@ -112,7 +112,7 @@ class Bench:
             for step in engine.step():
                 counts.add(step)
         stats = counts.freeze()
-        cell = Cell(name, config, nodes, text, temperature, stats.tokens, stats.rounds, stats.drafts, stats.drafted,
+        cell = Cell(name, config, nodes, text, temperature, stats.tokens, stats.steps, stats.drafts, stats.drafted,
                     stats.accepted, stats.accepted_per_position)  # fmt: skip
         return cell, [context.tokens[context.prompt_length :] for context in contexts]
 

@@ -21,13 +21,14 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, zoo
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.editing import Dictated, EditingTask, editing_tasks
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
+from foretoken.costs.measured import TimeSpread
 from foretoken.engine.loop import Engine
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import resolve
@@ -56,12 +57,12 @@ class Room:
 
 @dataclass(frozen=True)
 class Row:
-    """One way to draft. ``tokens`` after the first rounds, in ``seconds`` (median and spread of the turns)."""
+    """One way to draft. ``tokens`` after the first steps, in ``seconds`` (median and spread of the turns)."""
 
     config: dict[str, Any]
     seconds: TimeSpread
     tokens: int
-    rounds: int
+    steps: int
     drafted: int
     accepted: int
 
@@ -124,7 +125,7 @@ def table(rows: list[Row]) -> Table:
         spread = f"{row.tokens / row.seconds.high:.0f}-{row.tokens / row.seconds.low:.0f}"
         result.add_row(
             " ".join(f"{k}={v}" if k != "method" else str(v) for k, v in row.config.items()), f"{row.rate:.0f}", spread,
-            f"{row.rate / rows[0].rate:.2f}", f"{row.tokens / row.rounds:.2f}", f"{row.drafted / row.rounds:.1f}",
+            f"{row.rate / rows[0].rate:.2f}", f"{row.tokens / row.steps:.2f}", f"{row.drafted / row.steps:.1f}",
         )  # fmt: skip
     return result
 

@@ -20,9 +20,10 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.repairs import Repair, repairs
 from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.costs.measured import TimeSpread
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.train.widen.checkpoint import scaled
 
@@ -77,7 +78,7 @@ class Own:
             ]  # fmt: skip
             for output in self.llm.generate([list(task.source) for task in some], params):
                 texts.append(output.outputs[0].token_ids)
-                passes += output.stats.rounds
+                passes += output.stats.steps
         return texts, sum(map(len, texts)) / passes
 
 

@@ -71,7 +71,7 @@ def run(llm: LLM, prompts: list[str], max_tokens: int, first_seed: int) -> tuple
     if isinstance(llm.engine.proposer, Adaptive):
         llm.engine.proposer.wait()
     drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-    return accepted / drafted, sum(s.tokens for s in stats) / sum(s.rounds for s in stats)
+    return accepted / drafted, sum(s.tokens for s in stats) / sum(s.steps for s in stats)
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def chat(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers, however drafted.")] = None,
     speculative_tokens: Annotated[
-        int | None, typer.Option(help="Tokens drafted per round; 0 is plain decoding.")
+        int | None, typer.Option(help="Tokens drafted per step; 0 is plain decoding.")
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",

@@ -48,7 +48,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Completions to make.")] = 1,
     speculative_tokens: Annotated[
-        int | None, typer.Option(help="Tokens drafted per round; 0 is plain decoding.")
+        int | None, typer.Option(help="Tokens drafted per step; 0 is plain decoding.")
     ] = None,
     exactness: Annotated[
         str | None, typer.Option(help="distribution, trajectory or lossy-typical. [trajectory with --seed]")

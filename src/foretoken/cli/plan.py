@@ -39,7 +39,7 @@ def plan(
     temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="Repeatable. [0 and 1]")] = None,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once (repeatable). [1]")] = None,
-    turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate.")] = 24,
+    turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate.")] = 24,
     quantization: Quantization = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     as_json: Json = False,
@@ -60,7 +60,7 @@ def plan(
 ) -> None:
     """Predict tokens per pass and speed-up of every way to speculate, and say which to take, if any.
 
-    The target writes a sample after the prompts; every candidate is judged on it, and rounds are timed here.
+    The target writes a sample after the prompts; every candidate is judged on it, and steps are timed here.
     """
     check_places(output=output, html=html_file)
     check_dtype(dtype)

@@ -97,7 +97,7 @@ def _text(head: Path, target: Path, facts: dict[str, Any], figures: dict[str, fl
         ("acceptance by position, temperature 0", chances["greedy"]),
         ("acceptance by position, temperature 1", chances["drawn"]),
     ]  # fmt: skip
-    nodes = f"with {figures['nodes']:.0f} drafted tokens a round"
+    nodes = f"with {figures['nodes']:.0f} drafted tokens a step"
     rows += [
         (f"mean acceptance length at temperature {heat}, {nodes}", f"{figures[f'mean_acceptance_length_{heat}']:.2f}")
         for heat in (0, 1)
