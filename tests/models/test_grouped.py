@@ -34,6 +34,7 @@ LAYOUTS = {
     "Q4_K": GroupLayout(4, 32, offsets=True, block=8),
     "Q6_K": GroupLayout(8, 16, 32, block=16),
     "Q3_K": GroupLayout(4, 16, 4, block=16),
+    "Q4_K beside Q6_K": GroupLayout(8, 16, CENTRE, offsets=True, block=16),
 }
 
 

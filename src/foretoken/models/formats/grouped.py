@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +144,14 @@ class Grouped:
         for first, last in strips(self.shape):
             whole[first:last] = self.rows(first, last).dequantised(self.layout)
         return whole
+
+
+@runtime_checkable
+class GroupedWeights(Protocol):
+    """The tensors of a checkpoint of which some are stored in groups."""
+
+    def grouped(self, name: str) -> Grouped | None:
+        """Returns a matrix that is stored in groups; None for any other tensor."""
 
 
 def flat(numbers: Tensor | TwoLevels) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.grouped import Grouped, joinable
-from foretoken.models.formats.quantize import Int8
+from foretoken.models.formats.quantize import Int8, floats
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass
@@ -190,7 +190,7 @@ class NativeRunner(DecoderOnly):
             if isinstance(ends.embedding, Grouped):
                 table = self._matrix([ends.embedding])
             else:
-                embedding = self._keep(_wide(ends.embedding))
+                embedding = self._keep(_wide(floats(ends.embedding, dtype)))
         self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
         spec = ModelSpec(
             layers=specs,
