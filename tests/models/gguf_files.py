@@ -136,6 +136,23 @@ def write_both(module: Any, architecture: str, folder: Path, kinds: Mapping[str,
         The GGUF file and the folder of the checkpoint.
     """
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    reference = add_weights(writer, module, architecture, kinds)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = folder / "checkpoint"
+    module.config.save_pretrained(checkpoint)
+    save_file(reference, checkpoint / "model.safetensors")
+    return folder / "model.gguf", checkpoint
+
+
+def add_weights(writer: Any, module: Any, architecture: str, kinds: Mapping[str, K] | K) -> dict[str, Tensor]:
+    """Adds the settings and tensors of a module to a GGUF file.
+
+    Returns:
+        The dequantized tensors by their names in the checkpoint.
+    """
     write_settings(writer, module.config, architecture)
     reference = {}
     for seed, (name, tensor) in enumerate(_tensors(module)):
@@ -153,14 +170,7 @@ def write_both(module: Any, architecture: str, folder: Path, kinds: Mapping[str,
         if "gemma" in architecture and at.endswith("norm.weight"):
             data = data + np.float32(1)
         writer.add_tensor(at, data.reshape(*tensor.shape[:-1], -1), raw_dtype=None if kind in (K.F32, K.F16) else kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    checkpoint = folder / "checkpoint"
-    module.config.save_pretrained(checkpoint)
-    save_file(reference, checkpoint / "model.safetensors")
-    return folder / "model.gguf", checkpoint
+    return reference
 
 
 def interleaved(data: NDArray[Any], heads: int) -> NDArray[Any]:
