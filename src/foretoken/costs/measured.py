@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from foretoken.core.errors import WriteError
-from foretoken.core.files import cache_folder
+from foretoken.core.files import atomic_file, cache_folder
 from foretoken.core.schema import read_object
 from foretoken.costs.curve import Curve
 
@@ -126,10 +124,8 @@ class MeasuredCosts:
         file = _file(self.identity)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-                made = Path(scratch) / file.name
-                made.write_text(json.dumps({"name": self.name, "passes": self.to_dict()}) + "\n", encoding="utf-8")
-                os.replace(made, file)
+            with atomic_file(file) as partial:
+                partial.write_text(json.dumps({"name": self.name, "passes": self.to_dict()}) + "\n", encoding="utf-8")
         except OSError as error:
             raise WriteError(
                 f"cannot keep the measured costs in {file.parent}: {error}; set FORETOKEN_CACHE to a folder of yours"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 import shutil
 import signal
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.core.files import atomic_file
 from foretoken.train import processes
 from foretoken.train.progress import Reporter
 
@@ -142,19 +142,16 @@ class Trainer:
         }
         if processes.rank() > 0:
             return
-        partial = self.checkpoint.with_name(self.checkpoint.name + ".partial")
         try:
             self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, partial)
-            os.replace(partial, self.checkpoint)
+            with atomic_file(self.checkpoint) as partial:
+                torch.save(state, partial)
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError on a full disk
             reason = str(error) if isinstance(error, OSError) else "the disk is full or refuses to write"
             raise TrainingError(
                 f"cannot write the checkpoint {self.checkpoint}: {reason}; free some space and run again "
                 "with --resume (an earlier checkpoint is untouched)"
             ) from error
-        finally:
-            partial.unlink(missing_ok=True)
 
     def progress(self) -> float:
         """Returns the finished share of the run, from 0 to 1."""
