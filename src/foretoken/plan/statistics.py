@@ -1,9 +1,9 @@
-"""Intervals that know that the tokens of one request belong together: requests are drawn, not tokens.
+"""Confidence intervals of ratios that are clustered by request: requests are sampled, not tokens.
 
-A ratio of sums over requests is estimated by the sums' ratio; its spread comes from leaving out one request at a time,
-the delete-one jackknife, which is the linearised, cluster-robust variance with each residual over 1 - its leverage.
-Student's t sets the width, with the degrees of freedom that requests of unequal length are worth (Satterthwaite's, as
-Bell and McCaffrey 2002 have them): n - 1 for equal ones, fewer where a long one dominates.
+A ratio of sums over requests is estimated by the sums' ratio. Its spread comes from leaving out one request at a time
+(delete-one jackknife), which is the linearised, cluster-robust variance with each residual over 1 - its leverage.
+Student's t sets the width, with the degrees of freedom for requests of unequal length (Satterthwaite, as in Bell and
+McCaffrey 2002): n - 1 for equal ones, fewer where a long one dominates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Reals = NDArray[np.float64]
 
 
 class Interval(NamedTuple):
-    """An estimate and where the truth lies at the level asked for; endless where one request is all there is."""
+    """An estimate and its confidence interval, which is infinite for a single request."""
 
     estimate: float
     low: float
@@ -31,21 +31,28 @@ class Interval(NamedTuple):
 
 
 class UncertainValue(NamedTuple):
-    """An estimate, its standard error, and the degrees of freedom that the error itself rests on."""
+    """An estimate, its standard error, and the degrees of freedom of that error."""
 
     estimate: float
     error: float
     freedom: float
 
     def interval(self, level: float) -> Interval:
+        """Returns the interval at a confidence level."""
         half = student_quantile(0.5 + level / 2, self.freedom) * self.error if math.isfinite(self.error) else math.inf
         return Interval(self.estimate, self.estimate - half, self.estimate + half)
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], level: float = 0.95) -> Interval:
-    """sum(numerators) / sum(denominators), one of each for every request: tokens over rounds, say.
+    """Returns the interval of sum(numerators) / sum(denominators), such as tokens over steps.
 
-    Requests without a denominator and a numerator tell nothing and are left out.
+    Args:
+        numerators: One per request.
+        denominators: One per request. Requests in which both are 0 are left out.
+        level: Confidence level.
+
+    Raises:
+        InvalidRequest: The lengths differ, or a value is not valid.
     """
     number("level", level, 0.0, 1.0 - 1e-12)
     return _ratio(*_pairs(numerators, denominators)).interval(level)
@@ -59,10 +66,21 @@ def ratio_of_ratios(
     level: float = 0.95,
     paired: bool = True,
 ) -> Interval:
-    """(sum a / sum b) / (sum c / sum d), as a speed over another speed; all sums must be positive.
+    """Returns the interval of (sum a / sum b) / (sum c / sum d), such as a speed over another speed.
 
-    paired: the same requests in the same order on both sides, so that what is hard for both cancels. Otherwise the two
-    sides are independent samples of any sizes (Welch). The interval is symmetric in the logarithm.
+    The interval is symmetric in the logarithm.
+
+    Args:
+        numerators: a, one per request.
+        denominators: b.
+        base_numerators: c.
+        base_denominators: d.
+        level: Confidence level.
+        paired: Both sides have the same requests in the same order, so that their common variation cancels. Otherwise
+            the sides are independent samples of any sizes (Welch).
+
+    Raises:
+        InvalidRequest: A sum is not positive, paired sides differ in length, or a value is not valid.
     """
     number("level", level, 0.0, 1.0 - 1e-12)
     sides = _pairs(numerators, denominators), _pairs(base_numerators, base_denominators)
@@ -85,9 +103,9 @@ def ratio_of_ratios(
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """t with P(T <= t) = ``probability`` for Student's T.
+    """Returns the t with P(T <= t) = ``probability`` for Student's T.
 
-    Between whole degrees of freedom linear in their inverse, which is a trifle wide; under one, as one.
+    Between whole degrees of freedom it is linear in their inverse, which is slightly wide. Less than one counts as one.
     """
     number("probability", probability, 0.5, 1.0 - 1e-13)
     number("freedom", freedom, 0.0)
@@ -110,7 +128,7 @@ def _whole_quantile(probability: float, degrees: int) -> float:
 
 
 def _central(t: float, degrees: int) -> float:
-    """P(|T| <= t) for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Returns P(|T| <= t) for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(degrees))
     cosine, term, total = math.cos(angle) ** 2, 1.0, 0.0
     first = 2 if degrees % 2 else 1
@@ -137,12 +155,12 @@ def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[
         )
     if bool((bottom < 0.0).any()) or not bottom.sum() > 0.0:
         raise InvalidRequest(f"denominators must not be negative and not all be 0, got {bottom.tolist()}")
-    told = (top != 0.0) | (bottom != 0.0)
-    return top[told], bottom[told]
+    informative = (top != 0.0) | (bottom != 0.0)
+    return top[informative], bottom[informative]
 
 
 def _ratio(top: Reals, bottom: Reals) -> UncertainValue:
-    """R = sum y / sum x; leaving out request i moves it by -(y_i - R x_i) / (sum x - x_i)."""
+    """Returns R = sum y / sum x. Leaving out request i moves it by -(y_i - R x_i) / (sum x - x_i)."""
     estimate = float(top.sum() / bottom.sum())
     others = bottom.sum() - bottom
     if len(top) < 2 or not others.min() > 0.0:
@@ -151,13 +169,13 @@ def _ratio(top: Reals, bottom: Reals) -> UncertainValue:
 
 
 def _jackknife(shifts: Reals) -> float:
-    """The standard error from what leaving out each request does to the estimate."""
+    """Returns the standard error, from the shift of the estimate when each request is left out."""
     count = len(shifts)
     return float(np.sqrt((count - 1) / count * np.square(shifts).sum()))
 
 
 def _freedom(sizes: Reals) -> float:
-    """What the jackknife's variance is worth if requests' own ratios vary alike: 2 mean^2 / variance of it.
+    """Returns the degrees of freedom of the jackknife's variance, 2 mean^2 / its variance, for ratios that vary alike.
 
     With shares w, that variance is a quadratic form r' M' D M r in the ratios r, M = I - 1 w' and D the squared
     w / (1 - w): tr(D M M')^2 / tr((D M M')^2).
@@ -169,17 +187,17 @@ def _freedom(sizes: Reals) -> float:
 
 
 def _relative(spread: UncertainValue) -> UncertainValue:
-    """Of the logarithm."""
+    """Returns the spread of the logarithm."""
     return UncertainValue(math.log(spread.estimate), spread.error / spread.estimate, spread.freedom)
 
 
 def _paired(a: Reals, b: Reals, c: Reals, d: Reals) -> UncertainValue:
-    """log of (sum a / sum b) / (sum c / sum d), leaving out one request on both sides at a time."""
-    told = (a != 0.0) | (b != 0.0) | (c != 0.0) | (d != 0.0)
-    columns = [column[told] for column in (a, b, c, d)]
+    """Returns the log of (sum a / sum b) / (sum c / sum d), leaving out one request on both sides at a time."""
+    informative = (a != 0.0) | (b != 0.0) | (c != 0.0) | (d != 0.0)
+    columns = [column[informative] for column in (a, b, c, d)]
     estimate = _log_ratio(*(column.sum() for column in columns))
     left = [column.sum() - column for column in columns]
-    if told.sum() < 2 or not all(bool((column > 0.0).all()) for column in left):
+    if informative.sum() < 2 or not all(bool((column > 0.0).all()) for column in left):
         return UncertainValue(float(estimate), math.inf, 1)
     freedom = min(_freedom(columns[1]), _freedom(columns[3]))
     return UncertainValue(float(estimate), _jackknife(_log_ratio(*left) - estimate), freedom)
@@ -190,7 +208,7 @@ def _log_ratio(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 def _independent(one: UncertainValue, other: UncertainValue) -> UncertainValue:
-    """Of the difference, with Welch's and Satterthwaite's degrees of freedom."""
+    """Returns the spread of the difference, with Welch's and Satterthwaite's degrees of freedom."""
     parts = one.error**2, other.error**2
     total = sum(parts)
     if not math.isfinite(total) or total == 0.0:
