@@ -13,6 +13,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import is_gguf, load_config, open_weights, resolve
+from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.prequantized import check_prequantized
 from foretoken.models.formats.quantize import Quantiser
@@ -66,7 +67,8 @@ def load_model(
     runtime = _runtime(config, path) if backend != "hf" else None
     prequantized = runtime is not None and check_prequantized(config)
     scheme = Quantiser.of(quantization or ("int8" if prequantized else None))
-    check_fits(weight_bytes(weights.shapes, kind, None if scheme is None else scheme.weight_bits), where, str(path))
+    needed = weight_bytes(weights.shapes, kind, None if scheme is None else scheme.weight_bits)
+    check_fits(min(needed, weights.nbytes) if isinstance(weights, GGUFWeights) else needed, where, str(path))
     if runtime is not None:
         return runtime(config, weights, kind, where, max_length, quantization)
     if quantization is not None:
