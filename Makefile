@@ -56,11 +56,11 @@ peers: $(RUNTIME)
 
 bench: $(DEV)
 	@mkdir -p $(RESULTS)
-	$(BIN)/foretoken bench race --temperature 0 --temperature 1 --json $(RESULTS)/race.json --html $(RESULTS)/race.html $(ARGS)
-	$(BIN)/foretoken bench race --quantization int8 --json $(RESULTS)/int8.json --html $(RESULTS)/int8.html $(ARGS)
-	$(BIN)/foretoken bench race --prompts ragged --batch 8 --json $(RESULTS)/batch.json --html $(RESULTS)/batch.html $(ARGS)
+	$(BIN)/foretoken bench race --temperature 0 --temperature 1 --output $(RESULTS)/race.json --html $(RESULTS)/race.html $(ARGS)
+	$(BIN)/foretoken bench race --quantization int8 --output $(RESULTS)/int8.json --html $(RESULTS)/int8.html $(ARGS)
+	$(BIN)/foretoken bench race --prompts ragged --batch 8 --output $(RESULTS)/batch.json --html $(RESULTS)/batch.html $(ARGS)
 	$(BIN)/foretoken bench costs
-	$(BIN)/foretoken bench costs --quantization int8 --parts passes,rounds
+	$(BIN)/foretoken bench costs --quantization int8 --parts passes,steps
 	$(BIN)/python benchmarks/exactness_grid.py
 
 install: $(DEV)

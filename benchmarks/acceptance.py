@@ -1,6 +1,6 @@
 """Mean acceptance length of every way to propose, at equal rows of the target: chains and trees of 4, 8 and 16 nodes.
 
-    python benchmarks/acceptance.py --prompts humaneval.jsonl --json acceptance.json
+    python benchmarks/acceptance.py --prompts humaneval.jsonl --output acceptance.json
 
 Two kinds of text that neither the bundled target nor its draft has seen: the prompts of --prompts, and cuts of the
 standard library's held-out files. Tokens over passes of the target, the prompt's own included; end-of-text ignored.
@@ -112,7 +112,7 @@ class Bench:
             for step in engine.step():
                 counts.add(step)
         stats = counts.freeze()
-        cell = Cell(name, config, nodes, text, temperature, stats.tokens, stats.rounds, stats.drafts, stats.drafted,
+        cell = Cell(name, config, nodes, text, temperature, stats.tokens, stats.steps, stats.drafts, stats.drafted,
                     stats.accepted, stats.accepted_per_position)  # fmt: skip
         return cell, [context.tokens[context.prompt_length :] for context in contexts]
 
@@ -201,7 +201,7 @@ def main(
     temperature: Annotated[list[float], typer.Option(min=0.0, help="May be repeated.")] = [0.0, 1.0],
     batch: Annotated[int, typer.Option(min=1)] = 8,
     dtype: Annotated[str, typer.Option(help="Of all models.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
     """Tokens per pass of the target: systems by text, temperature and nodes of a draft."""
     torch.set_num_threads(cores())

@@ -1,6 +1,6 @@
 """A mixed stream of requests: drafting as much as pays, with what pays, beside every proposer at every fixed depth.
 
-    python benchmarks/adaptive.py --json adaptive.json
+    python benchmarks/adaptive.py --output adaptive.json
     python benchmarks/adaptive.py --crowd 0
 
 Of several proposers, named by repeated ``--speculative-config``, the adaptive system is their mixture, under the
@@ -74,7 +74,7 @@ def main(
     hot: Annotated[float, typer.Option(min=0.0, help="The high temperature.")] = 1.5,
     crowd: Annotated[int, typer.Option(min=0, help="Requests at once in the last part; 0 is none.")] = 16,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:  # fmt: skip
     """Tokens per second of the adaptive controller and of each fixed depth, on each part and on the whole stream."""
     torch.set_num_threads(cores())

@@ -1,6 +1,6 @@
 """The server under attack: does it answer others in time, and is its memory given back?
 
-    python benchmarks/attacks.py --json attacks.json
+    python benchmarks/attacks.py --output attacks.json
     python benchmarks/attacks.py --attack "big prompt" --attack "unfinished bodies"
 
 Starts `foretoken serve` on the bundled pair with a few streams that never end. Each attack of ``attackers.py`` is then
@@ -223,7 +223,7 @@ def main(
     quiet: Annotated[float, typer.Option(min=0.1, help="Seconds before each attack, to compare with.")] = 5.0,
     settle: Annotated[float, typer.Option(min=0, help="Seconds that memory has to come back.")] = 30.0,
     steady: Annotated[float, typer.Option(min=0, help="Seconds in which streams fill the caches first.")] = 30.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and outcomes here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and outcomes here.")] = None,
 ) -> None:
     """Latency, memory and answers under each attack; exit 1 where one of them is not as it has to be."""
     names = attack or list(ATTACKS)

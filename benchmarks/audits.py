@@ -1,6 +1,6 @@
 """Is every proposer exact? ``foretoken audit`` on each of the bundled family's, and on transformers' own assistance.
 
-    python benchmarks/audits.py --budget 120 --json audits.json
+    python benchmarks/audits.py --budget 120 --output audits.json
 
 One line for each: the verdict, and what every check said. Budgets are seconds; nothing here is a speed, so other work
 beside it only makes a verdict less sharp.
@@ -52,7 +52,7 @@ def main(
     config: Annotated[list[str] | None, typer.Option(help="JSON; may be repeated. [every proposer]")] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds for each.")] = 120.0,
     peers: Annotated[bool, typer.Option(help="transformers too, which may fail.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and audits here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and audits here.")] = None,
 ) -> None:
     """Audit all; exit 1 where one of ours fails."""
     torch.set_num_threads(cores())

@@ -22,13 +22,14 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, zoo
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.editing import Dictated, EditingTask, editing_tasks
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
+from foretoken.costs.measured import TimeSpread
 from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
@@ -47,12 +48,12 @@ CONFIGS = [
 
 @dataclass(frozen=True)
 class Row:
-    """One way to draft. ``tokens`` after the first rounds, in ``seconds`` (median and spread of the turns)."""
+    """One way to draft. ``tokens`` after the first steps, in ``seconds`` (median and spread of the turns)."""
 
     config: dict[str, Any]
     seconds: TimeSpread
     tokens: int
-    rounds: int
+    steps: int
     drafted: int
     accepted: int
 
@@ -115,7 +116,7 @@ def table(rows: list[Row]) -> Table:
         spread = f"{row.tokens / row.seconds.high:.0f}-{row.tokens / row.seconds.low:.0f}"
         result.add_row(
             " ".join(f"{k}={v}" if k != "method" else str(v) for k, v in row.config.items()), f"{row.rate:.0f}", spread,
-            f"{row.rate / rows[0].rate:.2f}", f"{row.tokens / row.rounds:.2f}", f"{row.drafted / row.rounds:.1f}",
+            f"{row.rate / rows[0].rate:.2f}", f"{row.tokens / row.steps:.2f}", f"{row.drafted / row.steps:.1f}",
         )  # fmt: skip
     return result
 
@@ -128,7 +129,7 @@ def main(
     dtype: str = "auto",
     device: str = "auto",
     quantization: Annotated[str | None, typer.Option(help="int8, as for the target.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     """Race plain decoding and each configuration over the edits."""
     torch.set_num_threads(cores())

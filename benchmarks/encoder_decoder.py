@@ -21,9 +21,10 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.repairs import Repair, repairs
 from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.costs.measured import TimeSpread
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.train.widen.checkpoint import scaled
 
@@ -78,7 +79,7 @@ class Own:
             ]  # fmt: skip
             for output in self.llm.generate([list(task.source) for task in some], params):
                 texts.append(output.outputs[0].token_ids)
-                passes += output.stats.rounds
+                passes += output.stats.steps
         return texts, sum(map(len, texts)) / passes
 
 
@@ -156,7 +157,7 @@ def main(
     dtype: str = "bfloat16",
     quantization: Annotated[str | None, typer.Option(help="int8, of our target.")] = None,
     peer: Annotated[bool, typer.Option(help="transformers beside ours.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     torch.set_num_threads(cores())
     big = resolve(target) if target else scaled(like, "seq2seq-target")

@@ -209,7 +209,7 @@ def main(
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
     config: Annotated[list[str] | None, typer.Option(help="JSON; may be repeated. [draft model and lookup]")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every proposer of the bundled family.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
     """Compare texts over proposers, depths and batches on the bundled pair; exit 1 on a bug or a broken promise."""
     torch.set_num_threads(cores())

@@ -186,7 +186,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=4)] = 100,
     slope: Annotated[float, typer.Option(help="How fast a law falls: p of rank k goes as k to the minus this.")] = 2.0,
     apart: Annotated[float, typer.Option(min=0.0, help="Standard deviation of the draft's logits from these.")] = 0.5,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:  # fmt: skip
     """Median microseconds a round of laws and verdicts, and in brackets the drafted tokens that stood."""
     torch.set_num_threads(cores())

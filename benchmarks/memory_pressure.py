@@ -1,6 +1,6 @@
 """Memory runs short while long contexts are served: does drafting give way, does anything fail, does it come back?
 
-    python benchmarks/memory_pressure.py --json memory_pressure.json
+    python benchmarks/memory_pressure.py --output memory_pressure.json
 
 The bundled pair completes a batch of long prompts under a limit of its address space, as ``ulimit -v`` sets it. After a
 third of the rounds something else in the process takes nearly all that is left, and gives it back after another third.
@@ -79,7 +79,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=8, help="To write after each.")] = 1024,
     depth: Annotated[int, typer.Option(min=1, help="Tokens to draft.")] = 8,
     room: Annotated[int, typer.Option(min=1, help="MiB of address space beyond what is taken when it begins.")] = 2048,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and phases here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and phases here.")] = None,
 ) -> None:
     """Drafted nodes a round and sequence, before, while and after memory is short; exit 1 where a text changed."""
     torch.set_num_threads(cores())

@@ -1,6 +1,6 @@
 """A mixed stream of requests, greedy, one at a time: the mixture beside each of its members alone.
 
-    python benchmarks/mixture.py --json mixture.json
+    python benchmarks/mixture.py --output mixture.json
 
 Three parts, their requests in turn. completion: functions to complete, as the target writes on. editing: a function,
 then the same with a rename and a fix (``bench/editing.py``), with the old one as the client's prediction. repetition:
@@ -274,7 +274,7 @@ def main(
     count: Annotated[int, typer.Option(min=1, help="Requests of each part.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 128,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:  # fmt: skip
     """Tokens per second of the mixture and of each member alone, on each part and on the whole stream."""
     torch.set_num_threads(cores())

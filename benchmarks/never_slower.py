@@ -1,6 +1,6 @@
 """Never slower: proposers that are no good, under the guard, beside plain decoding.
 
-    python benchmarks/never_slower.py --json never_slower.json
+    python benchmarks/never_slower.py --output never_slower.json
     python benchmarks/never_slower.py --small --batch 1 --proposer random
 
 random: a draft model of random weights. over-large: the target as its own draft. wrong: an EAGLE-3 head whose weights
@@ -230,7 +230,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 128,
     requests: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:  # fmt: skip
     """Tokens per second under the guard over plain decoding's, for proposers that are no good."""
     torch.set_num_threads(cores())

@@ -1,6 +1,6 @@
 """Predicted against measured: what ``foretoken plan`` says, and what runs on prompts that it did not see then give.
 
-    python benchmarks/planner.py --json planner.json
+    python benchmarks/planner.py --output planner.json
     python benchmarks/planner.py --small --prompts humaneval.jsonl --count 8 --depth 2 --depth 6 --batch 1
 
 The planner gets --count prompts, the measurement --unseen others. A measured gain is tokens over seconds of decoding,
@@ -302,7 +302,7 @@ def main(
     nodes: Annotated[list[int], typer.Option(min=1, help="Of trees.")] = [8, 14],
     repeats: Annotated[int, typer.Option(min=1, help="Of every unseen prompt.")] = 1,
     turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate, in the plan.")] = 24,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting, rows and summary here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
 ) -> None:
     """Plan on some prompts, measure on others, compare."""
     torch.set_num_threads(cores())

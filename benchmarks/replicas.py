@@ -36,7 +36,7 @@ def main(
     kills: Annotated[int, typer.Option(help="Replicas to kill.")] = 3,
     pause: Annotated[float, typer.Option(help="Seconds before each.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write what was counted there.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write what was counted there.")] = None,
 ) -> None:
     """Kill replicas under load."""
     rng = random.Random(seed)

@@ -316,7 +316,7 @@ def main(
     dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "int8"],
     seed: Annotated[int, typer.Option(help="The first batch's seed.")] = 0,
     heads: Annotated[bool, typer.Option(help="Also the bundled target's heads, one in eight.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures and differences.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write figures and differences.")] = None,
 ) -> None:
     """Compare random requests over all proposers with plain decoding; exit 1 if any output differs."""
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """The server under load: throughput, pauses, texts that must not change, and a long soak.
 
-    python benchmarks/serving.py throughput --json serving.json
+    python benchmarks/serving.py throughput --output serving.json
     python benchmarks/serving.py latency
     python benchmarks/serving.py load --requests 200
     python benchmarks/serving.py soak --minutes 30
@@ -37,7 +37,7 @@ from foretoken.train.widen.checkpoint import scaled
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = wide_console()
-Json = Annotated[Path | None, typer.Option("--json", help="Write what was measured there.")]
+Json = Annotated[Path | None, typer.Option("--output", help="Write what was measured there.")]
 PLAIN = ("--speculative-config", '{"method": "none"}')
 PAGE = 4096
 SYSTEM = (

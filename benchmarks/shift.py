@@ -1,6 +1,6 @@
 """Online re-alignment under a shift: library code first, then another kind of text, with and without ``adapt``.
 
-    python benchmarks/shift.py --to tests --json shift.json
+    python benchmarks/shift.py --to tests --output shift.json
 
 The same prompts in the same order go through two engines that differ in ``adapt`` alone. Seeded requests: the texts
 are the same, so what differs is what the draft guessed. "tests" are the standard library's own tests, "prose" its
@@ -71,7 +71,7 @@ def run(llm: LLM, prompts: list[str], max_tokens: int, first_seed: int) -> tuple
     if isinstance(llm.engine.proposer, Adaptive):
         llm.engine.proposer.wait()
     drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-    return accepted / drafted, sum(s.tokens for s in stats) / sum(s.rounds for s in stats)
+    return accepted / drafted, sum(s.tokens for s in stats) / sum(s.steps for s in stats)
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=6, help="blocks of requests of each kind of text")
     parser.add_argument("--requests", type=int, default=24, help="requests of a block")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
     count = arguments.blocks * arguments.requests
@@ -104,9 +104,9 @@ def main() -> None:
     assert isinstance(proposer, Adaptive)
     history = proposer.history
     print(f"{len(history)} updates, {sum(not u.taken for u in history)} rolled back")
-    if arguments.json:
+    if arguments.output:
         record = {"blocks": [asdict(b) for b in blocks], "updates": [asdict(u) for u in history]}
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        arguments.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

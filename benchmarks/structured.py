@@ -104,10 +104,10 @@ def fault(text: str, schema: Mapping[str, Any]) -> str | None:
 def judge(name: str, outputs: list[RequestOutput]) -> Row:
     done = [output.outputs[0] for output in outputs]
     valid = [d.finish_reason == "stop" and fault(d.text, SCHEMAS[name]) is None for d in done]
-    tokens, rounds = sum(len(d.token_ids) for d in done), sum(d.stats.rounds for d in done)
+    tokens, steps = sum(len(d.token_ids) for d in done), sum(d.stats.steps for d in done)
     wrong = tuple(d.text for d, good in zip(done, valid, strict=True) if not good)
     reasons = Counter(str(d.finish_reason) for d in done)
-    return Row(name, len(done), sum(valid), tokens, tokens / max(1, rounds), dict(reasons), wrong[:3])
+    return Row(name, len(done), sum(valid), tokens, tokens / max(1, steps), dict(reasons), wrong[:3])
 
 
 def table(rows: list[Row]) -> Table:
@@ -130,7 +130,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=1)] = 1024,
     seed: Annotated[int, typer.Option(help="Where all random numbers come from.")] = 0,
     dtype: str = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     """Complete the requests with the bundled pair, and count what is valid. Exits with 1 if anything is not."""
     config = {"method": "draft_model", "model": str(zoo.path("draft")), "tree": tree, "num_speculative_tokens": depth}

@@ -142,7 +142,7 @@ def main(
     changed: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens that are changed.")] = 0.03,
     follows: Annotated[int, typer.Option(min=1, help="Requests that are followed and timed.")] = 50,
     budget: Annotated[int, typer.Option(min=1, help="Drafted tokens a round at most.")] = 16,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and figures here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and figures here.")] = None,
 ) -> None:
     """Fill a suffix store and draft from it."""
     figures = measure(tokens, bound, length, changed, follows, budget)

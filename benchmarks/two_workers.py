@@ -1,6 +1,6 @@
 """Drafting on one worker while another verifies: texts and speed beside drafting in the engine's own process.
 
-    python benchmarks/two_workers.py --json two_workers.json
+    python benchmarks/two_workers.py --output two_workers.json
     python benchmarks/two_workers.py --rtt-ms 20 --ahead 2
 
 One request at a time, at temperature 0, at temperature 1 in the distribution grade (where every draft counts for what
@@ -239,7 +239,7 @@ def main(
     rtt_ms: Annotated[float, typer.Option(min=0.0, help="An artificial round trip between the workers.")] = 0.0,
     transport: Annotated[str, typer.Option(help="process, thread or ray.")] = "process",
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and cells here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
     """Texts and tokens per second of one worker and of two."""
     path = target or (zoo.path("target") if small else scaled())

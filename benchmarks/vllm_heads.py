@@ -1,6 +1,6 @@
 """Do heads that were trained here serve in vLLM, and accept as much there? EAGLE-3 and Medusa, chains, greedy.
 
-    python benchmarks/vllm_heads.py --prompts humaneval.jsonl --json heads.json
+    python benchmarks/vllm_heads.py --prompts humaneval.jsonl --output heads.json
 
 The bundled heads are converted with `foretoken convert --to vllm` and loaded by vLLM's CPU build (`make peers`) beside
 the bundled target. Tokens per pass of the target of both systems on the same prompts; greedy texts in bf16 part after
@@ -60,7 +60,7 @@ def main(
     count: Annotated[int, typer.Option(min=1)] = 24,
     max_tokens: Annotated[int, typer.Option(min=2)] = 96,
     depth: Annotated[int, typer.Option(min=1)] = 4,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     """Compare mean acceptance lengths of the same heads here and in vLLM; exit 1 where they differ by over 5 %."""
     tokenizer, target = load_tokenizer(zoo.path("target")), zoo.path("target")

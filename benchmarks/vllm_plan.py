@@ -1,6 +1,6 @@
 """How far is what `foretoken plan --engine vllm` predicts from what vLLM then does, on prompts it has not seen?
 
-    python benchmarks/vllm_plan.py --json vllm_plan.json
+    python benchmarks/vllm_plan.py --output vllm_plan.json
     python benchmarks/vllm_plan.py --prompts humaneval.jsonl --count 82
 
 vLLM's CPU build (`make peers`). All prompts are completed at the depths of a plan and at some between them, every depth
@@ -193,7 +193,7 @@ def main(
     depth: Annotated[list[int], typer.Option(min=1, help="To be compared.")] = [3, 5, 8],
     python: Annotated[Path | None, typer.Option(help="Of vLLM's environment.")] = None,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Arguments of vllm.LLM.")] = '{"dtype": "bfloat16"}',
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting, rows and summary here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
 ) -> None:
     """Plan on some prompts, measure on others, compare."""
     target = scaled("0.7b") if scaled_up else zoo.path("target")

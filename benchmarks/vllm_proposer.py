@@ -1,6 +1,6 @@
 """Our proposers inside vLLM: is greedy text the same with and without them, and what do they bring?
 
-    python benchmarks/vllm_proposer.py --json vllm_proposer.json
+    python benchmarks/vllm_proposer.py --output vllm_proposer.json
 
 vLLM's CPU build (`make peers`) in float32, the bundled target. Two kinds of prompts: functions to be written, and the
 same with their text in front, to be written once more. Texts are compared, token for token, with vLLM's without
@@ -91,7 +91,7 @@ def main(
     dtype: Annotated[str, typer.Option()] = "float32",
     python: Annotated[Path | None, typer.Option(help="Of vLLM's environment.")] = None,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = "{}",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     """Compare texts and tokens per pass; exit 1 where a text differs."""
     target = zoo.path("target")

@@ -66,10 +66,10 @@ def raced(browser: Browser, address: str, viewport: dict[str, int], scheme: str,
 
 
 def visit(page: Page) -> None:
-    """Go to the first round of which something was accepted and something refused, if there is one."""
-    rounds = int(page.get_attribute("#round", "max") or 1)
-    for number in range(2, rounds + 1):
-        page.fill("#round", str(number))
+    """Go to the first step of which something was accepted and something refused, if there is one."""
+    steps = int(page.get_attribute("#step", "max") or 1)
+    for number in range(2, steps + 1):
+        page.fill("#step", str(number))
         if page.locator("#tree .node.accepted").count() > 1 and page.locator("#tree .node.refused").count() > 1:
             return
 

@@ -213,11 +213,11 @@ def _shade(level: Any) -> Any:
 
 @dataclass(frozen=True)
 class Drawing:
-    """An image, where each of its pixels came from, and the rounds it took."""
+    """An image, where each of its pixels came from, and the steps it took."""
 
     pixels: tuple[int, ...]
     accepted: tuple[bool, ...]
-    rounds: int
+    steps: int
 
 
 def sample(
@@ -239,20 +239,20 @@ def sample(
     while engine.busy:
         steps += engine.step()
     origins: list[list[bool]] = [[] for _ in contexts]
-    rounds = [0] * len(contexts)
+    counts = [0] * len(contexts)
     for step in steps:
         origins[step.sequence] += [i < step.accepted for i in range(len(step.tokens))]
-        rounds[step.sequence] += 1
-    return [Drawing(tuple(c.tokens[1:]), tuple(o), r) for c, o, r in zip(contexts, origins, rounds, strict=True)], steps
+        counts[step.sequence] += 1
+    return [Drawing(tuple(c.tokens[1:]), tuple(o), r) for c, o, r in zip(contexts, origins, counts, strict=True)], steps
 
 
 def report(name: str, drawings: list[Drawing], steps: list[StepOutput]) -> None:
     """What it saved."""
-    pixels, rounds = sum(len(d.accepted) for d in drawings), sum(d.rounds for d in drawings)
+    pixels, passes = sum(len(d.accepted) for d in drawings), sum(d.steps for d in drawings)
     accepted, drafted = sum(step.accepted for step in steps), sum(len(step.draft) for step in steps)
     print(
-        f"{name}: {rounds / len(drawings):.1f} passes an image, {1 - rounds / pixels:.0%} saved, "
-        f"{pixels / rounds:.2f} pixels a pass"
+        f"{name}: {passes / len(drawings):.1f} passes an image, {1 - passes / pixels:.0%} saved, "
+        f"{pixels / passes:.2f} pixels a pass"
     )
     if drafted:
         print(f"  {accepted} of {drafted} guesses stand, those after a refused one counted too")

@@ -209,7 +209,7 @@ def test_a_plan_says_what_a_run_shows(folders: Folders) -> None:
     for row, config in zip(found.rows, (drafts, {"method": "ngram"}), strict=True):
         model = llm(folders, {**config, "num_speculative_tokens": 3})
         outputs = model.generate(SOURCES, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
-        rounds = sum(output.stats.rounds - 1 for output in outputs)
+        rounds = sum(output.stats.steps - 1 for output in outputs)
         emitted = sum(len(output.outputs[0].token_ids) for output in outputs)
         assert abs(row.tokens_per_pass - emitted / (rounds + len(SOURCES))) < 0.35
 

@@ -32,7 +32,7 @@ def test_the_readmes_call(llm: LLM) -> None:
     output = llm.generate("Prompt text", sampling_params=SamplingParams(max_tokens=10, speculative_tokens=4))
     assert len(output) == 1
     assert str(output[0]) == output[0].outputs[0].text
-    assert output[0].stats.rounds >= 1
+    assert output[0].stats.steps >= 1
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ class LLM:
         backend: "native" is the compiled runtime, "hf" runs transformers' modules, "auto" takes the compiled runtime
             where it supports the architecture.
         max_num_seqs: Number of sequences in one forward pass. Further ones wait.
-        quantization: "int8" quantizes the target's weights, and activations row by row. The result is another target,
-            and decoding is exact with respect to it. None keeps the checkpoint's weights.
+        quantization: "int8" or "int4" quantizes the target's weights on loading, and activations row by row. The result
+            is another target, and decoding is exact with respect to it. None keeps the checkpoint's weights.
         adapt: Whether the draft model is trained in the background on verified tokens. True, or keys of
             ``AdaptConfig``.
         methods: Further methods, each a configuration or a method's name, that a request may choose by
@@ -61,6 +61,7 @@ class LLM:
         tensor_parallel_size: Number of processes, started by torchrun, that share the target through transformers'
             modules. In the first process the constructor returns. In the others it serves the forward passes until the
             first process ends, and then raises SystemExit.
+        gguf_file: Name of a GGUF file in the target's folder or repository.
 
     Raises:
         InvalidRequest: An argument is not valid.
@@ -87,6 +88,7 @@ class LLM:
         enable_prefix_caching: bool = False,
         max_num_batched_tokens: PromptRows = None,
         tensor_parallel_size: int = 1,
+        gguf_file: str | None = None,
     ) -> None:
         integer("seed", seed, MIN_SEED, MAX_DERIVED_SEED)
         integer("max_num_seqs", max_num_seqs, 1, MAX_COUNT)
@@ -98,7 +100,7 @@ class LLM:
             if draft_model is None and config.model is None and config.method in (None, "draft_model"):
                 draft_model = zoo.path("draft")
         self.speculative_config = config = with_draft(config, draft_model)
-        path = resolve(model)
+        path = resolve(model, gguf_file)
         options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
         self.target: Model = load_model(

@@ -22,7 +22,7 @@ class SpeculationStats:
     """Counts over the decode steps of one output.
 
     Args:
-        rounds: Number of decode steps.
+        steps: Number of decode steps.
         drafts: Number of steps with a draft.
         drafted: Number of draft tokens.
         accepted: Number of accepted draft tokens.
@@ -33,7 +33,7 @@ class SpeculationStats:
         cached: Number of prompt tokens found in the prefix cache.
     """
 
-    rounds: int = 0
+    steps: int = 0
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0

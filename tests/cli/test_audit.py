@@ -11,7 +11,7 @@ from foretoken.audit import Audit, Check, CheckOutcome
 
 def test_audit(run, pair, tmp_path):
     file = tmp_path / "audit.json"
-    result = run("audit", "--budget", "2s", "--no-float32", "--json", str(file))
+    result = run("audit", "--budget", "2s", "--no-float32", "--output", str(file))
     assert result.code in (0, 3), result.out + result.err
     record = json.loads(file.read_text())
     assert {0: "passed", 3: "inconclusive"}[result.code] == record["outcome"]

@@ -30,7 +30,7 @@ def test_race(run, tiny_pair, nowhere, tmp_path):
     files = tmp_path / "race.json", tmp_path / "race.html"
     result = run(
         "bench", "race", *short(tiny_pair), "--depth", "2", "--repeats", "1", "--temperature", "0", "--temperature",
-        "1", "--peers", "transformers,vllm", "--json", str(files[0]), "--html", str(files[1]),
+        "1", "--peers", "transformers,vllm", "--output", str(files[0]), "--html", str(files[1]),
     )  # fmt: skip
     assert result.code == 0, result.err
     assert result.err.count("\n") == 1 and "vllm is not set up" in result.err
@@ -52,7 +52,7 @@ def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
     file = tmp_path / "race.json"
     result = run(
         "bench", "race", *short(tiny_pair), "--count", "4", "--prompts", str(prompts(tmp_path)), "--batch", "3",
-        "--depth", "2", "--repeats", "1", "--peers", "none", "--json", str(file),
+        "--depth", "2", "--repeats", "1", "--peers", "none", "--output", str(file),
         "--speculative-config", '{"method": "ngram", "prompt_lookup_max": 2}',
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -75,7 +75,7 @@ def prompts(folder: Path) -> Path:
         (("race", "--peers", "vlm"), "unknown peer 'vlm'; known: transformers, openvino, vllm, or none"),
         (("race", "--target", "."), "--target was given without --draft; name its draft too"),
         (("race", "--speculative-config", "{"), "--speculative-config is not JSON"),
-        (("costs", "--parts", "pases"), "unknown part 'pases'; known: passes, steps, rounds, startup"),
+        (("costs", "--parts", "pases"), "unknown part 'pases'; known: passes, transformers, steps, startup"),
     ],
 )
 def test_wrong_requests_are_one_line(run, nowhere, args, said):
@@ -92,7 +92,7 @@ def test_rows_must_be_numbers(run, tiny_pair):
 def test_costs(run, tiny_pair):
     models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
     small = ("--rows", "1,2", "--context", "16,32", "--turns", "2")
-    result = run("bench", "costs", *models, *small, "--parts", "passes,steps,startup")
+    result = run("bench", "costs", *models, *small, "--parts", "passes,transformers,startup")
     assert result.code == 0, result.err
     for word in ("x floor", "transformers ms", "start to first token", "processor"):
         assert word in result.out
@@ -101,7 +101,7 @@ def test_costs(run, tiny_pair):
 
 def test_costs_as_json(run, tiny_pair):
     models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
-    record = json.loads(run("bench", "costs", *models, "--parts", "rounds", "--json").out)
-    assert set(record["rounds"]) == {"temperature 0", "temperature 1", "seeded"}
-    assert 0 < record["rounds"]["seeded"]["outside"] < 1
+    record = json.loads(run("bench", "costs", *models, "--parts", "steps", "--json").out)
+    assert set(record["steps"]) == {"temperature 0", "temperature 1", "seeded"}
+    assert 0 < record["steps"]["seeded"]["outside"] < 1
     assert record["setting"]["command"]

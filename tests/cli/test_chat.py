@@ -60,7 +60,7 @@ def test_through_a_pipe_answers_alone_go_to_standard_output(chat):
 
 
 def test_json_is_a_line_for_everything(chat):
-    told = chat("def f(x):", "/speculative 3", "import os", options=("--json", "--seed", "1"))
+    told = chat("def f(x):", "/speculative 3", "import os", options=("--json-lines", "--seed", "1"))
     assert [record["type"] for record in records(told)] == ["ready", "answer", "notice", "answer"]
     answer = answers(told)[1]
     assert set(answer) == {
@@ -72,7 +72,12 @@ def test_json_is_a_line_for_everything(chat):
 
 def test_a_seed_fixes_the_conversation_however_it_is_drafted(chat):
     told = [
-        chat("def f(x):", f"/speculative {depth}", "import os", options=("--json", "--seed", "5", "--temperature", "1"))
+        chat(
+            "def f(x):",
+            f"/speculative {depth}",
+            "import os",
+            options=("--json-lines", "--seed", "5", "--temperature", "1"),
+        )
         for depth in ("off", "on", "5")
     ]
     texts = [[answer["token_ids"] for answer in answers(each)] for each in told]
@@ -82,7 +87,7 @@ def test_a_seed_fixes_the_conversation_however_it_is_drafted(chat):
 
 
 def test_another_method_is_loaded_and_chosen(chat):
-    more = ("--method", "ngram", "--method", '{"method": "suffix", "num_speculative_tokens": 2}', "--json")
+    more = ("--method", "ngram", "--method", '{"method": "suffix", "num_speculative_tokens": 2}', "--json-lines")
     told = chat("/method suffix", "a b a b a b a b", "/method", options=more)
     assert told.code == 0 and answers(told)
     assert [r["text"] for r in records(told) if r["type"] == "notice"] == ["speculation: on, method suffix"] * 2
@@ -91,7 +96,7 @@ def test_another_method_is_loaded_and_chosen(chat):
 
 
 def test_a_backslash_at_the_end_joins_lines(chat):
-    assert [a["message"] for a in answers(chat("class A:\\", "    x = 1", "b\\", options=("--json",)))] == [
+    assert [a["message"] for a in answers(chat("class A:\\", "    x = 1", "b\\", options=("--json-lines",)))] == [
         "class A:\n    x = 1",
         "b",
     ]
@@ -116,7 +121,7 @@ def test_a_conversation_is_saved_with_its_figures(chat, tmp_path):
 
 
 def test_the_oldest_turns_go_when_the_model_is_full(chat):
-    told = chat(*["some words to fill it"] * 6, options=("--json", "--max-model-len", "96"))
+    told = chat(*["some words to fill it"] * 6, options=("--json-lines", "--max-model-len", "96"))
     dropped = [answer["dropped_messages"] for answer in answers(told)]
     assert dropped[0] == 0 and sum(dropped) >= 2 and told.code == 0
     assert any("outgrown the model's 96 tokens" in r["text"] for r in records(told) if r["type"] == "notice")

@@ -6,6 +6,9 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -114,3 +117,30 @@ def test_ctrl_c_ends_quietly():
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (cli.INTERRUPTED, "")
+
+
+def options_of_all_commands() -> list[tuple[str, Any]]:
+    groups = [("", cli.app), ("train ", cli.train_app), ("bench ", cli.bench_app)]
+    commands = [(f"{prefix}{name}", command) for prefix, app in groups for name, command in commands_of(app)]
+    return [(name, option) for name, command in commands for option in command.params]
+
+
+def commands_of(app: typer.Typer) -> list[tuple[str, Any]]:
+    return [(name, command) for name, command in typer.main.get_group(app).commands.items() if command.params]
+
+
+def test_json_is_a_flag_of_every_command_and_files_are_named_by_output():
+    options = options_of_all_commands()
+    flags = {name: option.is_flag for name, option in options if "--json" in option.opts}
+    assert set(flags.values()) == {True}
+    assert {"generate", "plan", "audit", "simulate", "zoo", "bench race", "bench costs", "train target"} <= set(flags)
+    outputs = {name for name, option in options if "--output" in option.opts}
+    assert outputs == {"plan", "audit", "simulate", "bench race", "bench costs"}
+
+
+def test_a_table_in_a_pipe_has_one_line_for_each_model(run, monkeypatch):
+    folder = Path("/somewhere") / ("deep" * 30)
+    model = SimpleNamespace(name="m", role="target", parameters=10**6, size_bytes=10**6, path=folder)
+    monkeypatch.setattr("foretoken.zoo.list_models", lambda: [model])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert [line for line in run("zoo").out.splitlines() if line.rstrip().endswith(str(folder))]

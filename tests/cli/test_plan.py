@@ -23,7 +23,7 @@ def short(tiny_pair) -> tuple[str, ...]:
 def test_a_plan_says_what_to_do(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     result = run(
-        *short(tiny_pair), "--temperature", "0", "--batch", "1", "--batch", "2", "--json", str(files[0]), "--html",
+        *short(tiny_pair), "--temperature", "0", "--batch", "1", "--batch", "2", "--output", str(files[0]), "--html",
         str(files[1]),
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -60,7 +60,7 @@ def test_texts_that_the_target_wrote_before_are_taken(run, tiny_pair, cache):
     prompts = cache / "prompts.jsonl"
     line = {"prompt": "for i in", "completion": " range(10):\n    print(i)\n"}
     prompts.write_text("".join(json.dumps(line) + "\n" for _ in range(3)))
-    command = (*short(tiny_pair), "--prompts", str(prompts), "--temperature", "1", "--json", str(cache / "plan.json"))
+    command = (*short(tiny_pair), "--prompts", str(prompts), "--temperature", "1", "--output", str(cache / "plan.json"))
     assert run(*command).code == 0
     rows = json.loads((cache / "plan.json").read_text())["rows"]
     depth_1 = next(row for row in rows if row["method"] == "draft_model")
@@ -96,7 +96,7 @@ def test_where_no_file_can_be_is_said_before_any_work(command, run, tmp_path):
 def test_drafting_on_another_machine_is_foretold_beside_it(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     command = (*short(tiny_pair), "--temperature", "0", "--rtt", "5")
-    result = run(*command, "--json", str(files[0]), "--html", str(files[1]))
+    result = run(*command, "--output", str(files[0]), "--html", str(files[1]))
     assert result.code == 0, result.err
     assert "drafting 5 ms away, speedup over plain, simulated" in result.out
     (found,) = json.loads(files[0].read_text())["remote_drafting"]

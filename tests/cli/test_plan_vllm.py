@@ -92,7 +92,7 @@ def test_a_plan_for_vllm_says_what_to_paste_there(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     own = '{"method": "suffix", "num_speculative_tokens": 1}'
     result = run(
-        *short(tiny_pair, "--speculative-config", own, "--json", str(files[0]), "--html", str(files[1])), "--batch",
+        *short(tiny_pair, "--speculative-config", own, "--output", str(files[0]), "--html", str(files[1])), "--batch",
         "2", "--speculative-config", '{"method": "ngram_gpu"}',
     )  # fmt: skip
     assert result.code == 0, result.err

@@ -9,7 +9,7 @@ SHORT = ("simulate", "--tokens", "200", "--repeats", "1")
 
 def test_a_table_and_a_sentence(run, tmp_path):
     file = tmp_path / "found.json"
-    result = run(*SHORT, "--target-ms", "30", "--draft-ms", "5", "--lookahead", "5", "--json", str(file))
+    result = run(*SHORT, "--target-ms", "30", "--draft-ms", "5", "--lookahead", "5", "--output", str(file))
     assert result.code == 0, result.err
     for words in ("plain", "si", "dsi", "pearl", "dsd", "over plain", "Pipelining pays here"):
         assert words in result.out
@@ -19,11 +19,18 @@ def test_a_table_and_a_sentence(run, tmp_path):
     assert run(*SHORT).out == run(*SHORT).out
 
 
+def test_json_is_one_document_on_standard_output(run, tmp_path):
+    file = tmp_path / "result.json"
+    result = run(*SHORT, "--json", "--output", str(file))
+    assert result.code == 0, result.err
+    assert json.loads(result.out) == json.loads(file.read_text())
+
+
 def test_a_sweep_says_where_pipelining_pays_and_draws_it(run, tmp_path):
     files = tmp_path / "found.json", tmp_path / "found.html"
     result = run(
         *SHORT, "--sweep", "rtt", "--values", "0:200:3", "--verifiers", "3", "--strategy", "plain", "--strategy", "dsd",
-        "--strategy", "dsi", "--json", str(files[0]), "--html", str(files[1]),
+        "--strategy", "dsi", "--output", str(files[0]), "--html", str(files[1]),
     )  # fmt: skip
     assert result.code == 0, result.err
     assert "Pipelining pays from 0 to" in result.out and "of 0 to 200 tried" in result.out
@@ -51,7 +58,7 @@ def test_what_does_not_fit_is_refused(run, tmp_path):
         (("--sweep", "rtt", "--values", "0:9"), "expected FROM:TO:COUNT"),
         (("--sweep", "verifiers", "--values", "1.5,2"), "whole numbers"),
         (("--repeats", "0"), "repeats"),
-        (("--json", str(tmp_path)), "expected the name of a file"),
+        (("--output", str(tmp_path)), "expected the name of a file"),
     ]:
         result = run(*SHORT, *options)
         assert result.code == 1 and words in result.err, (options, result.err)

@@ -101,7 +101,7 @@ def test_whole_images_are_those_of_plain_sampling(target, coarse):
         table = np.array([np.bincount(x[:, at] // 4, minlength=5) for x in (a, b)])
         table = table[:, table.sum(0) > 0]
         assert stats.chi2_contingency(table, lambda_="log-likelihood").pvalue > ALPHA
-    assert sum(d.rounds for d in fast) < 0.5 * sum(d.rounds for d in plain)
+    assert sum(d.steps for d in fast) < 0.5 * sum(d.steps for d in plain)
     assert all(len(step.tokens) <= len(step.draft) + 1 for step in steps)
 
 
@@ -112,7 +112,7 @@ def test_a_seed_has_one_image_in_the_trajectory_grade(target, coarse):
     for depth, batch in ((1, 10), (7, 4)):
         fast, _ = digits.sample(target, coarse, prompts, depth, 5, grade, batch=batch)
         assert [bytes(d.pixels) for d in fast] == [bytes(d.pixels) for d in plain]
-        assert sum(d.rounds for d in fast) < sum(d.rounds for d in plain)
+        assert sum(d.steps for d in fast) < sum(d.steps for d in plain)
 
 
 def test_later_pixels_are_never_looked_at(images):

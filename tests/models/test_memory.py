@@ -82,7 +82,7 @@ def test_peak_memory_while_loading_is_near_the_weights(
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, SWITCH: native})
     assert not done.returncode, done.stderr
     peak, after = map(int, done.stdout.split())
-    weights = weight_bytes(open_weights(large).shapes, torch.bfloat16, bool(quantization))
+    weights = weight_bytes(open_weights(large).shapes, torch.bfloat16, 8.0 if quantization else None)
     limit = 1.3 if quantization else 1.2  # int8 halves the weights, but not the layer that is read in full
     assert 0.9 * weights < peak < limit * weights, f"{peak / weights:.2f}, {after / weights:.2f} afterwards"
 
@@ -101,9 +101,9 @@ def test_a_model_that_does_not_fit_is_refused_before_reading(large: Path, monkey
 
 def test_weight_bytes_counts_tied_heads_and_int8() -> None:
     shapes = {"model.embed_tokens.weight": (100, 8), "a_proj.weight": (16, 8), "norm.weight": (8,)}
-    assert weight_bytes({**shapes, "lm_head.weight": (100, 8)}, torch.bfloat16, False) == 2 * (1600 + 128 + 8)
-    assert weight_bytes(shapes, torch.float32, False) == 4 * (1600 + 128 + 8)
-    assert weight_bytes(shapes, torch.bfloat16, True) == 1600 + 800 + 128 + 16
+    assert weight_bytes({**shapes, "lm_head.weight": (100, 8)}, torch.bfloat16, None) == 2 * (1600 + 128 + 8)
+    assert weight_bytes(shapes, torch.float32, None) == 4 * (1600 + 128 + 8)
+    assert weight_bytes(shapes, torch.bfloat16, 8.0) == 1600 + 800 + 128 + 16
 
 
 def test_free_memory_respects_a_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

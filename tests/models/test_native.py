@@ -14,7 +14,7 @@ from foretoken.core.native import build
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
-from foretoken.models.runners.native.build import Kind, library, loaded_library
+from foretoken.models.runners.native.build import Kind, library, loaded_library, packing_library
 from foretoken.models.runners.native.memory import Arena, pack
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.torch_runner import TorchRunner
@@ -40,7 +40,7 @@ CONFIG = {
 
 def available(kind: Kind = Kind.BFLOAT16) -> bool:
     try:
-        library(kind, kind)
+        library([kind], kind)
     except KernelsUnavailable:
         return False
     return True
@@ -50,7 +50,14 @@ needs_kernels = pytest.mark.skipif(not available(), reason="no compiler, or no A
 
 
 kinds = pytest.mark.parametrize(
-    "dtype, quantization", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")]
+    "dtype, quantization",
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, "int8"),
+        (torch.bfloat16, "int4"),
+        (torch.float32, "int4-g128"),
+    ],
 )
 
 
@@ -150,7 +157,7 @@ def test_every_number_of_rows_gives_the_same_bits(
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_rows_without_logits_leave_before_the_last_layers_attention(
     instructions: str, quantization: str | None
 ) -> None:
@@ -187,7 +194,7 @@ def test_int8_bits_are_the_same_on_tiles_and_vectors(monkeypatch: pytest.MonkeyP
 @needs_kernels
 @pytest.mark.parametrize("shapes, interleave", [([(40, 24)], False), ([(24, 10), (24, 10)], True), ([(16, 7)], False)])
 def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) -> None:
-    arena = Arena(library(Kind.FLOAT32, Kind.FLOAT32))
+    arena = Arena(packing_library())
     parts = [torch.randn(shape) for shape in shapes]
     matrix = pack(arena, parts, interleave=interleave).matrix
     count = matrix.units * 32 * matrix.steps
@@ -204,7 +211,7 @@ def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) 
 def test_a_processor_without_avx512_uses_the_torch_runner(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset())
     with pytest.raises(KernelsUnavailable, match=flag):
-        library(Kind.BFLOAT16, Kind.BFLOAT16)
+        library([Kind.BFLOAT16], Kind.BFLOAT16)
     assert isinstance(decoder(torch.float32).runner, TorchRunner)
 
 
@@ -214,7 +221,7 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     loaded_library.cache_clear()
     with pytest.raises(KernelsUnavailable, match=r"no C\+\+ compiler"):
-        library(Kind.BFLOAT16, Kind.BFLOAT16)
+        library([Kind.BFLOAT16], Kind.BFLOAT16)
     assert isinstance(decoder(torch.bfloat16).runner, TorchRunner)
 
 
@@ -223,5 +230,5 @@ def test_a_compiler_that_fails_is_named_and_leaves_nothing(monkeypatch: pytest.M
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "_FLAGS", ("-no-such-flag",))
     with pytest.raises(KernelsUnavailable, match="does not compile"):
-        library(Kind.BFLOAT16, Kind.BFLOAT16)
+        library([Kind.BFLOAT16], Kind.BFLOAT16)
     assert not list((tmp_path / "native").iterdir())

@@ -74,7 +74,7 @@ def only_runner(name: str) -> Iterator[None]:
             patch.setenv(SWITCH, "0")
         elif name == "compiled":
             try:
-                library(Kind.FLOAT32, Kind.FLOAT32)
+                library([Kind.FLOAT32], Kind.FLOAT32)
             except KernelsUnavailable as reason:
                 pytest.skip(f"no compiled kernels here: {reason}")
         yield

@@ -63,6 +63,6 @@ def test_trees_accept_more_than_chains_of_the_same_size(params: dict[str, Any]) 
 
     def num_steps(config: dict[str, Any]) -> int:
         settings = SamplingParams(max_tokens=64, ignore_eos=True, speculative_tokens=8, **params)
-        return sum(o.stats.rounds for o in speculating(llm, config).generate(FUNCTIONS, settings))
+        return sum(o.stats.steps for o in speculating(llm, config).generate(FUNCTIONS, settings))
 
     assert num_steps({"tree": "top_k"}) < 0.97 * num_steps({})

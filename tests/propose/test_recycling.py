@@ -143,7 +143,7 @@ def test_it_accepts_tokens_on_the_bundled_target() -> None:
     def length(**keys: int) -> float:
         llm = LLM(speculative_config={"method": "recycling", "num_speculative_tokens": 8, **keys})
         outputs = llm.generate(FUNCTIONS, SamplingParams(max_tokens=48, temperature=0, ignore_eos=True))
-        return sum(o.stats.tokens for o in outputs) / sum(o.stats.rounds for o in outputs)
+        return sum(o.stats.tokens for o in outputs) / sum(o.stats.steps for o in outputs)
 
     tree, chain = length(), length(top_k=1)
     assert tree > 1.4

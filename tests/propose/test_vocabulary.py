@@ -199,7 +199,7 @@ def test_bundled_target_with_another_tokenizer(other_draft: Path) -> None:
             llm = LLM(TARGET, speculative_config={**config, "control": "fixed"})
             outputs = llm.generate(list(FUNCTIONS[:5]), settings)
             assert [o.outputs[0].token_ids for o in outputs] == texts
-            length = sum(o.stats.tokens for o in outputs) / sum(o.stats.rounds for o in outputs)
+            length = sum(o.stats.tokens for o in outputs) / sum(o.stats.steps for o in outputs)
             assert length > (1.8 if params["temperature"] == 0.0 else 1.2)
             alone = [llm.generate(prompt, settings)[0].outputs[0].token_ids for prompt in FUNCTIONS[:2]]
             assert alone == texts[:2]

@@ -143,8 +143,8 @@ def test_speculation_counters(metrics: Metrics) -> None:
     assert [values[name + f"accepted_tokens_per_pos_total{{position={i}}}"] for i in range(2)] == [2, 1]
     assert [values[name + f"judged_tokens_per_pos_total{{position={i}}}"] for i in range(3)] == [3, 1, 1]
     assert values["foretoken:generation_tokens_total"] == 7
-    assert values["foretoken:rounds_total"] == 2
-    assert values["foretoken:round_seconds_total{phase=score}"] == 2.0
+    assert values["foretoken:steps_total"] == 2
+    assert values["foretoken:step_seconds_total{phase=score}"] == 2.0
 
 
 def test_a_refused_leaf_was_not_judged(metrics: Metrics) -> None:
@@ -205,7 +205,7 @@ def test_what_was_dropped_unfinished_is_forgotten(metrics: Metrics, monkeypatch:
     assert list(metrics._last) == [16, 17, 18, 19]
 
 
-def test_a_round_of_nobody_counts_nothing(metrics: Metrics) -> None:
+def test_a_step_of_nobody_counts_nothing(metrics: Metrics) -> None:
     before = metrics.render()
     metrics.on_steps([])
     assert metrics.render() == before

@@ -152,16 +152,16 @@ def test_tokens_tell_p_and_q_and_why(sight):
     expect(tip).to_contain_text("noise that the seed fixes")
 
 
-def test_the_tree_of_every_round_can_be_visited(sight):
+def test_the_tree_of_every_step_can_be_visited(sight):
     page = sight.page
     sight.race(prompt=PROMPT, temperature=1)
     page.click("#speculative-text .accepted >> nth=1")
     assert page.locator("#tree .node.accepted").count() >= 1
     assert page.locator("#tree .node.root").count() == 1
-    expect(page.locator("#round-said")).to_contain_text("drafted")
-    at = int(page.input_value("#round"))
+    expect(page.locator("#step-said")).to_contain_text("drafted")
+    at = int(page.input_value("#step"))
     page.click("#on")
-    assert int(page.input_value("#round")) == at + 1
+    assert int(page.input_value("#step")) == at + 1
     refused = page.locator("#speculative-text .refused").first
     expect(refused).to_be_hidden()
     page.check("#struck")
@@ -313,6 +313,6 @@ def test_the_pure_parts(sight):
     assert got["held"] == [[["fo", 1]], 2]
     assert got["refused"] == [[1, 2], [], []]
     assert got["statistics"] == {
-        "rounds": 2, "drafts": 1, "drafted": 3, "accepted": 1, "tokens": 3, "length": 2,
+        "steps": 2, "drafts": 1, "drafted": 3, "accepted": 1, "tokens": 3, "length": 2,
         "byPosition": [{"drafted": 1, "accepted": 1}, {"drafted": 1, "accepted": 0}, {"drafted": 1, "accepted": 0}],
     }  # fmt: skip

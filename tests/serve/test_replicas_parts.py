@@ -263,12 +263,12 @@ def test_draining_and_abandoning() -> None:
 def test_one_page_of_metrics() -> None:
     families = {}
     for name, count in (("a", 1), ("b", 2)):
-        family = CounterMetricFamily("foretoken:rounds", "Rounds.", labels=["model_name"])
+        family = CounterMetricFamily("foretoken:steps", "Steps.", labels=["model_name"])
         family.add_metric(["m"], count)
         families[name] = [family]
     page = Gathered(families, Counter(retried=3)).render()[0].decode()
-    assert page.count("# TYPE foretoken:rounds_total counter") == 1
-    assert 'foretoken:rounds_total{model_name="m",replica="b"} 2.0' in page
+    assert page.count("# TYPE foretoken:steps_total counter") == 1
+    assert 'foretoken:steps_total{model_name="m",replica="b"} 2.0' in page
     assert "foretoken:replicas 2.0" in page and 'foretoken:failovers_total{outcome="retried"} 3.0' in page
 
 
@@ -304,7 +304,7 @@ def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
         await long.aclose()
         assert not replica.worker.busy
         name, families = await replica.metrics()
-        assert name == "here" and any(family.name == "foretoken:rounds" for family in families)
+        assert name == "here" and any(family.name == "foretoken:steps" for family in families)
         replica.worker.dead = ReplicaLost("planted")
         for dead in (whole(forwarded()), replica.metrics(), replica.check_health()):
             with pytest.raises(ReplicaLost) as caught:

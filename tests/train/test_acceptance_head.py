@@ -91,7 +91,7 @@ def test_trained_stored_and_used(tiny_pair: Any, corpus: Corpus, tmp_path: Path)
     ]
     plain = LLM(tiny_pair.target, dtype="float32").generate("def", params)[0]
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert output.stats.drafted < 6 * output.stats.rounds
+    assert output.stats.drafted < 6 * output.stats.steps
 
 
 def test_a_resumed_run_ends_the_same(

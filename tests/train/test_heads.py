@@ -17,7 +17,8 @@ from foretoken.models.heads.eagle import read_eagle
 from foretoken.train import acceptance, heads
 from foretoken.train.data import Corpus
 from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
-from foretoken.train.heads import HeadConfig, train_head
+from foretoken.train.head_config import HeadConfig
+from foretoken.train.heads import train_head
 from foretoken.train.lessons import Lesson, Teacher
 from foretoken.train.parallel_heads import BlockwiseTrainConfig, EarlyExitTrainConfig, MedusaTrainConfig
 from foretoken.train.target import Shape, train_target

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.floor import Floor, kv_bytes, matrices
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.costs.measured import PassCost, TimeSpread
 from foretoken.models.base import Handle, Model
 from foretoken.models.formats.checkpoint import load_config
+from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.loading import load_model
 
 SMALL = 200_000_000  # bytes of weights below which a step is timed in bursts
@@ -48,8 +50,9 @@ class Loaded:
     @property
     def weights_bytes(self) -> int:
         """Bytes of weights that the matrix products of one pass read."""
-        size = 1 if self.quantization == "int8" else self.model.dtype.itemsize
-        return size * sum(rows * columns for rows, columns in matrices(self.config))
+        scheme = Quantiser.of(self.quantization)
+        bits = 8 * self.model.dtype.itemsize if scheme is None else scheme.weight_bits
+        return int(bits / 8 * sum(rows * columns for rows, columns in matrices(self.config)))
 
     def open(self, length: int) -> Handle:
         """Opens a sequence of ``length`` tokens, with a source of the same length if there is an encoder."""
@@ -61,35 +64,6 @@ class Loaded:
         if length >= self.model.max_length:
             raise InvalidRequest(f"a context of {length} does not fit: {self.path.name} takes {self.model.max_length}")
         return [(7 * i) % (self.config["vocab_size"] - 1) + 1 for i in range(length)]
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """Cost of a pass over ``rows`` rows of each of ``batch`` sequences behind ``context`` tokens.
-
-    Attributes:
-        floor: Seconds of the bare matrix products, in the same run. None where there is no bare kernel to time.
-        kv_bytes: Bytes of KV cache that the pass reads.
-        weights_bytes: Bytes of weights that the pass reads.
-    """
-
-    rows: int
-    context: int
-    batch: int
-    seconds: TimeSpread
-    floor: TimeSpread | None
-    kv_bytes: int
-    weights_bytes: int
-
-    @property
-    def over_floor(self) -> float | None:
-        return self.seconds.median / self.floor.median if self.floor else None
-
-    @property
-    def over_read(self) -> float | None:
-        """Ratio to reading weights and KV cache at the bandwidth at which the floor reads its weights."""
-        ratio = self.over_floor
-        return ratio / (1 + self.kv_bytes / self.weights_bytes) if ratio else None
 
 
 def pass_costs(

@@ -50,7 +50,7 @@ class Totals:
     seconds: float
     decode_tokens: int
     decode_seconds: float
-    rounds: int
+    steps: int
     drafts: int
     accepted: int
 
@@ -63,7 +63,7 @@ class Totals:
             seconds=sum(run.seconds for run in runs),
             decode_tokens=sum(run.tokens - run.first_tokens for run in runs),
             decode_seconds=sum(run.seconds - run.first_seconds for run in runs),
-            rounds=sum(s.rounds for s in stats),
+            steps=sum(s.steps for s in stats),
             drafts=sum(s.drafts for s in stats),
             accepted=sum(s.accepted for s in stats),
         )
@@ -84,7 +84,7 @@ class Totals:
     @property
     def tokens_per_pass(self) -> float:
         """Emitted tokens per target pass, steps without a draft included."""
-        return self.tokens / self.rounds if self.rounds else 0.0
+        return self.tokens / self.steps if self.steps else 0.0
 
 
 def timed(llm: StreamingLLM, prompt: str, params: SamplingParams, on_piece: OnPiece | None = None) -> TimedCompletion:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.files import check_places, write_json, write_text
-from foretoken.cli.options import DraftModel, Dtype, Speculation, Target
+from foretoken.cli.files import check_places, publish, write_text
+from foretoken.cli.options import DraftModel, Dtype, Html, Json, Output, Speculation, Target
 from foretoken.cli.theme import ColorMode
 from foretoken.models.options import check_dtype
 
@@ -50,8 +50,9 @@ def audit(
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
     dtype: Dtype = "auto",
     float32: Annotated[bool, typer.Option(help="Compare seeded texts in float32 as well.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write every figure.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,
+    as_json: Json = False,
+    output: Output = None,
+    html_file: Html = None,
     color: Annotated[ColorMode, typer.Option(help="Colours of the verdicts.")] = ColorMode.AUTO,
 ) -> None:
     """Test whether speculation leaves the text alone: greedy, drawn, seeded; and whether the test would notice.
@@ -59,12 +60,11 @@ def audit(
     Exit code: 0 passed, 1 failed, 3 inconclusive (nothing wrong was seen, and too little could have been).
     """
     seconds = _seconds(budget)
-    check_places(json=json_file, html=html_file)
+    check_places(output=output, html=html_file)
     check_dtype(dtype)
     from foretoken.audit.run import audit as run
     from foretoken.bench.workloads import load_prompts
-    from foretoken.cli.costs import wide_console
-    from foretoken.cli.theme import staged, waiting
+    from foretoken.cli.theme import staged, waiting, wide_console
 
     texts = load_prompts(prompts) if prompts is not None else None
     out, notes = wide_console(color), wide_console(color, stderr=True)
@@ -75,13 +75,11 @@ def audit(
             subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch
         )  # fmt: skip
     record = found.to_dict()
-    if json_file is not None:
-        write_json(json_file, record)
     if html_file is not None:
         from foretoken.report.audit import page
 
         write_text(html_file, page(record))
-    _show(found, out)
+    publish(record, lambda: _show(found, out), as_json, output)
     raise typer.Exit(CODES[found.outcome])
 
 

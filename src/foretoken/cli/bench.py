@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.costs import Color, Quantization, costs, tracker, wide_console
-from foretoken.cli.files import check_places, write_json, write_text
-from foretoken.cli.theme import ColorMode
+from foretoken.cli.costs import costs, tracker
+from foretoken.cli.files import check_places, publish, write_text
+from foretoken.cli.options import Color, Html, Json, Output, Quantization
+from foretoken.cli.theme import ColorMode, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,8 +42,9 @@ def race(
     repeats: Annotated[int, typer.Option(min=1, help="Turns of every system.")] = 3,
     peers: Annotated[str, typer.Option(help="Comma-separated, or none.")] = "transformers,openvino,vllm",
     quantization: Quantization = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write setting and rows.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,
+    as_json: Json = False,
+    output: Output = None,
+    html_file: Html = None,
     color: Color = ColorMode.AUTO,
 ) -> None:
     """Race plain and speculative decoding, ours and the peers', one run, turn by turn; each peer at its best depth."""
@@ -52,7 +54,7 @@ def race(
     from foretoken.bench.setting import setting
     from foretoken.train.widen.checkpoint import scaled
 
-    check_places(json=json_file, html=html_file)
+    check_places(output=output, html=html_file)
     configs = _configs(speculative_config)
     wanted = chosen(peers)
     if target is None:
@@ -72,7 +74,7 @@ def race(
         "target": target.name, "draft": draft.name, "prompts": f"{len(ids)} of {source}", "max_tokens": max_tokens,
         "repeats": repeats, "peers": {row.system: row.version for row in rows if row.system != "foretoken"},
     }  # fmt: skip
-    _publish(facts, rows, console, json_file, html_file)
+    _publish(facts, rows, console, (as_json, output, html_file))
     if not any(row.system == "foretoken" for row in rows):
         raise typer.Exit(1)
 
@@ -113,18 +115,24 @@ def _race(
 
 
 def _publish(
-    facts: dict[str, Any], rows: Sequence[RaceRow], console: Console, json_file: Path | None, html_file: Path | None
+    facts: dict[str, Any],
+    rows: Sequence[RaceRow],
+    console: Console,
+    options: tuple[bool, Path | None, Path | None],
 ) -> None:
+    """options: --json, --output, --html."""
     from dataclasses import asdict
 
     from foretoken.bench import tables
     from foretoken.bench.page import page
 
-    for part in tables.race(rows):
-        console.print(part)
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
-    if json_file is not None:
-        write_json(json_file, {"setting": facts, "rows": [asdict(row) for row in rows]})
+    def show() -> None:
+        for part in tables.race(rows):
+            console.print(part)
+        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+
+    as_json, output, html_file = options
+    publish({"setting": facts, "rows": [asdict(row) for row in rows]}, show, as_json, output)
     if html_file is not None:
         write_text(html_file, page(facts, rows))
 

@@ -43,7 +43,7 @@ def chat(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers, however drafted.")] = None,
     speculative_tokens: Annotated[
-        int | None, typer.Option(help="Tokens drafted per round; 0 is plain decoding.")
+        int | None, typer.Option(help="Tokens drafted per step; 0 is plain decoding.")
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -52,7 +52,7 @@ def chat(
     rejected: Annotated[bool, typer.Option(help="Show drafted tokens that were refused.")] = False,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures after each answer, on standard error.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line instead.")] = False,
+    json_lines: Annotated[bool, typer.Option(help="Print one JSON object a line instead.")] = False,
 ) -> None:
     """Talk to a model; /help lists what can be changed meanwhile. Without a terminal it reads a message a line."""
     from foretoken.cli.conversation import Conversation, read_template
@@ -75,10 +75,10 @@ def chat(
     try:
         conversation = Conversation(llm.tokenizer, llm.target.max_length, llm.model, template)
         conversation.system = system
-        screen: Screen = JsonScreen() if as_json else TextScreen(color)
+        screen: Screen = JsonScreen() if json_lines else TextScreen(color)
         session = Session(llm, conversation, settings, screen, figures=stats)
-        watched = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
-        if watched or as_json:
+        watched = sys.stdin.isatty() and sys.stdout.isatty() and not json_lines
+        if watched or json_lines:
             screen.welcome(session.greeting)
         session.run(typed(names(), color) if watched else piped())
         if session.refused and not watched:

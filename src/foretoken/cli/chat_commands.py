@@ -97,14 +97,14 @@ def run(chat: Chat, name: str, argument: str) -> str:
 def _speculative(chat: Chat, argument: str) -> str:
     choices: dict[str, int | None] = {"on": None, "off": 0}
     if argument and argument not in choices and not argument.isdecimal():
-        raise InvalidRequest(f"/speculative takes on, off or a number of tokens a round, got {argument!r}")
+        raise InvalidRequest(f"/speculative takes on, off or a number of tokens a step, got {argument!r}")
     if argument:
         depth = choices[argument] if argument in choices else int(argument)
         _change(chat, speculative_tokens=depth)
     depth = chat.settings.speculative_tokens
     if not chat.methods:
         return "no speculation: no method is loaded (start with --draft-model or --speculative-config)"
-    state = "off" if depth == 0 else "on" if depth is None else f"{depth} tokens a round"
+    state = "off" if depth == 0 else "on" if depth is None else f"{depth} tokens a step"
     return f"speculation: {state}, method {chat.settings.method or chat.methods[0]}"
 
 
@@ -200,7 +200,7 @@ def _change(chat: Chat, **fields: Any) -> None:
 
 
 COMMANDS = {
-    "speculative": Command("/speculative on|off|DEPTH", "draft, do not, or draft so many tokens a round", _speculative),
+    "speculative": Command("/speculative on|off|DEPTH", "draft, do not, or draft so many tokens a step", _speculative),
     "method": Command("/method NAME", "draft with another of the loaded methods", _method),
     "temperature": Command("/temperature T", "0 is greedy", _temperature),
     "system": Command("/system TEXT", "what the model is told before the conversation; without text: nothing", _system),

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from foretoken.cli.options import Json
+
 PIECE = 1 << 20  # characters that are read and tokenised together; a document of more is several
 SUFFIXES = {".py", ".md", ".txt"}  # looked for in folders, as by ``foretoken train``
 
@@ -17,7 +19,7 @@ def build_datastore(
     data: Annotated[list[Path], typer.Option(help="A text file, or a folder of .py, .md and .txt (repeatable).")],
     model: Annotated[str | None, typer.Option(help="The target it is for: its tokenizer is used. [bundled]")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT whatever it holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Build a datastore: then --speculative-config '{"method": "retrieval", "model": "OUT"}'."""
     import json

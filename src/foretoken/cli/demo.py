@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.bench.workloads import FUNCTIONS
+from foretoken.cli.options import Json
 from foretoken.cli.theme import ColorMode, console
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ def demo(
     prompts: Annotated[int, typer.Option(min=1, max=len(FUNCTIONS), help="Functions to complete.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each.")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    speculative_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = 4,
+    speculative_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per step.")] = 4,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Watch the bundled pair complete Python functions plainly and speculatively."""
     from foretoken.cli.lanes import stage
@@ -113,7 +114,7 @@ def _pair(llm: LLM, race: Race, show: Stage, prompt: str, index: int, count: int
     from foretoken.bench.measure import timed
     from foretoken.cli.render import Origins
 
-    with show.round(prompt, index, count, race.max_tokens) as lanes:
+    with show.race(prompt, index, count, race.max_tokens) as lanes:
         runs = []
         for lane, tokens in zip(lanes, (0, race.speculative_tokens), strict=True):
             lane.begin(Origins(llm.tokenizer, llm.tokenizer.encode(prompt)))

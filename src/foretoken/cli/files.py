@@ -38,6 +38,20 @@ def check_places(**files: Path | None) -> None:
             raise WriteError(f"--{option} {file}: expected the name of a file in a folder that exists")
 
 
+def publish(record: Any, show: Callable[[], object], as_json: bool, output: Path | None) -> None:
+    """Prints a result as one JSON document or, by ``show``, as text, and writes the document to ``output``.
+
+    Raises:
+        WriteError: The file cannot be written.
+    """
+    if as_json:
+        print(json.dumps(record, indent=2, default=str))
+    else:
+        show()
+    if output is not None:
+        write_json(output, record)
+
+
 def write_text(file: Path, text: str) -> None:
     """UTF-8. Raises WriteError."""
     try:
@@ -47,5 +61,5 @@ def write_text(file: Path, text: str) -> None:
 
 
 def write_json(file: Path, record: Any) -> None:
-    """Indented; what JSON has no form for as its text. Raises WriteError."""
+    """Writes indented JSON. Values that JSON has no form for are written as their text. Raises WriteError."""
     write_text(file, json.dumps(record, indent=2, default=str) + "\n")

@@ -16,6 +16,7 @@ from foretoken.cli.options import (
     Device,
     DraftModel,
     Dtype,
+    Json,
     MaxModelLen,
     Quantization,
     Speculation,
@@ -47,7 +48,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; may be repeated.")] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Completions to make.")] = 1,
     speculative_tokens: Annotated[
-        int | None, typer.Option(help="Tokens drafted per round; 0 is plain decoding.")
+        int | None, typer.Option(help="Tokens drafted per step; 0 is plain decoding.")
     ] = None,
     exactness: Annotated[
         str | None, typer.Option(help="distribution, trajectory or lossy-typical. [trajectory with --seed]")
@@ -62,9 +63,9 @@ def generate(
     tensor_parallel_size: TensorParallel = 1,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
     stats: Annotated[bool, typer.Option(help="A line of figures at the end, on standard error.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: Json = False,
     html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="OUT", help="Write a page: every token's origin and probabilities.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with every token's probabilities.")
     ] = None,
 ) -> None:
     """Continue a prompt, faster, with exactly the target's distribution."""

@@ -75,7 +75,7 @@ class Stage(Protocol):
         """Show that something takes a while."""
         ...
 
-    def round(self, prompt: str, index: int, count: int, tokens: int) -> AbstractContextManager[tuple[Lane, Lane]]:
+    def race(self, prompt: str, index: int, count: int, tokens: int) -> AbstractContextManager[tuple[Lane, Lane]]:
         """The two lanes of one prompt."""
         ...
 
@@ -106,7 +106,7 @@ class Quiet:
         return waiting(self.console, text)
 
     @contextmanager
-    def round(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:
+    def race(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:
         yield Lane(NAMES[0]), Lane(NAMES[1])
 
     def result(self, record: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Blocks(Quiet):
         return nullcontext()
 
     @contextmanager
-    def round(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:
+    def race(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:
         lanes = Lane(NAMES[0]), Lane(NAMES[1])
         yield lanes
         coloured = self.console.color_system is not None
@@ -161,7 +161,7 @@ class Lanes(Blocks):
     """Two panels side by side, redrawn between pieces, never while the clock runs."""
 
     @contextmanager
-    def round(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:
+    def race(self, prompt: str, index: int, count: int, tokens: int) -> Iterator[tuple[Lane, Lane]]:
         lanes = _LiveLane(NAMES[0]), _LiveLane(NAMES[1])
         heading = Text.assemble((f"{index + 1} of {count}   ", "dim"), legend(coloured=True))
         self.console.print()

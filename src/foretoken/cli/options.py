@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,8 +21,12 @@ Speculation = Annotated[str | None, typer.Option(metavar="JSON", help='For insta
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Quantization = Annotated[
-    str | None, typer.Option(help="int8: the target's weights in 8 bits, and what they multiply. [as stored]")
+    str | None, typer.Option(help="int8 or int4: quantize the target's weights on loading. [as stored]")
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the JSON document to a file.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")]
+Color = Annotated[ColorMode, typer.Option(help="Colours in tables.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and output together.")]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel-size", help="Processes that share the target, under torchrun.")

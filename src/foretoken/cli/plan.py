@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.costs import Color, Quantization, wide_console
-from foretoken.cli.files import check_places, write_json, write_text
-from foretoken.cli.theme import ColorMode, staged
+from foretoken.cli.files import check_places, publish, write_text
+from foretoken.cli.options import Color, Html, Json, Output, Quantization
+from foretoken.cli.theme import ColorMode, staged, wide_console
 from foretoken.models.options import check_dtype, check_quantization
 
 if TYPE_CHECKING:
@@ -39,11 +39,12 @@ def plan(
     temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="Repeatable. [0 and 1]")] = None,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once (repeatable). [1]")] = None,
-    turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate.")] = 24,
+    turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate.")] = 24,
     quantization: Quantization = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything found.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,
+    as_json: Json = False,
+    output: Output = None,
+    html_file: Html = None,
     color: Color = ColorMode.AUTO,
     engine: Annotated[str, typer.Option(help="foretoken; vllm: measured on vLLM itself, for use there.")] = "foretoken",
     engine_python: Annotated[Path | None, typer.Option(help="Python of vLLM's environment. [make peers]")] = None,
@@ -59,9 +60,9 @@ def plan(
 ) -> None:
     """Predict tokens per pass and speed-up of every way to speculate, and say which to take, if any.
 
-    The target writes a sample after the prompts; every candidate is judged on it, and rounds are timed here.
+    The target writes a sample after the prompts; every candidate is judged on it, and steps are timed here.
     """
-    check_places(json=json_file, html=html_file)
+    check_places(output=output, html=html_file)
     check_dtype(dtype)
     check_quantization(quantization)
     if engine != "foretoken" or engine_python or engine_args or engine_alone:
@@ -75,7 +76,7 @@ def plan(
             tuple(dict.fromkeys(batch or (1,))), max_tokens, top_p, dtype, quantization,
         )  # fmt: skip
         named = _models(model, draft_model or [], heads or [], _VLLM_ROLES)
-        plan_for(own, named, speculative_config or [], (prompts, count), (json_file, html_file), color)
+        plan_for(own, named, speculative_config or [], (prompts, count), (as_json, output, html_file), color)
         return
     from foretoken.cli.generate import speculative
     from foretoken.plan.candidates import candidates
@@ -95,12 +96,14 @@ def plan(
         found = _plan(target, chosen, prompts, count, settings, (dtype, quantization), say)
     if rtt is not None:
         found = replace(found, remote_drafting=remote_drafting(found.rows, rtt / 1e3))
-    for part in rendered(found):
-        console.print(part, soft_wrap=not hasattr(part, "columns"))
-    console.print(", ".join(f"{key} {value}" for key, value in found.setting.items()), style="dim", markup=False)
+
+    def show() -> None:
+        for part in rendered(found):
+            console.print(part, soft_wrap=not hasattr(part, "columns"))
+        console.print(", ".join(f"{key} {value}" for key, value in found.setting.items()), style="dim", markup=False)
+
     record = found.to_dict()
-    if json_file is not None:
-        write_json(json_file, record)
+    publish(record, show, as_json, output)
     if html_file is not None:
         from foretoken.report.plan import page
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.cli.costs import wide_console
-from foretoken.cli.files import write_json, write_text
-from foretoken.cli.theme import ColorMode, staged
+from foretoken.cli.files import publish, write_text
+from foretoken.cli.theme import ColorMode, staged, wide_console
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -114,10 +113,19 @@ def plan_for(
     models: tuple[str, Sequence[str], Sequence[str]],
     configs: Sequence[str],
     texts: tuple[Path | None, int],
-    files: tuple[Path | None, Path | None],
+    files: tuple[bool, Path | None, Path | None],
     color: ColorMode,
 ) -> None:
-    """Measure, foretell, print. models: target, drafts, heads. texts: prompts and how many. files: JSON, a page."""
+    """Measures, predicts and prints.
+
+    Args:
+        options: The command line beside models and prompts.
+        models: Target, drafts, heads.
+        configs: Further ways to speculate, as JSON.
+        texts: File of prompts and their number.
+        files: Values of --json, --output and --html.
+        color: Colours in tables.
+    """
     from foretoken.bench.setting import setting
     from foretoken.bench.workloads import FUNCTIONS, load_prompts
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
@@ -141,15 +149,15 @@ def plan_for(
     source = f"{len(prompts)} of {file.name if file is not None else 'our own functions'}"
     found = vllm_plan(chosen, measured, setting=facts, prompts=source)
     console = wide_console(color)
-    for part in rendered(found, lambda plan: _pastes(plan, chosen)):
-        console.print(part, soft_wrap=not hasattr(part, "columns"))
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
-    _write(record(found, chosen, measured), *files)
 
+    def show() -> None:
+        for part in rendered(found, lambda plan: _pastes(plan, chosen)):
+            console.print(part, soft_wrap=not hasattr(part, "columns"))
+        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
 
-def _write(whole: dict[str, Any], json_file: Path | None, html_file: Path | None) -> None:
-    if json_file is not None:
-        write_json(json_file, whole)
+    as_json, output, html_file = files
+    whole = record(found, chosen, measured)
+    publish(whole, show, as_json, output)
     if html_file is not None:
         from foretoken.report.plan import page
 

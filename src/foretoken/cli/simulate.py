@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.costs import Color, wide_console
-from foretoken.cli.files import check_places, write_json, write_text
-from foretoken.cli.theme import ColorMode
+from foretoken.cli.files import check_places, publish, write_text
+from foretoken.cli.options import Color, Html, Json, Output
+from foretoken.cli.theme import ColorMode, wide_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,15 +48,16 @@ def simulate(
     values: Annotated[
         str | None, typer.Option(metavar="FROM:TO:COUNT", help="Evenly spaced, or a list: 1,2,4. Times in ms.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write everything found.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="Write a page.")] = None,
+    as_json: Json = False,
+    output: Output = None,
+    html_file: Html = None,
     color: Color = ColorMode.AUTO,
 ) -> None:
     """Simulate speculation across workers: plain, sequential, distributed (DSI), parallel (PEARL), edge-cloud (DSD).
 
     Says what each gains over plain decoding, and where pipelining starts to pay.
     """
-    check_places(json=json_file, html=html_file)
+    check_places(output=output, html=html_file)
     from foretoken.plan.simulation.simulate import STRATEGIES, Setting, pays
     from foretoken.plan.simulation.simulate import simulate as simulated
     from foretoken.plan.simulation.simulate import sweep as swept
@@ -71,16 +71,19 @@ def simulate(
     outcomes: tuple[SimulationResult, ...] = ()
     if sweep is not None:
         found = swept(setting, sweep.value, _values(sweep, values), chosen, repeats)
-        console.print(_gains(found))
+        table = _gains(found)
     else:
         outcomes = simulated(setting, chosen, repeats)
-        console.print(_table(outcomes))
+        table = _table(outcomes)
     verdict = _where(found) if found is not None else _whether(outcomes)
-    console.print(verdict, style="bold", soft_wrap=True)
+
+    def show() -> None:
+        console.print(table)
+        console.print(verdict, style="bold", soft_wrap=True)
+
     made: dict[str, Any] = _record(setting, repeats, verdict, outcomes, found)
     made["pays"] = any(pays(each) for each in (found.outcomes if found is not None else (outcomes,)))
-    if json_file is not None:
-        write_json(json_file, made)
+    publish(made, show, as_json, output)
     if html_file is not None:
         from foretoken.report.simulate import page
 
@@ -188,7 +191,7 @@ def _where(found: Sweep) -> str:
 def _record(
     setting: Setting, repeats: int, verdict: str, outcomes: Sequence[SimulationResult], found: Sweep | None
 ) -> dict[str, Any]:
-    """What ``--json`` writes; times in seconds."""
+    """What ``--json`` prints; times in seconds."""
     from dataclasses import asdict
 
     return {

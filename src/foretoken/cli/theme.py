@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+_UNFOLDED = 10_000  # columns
+
+
 class ColorMode(StrEnum):
     """``auto`` colours a terminal unless NO_COLOR is set (no-color.org)."""
 
@@ -41,6 +44,14 @@ def console(mode: ColorMode, *, stderr: bool = False) -> Console:
     if mode is ColorMode.NEVER or os.environ.get("NO_COLOR"):
         return Console(stderr=stderr, color_system=None, highlight=False)
     return Console(stderr=stderr, highlight=False)
+
+
+def wide_console(mode: ColorMode, *, stderr: bool = False) -> Console:
+    """Returns a console for tables, which are folded in a terminal alone, so that other programs read whole lines."""
+    made = console(mode, stderr=stderr)
+    if not made.is_terminal:
+        made.width = _UNFOLDED
+    return made
 
 
 def waiting(console: Console, text: str) -> AbstractContextManager[Any]:

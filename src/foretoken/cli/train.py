@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken.cli.options import Json
+
 if TYPE_CHECKING:
     from foretoken.train.data import Corpus
     from foretoken.train.target import Shape
@@ -37,7 +39,6 @@ Compile = Annotated[
     bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile; else if a C++ compiler is found.")
 ]
 Size = Annotated[int | None, typer.Option(help="Instead of the bundled model's.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the last evaluation as JSON.")]
 
 
 @app.command()

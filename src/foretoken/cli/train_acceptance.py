@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from foretoken.cli.options import Json
 from foretoken.cli.train import (
     Force,
-    Json,
     Minutes,
     Model,
     Out,

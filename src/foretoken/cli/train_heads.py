@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.options import Json
 from foretoken.cli.train import (
     Compile,
     Force,
-    Json,
     Minutes,
     Out,
     Resume,
@@ -102,7 +102,8 @@ def _early_exit(
 
 def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
     from foretoken.train.files import check_run
-    from foretoken.train.heads import ROLES, HeadConfig, head_config, train_head
+    from foretoken.train.head_config import HeadConfig
+    from foretoken.train.heads import ROLES, head_config, train_head
 
     if own.get("taps") is not None:
         own["taps"] = tuple(_numbers(own["taps"]))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken.cli.options import Json
 from foretoken.cli.train import (
     Compile,
     Force,
-    Json,
     Minutes,
     Out,
     Patience,

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.options import Json
+
 
 def widen(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a Llama or T5 checkpoint (safetensors).")],
@@ -24,7 +26,7 @@ def widen(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the rotation and of what fills up.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace DST whatever it holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint that computes what SRC computes at the cost of a larger model."""
     import json

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from foretoken.cli.options import Json
+from foretoken.cli.theme import ColorMode, wide_console
 
-import typer
 
-
-def zoo(as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False) -> None:
+def zoo(as_json: Json = False) -> None:
     """List the bundled models: name, role, size, path and card."""
     import json
 
@@ -22,14 +21,12 @@ def zoo(as_json: Annotated[bool, typer.Option("--json", help="Print the list as 
         return
 
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("name", "role", "parameters", "size", "path"):
         table.add_column(title, justify="right" if title in ("parameters", "size") else "left", overflow="fold")
     for m in models:
         table.add_row(m.name, m.role, f"{m.parameters / 1e6:.1f} M", f"{m.size_bytes / 1e6:.1f} MB", str(m.path))
-    console.print(table)
+    wide_console(ColorMode.AUTO).print(table)
     print("cards: README.md in each folder, or foretoken zoo --json")

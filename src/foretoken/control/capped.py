@@ -14,7 +14,7 @@ from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
-from foretoken.costs.curve import Array
+from foretoken.costs.curve import Array, Indices
 from foretoken.costs.model import CostModel
 
 
@@ -118,7 +118,7 @@ class Capped(Controller):
             budgets[batch.own[0]] = min(self.tuning.unknown, batch.caps[batch.own[0]]) if batch.allowed > 0.0 else 0
             return Decision(budgets, 1)
         lengths = [batch.caps[i] for i in batch.own]
-        owners, ranks = nodes_of(lengths)
+        owners, ranks = np.nonzero(np.arange(max(lengths)) < np.asarray(lengths)[:, None])
         drafting, catching_up = drafting_seconds(self.costs, owners, ranks, batch.missed)
         worst = worst_case(self.costs, batch.size, drafting + catching_up)
         count = affordable(worst, batch.allowed)
@@ -157,12 +157,7 @@ def requested(contexts: Sequence[Context], limits: Sequence[int]) -> list[int]:
     return [0 if context.depth is None else limit for context, limit in zip(contexts, limits, strict=True)]
 
 
-def nodes_of(lengths: Sequence[int]) -> tuple[Array, Array]:
-    """Returns the owner and the rank, from 0, of every node of drafts of ``lengths`` nodes, [sum(lengths)] each."""
-    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate([np.arange(length) for length in lengths])
-
-
-def drafting_seconds(costs: CostModel, owners: Array, ranks: Array, missed: Sequence[float]) -> tuple[Array, Array]:
+def drafting_seconds(costs: CostModel, owners: Indices, ranks: Indices, missed: Sequence[float]) -> tuple[Array, Array]:
     """Returns the seconds of drafting the first 1, 2, ... nodes, and of catching up before it, [N] each.
 
     Args:

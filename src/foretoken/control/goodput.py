@@ -8,24 +8,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foretoken.control.capped import affordable, drafting_seconds, nodes_of, worst_case
+from foretoken.control.capped import affordable, drafting_seconds, worst_case
 from foretoken.costs.curve import Array
 from foretoken.costs.model import CostModel
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A request that may draft ``len(accepted)`` nodes.
+class Candidates:
+    """Requests whose draft length is decided.
 
     Attributes:
-        accepted: Probability that each node is accepted, by rank.
-        exists: Probability that a draft has the node.
-        missed: Seconds in which the proposer would catch up.
+        caps: [N], maximum number of nodes of each.
+        missed: [N], seconds in which the proposer would catch up on each.
+        accepted: [N, R], probability that each node is accepted, by rank.
+        exists: [N, R], probability that a draft has the node.
     """
 
+    caps: Sequence[int]
+    missed: Sequence[float]
     accepted: Array
     exists: Array
-    missed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +45,26 @@ class Allocation:
     short: float = 0.0
 
 
-def goodput(
-    candidates: Sequence[Candidate], batch: int, forced: int, costs: CostModel, allowed: float = math.inf
-) -> Allocation:
+def goodput(candidates: Candidates, batch: int, forced: int, costs: CostModel, allowed: float = math.inf) -> Allocation:
     """Returns the draft lengths that maximize expected tokens per second; all 0 where drafting does not pay.
 
     All pairs of a request and a rank are ordered by their probability of acceptance. Every number of them is evaluated,
     because cost curves are jagged: eight rows may cost as much as five, and nine twice as much.
 
     Args:
-        candidates: Requests whose length is decided.
+        candidates: One request or more.
         batch: Number of requests in the step.
         forced: Draft tokens that other requests asked for.
         costs: Measured seconds.
         allowed: Seconds that the step may lose.
     """
-    nothing = [0] * len(candidates)
-    if not candidates:
-        return Allocation(nothing)
-    owners, ranks = nodes_of([len(candidate.accepted) for candidate in candidates])
-    worth = [np.minimum.accumulate(np.minimum(c.accepted / c.exists.clip(1e-9), 1.0)) for c in candidates]
-    order = np.argsort(-np.concatenate(worth), kind="stable")
-    owners, ranks = owners[order], ranks[order]
-    gains = np.cumsum(np.concatenate([candidate.accepted for candidate in candidates])[order])
-    rows = np.cumsum(np.concatenate([candidate.exists for candidate in candidates])[order])
-    drafting, missed = drafting_seconds(costs, owners, ranks, [candidate.missed for candidate in candidates])
+    accepted, exists, nothing = candidates.accepted, candidates.exists, [0] * len(candidates.caps)
+    within = np.arange(accepted.shape[1]) < np.asarray(candidates.caps)[:, None]
+    worth = np.minimum.accumulate(np.minimum(accepted / exists.clip(1e-9), 1.0), axis=1)
+    order = np.argsort(-worth[within], kind="stable")
+    owners, ranks = (indices[order] for indices in np.nonzero(within))
+    gains, rows = np.cumsum(accepted[within][order]), np.cumsum(exists[within][order])
+    drafting, missed = drafting_seconds(costs, owners, ranks, candidates.missed)
     seconds = drafting + missed / costs.tuning.horizon + costs.step_table(batch, batch + forced + rows)
     plain = _without_drafts(batch, forced, costs)
 
@@ -88,7 +85,7 @@ def goodput(
         worst = float(losses[count - 1]) if count else 0.0
     if not count:
         return Allocation(nothing, short=short)
-    return Allocation(np.bincount(owners[:count], minlength=len(candidates)).tolist(), worst, short)
+    return Allocation(np.bincount(owners[:count], minlength=len(nothing)).tolist(), worst, short)
 
 
 def promising(length: int, missed: float, batch: int, forced: int, costs: CostModel) -> bool:

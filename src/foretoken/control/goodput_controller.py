@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from foretoken.control.capped import Batch, Capped, Decision, affordable, requested, worst_case
-from foretoken.control.goodput import Candidate, goodput, promising
+from foretoken.control.goodput import Allocation, Candidates, goodput, promising
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
-from foretoken.control.survival import Survival
+from foretoken.control.survival import Survival, acceptance
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
 from foretoken.costs.model import CostModel
@@ -60,8 +60,12 @@ class Goodput(Capped):
             i: seconds for i, seconds in zip(batch.own, batch.missed, strict=True) if self._welcome(batch, i, seconds)
         }
         payable = [i for i, seconds in missed.items() if seconds <= batch.allowed]
-        candidates = [self._candidate(records[i], batch.caps[i], missed[i]) for i in payable]
-        allocation = goodput(candidates, batch.size, forced, self.costs, batch.allowed)
+        allocation = Allocation([])
+        if payable:
+            accepted, exists = acceptance([records[i].survival for i in payable])
+            caps, seconds = [batch.caps[i] for i in payable], [missed[i] for i in payable]
+            candidates = Candidates(caps, seconds, accepted, exists)
+            allocation = goodput(candidates, batch.size, forced, self.costs, batch.allowed)
         for i, length in zip(payable, allocation.lengths, strict=True):
             budgets[i] = length
         idle = {i: seconds for i, seconds in missed.items() if not budgets[i]}
@@ -98,9 +102,6 @@ class Goodput(Capped):
             survival = Survival(self.max_tokens, self._kinds.setdefault(kind, new), tuning=self.tuning)
             self._records[context.id] = Record(survival, self._wait, self.step)
         return self._records[context.id]
-
-    def _candidate(self, record: Record, cap: int, missed: float) -> Candidate:
-        return Candidate(record.survival.accepted()[:cap], record.survival.exists()[:cap], missed)
 
     def _welcome(self, batch: Batch, place: int, missed: float) -> bool:
         """Returns whether a request may draft: before its first token, only if that hardly delays it."""

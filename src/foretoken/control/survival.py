@@ -33,6 +33,7 @@ class Survival:
         self._keep = 1.0 - 1.0 / (memory or tuning.request_memory)
         # Drafts that accepted a rank, that accepted the rank before, that had the rank, that were asked for it.
         self._sums = np.zeros((4, max_rank))
+        self._estimate: tuple[Array, Array] | None = None
 
     def observe(self, budget: int, draft: Draft, verdict: Verdict) -> None:
         """Learns from a draft of at most ``budget`` nodes and its verdict."""
@@ -45,18 +46,18 @@ class Survival:
     def discount(self, share: float) -> None:
         """Keeps ``share`` of the weight of what was learned here."""
         self._sums *= share
+        self._estimate = None
 
     def accepted(self) -> Array:
         """Returns the acceptance probabilities [max_rank], which never rise."""
-        return np.asarray(np.multiply.accumulate(self._ratios()))
+        return acceptance([self])[0][0]
 
     def exists(self) -> Array:
         """Returns the probabilities [max_rank] that a draft has the rank, which never rise."""
-        prior, strength = self._prior.exists() if self._prior else 1.0, self._tuning.strength
-        _, _, had, asked = self._sums
-        return np.asarray(np.minimum.accumulate((had + strength * prior) / (asked + strength)))
+        return acceptance([self])[1][0]
 
     def _add(self, budget: int, ranks: Sequence[int], size: int) -> None:
+        self._estimate = None
         sums = self._sums[:, :budget]
         sums *= self._keep
         sums[1, :1] += 1.0
@@ -67,10 +68,13 @@ class Survival:
                 sums[0, rank] += 1.0
                 sums[1, rank + 1 : rank + 2] += 1.0
 
-    def _ratios(self) -> Array:
-        """Returns P(a rank is accepted | the rank before is), [max_rank]."""
-        prior, strength = self._prior._ratios() if self._prior else self._pooled(), self._tuning.strength
-        return np.asarray(np.minimum(1.0, (self._sums[0] + strength * prior) / (self._sums[1] + strength)))
+    def _priors(self) -> tuple[Array, Array]:
+        """Returns the priors of the ratios and of the existence of ranks, [max_rank] each."""
+        if self._prior is None:
+            return self._pooled(), np.ones(self.max_rank)
+        if self._prior._estimate is None:  # kept, because many requests share it
+            self._prior._estimate = _estimate(self._prior._sums, *self._prior._priors(), self._tuning.strength)
+        return self._prior._estimate
 
     def _pooled(self) -> Array:
         """Returns the prior of the ratios: the first rank's own, and a common one for all others."""
@@ -79,6 +83,29 @@ class Survival:
         accepted, before = self._sums[:2, 1:].sum(1)
         ratios[1:] = (accepted + tuning.pool * tuning.next_rank) / (before + tuning.pool)
         return ratios
+
+
+def acceptance(survivals: Sequence[Survival]) -> tuple[Array, Array]:
+    """Returns ``accepted`` and ``exists`` of estimates with the same highest rank and tuning, [N, max_rank] each."""
+    priors = [survival._priors() for survival in survivals]
+    sums = np.stack([survival._sums for survival in survivals], axis=1)
+    ratios, exists = (np.stack([prior[i] for prior in priors]) for i in (0, 1))
+    ratios, exists = _estimate(sums, ratios, exists, survivals[0]._tuning.strength)
+    return np.multiply.accumulate(ratios, axis=-1), exists
+
+
+def _estimate(sums: Array, ratios: Array, exists: Array, strength: float) -> tuple[Array, Array]:
+    """Returns P(a rank is accepted | the rank before is) and P(the draft has the rank), [..., max_rank] each.
+
+    Args:
+        sums: [4, ..., max_rank], see ``Survival``.
+        ratios: [..., max_rank], prior of the first.
+        exists: [..., max_rank], prior of the second.
+        strength: Drafts that the priors count as.
+    """
+    accepted, before, had, asked = sums
+    ratios = np.minimum(1.0, (accepted + strength * ratios) / (before + strength))
+    return ratios, np.minimum.accumulate((had + strength * exists) / (asked + strength), axis=-1)
 
 
 def _accepted_ranks(draft: Draft, verdict: Verdict) -> list[int]:

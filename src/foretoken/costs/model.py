@@ -148,8 +148,8 @@ class CostModel:
         """Returns ``draft_seconds`` for each pair of ``depths`` [N] and ``counts`` [N]."""
         table = np.zeros(len(depths))
         bits = np.frexp(counts)[1]  # bit lengths
-        for length in np.unique(bits) if self._drafting else ():
-            table[bits == length] = self._nearest(int(length)).over(depths[bits == length])
+        for length in range(int(bits.min()), int(bits.max()) + 1) if self._drafting else ():
+            table[bits == length] = self._nearest(length).over(depths[bits == length])
         return table
 
     def missed_seconds(self, tokens: float) -> float:

@@ -166,7 +166,7 @@ class Scheduler:
         opened = tokens[:1] if sequence.needs_prompt_logprobs else tokens
         handle = sequence.handle = self.target.open(opened, context.source, context.cache_salt)
         handle.truncate(min(handle.cached, self._on_admit(context)) + 1)
-        if not sequence.counts.rounds:
+        if not sequence.counts.steps:
             sequence.counts.started, sequence.counts.cached = monotonic(), handle.cached
         self._hits += handle.cached
         self._queries += len(tokens)

@@ -128,7 +128,7 @@ class Sequence:
 class Counts:
     """Running statistics of one sequence. See ``SpeculationStats``."""
 
-    rounds: int = 0
+    steps: int = 0
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -140,7 +140,7 @@ class Counts:
 
     def add(self, step: StepOutput) -> None:
         """Counts one step."""
-        self.rounds += 1
+        self.steps += 1
         self.drafts += bool(len(step.draft))
         self.drafted += len(step.draft)
         self.accepted += step.accepted
@@ -152,7 +152,7 @@ class Counts:
     def freeze(self) -> SpeculationStats:
         """Returns the statistics so far."""
         return SpeculationStats(
-            rounds=self.rounds,
+            steps=self.steps,
             drafts=self.drafts,
             drafted=self.drafted,
             accepted=self.accepted,

@@ -19,6 +19,7 @@ from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
 from foretoken.models.formats.prequantized import check_prequantized
+from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.formats.weights import Layers, Source, read_ends
 from foretoken.models.options import check_quantization
 from foretoken.models.runners.base import Pass, Runner
@@ -37,7 +38,7 @@ class Decoder(Model):
         dtype: dtype of weights and activations.
         device: device of weights and KV cache.
         max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
-        quantization: None, or "int8" to quantize the matrices.
+        quantization: None, or a scheme of ``options.QUANTIZATIONS`` to quantize the matrices with.
 
     Raises:
         ModelLoadError: a field or tensor is missing or wrong.
@@ -52,14 +53,14 @@ class Decoder(Model):
         max_length: int | None = None,
         quantization: str | None = None,
     ) -> None:
-        quantise = check_quantization(quantization)
+        check_quantization(quantization)
         check_prequantized(config)
         a = Architecture.of(config, max_length)
         self.architecture: Architecture | Seq2SeqArchitecture = a
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length = a.max_length
-        source = Source(weights, a, dtype, quantise)
+        source = Source(weights, a, dtype, Quantiser.of(quantization))
         self.runner: Runner = build_runner(a, Layers(source), read_ends(source), dtype, device)
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 

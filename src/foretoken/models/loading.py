@@ -12,9 +12,11 @@ from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
-from foretoken.models.formats.checkpoint import Weights, load_config, open_weights, resolve
+from foretoken.models.formats.checkpoint import is_gguf, load_config, open_weights, resolve
+from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.prequantized import check_prequantized
+from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization
 from foretoken.models.seq2seq.model import EncoderDecoder
 
@@ -27,47 +29,54 @@ def load_model(
     max_length: int | None = None,
     quantization: str | None = None,
     tensor_parallel_size: int = 1,
+    gguf_file: str | None = None,
 ) -> Model:
     """Loads a causal language model or an encoder-decoder.
 
     Args:
-        name: a checkpoint's folder, or a hub id.
+        name: a checkpoint's folder, a GGUF file, or a hub id; see ``resolve``.
         dtype: see ``resolve_dtype``.
         device: see ``resolve_device``.
         backend: ``"native"`` is our own decoder for the Llama family, ``"hf"`` is transformers' module for any other
             model, ``"auto"`` is the first of the two that supports the checkpoint.
         max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
-        quantization: ``"int8"`` quantizes the matrices of the native decoder, and their inputs row by row.
+        quantization: quantizes the matrices of the native decoder, and their inputs row by row: ``"int8"`` with a scale
+            for each output, ``"int4"`` (or ``"int4-g32"``, ``-g64``, ``-g128``) with one for each group of inputs.
         tensor_parallel_size: number of ranks that share the model; see ``models/hf/sharded.py``.
+        gguf_file: name of a GGUF file in the folder or repository.
 
     Raises:
         InvalidRequest: an option is unknown, or the model does not support it.
         ModelLoadError: the checkpoint cannot be loaded, or its weights are larger than the free memory.
     """
-    quantise = check_quantization(quantization)
+    check_quantization(quantization)
     check_backend(backend)
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
-    path = resolve(name)
+    path = resolve(name, gguf_file)
     config = load_config(path)
     weights = open_weights(path)
-    _check_counts(config, weights, path)
-    if check_ranks(tensor_parallel_size, backend, quantization):
+    _check_counts(config, weights.shapes, path)
+    ranks = check_ranks(tensor_parallel_size, backend, quantization)
+    if is_gguf(path) and (ranks or backend == "hf"):
+        raise InvalidRequest(f"{path} is a GGUF file, which runs on the native decoder, on one rank")
+    if ranks:
         from foretoken.models.hf.sharded import ShardedModel
 
         return ShardedModel.join(path, kind, where, tensor_parallel_size, weights.shapes, max_length)
     runtime = _runtime(config, path) if backend != "hf" else None
-    native = runtime is not None
-    int8 = quantise or (native and check_prequantized(config))
-    check_fits(weight_bytes(weights.shapes, kind, int8), where, str(path))
+    prequantized = runtime is not None and check_prequantized(config)
+    scheme = Quantiser.of(quantization or ("int8" if prequantized else None))
+    needed = weight_bytes(weights.shapes, kind, None if scheme is None else scheme.weight_bits)
+    check_fits(min(needed, weights.nbytes) if isinstance(weights, GGUFWeights) else needed, where, str(path))
     if runtime is not None:
         return runtime(config, weights, kind, where, max_length, quantization)
-    if quantise:
+    if quantization is not None:
         raise InvalidRequest(
             f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "
             "would run on backend 'hf'; leave it out, or quantise the checkpoint with transformers"
         )
-    if backend == "native":
+    if backend == "native" or is_gguf(path):
         raise ModelLoadError(
             f"the native decoder does not compute the type {config.get('model_type')!r} of {path}; use backend='hf'"
         )
@@ -128,17 +137,17 @@ def _runtime(config: Mapping[str, Any], path: Path) -> type[Decoder] | None:
         raise ModelLoadError(f"{path}: {error}") from None
 
 
-def _check_counts(config: Mapping[str, Any], weights: Weights, path: Path) -> None:
+def _check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Raises ModelLoadError if config.json has more layers or experts than the tensors can hold.
 
     Modules and lists are built layer by layer before the first tensor is compared, so a huge count would take all
     memory.
     """
-    largest = max((len(weights), *(size for shape in weights.shapes.values() for size in shape)))
+    largest = max((len(shapes), *(size for shape in shapes.values() for size in shape)))
     for settings in (config, config.get("text_config") or {}):
         for name, value in settings.items():
             if isinstance(value, int) and value > largest and any(part in name for part in ("layer", "expert")):
                 raise ModelLoadError(
-                    f"{path / 'config.json'} has {name} = {value}, but the checkpoint holds {len(weights)} tensors of "
+                    f"{path / 'config.json'} has {name} = {value}, but the checkpoint holds {len(shapes)} tensors of "
                     f"at most {largest} numbers in one dimension; do they belong together?"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from foretoken.core.errors import InvalidRequest
 
 BACKENDS = ("auto", "native", "hf")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4", "int4-g32", "int4-g64", "int4-g128")
 DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -31,8 +31,7 @@ def check_dtype(name: str) -> None:
         raise InvalidRequest(f"dtype {name!r} is not known; expected auto, bfloat16, float16 or float32")
 
 
-def check_quantization(name: str | None) -> bool:
-    """Returns whether weights are to be quantized. Raises InvalidRequest for an unknown scheme."""
+def check_quantization(name: str | None) -> None:
+    """Raises InvalidRequest for an unknown scheme of quantization."""
     if name is not None and name not in QUANTIZATIONS:
         raise InvalidRequest(f"quantization {name!r} is not known; known: {', '.join(QUANTIZATIONS)}, or None for none")
-    return name is not None

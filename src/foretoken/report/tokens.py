@@ -100,7 +100,7 @@ def _summary(trace: Trace) -> Html:
         (figure(stats.tokens_per_second), "tokens/s, prompt included"),
         (figure(stats.mean_acceptance_length), "mean acceptance length"),
         (f"{stats.accepted} of {stats.drafted}", "draft tokens accepted"),
-        (stats.rounds, "target passes"),
+        (stats.steps, "target passes"),
     ]
     return cards(figures)
 

@@ -25,14 +25,14 @@ _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2
 _TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token, its wait included.", _SECONDS),
-    "inter_token_latency_seconds": ("Time between rounds over the tokens of the later one, once a token.", _SHORT),
+    "inter_token_latency_seconds": ("Time between steps over the tokens of the later one, once a token.", _SHORT),
     "e2e_request_latency_seconds": ("From a request's arrival to its last token.", _SECONDS),
     "request_queue_time_seconds": ("From a request's arrival until the engine took it up.", _SECONDS),
     "request_prompt_tokens": ("Prompt tokens of finished requests.", _TOKENS),
     "request_generation_tokens": ("Generated tokens of finished requests.", _TOKENS),
 }
 _Values = dict[tuple[str, ...], float]  # by the values of a counter's labels, the model's name apart
-_REMEMBERED = 65_536  # sequences whose last round is known; those that were dropped unfinished leave in time
+_REMEMBERED = 65_536  # sequences whose last step is known; those that were dropped unfinished leave in time
 
 
 class EngineUsage(Protocol):
@@ -58,9 +58,9 @@ class EngineUsage(Protocol):
 class SpeculationRecord:
     """One request's speculation, as load generators read it; a reader of ``StepOutput``.
 
-    num_spec_tokens: draft tokens a round that were configured, where that is known; a longer draft raises it.
+    num_spec_tokens: draft tokens a step that were configured, where that is known; a longer draft raises it.
 
-    Rounds without a draft are not steps of speculation and are left out. Accepted are drafted tokens that were emitted:
+    Steps without a draft are left out. Accepted are drafted tokens that were emitted:
     what a stop string cuts off an accepted block does not count. Of a drafted tree every node counts as drafted.
     """
 
@@ -82,8 +82,8 @@ class SpeculationRecord:
         acceptance_histogram: num_spec_tokens + 1 integers; entry j is how many steps accepted exactly j draft tokens.
         acceptance_histogram_by_draft_length: for each draft length k that occurred, as a string, the k + 1 entries of
           that histogram over its steps.
-        num_spec_steps: rounds that verified a draft, the sum of the histogram.
-        num_draft_tokens, num_accepted_draft_tokens: over those rounds, without the target's own tokens.
+        num_spec_steps: steps that verified a draft, the sum of the histogram.
+        num_draft_tokens, num_accepted_draft_tokens: over those steps, without the target's own tokens.
         num_spec_tokens: the longest draft that was configured or seen.
         per_step_accepted, per_step_drafted: where ``detailed``, one integer for each step, in order.
         """
@@ -134,7 +134,7 @@ class _Histogram:
 
 @dataclass(slots=True)
 class _Speculation:
-    """Of one method: rounds with a draft, and of these how many accepted j tokens, and judged j positions."""
+    """Of one method: steps with a draft, and of these how many accepted j tokens, and judged j positions."""
 
     drafts: int = 0
     drafted: int = 0
@@ -157,7 +157,7 @@ class Metrics(Collector):
     method_of: which method drafted a step, for the label ``method``; without it the label is empty.
     clock: seconds that only grow.
 
-    Counting happens in the engine's thread, showing in another; a lock keeps a round whole.
+    Counting happens in the engine's thread, showing in another; a lock keeps a step whole.
     """
 
     def __init__(
@@ -169,24 +169,24 @@ class Metrics(Collector):
     ) -> None:
         self._model, self._usage, self._method_of, self._clock = model_name, usage, method_of, clock
         self._lock = threading.Lock()
-        self._prompt_tokens = self._generation_tokens = self._rounds = 0
+        self._prompt_tokens = self._generation_tokens = self._steps = 0
         self._seconds = dict.fromkeys(("propose", "score", "verify", "commit"), 0.0)
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._speculation: dict[str, _Speculation] = defaultdict(_Speculation)
         if method_of is None:
             self._speculation[""] = _Speculation()  # counters are there, at 0, before the first draft
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self._last: dict[int, float] = {}  # sequence -> when a round last gave it tokens, the latest last
+        self._last: dict[int, float] = {}  # sequence -> when a step last gave it tokens, the latest last
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
     def on_steps(self, steps: Sequence[StepOutput]) -> None:
-        """Count one round: the steps of all sequences that took part."""
+        """Counts one decode step, by its part in each sequence."""
         if not steps:
             return
         now, gaps, timings = self._clock(), self._histograms["inter_token_latency_seconds"], steps[0].timings
         with self._lock:
-            self._rounds += 1
+            self._steps += 1
             for phase in self._seconds:
                 self._seconds[phase] += getattr(timings, phase)
             for step in steps:
@@ -258,8 +258,8 @@ class Metrics(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens of finished requests.", {(): self._prompt_tokens})
         yield self._counter("generation_tokens", "Tokens emitted.", {(): self._generation_tokens})
         yield self._counter("request_success", "Finished requests.", finished, "finished_reason")
-        yield self._counter("rounds", "Rounds that gave tokens, each one pass of the target.", {(): self._rounds})
-        yield self._counter("round_seconds", "Seconds of rounds, by phase.", seconds, "phase")
+        yield self._counter("steps", "Decode steps, each with one forward pass of the target.", {(): self._steps})
+        yield self._counter("step_seconds", "Seconds of decode steps, by phase.", seconds, "phase")
 
     def _speculated(self) -> Iterator[Metric]:
         each = self._speculation.items()
@@ -269,7 +269,7 @@ class Metrics(Collector):
         stood: _Values = {(m, str(i)): n for m, kept in each for i, n in enumerate(_reached(kept.accepted))}
         judged: _Values = {(m, str(i)): n for m, kept in each for i, n in enumerate(_reached(kept.judged))}
         name, labels = "spec_decode_num_", ("method", "position")
-        yield self._counter(name + "drafts", "Sequences' rounds that verified a draft.", drafts, "method")
+        yield self._counter(name + "drafts", "Drafts that were verified, one a sequence and step.", drafts, "method")
         yield self._counter(name + "draft_tokens", "Tokens drafted.", drafted, "method")
         yield self._counter(name + "accepted_tokens", "Drafted tokens emitted.", accepted, "method")
         yield self._counter(name + "accepted_tokens_per_pos", "Drafts accepted that far.", stood, *labels)

@@ -1,7 +1,7 @@
-"""``foretoken train acceptance``: a head that tells from a draft's hidden state whether its next token will stand.
+"""``foretoken train acceptance``: trains a head that predicts acceptance from a draft's hidden state.
 
-It is taught by what the target says about text that it wrote itself: the chance of acceptance there, sum min(p, q) of a
-drawn token and 0 or 1 of an argmax, instead of single outcomes (SpecDec++, 2405.19715).
+It is trained on text that the target sampled. The labels are probabilities of acceptance, sum min(p, q) of a sampled
+token and 0 or 1 of an argmax, instead of single outcomes (SpecDec++, 2405.19715).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from foretoken.propose.draft_model import check_vocabulary
 from foretoken.propose.stopping.learned import EXTRA, MODEL_TYPE, features
 from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
-from foretoken.train.generated import PROMPTS, Prompts, prepared
-from foretoken.train.heads import HeadConfig
+from foretoken.train.generated import PROMPTS, Prompts, prepare_windows
+from foretoken.train.head_config import HeadConfig, changed_options
 from foretoken.train.lessons import Teacher, capped
 from foretoken.train.progress import Reporter
 from foretoken.train.trainer import TrainConfig, Trainer, provenance
@@ -37,12 +37,19 @@ ACCEPTANCE_CONFIG = TrainConfig(steps=1500, batch=512, window=256, learning_rate
 
 @dataclass(frozen=True)
 class AcceptanceConfig:
-    """The head's size and its lessons. ``batch`` of the ``TrainConfig`` is in places, its ``window`` in tokens."""
+    """Size and training data of the head. In its ``TrainConfig``, ``batch`` counts positions and ``window`` tokens.
 
-    intermediate: int = 64  # units
-    windows: int = 256  # at most
-    generated_share: float = 0.75  # of the windows: written by the target, the others cut from the corpus
-    held_out: int = 16  # windows that the target writes on from held-out files, at each of two temperatures
+    Args:
+        intermediate: Hidden units.
+        windows: Greatest number of training windows.
+        generated_share: Share of the windows that the target samples. The others are cut from the corpus.
+        held_out: Windows that the target samples from held-out files, at each of two temperatures.
+    """
+
+    intermediate: int = 64
+    windows: int = 256
+    generated_share: float = 0.75
+    held_out: int = 16
 
     def __post_init__(self) -> None:
         for name in ("intermediate", "windows", "held_out"):
@@ -50,22 +57,25 @@ class AcceptanceConfig:
         number("generated_share", self.generated_share, 0, 1)
 
     def arguments(self) -> str:
-        """The command line options that give these settings."""
-        usual = asdict(AcceptanceConfig())
-        changed = {name: value for name, value in asdict(self).items() if value != usual[name]}
-        return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in changed.items())
+        """Returns the command line options that give these settings."""
+        return changed_options(self)
 
 
 @dataclass(frozen=True)
-class Places:
-    """Places in text. x: float32 [N, H + 3], see ``stopping.learned.features``. chance: [N], to be accepted there."""
+class AcceptanceExamples:
+    """Positions in text.
+
+    Args:
+        chance: Probability of acceptance, [N].
+        x: Features, float32 [N, H + 3], see ``stopping.learned.features``.
+    """
 
     chance: Tensor
     x: Tensor
 
 
 class Classifier(nn.Module):
-    """``propose.stopping.learned.AcceptanceHead`` in training, on features brought to mean 0 and deviation 1."""
+    """``propose.stopping.learned.AcceptanceHead`` in training, on features with mean 0 and standard deviation 1."""
 
     mean: Tensor
     deviation: Tensor
@@ -77,21 +87,21 @@ class Classifier(nn.Module):
         self.register_buffer("deviation", torch.ones(width))
 
     def standardise(self, x: Tensor) -> None:
-        """Take mean and deviation from these features [N, H + 3]."""
+        """Takes mean and standard deviation from features, [N, H + 3]."""
         self.mean.copy_(x.mean(0))
         self.deviation.copy_(x.std(0, correction=0).clamp_min(1e-3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """-> log-odds, [N]"""
+        """Returns log-odds of acceptance, [N]."""
         odds: Tensor = self.down(F.silu(self.up((x - self.mean) / self.deviation)))
         return odds[:, 0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The checkpoint, which reads features as they are."""
+        """Returns the checkpoint, with the standardisation folded into the weights."""
         up = self.up.weight / self.deviation
         bias = self.up.bias - up @ self.mean
-        found = {"up.weight": up, "up.bias": bias, "down.weight": self.down.weight, "down.bias": self.down.bias}
-        return {name: value.detach().float().cpu().contiguous() for name, value in found.items()}
+        weights = {"up.weight": up, "up.bias": bias, "down.weight": self.down.weight, "down.bias": self.down.bias}
+        return {name: value.detach().float().cpu().contiguous() for name, value in weights.items()}
 
 
 def train_acceptance(
@@ -104,9 +114,25 @@ def train_acceptance(
     resume: bool = False,
     device: str = "auto",
 ) -> dict[str, float]:
-    """Train the head for ``draft`` before ``target`` and write it to ``out``; returns the last evaluation.
+    """Trains the head of a pair and writes it to ``out``.
 
-    ``config.minutes`` covers the target's writing too. Raises ModelLoadError, InvalidRequest, TrainingError.
+    Args:
+        out: Folder of the head.
+        target: Folder of the target.
+        draft: Folder of the draft.
+        corpus: Text.
+        config: Training configuration. Its ``minutes`` include sampling text.
+        settings: Size and training data of the head.
+        resume: Continues an interrupted run.
+        device: "auto", "cpu" or "cuda".
+
+    Returns:
+        The last evaluation.
+
+    Raises:
+        ModelLoadError: A model cannot be loaded.
+        InvalidRequest: The settings are not valid.
+        TrainingError: Files cannot be written, or the loss diverges.
     """
     settings, started = settings or AcceptanceConfig(), time.monotonic()
     check_vocabulary(load_tokenizer(target), draft)
@@ -116,35 +142,44 @@ def train_acceptance(
     where = resolve_device(device)
     data = HeadConfig(windows=settings.windows, generated_share=settings.generated_share, held_out=settings.held_out)
     try:
-        text = prepared(target, where, corpus, folder, config, data)
-        places = _places(Teacher(target, where), Teacher(draft, where), text, config)
+        text = prepare_windows(target, where, corpus, folder, config, data)
+        examples = _examples(Teacher(target, where), Teacher(draft, where), text, config)
         torch.manual_seed(config.seed)
-        head = Classifier(places["train"].x.shape[1], settings.intermediate)
-        head.standardise(places["train"].x)
+        head = Classifier(examples["train"].x.shape[1], settings.intermediate)
+        head.standardise(examples["train"].x)
         head.to(where)
         trainer = Trainer(head, config, checkpoint_of(out), lambda row: -row["loss_greedy"] - row["loss_drawn"])
         if resume:
             trainer.resume()
         trainer.elapsed += time.monotonic() - started if config.minutes is not None and not trainer.step else 0.0
-        trainer.run(_batches(places["train"], trainer, where), _loss(head), lambda: _evaluated(head, places, where))
+        trainer.run(_batches(examples["train"], trainer, where), _loss(head), lambda: _evaluated(head, examples, where))
     finally:
         if not checkpoint_of(out).exists():
             shutil.rmtree(folder, ignore_errors=True)
     what = f"acceptance {out.name} --model {target.name} --draft-model {draft.name} {settings.arguments()}"
     texts = "" if "standard library" in corpus.name else "--data FILES"
     card = provenance(
-        " ".join(f"foretoken train {what} {config.arguments()} {texts}".split()), config, trainer, role="acceptance",
-        corpus=corpus.name, target=target.name, draft=draft.name, settings=asdict(settings), **trainer.history[-1],
-        tokens=len(places["train"].chance),
-    )  # fmt: skip
+        " ".join(f"foretoken train {what} {config.arguments()} {texts}".split()),
+        config,
+        trainer,
+        role="acceptance",
+        corpus=corpus.name,
+        target=target.name,
+        draft=draft.name,
+        settings=asdict(settings),
+        **trainer.history[-1],
+        tokens=len(examples["train"].chance),
+    )
     _save(out, head, card)
     trainer.checkpoint.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     return trainer.history[-1]
 
 
-def _places(target: Teacher, draft: Teacher, text: dict[str, Tensor], config: TrainConfig) -> dict[str, Places]:
-    """Training windows at mixed temperatures; held-out ones at their own, without the prompts that began them."""
+def _examples(
+    target: Teacher, draft: Teacher, text: dict[str, Tensor], config: TrainConfig
+) -> dict[str, AcceptanceExamples]:
+    """Returns training examples at mixed temperatures, and held-out ones at 0 and 1 without the prompts."""
     rng = np.random.default_rng([config.seed, 5])
     skip = min(Prompts().longest, config.window // 2)
     train = text["train"]
@@ -156,10 +191,12 @@ def _places(target: Teacher, draft: Teacher, text: dict[str, Tensor], config: Tr
 
 
 @torch.no_grad()
-def replay(target: Teacher, draft: Teacher, windows: Tensor, temperatures: list[float], skip: int) -> Places:
-    """What the draft knew at every token of ``windows`` [N, T] from ``skip`` on, and what its guess was worth there."""
-    chances, seen = [], []
-    with Reporter("replaying the target's text") as report:
+def replay(
+    target: Teacher, draft: Teacher, windows: Tensor, temperatures: list[float], skip: int
+) -> AcceptanceExamples:
+    """Returns features and acceptance at every token of ``windows`` [N, T] from position ``skip`` on."""
+    chances, rows_of_features = [], []
+    with Reporter("computing features") as report:
         for i, (ids, heat) in enumerate(zip(windows, temperatures, strict=True)):
             p = _logits(target, target.states(ids[None], [target.layers])[0, skip:, 0])
             hidden = draft.states(ids[None], [draft.layers])[0, skip:, 0]
@@ -170,9 +207,9 @@ def replay(target: Teacher, draft: Teacher, windows: Tensor, temperatures: list[
             else:
                 chance = (p.argmax(-1) == q.argmax(-1)).float()
             chances.append(chance.cpu())
-            seen.append(features(hidden, rows, heat == 0).cpu())
+            rows_of_features.append(features(hidden, rows, heat == 0).cpu())
             report.update((i + 1) / len(windows))
-    return Places(torch.cat(chances), torch.cat(seen))
+    return AcceptanceExamples(torch.cat(chances), torch.cat(rows_of_features))
 
 
 def _logits(teacher: Teacher, normed: Tensor) -> Tensor:
@@ -180,14 +217,16 @@ def _logits(teacher: Teacher, normed: Tensor) -> Tensor:
 
 
 def _fit(logits: Tensor, width: int) -> Tensor:
-    """The draft's rows as wide as the target's: see ``DraftModel``."""
+    """Pads the draft's logits to the width of the target's, as ``DraftModel`` does."""
     return F.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)
 
 
 def auc(scores: Tensor, chance: Tensor) -> float:
-    """The chance that an accepted place has a higher score than a rejected one, ties counting half.
+    """Returns the probability that an accepted token has a higher score than a rejected one (area under the ROC curve).
 
-    scores: [N]; chance: [N], of each to be accepted: every place counts as both, with the weights of each.
+    Args:
+        scores: Scores of tokens, [N].
+        chance: Probability of acceptance, [N]. Each token counts as accepted and as rejected with these weights.
     """
     values, group = torch.unique(scores, return_inverse=True)
     yes = torch.zeros(len(values), dtype=torch.float64).index_add_(0, group, chance.double())
@@ -197,32 +236,29 @@ def auc(scores: Tensor, chance: Tensor) -> float:
     return float((no * (above + yes / 2)).sum()) / pairs if pairs > 0 else 0.5
 
 
-def _evaluated(head: Classifier, places: dict[str, Places], where: torch.device) -> dict[str, float]:
-    """AUC and log-loss (nats) on held-out text at temperatures 0 and 1; beside them what entropy alone and no
-    knowledge at all give.
-    """
-    found: dict[str, float] = {}
+def _evaluated(head: Classifier, examples: dict[str, AcceptanceExamples], where: torch.device) -> dict[str, float]:
+    """Returns AUC and log-loss (nats) on held-out text, and those of entropy and of a constant for comparison."""
+    result: dict[str, float] = {}
     for name in ("greedy", "drawn"):
-        chance, x = places[name].chance, places[name].x
+        chance, x = examples[name].chance, examples[name].x
         odds = head(x.to(where)).cpu()
         mean = chance.mean().clamp(1e-6, 1 - 1e-6)
-        found |= {
+        result |= {
             f"auc_{name}": auc(odds, chance),
             f"auc_{name}_entropy": auc(-x[:, -EXTRA], chance),
             f"loss_{name}": float(F.binary_cross_entropy_with_logits(odds, chance)),
             f"loss_{name}_constant": float(-(mean * mean.log() + (1 - mean) * (1 - mean).log())),
         }
-    return found
+    return result
 
 
-def _batches(places: Places, trainer: Trainer, where: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches; each depends on the seed and its step alone."""
+def _batches(examples: AcceptanceExamples, trainer: Trainer, where: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields endless batches. Each depends on the seed and its step alone."""
     step = trainer.step
     while True:
-        rows = np.random.default_rng([trainer.config.seed, 6, step]).integers(
-            0, len(places.chance), trainer.config.batch
-        )
-        yield places.chance[rows].to(where), places.x[rows].to(where)
+        rng = np.random.default_rng([trainer.config.seed, 6, step])
+        rows = rng.integers(0, len(examples.chance), trainer.config.batch)
+        yield examples.chance[rows].to(where), examples.x[rows].to(where)
         step += 1
 
 

@@ -1,4 +1,4 @@
-"""``--unfreeze``: head and target trained together, the target held near where it was (Medusa-2, 2401.10774, 2.2)."""
+"""``--unfreeze``: trains head and target together, with a penalty on changes of the target (Medusa-2, 2401.10774)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.formats.checkpoint import load_tokenizer
-from foretoken.train.acceptance import head_loss, known
+from foretoken.train.acceptance import head_loss, known_columns
 from foretoken.train.lessons import Head, Lesson, Teacher
 from foretoken.train.progress import quiet_transformers
 from foretoken.train.target import next_token_loss
 
-TARGET_RATE = 0.05  # of the head's learning rate: the target has little to learn and much to lose
+TARGET_RATE = 0.05  # factor of the target's learning rate
 
 
 class CoTrained(nn.Module):
-    """The head, and a copy of the target that learns with it.
+    """A head, and a copy of the target that is trained with it.
 
-    The penalty is ``hold`` times KL(p || p'), of the target's law before and now: no text of a new target can be told
-    from the old one's where it is 0, and the loss on any text moves by no more than the penalty allows.
+    The penalty is ``hold`` times KL(p || p'), p the target's distribution before and p' the present one.
     """
 
     def __init__(self, head: Head, teacher: Teacher, hold: float) -> None:
@@ -32,23 +31,23 @@ class CoTrained(nn.Module):
         self.softcap = teacher.softcap
 
     def live(self, teacher: Teacher) -> Teacher:
-        """``teacher`` with the target as it is now."""
+        """Returns a ``teacher`` with the present target."""
         now = copy.copy(teacher)
         now.adopt(self.target)
         return now
 
     def loss(self, frozen: Lesson, discount: float, acceptance: Tensor) -> Tensor:
-        """The head's loss on the target as it is now, and the penalty; ``frozen`` is what the old target says."""
+        """Returns the head's loss on the present target plus the penalty. frozen: the lesson of the original target."""
         output: Any = self.target.base_model(frozen.ids, use_cache=False, output_hidden_states=True)
         states = torch.stack([output.hidden_states[layer] for layer in frozen.layers], dim=2)
         vectors = self.target.get_input_embeddings().weight, self.target.get_output_embeddings().weight
         now = Lesson(frozen.ids, states, frozen.layers, *vectors, self.softcap)
-        wanted = head_loss(self.head(now), known(now.law(), self.head), discount, acceptance)
+        loss = head_loss(self.head(now), known_columns(now.law(), self.head), discount, acceptance)
         before, after = (lesson.read(lesson.last()).float().log_softmax(-1) for lesson in (frozen, now))
-        return wanted + self.hold * (before.exp() * (before - after)).sum(-1).mean()
+        return loss + self.hold * (before.exp() * (before - after)).sum(-1).mean()
 
     def save(self, source: Path, folder: Path) -> None:
-        """The changed target in bfloat16, with the tokenizer of ``source``."""
+        """Writes the changed target in bfloat16, with the tokenizer of ``source``."""
         with quiet_transformers():
             copy.deepcopy(self.target).bfloat16().save_pretrained(folder)
             load_tokenizer(source).save_pretrained(folder)
@@ -56,7 +55,9 @@ class CoTrained(nn.Module):
 
 @torch.no_grad()
 def text_loss(teacher: Teacher, windows: Tensor) -> float:
-    """Nats per token of ``windows`` [N, T], which the target did not write."""
-    losses = [next_token_loss(teacher.model(w.to(teacher.device), use_cache=False).logits, w.to(teacher.device)).item()
-              for w in windows.split(4)]  # fmt: skip
+    """Returns the target's loss on ``windows`` [N, T] of the corpus, in nats per token."""
+    losses = []
+    for part in windows.split(4):
+        ids = part.to(teacher.device)
+        losses.append(next_token_loss(teacher.model(ids, use_cache=False).logits, ids).item())
     return sum(losses) / len(losses)

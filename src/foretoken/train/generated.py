@@ -1,4 +1,4 @@
-"""Text that the target writes itself: what a draft has to guess is the target's text, not the corpus's."""
+"""Windows of text that the target samples. A draft must be accurate on the target's text, not on the corpus's."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.core.files import atomic_file
 from foretoken.models.base import Handle, Model
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.train import processes
 from foretoken.train.data import Corpus, encode
+from foretoken.train.head_config import HeadConfig
 from foretoken.train.progress import Reporter
 from foretoken.train.teacher import fixed_windows
+from foretoken.train.trainer import TrainConfig
 
-if TYPE_CHECKING:
-    from foretoken.train.heads import HeadConfig
-    from foretoken.train.trainer import TrainConfig
-
-_TOGETHER = 64  # sequences that share a pass
+_BATCH = 64  # sequences per forward pass
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Random cuts of a corpus, ``shortest`` to ``longest`` tokens, and the temperatures they are continued at.
+    """Random prefixes from a corpus, and the temperatures at which the target continues them.
 
-    ``temperature`` None is a mixture: two in ten at 0, half at 1, the others anywhere between.
+    Args:
+        shortest: Smallest number of tokens.
+        longest: Greatest number of tokens.
+        temperature: Sampling temperature. None is a mixture: 20 % at 0, 50 % at 1, the others uniform between.
     """
 
     shortest: int = 30
@@ -48,13 +49,13 @@ class Prompts:
             )
 
     def cuts(self, stream: torch.Tensor, rng: np.random.Generator, count: int) -> list[list[int]]:
-        """``count`` prompts out of ``stream`` [N], from anywhere in it."""
+        """Returns ``count`` prompts from random places of ``stream`` [N]."""
         lengths = rng.integers(self.shortest, self.longest, count, endpoint=True).clip(max=len(stream))
         starts = [int(rng.integers(0, len(stream) - length, endpoint=True)) for length in lengths]
         return [stream[at : at + int(n)].tolist() for at, n in zip(starts, lengths, strict=True)]
 
     def temperatures(self, rng: np.random.Generator, count: int) -> list[float]:
-        """One for each of ``count`` sequences."""
+        """Returns a temperature for each of ``count`` sequences."""
         if self.temperature is not None:
             return [self.temperature] * count
         kinds, between = rng.random(count), rng.random(count)
@@ -65,13 +66,13 @@ PROMPTS = Prompts()
 
 
 @torch.inference_mode()
-def continued(
+def continue_prompts(
     model: Model, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], length: int, seed: int
 ) -> list[list[int]]:
-    """Every prompt with the model's own continuation, ``length`` tokens in all; all in the same passes.
+    """Samples continuations in one batch, and returns each prompt with its continuation, ``length`` tokens in all.
 
-    No end token stops a text: the stream goes on past the end of a file, and so must the windows. A temperature of 0
-    takes the likeliest token. The draws depend on ``seed`` and on who shares the batch.
+    End-of-text tokens do not stop a text, because windows of the corpus go on past the end of a file, too. Temperature
+    0 takes the argmax. The samples depend on ``seed`` and on the other sequences of the batch.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     heat = torch.tensor(temperatures, device=model.device)
@@ -90,7 +91,7 @@ def continued(
             scores = model.score(handles, [Draft.empty()] * len(handles))
             logits = torch.cat([score.logits for score in scores]).float()
             weights = (logits / scale[rows]).softmax(-1)
-            # One number a row into the summed law: a number per token would cost more than the model's pass.
+            # Inverse transform sampling: one random number per row. One per token would cost more than the pass.
             summed = weights.cumsum(-1)
             at = torch.rand(len(rows), 1, generator=generator, device=model.device) * summed[:, -1:]
             drawn = torch.searchsorted(summed, at, right=True)[:, 0].clamp(max=model.vocab_size - 1)
@@ -101,7 +102,7 @@ def continued(
             model.close(handle)
 
 
-def written(
+def sample_windows(
     model: Model,
     stream: torch.Tensor,
     count: int,
@@ -110,21 +111,33 @@ def written(
     prompts: Prompts = PROMPTS,
     limit_seconds: float | None = None,
 ) -> torch.Tensor:
-    """At most ``count`` windows [count, length] that the model wrote from cuts of ``stream``; at least one batch.
+    """Samples windows of text from the model.
 
-    Stops early after ``limit_seconds``. Raises InvalidRequest when a window is longer than the model's positions.
+    Args:
+        model: The target.
+        stream: Token ids of the corpus, [N], from which prompts are cut.
+        count: Greatest number of windows.
+        length: Tokens of a window.
+        seed: Seed of prompts and samples.
+        prompts: Lengths and temperatures.
+        limit_seconds: Time after which no further batch begins.
+
+    Returns:
+        [count, length], or fewer rows, but at least one batch.
+
+    Raises:
+        InvalidRequest: A window is longer than the model's positions.
     """
     if length > model.max_length:
         raise InvalidRequest(f"windows of {length} exceed the model's {model.max_length} positions; lower --window")
     rows: list[list[int]] = []
     started = time.monotonic()
-    with Reporter("the target writes") as report:
+    with Reporter("sampling text") as report:
         while len(rows) < count:
             rng = np.random.default_rng([seed, 2, len(rows)])
-            n = min(_TOGETHER, count - len(rows))
-            rows += continued(
-                model, prompts.cuts(stream, rng, n), prompts.temperatures(rng, n), length, int(rng.integers(2**62))
-            )
+            n = min(_BATCH, count - len(rows))
+            cuts, temperatures = prompts.cuts(stream, rng, n), prompts.temperatures(rng, n)
+            rows += continue_prompts(model, cuts, temperatures, length, int(rng.integers(2**62)))
             spent = time.monotonic() - started
             report.update(len(rows) / count, f"{len(rows) * length / spent:,.0f} tok/s")
             if limit_seconds is not None and spent > limit_seconds:
@@ -132,13 +145,18 @@ def written(
     return torch.tensor(rows)
 
 
-def prepared(
+def prepare_windows(
     target: Path, device: torch.device, corpus: Corpus, folder: Path, config: TrainConfig, data: HeadConfig
 ) -> dict[str, torch.Tensor]:
-    """Windows int64 [N, T]: "train"; what the target writes on from held-out files, "greedy" and "drawn"; their "text".
+    """Returns windows of text, int64 [N, T], by name.
 
-    Those that ``folder`` holds for the same target, corpus and settings are used again. Raises InvalidRequest when it
-    holds others, or when the corpus is shorter than a window; TrainingError when the disk refuses.
+    "train" is for training. "greedy" and "drawn" are sampled by the target from prefixes of held-out files at
+    temperatures 0 and 1. "text" is cut from held-out files. Windows in ``folder`` for the same target, corpus and
+    settings are reused.
+
+    Raises:
+        InvalidRequest: ``folder`` holds other windows, or the corpus is shorter than a window.
+        TrainingError: The windows cannot be written.
     """
     tokenizer = load_tokenizer(target)
     stream, held_out = encode(corpus.train, tokenizer), encode(corpus.held_out, tokenizer)
@@ -150,38 +168,38 @@ def prepared(
     key, file = _key(target, stream, config, data), folder / "windows.pt"
     if processes.rank() == 0 and not file.exists():
         model = load_model(target, "bfloat16", device)
-        found = _written(model, stream, held_out, config, data)
+        windows = _windows(model, stream, held_out, config, data)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(found | {"key": key}, file.with_name("windows.partial"))
-            file.with_name("windows.partial").replace(file)
+            with atomic_file(file) as partial:
+                torch.save(windows | {"key": key}, partial)
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError on a full disk
-            file.with_name("windows.partial").unlink(missing_ok=True)
             with suppress(OSError):
                 folder.rmdir()  # if there is nothing else in it
             raise TrainingError(f"cannot keep the target's text in {folder}: {error}; free some space") from error
     processes.wait()
-    found = torch.load(file, weights_only=True)
-    if found.pop("key") != key:
+    windows = torch.load(file, weights_only=True)
+    if windows.pop("key") != key:
         raise InvalidRequest(
             f"{folder} holds lessons from another target, corpus or setting; choose another folder, or delete it"
         )
-    return found
+    loaded: dict[str, torch.Tensor] = windows
+    return loaded
 
 
-def _written(
+def _windows(
     model: Model, stream: torch.Tensor, held_out: torch.Tensor, config: TrainConfig, data: HeadConfig
 ) -> dict[str, torch.Tensor]:
-    """All windows, the training ones in a random order so that any first part is a fair sample."""
+    """Returns all windows. Those for training are shuffled, so that any prefix is a fair sample."""
     tests = {
-        name: written(model, held_out, data.held_out, config.window, config.seed + 1, Prompts(temperature=heat))
+        name: sample_windows(model, held_out, data.held_out, config.window, config.seed + 1, Prompts(temperature=heat))
         for name, heat in (("greedy", 0.0), ("drawn", 1.0))
     }
     cut = fixed_windows(stream, config.window, config.seed)[: round(data.windows * (1 - data.generated_share))]
     parts = [cut]
     if count := round(data.windows * data.generated_share):
         limit = None if config.minutes is None else config.minutes * 60 * data.writing_share
-        own = written(model, stream, count, config.window, config.seed, limit_seconds=limit)
+        own = sample_windows(model, stream, count, config.window, config.seed, limit_seconds=limit)
         share = data.generated_share
         parts = [own, cut[: max(1, round(len(own) / share * (1 - share)))] if share < 1 else cut[:0]]
     windows = torch.cat(parts)

@@ -1,4 +1,4 @@
-"""``foretoken train eagle3|medusa|blockwise|early-exit``: a head for a target, from text that the target wrote."""
+"""``foretoken train eagle3|medusa|blockwise|early-exit``: trains a head on text that the target sampled."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken.core.checks import integer, number
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.models.loading import resolve_device
 from foretoken.train import processes
-from foretoken.train.acceptance import chain_acceptance, figures, head_loss, known
+from foretoken.train.acceptance import chain_acceptance, figures, head_loss, known_columns
 from foretoken.train.cotrain import TARGET_RATE, CoTrained, text_loss
 from foretoken.train.data import Corpus
 from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
-from foretoken.train.generated import Prompts, prepared
+from foretoken.train.generated import Prompts, prepare_windows
+from foretoken.train.head_config import HEAD, HeadConfig, changed_options
 from foretoken.train.lessons import Head, Lessons, Teacher
 from foretoken.train.parallel_heads import (
     BlockwiseHead,
@@ -38,12 +38,19 @@ from foretoken.train.trainer import TrainConfig, Trainer, provenance
 
 HEAD_CONFIG = TrainConfig(minutes=20.0, batch=4, window=512, learning_rate=2e-3, weight_decay=0.05)
 
-Batch = tuple[Tensor, Tensor, Tensor]  # ids, hidden states, weight of the acceptance loss
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Token ids, hidden states, and the weight of the acceptance loss."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of head: its settings, how it is made of them, the target and the counts [V] of its text, and its rate."""
+    """A kind of head.
+
+    Args:
+        settings: Class of its settings.
+        make: Makes a head from settings, the target, and the counts [V] of tokens in its text.
+        learning_rate: Its learning rate.
+    """
 
     settings: Any
     make: Callable[[Any, Teacher, Tensor], Head]
@@ -58,38 +65,8 @@ ROLES = {
 }
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """The lessons, and what is asked of the head."""
-
-    windows: int = 6400  # at most
-    generated_share: float = 0.2  # of the windows: written by the target, the others cut from the corpus
-    writing_share: float = 0.2  # of ``minutes``: the longest that the target may write
-    disk_gigabytes: float = 12.0  # for hidden states; what does not fit is computed anew each time
-    held_out: int = 32  # windows that the target writes on from held-out files, at each of two temperatures
-    acceptance_share: float = 0.3  # the last share of the run, which turns from cross-entropy to the acceptance loss
-    discount: float = 0.8  # of the loss, per depth
-
-    def __post_init__(self) -> None:
-        integer("windows", self.windows, 1)
-        integer("held_out", self.held_out, 1)
-        for name in ("generated_share", "writing_share", "acceptance_share"):
-            number(name, getattr(self, name), 0, 1)
-        number("discount", self.discount, 1e-6, 1)
-        number("disk_gigabytes", self.disk_gigabytes, 0)
-
-    def arguments(self) -> str:
-        """The command line options that give these settings."""
-        usual = asdict(HEAD)
-        changed = {name: value for name, value in asdict(self).items() if value != usual[name]}
-        return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in changed.items())
-
-
-HEAD = HeadConfig()
-
-
 def head_config(role: str) -> TrainConfig:
-    """What suits heads of that kind: those that correct the target's own guess have a long way to go from it."""
+    """Returns the default configuration for a kind of head."""
     return replace(HEAD_CONFIG, learning_rate=ROLES[role].learning_rate)
 
 
@@ -107,14 +84,31 @@ def train_head(
     hold: float | None = None,
     start: Path | None = None,
 ) -> dict[str, float]:
-    """Train a head of the kind ``role`` for the checkpoint ``target`` and write it; returns the last evaluation.
+    """Trains a head and writes it to ``out``.
 
-    ``config.minutes`` covers the target's writing, its hidden states and the training. ``lessons``: a folder whose
-    text and hidden states are used, made where it has none, and kept for the next head; else they go with the run.
-    ``hold`` trains the target too, with that penalty on any change of its law, and writes it to ``out/target``.
-    ``start`` is the folder of an earlier head of the same shape, to go on from.
-    The corpus must be split as it was for the target, or the held-out figures mean too much. Raises ModelLoadError,
-    InvalidRequest, TrainingError.
+    Args:
+        role: A key of ``ROLES``.
+        out: Folder of the head.
+        target: Folder of the target.
+        corpus: Text. It must be split as it was for the target, or the held-out figures are too good.
+        settings: Settings of the head, by default those of its role.
+        config: Training configuration. Its ``minutes`` include sampling text and computing hidden states.
+        data: Settings of data and loss.
+        resume: Continues an interrupted run.
+        device: "auto", "cpu" or "cuda".
+        lessons: Folder of text and hidden states, which are reused or created there and kept. None removes them after
+            the run.
+        hold: Trains the target too, with this weight of the penalty on changes of its distribution, and writes it to
+            ``out/target``. None leaves the target as it is.
+        start: Folder of an earlier head of the same shape, to continue from.
+
+    Returns:
+        The last evaluation.
+
+    Raises:
+        ModelLoadError: The target cannot be loaded.
+        InvalidRequest: The settings are not valid.
+        TrainingError: Files cannot be written, or the loss diverges.
     """
     settings = settings or ROLES[role].settings()
     config = config or head_config(role)
@@ -125,28 +119,37 @@ def train_head(
             shutil.rmtree(folder, ignore_errors=True)
         processes.wait()
         teacher = Teacher(target, where, config.compile)
-        ROLES[role].make(settings, teacher, torch.ones(teacher.vocab))  # wrong settings are refused before any work
-        text = prepared(target, where, corpus, folder, config, data)
+        ROLES[role].make(settings, teacher, torch.ones(teacher.vocab))  # raises for wrong settings before any work
+        text = prepare_windows(target, where, corpus, folder, config, data)
         torch.manual_seed(config.seed)
         head = ROLES[role].make(settings, teacher, torch.bincount(text["train"].flatten(), minlength=teacher.vocab))
         earlier = _start(head, start)
         head.to(where)
-        taught = _taught(teacher, head, text, folder, data)
+        data_by_name = _lessons(teacher, head, text, folder, data)
         together = None if hold is None else CoTrained(head, teacher, hold).to(where)
         trainer = Trainer(together or head, config, checkpoint_of(out), _length, _rate)
         if resume:
             trainer.resume()
         _shorten(trainer, time.monotonic() - started)
-        loss, evaluate = _loss(head, taught["train"], data, together), _evaluation(head, taught, together, text["text"])
-        trainer.run(_batches(head, taught["train"], trainer, data), loss, evaluate)
+        loss = _loss(head, data_by_name["train"], data, together)
+        evaluate = _evaluation(head, data_by_name, together, text["text"])
+        trainer.run(_batches(head, data_by_name["train"], trainer, data), loss, evaluate)
         if processes.rank() == 0:
-            what = f"{role} {out.name} --model {target.name} {options(settings)} {data.arguments()}"
+            what = f"{role} {out.name} --model {target.name} {changed_options(settings)} {data.arguments()}"
             preparing = (time.monotonic() - started - trainer.elapsed) / 60
             card = provenance(
-                _command(what, config, corpus, start, hold), config, trainer, role=role, corpus=corpus.name,
-                target=target.name, settings=asdict(settings), data=asdict(data), **earlier, **trainer.history[-1],
+                _command(what, config, corpus, start, hold),
+                config,
+                trainer,
+                role=role,
+                corpus=corpus.name,
+                target=target.name,
+                settings=asdict(settings),
+                data=asdict(data),
+                **earlier,
+                **trainer.history[-1],
                 preparing_minutes=round(preparing, 1),
-            )  # fmt: skip
+            )
             _save(out, head, teacher, card, together)
             trainer.checkpoint.unlink(missing_ok=True)
             if lessons is None:
@@ -155,14 +158,14 @@ def train_head(
 
 
 def _shorten(trainer: Trainer, seconds: float) -> None:
-    """Take what was spent before training off its minutes, in all processes alike."""
+    """Subtracts the time spent before training from its minutes, equally in all processes."""
     minutes = trainer.config.minutes
     if minutes is not None:
         spent = processes.largest(seconds, False)[0] / 60
         trainer.config = replace(trainer.config, minutes=max(minutes - spent, minutes / 10))
 
 
-def _taught(
+def _lessons(
     teacher: Teacher, head: Head, text: dict[str, Tensor], folder: Path, data: HeadConfig
 ) -> dict[str, Lessons]:
     shares = {"greedy": 0.05, "drawn": 0.05, "train": 0.9}
@@ -171,7 +174,7 @@ def _taught(
 
 
 def _start(head: Head, start: Path | None) -> dict[str, Any]:
-    """Go on from an earlier head. -> what its provenance is kept under"""
+    """Loads an earlier head. Returns its provenance as an entry of the new one's."""
     if start is None:
         return {}
     try:
@@ -185,19 +188,8 @@ def _start(head: Head, start: Path | None) -> dict[str, Any]:
 
 
 def _rate(name: str) -> float:
-    """Of the learning rate, by the name of a parameter: a target that is trained along moves slowly."""
+    """Returns the factor of a parameter's learning rate, which is small for a target that is trained too."""
     return TARGET_RATE if name.startswith("target.") else 1.0
-
-
-def options(settings: Any) -> str:
-    """The command line options for what differs from the usual settings."""
-    usual = asdict(type(settings)())
-    changed = {name: value for name, value in asdict(settings).items() if value != usual[name]}
-    return " ".join(f"--{n.replace('_', '-')} {_argument(value)}" for n, value in changed.items())
-
-
-def _argument(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
 
 
 def _command(what: str, config: TrainConfig, corpus: Corpus, start: Path | None, hold: float | None) -> str:
@@ -218,20 +210,20 @@ def _loss(head: Head, lessons: Lessons, data: HeadConfig, together: CoTrained | 
         with torch.autocast(ids.device.type, torch.bfloat16):
             if together is not None:
                 return together.loss(lesson, data.discount, acceptance)
-            logits, law = head(lesson), known(lesson.law(), head)
+            logits, law = head(lesson), known_columns(lesson.law(), head)
         return head_loss(logits, law, data.discount, acceptance)
 
     return loss_fn
 
 
 def _evaluation(
-    head: Head, taught: dict[str, Lessons], together: CoTrained | None, text: Tensor
+    head: Head, lessons: dict[str, Lessons], together: CoTrained | None, text: Tensor
 ) -> Callable[[], dict[str, float]]:
-    greedy, drawn = taught["greedy"], taught["drawn"]
+    greedy, drawn = lessons["greedy"], lessons["drawn"]
     if together is None:
         return lambda: evaluated(head, greedy, drawn)
     before = text_loss(greedy.teacher, text)
-    live = [lessons.told_by(together.live(lessons.teacher)) for lessons in (greedy, drawn)]
+    live = [each.with_teacher(together.live(each.teacher)) for each in (greedy, drawn)]
 
     def evaluate() -> dict[str, float]:
         now = text_loss(live[1].teacher, text)
@@ -241,13 +233,13 @@ def _evaluation(
 
 
 def evaluated(head: Head, greedy: Lessons, drawn: Lessons) -> dict[str, float]:
-    """`acceptance.figures` of the head on text that the target wrote at temperatures 0 and 1, prompts left out."""
+    """Returns ``acceptance.figures`` on text that the target sampled at temperatures 0 and 1, prompts left out."""
     skip = min(Prompts().longest, greedy.windows.shape[1] // 2)
     return figures(chain_acceptance(head, greedy, True, skip), chain_acceptance(head, drawn, False, skip))
 
 
 def _batches(head: Head, lessons: Lessons, trainer: Trainer, data: HeadConfig) -> Iterator[Batch]:
-    """The lessons with the acceptance loss's weight: 0, then rising over a third of the last share, then 1."""
+    """Yields lessons with the weight of the acceptance loss: 0, then rising over a third of the last share, then 1."""
     share, config = data.acceptance_share, trainer.config
     for lesson in lessons.batches(config.batch, config.seed, trainer.step):
         head.begin(trainer.progress())

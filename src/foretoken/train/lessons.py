@@ -1,4 +1,4 @@
-"""What a head learns from: the target's text, its hidden states there, and through them its law."""
+"""Training data of heads: text of the target, its hidden states there, and through them its distribution."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.core.files import atomic_file
 from foretoken.train import processes
 from foretoken.train.progress import Reporter, quiet_transformers
 from foretoken.train.trainer import compiled
 
-_TOGETHER = 8  # windows that share a pass of the target
+_BATCH = 8  # windows per forward pass of the target
 
 
 class Teacher:
-    """The target as transformers has it, frozen: hidden states by layer, embeddings, vocabulary head.
+    """A frozen target in transformers: hidden states by layer, embeddings, vocabulary head.
 
-    Raises ModelLoadError where there is nothing to load, InvalidRequest for a target whose law is not its vocabulary
-    head's product with the last normed hidden state, up to a soft cap.
+    Raises:
+        ModelLoadError: The checkpoint cannot be loaded.
+        InvalidRequest: The logits are not the vocabulary head's product with the last normed hidden state, up to a soft
+            cap.
     """
 
     def __init__(self, path: Path, device: torch.device, compile_model: bool | None = False) -> None:
@@ -49,33 +52,36 @@ class Teacher:
         self._base = compiled(self.model.base_model, compile_model)
 
     def adopt(self, model: Any) -> None:
-        """From now on speak for this model of the same shape."""
+        """Replaces the model by another of the same shape."""
         self.model, self._base = model, model.base_model
 
     @property
     def embeddings(self) -> Tensor:
-        """[V, H]"""
+        """Input embeddings, [V, H]."""
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
     @property
     def head(self) -> Tensor:
-        """[V, H]"""
+        """Vocabulary head, [V, H]."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
     def last_layer(self) -> nn.Module | None:
-        """The last decoder layer, where the model keeps its layers as most do."""
+        """Returns the last decoder layer, None where the model has no ``layers``."""
         layers = getattr(self.model.base_model, "layers", None)
         return layers[-1] if layers is not None else None
 
     def final_norm(self) -> Tensor | None:
-        """The weight of the norm before the vocabulary head, where there is one of that name."""
+        """Returns the weight of the norm before the vocabulary head, None where the model has no ``norm``."""
         return getattr(getattr(self.model.base_model, "norm", None), "weight", None)
 
     @torch.no_grad()
     def states(self, ids: Tensor, layers: Sequence[int]) -> Tensor:
-        """ids [B, T] -> hidden states [B, T, layers, H]; layer i is the input of layer i, the last one normed."""
+        """Returns hidden states [B, T, layers, H] of ids [B, T].
+
+        Index i of ``layers`` is the input of layer i. The last one is the output after the norm.
+        """
         output = self._base(ids.to(self.device), use_cache=False, output_hidden_states=True)
         return torch.stack([output.hidden_states[layer] for layer in layers], dim=2)
 
@@ -83,8 +89,8 @@ class Teacher:
         ids = torch.arange(min(8, self.vocab), device=self.device)[None]
         with torch.no_grad():
             expected = self.model(ids, use_cache=False).logits.float()
-            found = capped(self.states(ids, [self.layers])[:, :, 0] @ self.head.T, self.softcap).float()
-        if (expected - found).abs().max() > 0.05 * expected.abs().max() + 1e-3:
+            computed = capped(self.states(ids, [self.layers])[:, :, 0] @ self.head.T, self.softcap).float()
+        if (expected - computed).abs().max() > 0.05 * expected.abs().max() + 1e-3:
             raise InvalidRequest(
                 f"{self.path} scales or changes its logits in a way that heads here do not follow; "
                 "train heads for a model of the Llama family"
@@ -92,15 +98,21 @@ class Teacher:
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:
-    """Soft-capped logits, as Gemma 2 has them; a cap of 0 is none."""
+    """Returns logits soft-capped as in Gemma 2. A cap of 0 means none."""
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One batch: ids int64 [B, T], states [B, T, len(layers), H] in the order of ``layers``, the normed output last.
+    """One batch.
 
-    embeddings, head [V, H]: the target's.
+    Args:
+        ids: Token ids, int64 [B, T].
+        states: Hidden states, [B, T, len(layers), H] in the order of ``layers``, the normed output last.
+        layers: Indices of the hidden states.
+        embeddings: The target's, [V, H].
+        head: The target's vocabulary head, [V, H].
+        softcap: Soft cap of its logits.
     """
 
     ids: Tensor
@@ -111,40 +123,42 @@ class Lesson:
     softcap: float = 0.0
 
     def tapped(self, taps: Sequence[int]) -> Tensor:
-        """[B, T, len(taps) * H]"""
+        """Returns the concatenated hidden states of ``taps``, [B, T, len(taps) * H]."""
         return torch.cat([self.states[:, :, self.layers.index(tap)] for tap in taps], dim=-1)
 
     def last(self) -> Tensor:
-        """The normed output, [B, T, H]."""
+        """Returns the normed output, [B, T, H]."""
         return self.states[:, :, -1]
 
     def embedded(self) -> Tensor:
-        """[B, T, H]"""
+        """Returns the embeddings of the tokens, [B, T, H]."""
         return F.embedding(self.ids, self.embeddings)
 
     def read(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] that the target's vocabulary head reads off ``hidden`` [..., H]."""
+        """Returns logits [..., V] of the target's vocabulary head for ``hidden`` [..., H]."""
         return capped(F.linear(hidden, self.head.to(hidden.dtype)), self.softcap)
 
     def law(self) -> Tensor:
-        """The target's probabilities after each token, float32 [B, T, V]; no gradient goes into them."""
+        """Returns the target's distribution after each token, float32 [B, T, V], without gradient."""
         with torch.no_grad():
             return self.read(self.last()).float().softmax(-1)
 
 
 class RmsNorm(nn.RMSNorm):
-    """RMS norm in float32, whatever comes in."""
+    """RMS norm that computes in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
 
 
 class Head(nn.Module, ABC):
-    """Anything that guesses from the target's hidden states.
+    """A head that drafts from the target's hidden states.
 
-    ``depths``: how many tokens in a row it guesses. ``taps``: the layers it reads besides the normed output.
-    ``vocabulary``: the target's id of each of its logits, None when they are the target's own. ``drawn``: whether its
-    guesses are drawn each from a law that has seen the ones before, and not fixed in advance.
+    Attributes:
+        depths: Number of consecutive tokens that it drafts.
+        taps: Layers whose inputs it reads besides the normed output.
+        vocabulary: The target's token id of each of its logits, None if they are the target's own.
+        drawn: Whether its tokens are sampled, each given those before, instead of ranked independently.
     """
 
     depths: int
@@ -154,36 +168,36 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, lesson: Lesson) -> list[Tensor]:
-        """Logits [B, T - depths, Vd] for every depth: index i of depth j guesses token i + 2 + j.
+        """Returns logits [B, T - depths, Vd] for every depth: index i of depth j is for token i + 2 + j.
 
-        In training the later depths may be left out.
+        In training, later depths may be left out.
         """
 
     def begin(self, progress: float) -> None:
-        """Before each step of training, with the share of the run that is done."""
+        """Called before each training step with the finished share of the run."""
 
     @abstractmethod
     def describe(self, teacher: Teacher) -> dict[str, Any]:
-        """config.json."""
+        """Returns the content of config.json."""
 
     def start(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the weights of an earlier head's checkpoint. Raises RuntimeError or KeyError where they do not fit."""
+        """Loads the checkpoint of an earlier head. Raises RuntimeError or KeyError if it does not fit."""
         self.load_state_dict({name: value.float() for name, value in tensors.items()})
 
     def tensors(self, teacher: Teacher) -> dict[str, Tensor]:
-        """The checkpoint: matrices in bfloat16."""
+        """Returns the checkpoint."""
         return self.weights()
 
     def weights(self) -> dict[str, Tensor]:
-        """The state_dict as it is stored."""
+        """Returns the state_dict in bfloat16."""
         return {name: value.detach().cpu().bfloat16().contiguous() for name, value in self.state_dict().items()}
 
 
 class Lessons:
-    """Windows of text and the target's hidden states there, kept on disk as far as ``budget`` bytes go.
+    """Windows of text and the target's hidden states there, on disk within ``budget`` bytes.
 
-    A file holds one layer, so that heads which read the same ones can share a folder. Windows that do not fit are
-    computed anew each time they are asked for. Raises TrainingError when the disk refuses.
+    Each file holds one layer, so that heads with common layers can share a folder. Hidden states that do not fit are
+    recomputed each time. Raises TrainingError if files cannot be written.
     """
 
     def __init__(
@@ -203,12 +217,12 @@ class Lessons:
     def __len__(self) -> int:
         return len(self.windows)
 
-    def told_by(self, teacher: Teacher) -> Lessons:
-        """The same windows with another target's hidden states, none of them kept."""
+    def with_teacher(self, teacher: Teacher) -> Lessons:
+        """Returns the same windows with another target's hidden states, none of them on disk."""
         return Lessons(teacher, self.windows, self.layers[:-1], self.folder, 0, "")
 
     def lesson(self, rows: Sequence[int]) -> Lesson:
-        """The windows ``rows`` and what the target says there, on its device."""
+        """Returns the windows ``rows`` and their hidden states, on the target's device."""
         kept, other = [r for r in rows if r < self.kept], [r for r in rows if r >= self.kept]
         parts = []
         if kept:
@@ -219,12 +233,12 @@ class Lessons:
         return self.of(self.windows[kept + other].to(self.teacher.device), torch.cat(parts))
 
     def of(self, ids: Tensor, states: Tensor) -> Lesson:
-        """A lesson of this target."""
+        """Returns a lesson of this target."""
         t = self.teacher
         return Lesson(ids, states, self.layers, t.embeddings, t.head, t.softcap)
 
     def batches(self, batch: int, seed: int, start: int) -> Iterator[Lesson]:
-        """Endless lessons, shuffled anew each epoch; batch ``i`` of a process depends on (seed, i, rank) alone."""
+        """Yields endless lessons, reshuffled each epoch. Batch i of a process depends on (seed, i, rank) alone."""
         rank, world = processes.rank(), processes.world()
         batch = min(batch, max(1, len(self) // world))
         per_epoch = max(1, len(self) // (batch * world))
@@ -237,18 +251,16 @@ class Lessons:
             step += 1
 
     def in_order(self) -> Iterator[Lesson]:
-        """All of them once."""
-        for first in range(0, len(self), _TOGETHER):
-            yield self.lesson(range(first, min(first + _TOGETHER, len(self))))
+        """Yields all lessons once."""
+        for first in range(0, len(self), _BATCH):
+            yield self.lesson(range(first, min(first + _BATCH, len(self))))
 
     def _compute(self, missing: list[Path], title: str) -> None:
-        """The files that are not there yet, all from one pass; one process writes, the others wait."""
+        """Computes missing files, all from one pass. One process writes, the others wait."""
         try:
             if missing and processes.rank() == 0:
                 self._write(missing, title)
         except OSError as error:
-            for file in missing:
-                _partial(file).unlink(missing_ok=True)
             raise TrainingError(
                 f"cannot keep hidden states in {self.folder}: {error}; free some space or lower --disk-gigabytes"
             ) from error
@@ -258,16 +270,11 @@ class Lessons:
         self.folder.mkdir(parents=True, exist_ok=True)
         layers = [int(file.stem.rpartition("-")[2]) for file in files]
         with Reporter(f"hidden states, {title}") as report, ExitStack() as stack:
-            outs = [stack.enter_context(_partial(file).open("wb")) for file in files]
-            for first in range(0, self.kept, _TOGETHER):
-                ids = self.windows[first : min(first + _TOGETHER, self.kept)]
+            partials = [stack.enter_context(atomic_file(file)) for file in files]
+            outs = [stack.enter_context(partial.open("wb")) for partial in partials]
+            for first in range(0, self.kept, _BATCH):
+                ids = self.windows[first : min(first + _BATCH, self.kept)]
                 states = self.teacher.states(ids, layers).bfloat16().cpu()
                 for i, out in enumerate(outs):
                     out.write(states[:, :, i].contiguous().view(torch.int16).numpy().tobytes())
                 report.update(first / self.kept)
-        for file in files:
-            _partial(file).replace(file)
-
-
-def _partial(file: Path) -> Path:
-    return file.with_name(file.name + ".partial")

@@ -39,6 +39,6 @@ def load(setup: Setup) -> tuple[Complete, str]:
                 outputs[piece.request_id] = piece.output
         seconds = perf_counter() - started
         done = [outputs[request] for request in sorted(outputs)]
-        return watch.answer([list(o.token_ids) for o in done], seconds, sum(o.stats.rounds for o in done))
+        return watch.answer([list(o.token_ids) for o in done], seconds, sum(o.stats.steps for o in done))
 
     return complete, __version__

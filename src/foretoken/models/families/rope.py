@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("default", "linear", "llama3")
+KINDS = ("default", "linear", "llama3", "factors")
 
 
 def rope_settings(config: Mapping[str, Any], layer_type: str = "full_attention") -> dict[str, Any]:
@@ -41,7 +41,8 @@ def computes_rope(settings: Mapping[str, Any]) -> bool:
 def inverse_frequencies(settings: Mapping[str, Any], head_dim: int) -> Tensor:
     """Returns the frequencies, float32 [head_dim / 2].
 
-    Computed are the plain ones (RoFormer, 2104.09864), ``linear``, and ``llama3`` (wavelength bands).
+    Computed are the plain ones (RoFormer, 2104.09864), ``linear``, ``llama3`` (wavelength bands), and ``factors``: one
+    for each frequency, which is divided by it (GGUF files of Llama 3).
     """
     kind = settings["rope_type"]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
@@ -50,6 +51,8 @@ def inverse_frequencies(settings: Mapping[str, Any], head_dim: int) -> Tensor:
         return frequencies
     if kind == "linear":
         return frequencies / settings["factor"]
+    if kind == "factors":
+        return frequencies / torch.tensor(settings["factors"])
     if kind == "llama3":
         return _llama3(frequencies, settings)
     raise ValueError(f"rope scaling {kind!r} is not computed here; known: {', '.join(KINDS)}")

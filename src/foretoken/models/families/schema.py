@@ -49,6 +49,7 @@ class LayerRope(Schema):
     rope_theta: Base | None = None
     partial_rotary_factor: Share | None = None
     factor: Positive | None = None
+    factors: list[Positive] | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     original_max_position_embeddings: Size | None = None
@@ -57,7 +58,7 @@ class LayerRope(Schema):
     def _complete(self) -> Self:
         kind = self.rope_type or self.type
         bands = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        needed = {"linear": ("factor",), "llama3": ("factor", *bands)}.get(kind or "", ())
+        needed = {"linear": ("factor",), "factors": ("factors",), "llama3": ("factor", *bands)}.get(kind or "", ())
         for name in needed:
             if getattr(self, name) is None:
                 raise ValueError(f"lacks {name!r}, which the rotary type {kind!r} needs")

@@ -1,10 +1,11 @@
-"""Finds and reads checkpoints: configuration, weights and tokenizer of a folder or hub id.
+"""Finds and reads checkpoints: configuration, weights and tokenizer of a folder, a GGUF file or a hub id.
 
-Weights are read from safetensors only. Pickles are refused, because loading one can run code.
+Weights are read from safetensors or GGUF only. Pickles are refused, because loading one can run code.
 """
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Layers, Schema, Size, TokenId, TokenIds, parse, read_object
 from foretoken.models.formats.finite import check_finite
+from foretoken.models.formats.gguf.families import config_of
+from foretoken.models.formats.gguf.header import Header
+from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer, special_ids
+from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.tokenizer import PlainTokenizer, is_plain
 
 if TYPE_CHECKING:
@@ -66,64 +71,127 @@ class CommonConfig(Schema):
     text_config: CommonConfig | None = None
 
 
-def resolve(name_or_path: str | Path) -> Path:
-    """Returns the local folder of a checkpoint, after a download to the hub's cache if the name is a hub id.
+def resolve(name_or_path: str | Path, gguf_file: str | None = None) -> Path:
+    """Returns the local folder or GGUF file of a checkpoint, after a download to the hub's cache if it is a hub id.
 
-    Only json, safetensors and tokenizer files are downloaded.
+    Only json, safetensors and tokenizer files are downloaded, or the one GGUF file that is asked for.
+
+    Args:
+        name_or_path: a folder, a GGUF file, or a hub id like ``org/name`` or ``org/name:Q4_K_M``. A folder with one
+            GGUF file and no other weights stands for that file.
+        gguf_file: name of a GGUF file in the folder or repository.
 
     Raises:
-        ModelLoadError: there is neither such a folder nor such a hub id.
+        ModelLoadError: there is neither such a folder or file nor such a hub id.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir() and str(name_or_path):
-        return path
+    path, name = Path(name_or_path).expanduser(), str(name_or_path)
+    if path.is_dir() and name:
+        return _in_folder(path, gguf_file)
     if path.is_file():
-        raise ModelLoadError(f"{path} is a file; expected the folder of a checkpoint (config.json and *.safetensors)")
-    name = str(name_or_path)
+        if is_gguf(path) and gguf_file is None:
+            return path
+        raise ModelLoadError(
+            f"{path} is a file; expected the folder of a checkpoint (config.json and *.safetensors) or a *.gguf file"
+        )
+    hub_id, _, tag = name.partition(":")
     if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelLoadError(f"there is no folder {name!r}; expected a checkpoint's folder or a hub id like 'org/name'")
+    if gguf_file is not None:
+        return _in_folder(_download(hub_id, [glob.escape(gguf_file)]), gguf_file)
+    if tag:
+        return _tagged(hub_id, tag)
+    return _download(name, list(HUB_FILES))
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns whether the path is that of a GGUF file, by its name."""
+    return path.suffix.lower() == ".gguf"
+
+
+def _download(hub_id: str, patterns: list[str]) -> Path:
+    """Returns the local folder of a repository of the hub with the files that match."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except HFValidationError:
-        raise ModelLoadError(f"{name!r} is neither a local folder nor a valid hub id") from None
+        raise ModelLoadError(f"{hub_id!r} is neither a local folder nor a valid hub id") from None
     except Exception as error:  # the hub client raises whatever its transport raises
         raise ModelLoadError(
-            f"there is no local folder {name!r}, and the hub did not give it ({type(error).__name__}); "
+            f"there is no local folder {hub_id!r}, and the hub did not give it ({type(error).__name__}); "
             "check the spelling, or download the checkpoint and pass its folder"
         ) from error
+
+
+def _in_folder(folder: Path, gguf_file: str | None) -> Path:
+    """Returns the GGUF file of a folder if it is named or has no other weights, else the folder."""
+    if gguf_file is not None:
+        if (folder / gguf_file).is_file() and is_gguf(Path(gguf_file)):
+            return folder / gguf_file
+        raise ModelLoadError(f"{folder} has no GGUF file {gguf_file!r}; it has {_listed(folder)}")
+    if any(folder.glob("*.safetensors")) or not (files := [file for file in folder.iterdir() if is_gguf(file)]):
+        return folder
+    if len(files) > 1:
+        raise ModelLoadError(f"{folder} has {_listed(folder)}; choose one with gguf_file=, or pass its path")
+    return files[0]
+
+
+def _tagged(hub_id: str, tag: str) -> Path:
+    """Returns the GGUF file of a repository whose name ends with ``tag``, the only one that is downloaded."""
+    names = [
+        f"{separator}{glob.escape(t)}.gguf" for t in {tag, tag.upper(), tag.lower()} for separator in ("[-._]", "")
+    ]
+    patterns = [f"*{name}" if name.startswith("[") else name for name in names]
+    folder = _download(hub_id, patterns)
+    files = sorted({file for pattern in patterns for file in folder.rglob(pattern)})
+    if len(files) != 1:
+        raise ModelLoadError(
+            f"the hub's {hub_id!r} has {len(files) or 'no'} GGUF files that end with {tag!r}; name one by gguf_file="
+        )
+    return files[0]
+
+
+def _listed(folder: Path) -> str:
+    return ", ".join(sorted(file.name for file in folder.iterdir() if is_gguf(file))) or "none"
 
 
 def load_config(path: Path) -> dict[str, Any]:
     """Returns the checkpoint's config.json; the fields that all architectures share are checked.
 
+    For a GGUF file it follows from the metadata.
+
     Raises:
         ModelLoadError: the file is missing or malformed.
     """
+    if is_gguf(Path(path)):
+        config = config_of(Header.read(Path(path)))
+        parse(CommonConfig, config, str(path))
+        return config
     return read_object(Path(path) / "config.json", CommonConfig, "the folder of a checkpoint has one")
 
 
 def load_generation_settings(path: Path) -> list[GenerationSettings]:
     """Returns the special token ids from generation_config.json and config.json, as far as they exist, in that order.
 
-    The first file has precedence.
+    The first file has precedence. For a GGUF file they come from its metadata.
 
     Raises:
         ModelLoadError: a field is wrong.
     """
+    if is_gguf(path):
+        return [parse(GenerationSettings, special_ids(Header.read(path)), str(path))]
     files = (file for name in ("generation_config.json", "config.json") if (file := path / name).is_file())
     return [parse(GenerationSettings, read_object(file), str(file)) for file in files]
 
 
-def open_weights(path: Path) -> Weights:
-    """Returns all tensors of a single or sharded checkpoint by name; each is read from disk on access.
+def open_weights(path: Path) -> Weights | GGUFWeights:
+    """Returns all tensors of a checkpoint or GGUF file by name; each is read from disk on access.
 
     Raises:
         ModelLoadError: a file is missing or damaged, or the weights are pickles.
     """
-    return Weights(Path(path))
+    return GGUFWeights(Path(path)) if is_gguf(Path(path)) else Weights(Path(path))
 
 
 class Weights(Mapping[str, Tensor]):
@@ -214,9 +282,11 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | PlainTokenizer
     """
     path = resolve(name)
     try:
+        if is_gguf(path):
+            return gguf_tokenizer(Header.read(path))
         settings = _tokenizer_settings(path)
         if is_plain(path, settings):
-            return PlainTokenizer(path)
+            return PlainTokenizer.load(path)
         if settings.get("tokenizer_class") in _FAST_CLASSES and "auto_map" not in settings:
             from transformers import PreTrainedTokenizerFast
 

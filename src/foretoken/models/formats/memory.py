@@ -16,7 +16,7 @@ CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
 
 
-def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, int8: bool) -> int:
+def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bits: float | None) -> int:
     """Returns the bytes of these tensors once they are loaded.
 
     A tied head counts twice, because it is packed apart from the embedding.
@@ -24,15 +24,15 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, int8
     Args:
         shapes: shapes of the checkpoint's tensors by name.
         dtype: dtype of the loaded tensors.
-        int8: whether matrices other than the embedding take one byte for each number.
+        bits: bits of each number of matrices other than the embedding; None for those of the dtype.
     """
-    total = 0
+    total, quantized = 0.0, dtype.itemsize if bits is None else bits / 8
     for name, shape in shapes.items():
         embeds = "embed_tokens" in name
-        total += math.prod(shape) * (1 if int8 and len(shape) == 2 and not embeds else dtype.itemsize)
+        total += math.prod(shape) * (quantized if len(shape) == 2 and not embeds else dtype.itemsize)
         if embeds and "lm_head.weight" not in shapes:
-            total += math.prod(shape) * (1 if int8 else dtype.itemsize)
-    return total
+            total += math.prod(shape) * quantized
+    return int(total)
 
 
 def free_memory(device: torch.device) -> int | None:

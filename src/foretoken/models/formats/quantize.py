@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foretoken.models.formats.grouped import Grouped, quantise_groups
+
+DEFAULT_GROUP = 32  # of "int4"
 LIMIT = 127.0  # symmetric: -128 is not used
 _TINY = 1e-30  # largest magnitude of a row of zeros, to divide by
 _AT_ONCE = 2**18  # weights that are quantized at once, so that no float32 copy of a whole matrix is made
@@ -45,15 +48,55 @@ class Int8:
         return Int8(torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts]))
 
 
-Matrix = Tensor | Int8
+Matrix = Tensor | Int8 | Grouped
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """A scheme that quantizes weights on loading.
+
+    Attributes:
+        bits: bits of a code, 8 or 4.
+        group: number of inputs that share a scale; None: one scale per output (``Int8``).
+    """
+
+    bits: int
+    group: int | None = None
+
+    @staticmethod
+    def of(name: str | None) -> Quantiser | None:
+        """Returns the scheme with a name of ``options.QUANTIZATIONS``; None for None."""
+        if name is None:
+            return None
+        scheme, _, group = name.partition("-g")
+        return Quantiser(8) if scheme == "int8" else Quantiser(4, int(group or DEFAULT_GROUP))
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits of a weight, its share of a group's scale included."""
+        return self.bits + (16 / self.group if self.group else 0)
+
+    def __call__(self, weight: Tensor) -> Matrix:
+        """Returns a weight [out, in] of any float dtype quantized."""
+        return quantise(weight) if self.group is None else quantise_groups(weight, self.group, self.bits)
 
 
 def stacked(parts: Sequence[Matrix]) -> Matrix:
     """Concatenates matrices of one kind along their outputs."""
     if len(parts) == 1:
         return parts[0]
+    grouped = [part for part in parts if isinstance(part, Grouped)]
+    if grouped:
+        return Grouped.cat(grouped)
     quantised = [part for part in parts if isinstance(part, Int8)]
     return Int8.cat(quantised) if quantised else torch.cat([part for part in parts if isinstance(part, Tensor)])
+
+
+def floats(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """Returns a matrix [out, in] as floats: unchanged if it is not quantized."""
+    if isinstance(matrix, Grouped):
+        return matrix.dequantised(dtype)
+    return matrix.dequantised().to(dtype) if isinstance(matrix, Int8) else matrix
 
 
 def quantise(weight: Tensor) -> Int8:

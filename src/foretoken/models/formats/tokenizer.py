@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,28 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[in
 
 
 class PlainTokenizer:
-    """Encodes and decodes as ``transformers.PreTrainedTokenizerFast`` of the same folder does.
+    """Encodes and decodes as ``transformers.PreTrainedTokenizerFast`` of the same tokenizer does.
 
     Everything else, such as chat templates and padding, is delegated to that class, which is loaded on first use.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token: str | None, full: Callable[[], Any]) -> None:
+        """Wraps a tokenizer.
+
+        Args:
+            tokenizer: encodes and decodes; its truncation and padding are switched off.
+            eos_token: the end of a sequence.
+            full: builds the tokenizer of transformers. Can be pickled, as the server's side process needs it.
+        """
+        self._fast = tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._build = full
+        self.eos_token = eos_token
+        self.eos_token_id: int | None = None if eos_token is None else self._fast.token_to_id(eos_token)
+
+    @staticmethod
+    def load(path: Path) -> PlainTokenizer:
         """Loads tokenizer.json.
 
         Args:
@@ -44,13 +61,9 @@ class PlainTokenizer:
         Raises:
             Exception: the file is broken; tokenizers raises no narrower class.
         """
-        self._path = path
-        self._fast = Tokenizer.from_file(str(path / "tokenizer.json"))
-        self._fast.no_truncation()
-        self._fast.no_padding()
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-        self.eos_token: str | None = settings.get("eos_token")
-        self.eos_token_id: int | None = None if self.eos_token is None else self._fast.token_to_id(self.eos_token)
+        full = partial(_from_folder, path)
+        return PlainTokenizer(Tokenizer.from_file(str(path / "tokenizer.json")), settings.get("eos_token"), full)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of ``text``."""
@@ -84,9 +97,13 @@ class PlainTokenizer:
     @cached_property
     def full(self) -> Any:
         """The tokenizer of transformers."""
-        from transformers import PreTrainedTokenizerFast
+        return self._build()
 
-        return PreTrainedTokenizerFast.from_pretrained(self._path)
+
+def _from_folder(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(path)
 
 
 def is_plain(path: Path, config: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import MAX_INT, shortened
-from foretoken.models.formats.checkpoint import INDEX, PICKLES, SINGLE, Weights, load_config, open_weights, resolve
+from foretoken.models.formats.checkpoint import INDEX, PICKLES, SINGLE, load_config, open_weights, resolve
 
 FOLDER = "heads"  # a target's folder may contain heads for it, each in heads/<role>
 MAX_HEADS = 256  # heads of a checkpoint, and layers of a head; their tensors are listed before any is read
@@ -41,7 +41,7 @@ def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
     )
 
 
-def open_head(path: Path) -> tuple[dict[str, Any], Weights]:
+def open_head(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     """Returns config.json and the tensors, which are read on access.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def _embedding(head: EagleHead, folder: Path, target: Path | None) -> Tensor:
     """Returns the head's own embedding [V, H], else the target's, read from the target's checkpoint."""
     if (own := head.tensors.get("embed_tokens.weight")) is not None:
         return own
-    weights = open_weights(target) if target is not None else {}
+    weights: Mapping[str, Tensor] = open_weights(target) if target is not None else {}
     name = next((name for name in _EMBEDDINGS if name in weights), None)
     if name is None or tuple(weights[name].shape) != (head.vocab, head.hidden):
         raise ModelLoadError(

@@ -72,7 +72,7 @@ class ShardedModel(HFModel):
         ranks = RankGroup.join(size, device)
         try:
             part = size if device.type == "cuda" else 1  # ranks on CPUs share one memory
-            check_fits(weight_bytes(shapes, dtype, int8=False) // part, ranks.device, str(path))
+            check_fits(weight_bytes(shapes, dtype, bits=None) // part, ranks.device, str(path))
             model = cls(read_part(path, dtype, size), ranks, max_length)
         except BaseException:
             ranks.leave()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Runner
 from foretoken.models.runners.graphs import GraphRunner
@@ -40,19 +39,9 @@ def build_runner(
     """
     if device.type == "cpu":
         try:
-            return NativeRunner(architecture, _one_kind(layers, ends), ends, dtype, entry)
+            return NativeRunner(architecture, layers, ends, dtype, entry)
         except KernelsUnavailable as reason:
             _log.info("torch operators compute the model: %s", reason)
     if device.type == "cuda" and entry is None:
         return GraphRunner(architecture, layers, ends, dtype, device)
     return TorchRunner(architecture, layers, ends, dtype, device, entry)
-
-
-def _one_kind(layers: Iterable[LayerWeights], ends: Ends) -> Iterator[LayerWeights]:
-    """Yields the layers. Raises KernelsUnavailable for a mix of int8 and floats: kernels are compiled for one kind."""
-    int8 = isinstance(ends.head, Int8)
-    for layer in layers:
-        if any(isinstance(matrix, Int8) != int8 for matrix in (*layer.qkv, layer.out, *layer.gate_up, layer.down)):
-            raise KernelsUnavailable("only some of its matrices are int8; quantization='int8' makes the others so")
-        yield layer
-        del layer  # frees it before the next is read

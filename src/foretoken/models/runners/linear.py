@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.models.formats.grouped import Grouped
 from foretoken.models.formats.quantize import Int8, Matrix, quantise_rows
 
 # With AMX, oneDNN uses another bf16 kernel from 33 rows on, which sums in another order (measured).
@@ -44,6 +45,8 @@ class Product(Protocol):
 
 def product(weight: Matrix, bias: Tensor | None = None) -> Product:
     """Returns the fastest product for this weight."""
+    if isinstance(weight, Grouped):
+        return GroupedLinear(weight, bias)
     return Int8Linear(weight, bias) if isinstance(weight, Int8) else Linear(weight, bias)
 
 
@@ -104,6 +107,21 @@ class Int8Linear:
             values, 1.0, 0, self._values, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return y
+
+
+class GroupedLinear:
+    """Weights quantized in groups. The first product dequantizes them to its input's dtype, and they stay so."""
+
+    __slots__ = ("_bias", "_linear", "_weight")
+
+    def __init__(self, weight: Grouped, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+        self._linear: Linear | None = None
+
+    def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
+        if self._linear is None:
+            self._linear = Linear(self._weight.dequantised(x.dtype).to(x.device), self._bias)
+        return self._linear(x, alone)
 
 
 def exact_product(x: Tensor, weight: Tensor) -> Tensor:

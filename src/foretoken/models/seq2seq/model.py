@@ -11,6 +11,7 @@ from torch import Tensor
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
+from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.formats.weights import TensorReader
 from foretoken.models.options import check_quantization
 from foretoken.models.seq2seq.runner import Seq2SeqRunner
@@ -32,11 +33,12 @@ class EncoderDecoder(Decoder):
         max_length: int | None = None,
         quantization: str | None = None,
     ) -> None:
+        check_quantization(quantization)
         self.architecture = a = Seq2SeqArchitecture.of(config, max_length)
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length, self.source_length = a.max_length, a.source_length
-        reader = TensorReader(weights, dtype, check_quantization(quantization))
+        reader = TensorReader(weights, dtype, Quantiser.of(quantization))
         self.runner = Seq2SeqRunner(Seq2SeqWeights(reader, a), dtype, device)
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.models.families.seq2seq import LEARNED_OFFSET, T5, Seq2SeqArchitecture, Stack
 from foretoken.models.formats.finite import converted
 from foretoken.models.formats.memory import give_back
-from foretoken.models.formats.quantize import Matrix, quantise
+from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.weights import TensorReader
 
 _SAMPLE = 1024  # numbers of each tensor that the fingerprint of an encoder covers
@@ -122,7 +122,7 @@ class Seq2SeqWeights:
             bias = stored if bool(stored.any()) else None
         if "lm_head.weight" in self._reader.weights:
             return self._reader.matrix("lm_head", a.vocab, a.hidden), bias
-        return (quantise(embedding) if self._reader.quantise else embedding), bias
+        return (self._reader.quantise(embedding) if self._reader.quantise is not None else embedding), bias
 
     def fingerprint(self) -> str:
         """Returns a hash of the encoder; encoders with equal hashes are treated as the same."""

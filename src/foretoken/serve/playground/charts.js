@@ -39,10 +39,10 @@ export class Clock {
 }
 
 function row({ name, kind, trace, shown, end }, top, x) {
-  const events = trace ? trace.events.slice(0, shown).filter((event) => event.rounds.length) : [];
+  const events = trace ? trace.events.slice(0, shown).filter((event) => event.steps.length) : [];
   const base = top + LANE;
-  const strokes = events.map(({ at, rounds }) => {
-    const tokens = rounds.reduce((sum, round) => sum + round.tokens.length, 0);
+  const strokes = events.map(({ at, steps }) => {
+    const tokens = steps.reduce((sum, step) => sum + step.tokens.length, 0);
     return `M${x(at).toFixed(1)} ${base}v${-Math.min(LANE, 5 + 3 * tokens)}`;
   });
   const last = events.at(-1)?.at ?? 0;

@@ -8,12 +8,12 @@ import { whyEmitted, whyRefused } from "./why.js";
 const PROMPT = 1500; // characters of it that are shown: its end
 
 export class Lane {
-  /** onRound(number) is called when a token's round is asked for. */
-  constructor(name, onRound) {
+  /** onStep(number) is called when a token's step is asked for. */
+  constructor(name, onStep) {
     this.box = $(`${name}-text`);
     this.figures = $(`${name}-figures`);
     this.root = $(name);
-    this.onRound = onRound;
+    this.onStep = onStep;
     walkable(this.box);
   }
 
@@ -39,7 +39,7 @@ export class Lane {
     const follow = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40;
     this.box.append(...event.pieces.flatMap((piece) => this.#piece(piece)));
     if (follow) this.box.scrollTop = this.box.scrollHeight;
-    this.tokens += event.rounds.reduce((sum, round) => sum + round.tokens.length, 0);
+    this.tokens += event.steps.reduce((sum, step) => sum + step.tokens.length, 0);
   }
 
   /** The lane's own clock. elapsed: seconds since its request. */
@@ -49,10 +49,10 @@ export class Lane {
     this.figures.replaceChildren(...parts.map(figure));
   }
 
-  /** Underlines the tokens of one round. seek: brings them into view, too. */
+  /** Underlines the tokens of one step. seek: brings them into view, too. */
   mark(number, seek) {
     for (const node of this.box.querySelectorAll(".lit")) node.classList.remove("lit");
-    const lit = [...this.box.querySelectorAll(`[data-round="${number}"]`)];
+    const lit = [...this.box.querySelectorAll(`[data-step="${number}"]`)];
     for (const node of lit) node.classList.add("lit");
     const at = lit.at(-1)?.offsetTop;
     const { scrollTop, clientHeight } = this.box;
@@ -66,24 +66,24 @@ export class Lane {
     this.tabbable = true;
     const kind = end ? " end" : /^\n+$/.test(text) ? " break" : ""; // what would have no width gets a sign
     const span = el("span", { class: `token ${last.origin}${kind}`, tabindex: first ? 0 : -1,
-      "data-round": last.round.number }, text);
+      "data-step": last.step.number }, text);
     tell(span, () => tokens.map((token) => ({
-      ...token, round: token.round.number, why: whyEmitted(token, this.grade),
+      ...token, step: token.step.number, why: whyEmitted(token, this.grade),
     })));
-    span.addEventListener("click", () => this.onRound(last.round.number));
-    const own = tokens.filter((token) => token.origin === "target" && token === token.round.tokens.at(-1));
-    const struck = own.map((token) => this.#refused(token.round));
+    span.addEventListener("click", () => this.onStep(last.step.number));
+    const own = tokens.filter((token) => token.origin === "target" && token === token.step.tokens.at(-1));
+    const struck = own.map((token) => this.#refused(token.step));
     return [...struck.filter(Boolean), span];
   }
 
   /** The drafted tokens that were struck out in front of the target's own; the sheet hides them unless asked for. */
-  #refused(round) {
-    const nodes = refused(round.draft);
+  #refused(step) {
+    const nodes = refused(step.draft);
     if (!nodes.length) return null;
-    const struck = el("s", { class: "refused", "data-round": round.number, tabindex: -1 },
-      nodes.map((node) => round.draft[node].text).join("").replaceAll("\n", "↵"));
+    const struck = el("s", { class: "refused", "data-step": step.number, tabindex: -1 },
+      nodes.map((node) => step.draft[node].text).join("").replaceAll("\n", "↵"));
     tell(struck, () => nodes.map((node) => ({
-      ...round.draft[node], origin: "refused", round: round.number, why: whyRefused(node, round, this.grade),
+      ...step.draft[node], origin: "refused", step: step.number, why: whyRefused(node, step, this.grade),
     })));
     return struck;
   }

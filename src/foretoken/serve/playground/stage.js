@@ -7,25 +7,25 @@ import { statistics } from "./trace.js";
 import { Tree } from "./tree.js";
 
 export const NAMES = ["speculative", "plain"];
-const BROWSE = 1100; // milliseconds in which a round grows that the user went to
+const BROWSE = 1100; // milliseconds in which a step grows that the user went to
 const HINT = "Drafts appear here: what the target accepts stays, what it refuses is struck out.";
-const REFRESH = 90; // milliseconds that the picture of a round stays at least, in a race
+const REFRESH = 90; // milliseconds that the picture of a step stays at least, in a race
 
 export class Stage {
   constructor() {
     this.lanes = Object.fromEntries(NAMES.map((name) => [name, new Lane(name, (number) => this.browse(name, number))]));
     this.tree = new Tree();
     this.clock = new Clock();
-    $("round").addEventListener("input", () => this.browse("speculative", Number($("round").value) - 1));
-    $("back").addEventListener("click", () => this.browse("speculative", this.round - 1));
-    $("on").addEventListener("click", () => this.browse("speculative", this.round + 1));
+    $("step").addEventListener("input", () => this.browse("speculative", Number($("step").value) - 1));
+    $("back").addEventListener("click", () => this.browse("speculative", this.step - 1));
+    $("on").addEventListener("click", () => this.browse("speculative", this.step + 1));
     new ResizeObserver(() => this.traces && this.#drawClock()).observe($("clock"));
-    this.rounds = [];
+    this.steps = [];
   }
 
   /** Empties everything. traces: {speculative, plain}, which may be growing. grade: as in why.js. */
   reset(prompt, grade, traces, whole) {
-    Object.assign(this, { grade, traces, whole, rounds: [], round: -1, drawn: 0, follow: true, dirty: true });
+    Object.assign(this, { grade, traces, whole, steps: [], step: -1, drawn: 0, follow: true, dirty: true });
     this.shown = { speculative: 0, plain: 0 };
     this.nows = { speculative: null, plain: null };
     this.ends = { speculative: null, plain: null };
@@ -33,7 +33,7 @@ export class Stage {
     this.last = performance.now();
     for (const lane of Object.values(this.lanes)) lane.reset(prompt, grade);
     this.tree.reset();
-    $("round-said").textContent = HINT;
+    $("step-said").textContent = HINT;
     $("result").hidden = true;
     this.#drawClock();
   }
@@ -42,11 +42,11 @@ export class Stage {
   show(name, event) {
     this.lanes[name].show(event);
     this.shown[name] += 1;
-    if (name !== "speculative" || !event.rounds.length) return;
+    if (name !== "speculative" || !event.steps.length) return;
     const now = performance.now();
     this.gap += 0.3 * (now - this.last - this.gap);
     this.last = now;
-    this.rounds.push(...event.rounds);
+    this.steps.push(...event.steps);
     this.dirty = true;
   }
 
@@ -67,7 +67,7 @@ export class Stage {
     }
     this.#drawClock();
     if (!this.dirty || performance.now() - this.drawn < REFRESH) return;
-    this.#drawRounds(this.gap);
+    this.#drawSteps(this.gap);
   }
 
   /** The lane has all its text. */
@@ -77,43 +77,43 @@ export class Stage {
     this.nows[name] = this.ends[name];
     this.lanes[name].tick(this.ends[name]);
     this.lanes[name].state("done");
-    if (name === "speculative") this.#drawRounds(0);
+    if (name === "speculative") this.#drawSteps(0);
     this.#drawClock();
   }
 
-  /** Goes to a round because the user asked for it; the race no longer moves the picture. */
+  /** Goes to a step because the user asked for it; the race no longer moves the picture. */
   browse(name, number) {
-    if (name !== "speculative" || !this.rounds[number]) return;
+    if (name !== "speculative" || !this.steps[number]) return;
     this.follow = false;
-    this.#drawRound(number, BROWSE);
+    this.#drawStep(number, BROWSE);
   }
 
-  #drawRounds(gap) {
-    const stats = statistics(this.rounds);
+  #drawSteps(gap) {
+    const stats = statistics(this.steps);
     positions(stats.byPosition);
     cards([
       [stats.length.toFixed(2), "mean acceptance length"],
       [`${stats.accepted} of ${stats.drafted}`, "drafted tokens accepted"],
-      [String(stats.rounds), "target passes"],
+      [String(stats.steps), "target passes"],
     ]);
-    $("round").max = Math.max(1, this.rounds.length);
+    $("step").max = Math.max(1, this.steps.length);
     this.dirty = false;
     this.drawn = performance.now();
-    if (this.follow && this.rounds.length) this.#drawRound(this.rounds.length - 1, gap);
+    if (this.follow && this.steps.length) this.#drawStep(this.steps.length - 1, gap);
   }
 
-  #drawRound(number, pace) {
-    const round = this.rounds[number];
-    this.round = number;
-    this.tree.show(round, this.grade, pace, this.follow);
+  #drawStep(number, pace) {
+    const step = this.steps[number];
+    this.step = number;
+    this.tree.show(step, this.grade, pace, this.follow);
     this.lanes.speculative.mark(number, !this.follow);
-    $("round").value = number + 1;
-    const accepted = round.draft.filter((node) => node.accepted).length;
+    $("step").value = number + 1;
+    const accepted = step.draft.filter((node) => node.accepted).length;
     const part = ([name, value]) => `${name} ${(1000 * value).toFixed(1)}`;
-    const times = Object.entries(round.seconds).map(part).join(", ");
-    $("round-said").textContent =
-      `Round ${number + 1} of ${this.rounds.length}: ${round.draft.length} drafted, ${accepted} accepted, ` +
-      `${round.tokens.length} emitted (${times} ms).`;
+    const times = Object.entries(step.seconds).map(part).join(", ");
+    $("step-said").textContent =
+      `Step ${number + 1} of ${this.steps.length}: ${step.draft.length} drafted, ${accepted} accepted, ` +
+      `${step.tokens.length} emitted (${times} ms).`;
   }
 
   #drawClock() {

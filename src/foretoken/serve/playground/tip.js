@@ -10,7 +10,7 @@ const ORIGINS = {
 const told = new WeakMap(); // element -> the function that says what to tell
 let open = null;
 
-/** Tells `facts()` = [{text, token, origin, p, q, why, round}, ...] whenever `node` is pointed at or focused. */
+/** Tells `facts()` = [{text, token, origin, p, q, why, step}, ...] whenever `node` is pointed at or focused. */
 export function tell(node, facts) {
   told.set(node, facts);
   node.classList.add("told");
@@ -63,11 +63,11 @@ function place() {
   tip.style.top = `${below ? line.bottom + 6 : line.top - box.height - 6}px`;
 }
 
-function entry({ text, token, origin, p, q, why, round }) {
+function entry({ text, token, origin, p, q, why, step }) {
   return el("div", { class: `told-of ${origin}` },
     el("p", { class: "told-head" },
       el("code", {}, visible(text, 40) || "∅"), el("span", { class: "badge" }, ORIGINS[origin]),
-      el("span", { class: "dim" }, `token ${token} · round ${round + 1}`)),
+      el("span", { class: "dim" }, `token ${token} · step ${step + 1}`)),
     el("dl", {}, ...law("p", "target", p), ...(origin === "target" ? [] : law("q", "draft", q))),
     el("p", {}, why));
 }

@@ -1,4 +1,4 @@
-// What one lane received: its chunks with their times, and everything that follows from the rounds. Pure.
+// What one lane received: its chunks with their times, and everything that follows from the steps. Pure.
 
 const PART = "\ufffd"; // stands where a token holds a part of a character
 
@@ -63,14 +63,14 @@ function pathTo(draft, node) {
 }
 
 /**
- * Counts over rounds, by the names of the field.
+ * Counts over steps, by the names of the field.
  *
- * byPosition[i]: rounds that drafted position i + 1, and those in which it was accepted.
+ * byPosition[i]: steps that drafted position i + 1, and those in which it was accepted.
  */
-export function statistics(rounds) {
+export function statistics(steps) {
   const byPosition = [];
-  const sum = { rounds: rounds.length, drafts: 0, drafted: 0, accepted: 0, tokens: 0 };
-  for (const { draft, tokens } of rounds) {
+  const sum = { steps: steps.length, drafts: 0, drafted: 0, accepted: 0, tokens: 0 };
+  for (const { draft, tokens } of steps) {
     const deep = depths(draft);
     const accepted = draft.filter((node) => node.accepted).length;
     sum.drafts += draft.length > 0;
@@ -86,10 +86,10 @@ export function statistics(rounds) {
   return { ...sum, byPosition, length: sum.drafts ? 1 + sum.accepted / sum.drafts : 1 };
 }
 
-/** The record of one lane. An event is what one chunk brought: {at (s since the request), pieces, rounds}. */
+/** The record of one lane. An event is what one chunk brought: {at (s since the request), pieces, steps}. */
 export class Trace {
   events = [];
-  rounds = [];
+  steps = [];
   text = "";
   tokens = 0;
   finish = null; // the API's finish_reason
@@ -98,13 +98,13 @@ export class Trace {
   /** Takes a chunk that came `at` seconds after the request; returns its event. */
   push(chunk, at) {
     const choice = chunk.choices?.[0];
-    const rounds = (chunk.steps ?? []).map((step) => this.#round(step));
+    const steps = (chunk.steps ?? []).map((record) => this.#step(record));
     const text = choice?.text ?? "";
-    const { pieces, left } = align([...this.#left, ...rounds.flatMap((round) => round.tokens)], text);
+    const { pieces, left } = align([...this.#left, ...steps.flatMap((step) => step.tokens)], text);
     this.#left = left;
     this.text += text;
     this.finish = choice?.finish_reason ?? this.finish;
-    return this.#keep({ at, pieces, rounds });
+    return this.#keep({ at, pieces, steps });
   }
 
   /** What remains when the stream has ended: tokens that show no text of their own, as end marks. */
@@ -112,12 +112,12 @@ export class Trace {
     const left = this.#left.filter((token) => !token.text.includes(PART));
     this.#left = [];
     const pieces = left.map((token) => ({ text: "", tokens: [token], end: true }));
-    return this.#keep({ at: this.seconds, pieces, rounds: [] });
+    return this.#keep({ at: this.seconds, pieces, steps: [] });
   }
 
   /** From the request to the last token. */
   get seconds() {
-    return this.events.findLast((event) => event.rounds.length)?.at ?? 0;
+    return this.events.findLast((event) => event.steps.length)?.at ?? 0;
   }
 
   #keep(event) {
@@ -125,15 +125,15 @@ export class Trace {
     return event;
   }
 
-  #round(step) {
-    const path = step.draft.filter((node) => node.accepted);
-    const round = { number: this.rounds.length, before: this.rounds.at(-1)?.tokens.at(-1)?.text ?? "", ...step };
-    round.tokens = step.tokens.map((token, i) => {
+  #step(record) {
+    const path = record.draft.filter((node) => node.accepted);
+    const step = { number: this.steps.length, before: this.steps.at(-1)?.tokens.at(-1)?.text ?? "", ...record };
+    step.tokens = record.tokens.map((token, i) => {
       const node = token.origin === "accepted" ? path[i] : undefined;
-      return { ...token, q: node?.q ?? null, p: token.p ?? node?.p ?? null, round };
+      return { ...token, q: node?.q ?? null, p: token.p ?? node?.p ?? null, step };
     });
-    this.rounds.push(round);
-    this.tokens += step.tokens.length;
-    return round;
+    this.steps.push(step);
+    this.tokens += record.tokens.length;
+    return step;
   }
 }

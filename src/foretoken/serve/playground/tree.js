@@ -1,4 +1,4 @@
-// The draft of one round as a tree: it grows level by level, what was refused is struck out, what stands stays.
+// The draft of one step as a tree: it grows level by level, what was refused is struck out, what stands stays.
 
 import { $, calm, probability, svg, visible } from "./dom.js";
 import { tell, walkable } from "./tip.js";
@@ -17,15 +17,15 @@ const ruler = document.createElement("canvas").getContext("2d");
  * Node 0 is the last committed token; the draft follows, then the target's own token. What stands comes first among
  * its siblings, so the emitted path is the top line.
  */
-export function layout(round) {
-  const deep = depths(round.draft);
-  const nodes = [{ text: round.before, parent: -1, depth: 0, state: "root" }];
-  round.draft.forEach((each, i) => nodes.push({
+export function layout(step) {
+  const deep = depths(step.draft);
+  const nodes = [{ text: step.before, parent: -1, depth: 0, state: "root" }];
+  step.draft.forEach((each, i) => nodes.push({
     ...each, index: i, parent: each.parent + 1, depth: deep[i], state: each.accepted ? "accepted" : "refused",
   }));
-  const own = round.tokens.at(-1);
+  const own = step.tokens.at(-1);
   if (own?.origin === "target") {
-    const parent = round.draft.findLastIndex((each) => each.accepted) + 1;
+    const parent = step.draft.findLastIndex((each) => each.accepted) + 1;
     nodes.push({ ...own, own, parent, depth: nodes[parent].depth + 1, state: "target" });
   }
   // Level by level, in the order of the parents, each no higher than its parent: so no two edges cross.
@@ -57,13 +57,13 @@ export class Tree {
   }
 
   /**
-   * Draws `round`.
+   * Draws `step`.
    *
    * pace: milliseconds until the next one, to grow and be pruned in; 0 draws what came of it at once. steady: the
    * picture keeps the height of the tallest so far, so that nothing below it jumps.
    */
-  show(round, grade, pace, steady) {
-    const nodes = layout(round);
+  show(step, grade, pace, steady) {
+    const nodes = layout(step);
     const [columns, width] = this.#columns(nodes);
     const rows = 1 + Math.max(...nodes.map((node) => node.row));
     this.tallest = Math.max(this.tallest, rows * ROW + 8);
@@ -71,11 +71,11 @@ export class Tree {
     const deepest = Math.max(...nodes.map((node) => node.depth));
     const beat = calm() ? 0 : Math.min(150, pace / (deepest + 4));
     const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group",
-      "aria-label": `Draft of round ${round.number + 1}`, class: beat < 12 ? "still" : null });
+      "aria-label": `Draft of step ${step.number + 1}`, class: beat < 12 ? "still" : null });
     picture.style.setProperty("--beat", `${beat}ms`);
-    picture.style.setProperty("--deepest", Math.max(0, ...depths(round.draft)));
+    picture.style.setProperty("--deepest", Math.max(0, ...depths(step.draft)));
     picture.append(...nodes.slice(1).map((node) => edge(node, nodes[node.parent], columns)));
-    picture.append(...nodes.map((node) => this.#node(node, columns, round, grade)));
+    picture.append(...nodes.map((node) => this.#node(node, columns, step, grade)));
     picture.querySelector(".told")?.setAttribute("tabindex", "0");
     this.box.replaceChildren(picture);
   }
@@ -99,7 +99,7 @@ export class Tree {
     return [columns, left - GAP + 2];
   }
 
-  #node(node, columns, round, grade) {
+  #node(node, columns, step, grade) {
     const { left, width } = columns[node.depth];
     const law = node.state === "root" ? "" : `p ${probability(node.p)}`;
     const inner = svg("g", { class: "judged" },
@@ -115,7 +115,7 @@ export class Tree {
     place.setAttribute("role", "img");
     const state = node.state === "target" ? "the target’s own" : node.state;
     place.setAttribute("aria-label", `${node.label}, ${state}, ${law}`);
-    tell(place, () => [told(node, round, grade)]);
+    tell(place, () => [told(node, step, grade)]);
     return place;
   }
 }
@@ -125,12 +125,12 @@ function across(width, length) {
   return { x1: (width - length) / 2, x2: (width + length) / 2 };
 }
 
-function told(node, round, grade) {
-  if (node.own) return { ...node.own, origin: "target", round: round.number, why: whyEmitted(node.own, grade) };
+function told(node, step, grade) {
+  if (node.own) return { ...node.own, origin: "target", step: step.number, why: whyEmitted(node.own, grade) };
   const why = node.accepted
-    ? whyEmitted({ ...node, origin: "accepted", round }, grade)
-    : whyRefused(node.index, round, grade);
-  return { ...node, origin: node.accepted ? "accepted" : "refused", round: round.number, why };
+    ? whyEmitted({ ...node, origin: "accepted", step }, grade)
+    : whyRefused(node.index, step, grade);
+  return { ...node, origin: node.accepted ? "accepted" : "refused", step: step.number, why };
 }
 
 function edge(node, parent, columns) {

@@ -11,7 +11,7 @@ const quote = (text) => `“${visible(text)}”`;
  * grade: "greedy" (temperature 0), "trajectory" (a seed: the target draws with the seed's noise) or "distribution".
  */
 export function whyEmitted(token, grade) {
-  const { draft } = token.round;
+  const { draft } = token.step;
   if (token.origin === "accepted") return whyAccepted(token, grade);
   if (!draft.length) return "Nothing was drafted for this place: the target’s own token.";
   const wrong = refused(draft)[0];
@@ -34,12 +34,12 @@ function whyAccepted({ p, q }, grade) {
 }
 
 /** A drafted token that is not in the text. */
-export function whyRefused(index, round, grade) {
-  const { parent, p, q } = round.draft[index];
-  const path = round.draft.findLastIndex((node) => node.accepted);
-  if (parent >= 0 && !round.draft[parent].accepted) return "Never judged: it hangs below a guess that was refused.";
+export function whyRefused(index, step, grade) {
+  const { parent, p, q } = step.draft[index];
+  const path = step.draft.findLastIndex((node) => node.accepted);
+  if (parent >= 0 && !step.draft[parent].accepted) return "Never judged: it hangs below a guess that was refused.";
   if (parent !== path) return "Not taken: another branch of the tree was.";
-  if (round.tokens.at(-1)?.origin === "accepted") return "Not taken: the text ended before it.";
+  if (step.tokens.at(-1)?.origin === "accepted") return "Not taken: the text ended before it.";
   if (grade === "greedy") return "Refused: the target’s likeliest token is another one.";
   if (grade === "trajectory") return "Refused: with the noise that the seed fixes, the target draws another token.";
   if (q === null) return "Refused: the target’s own draw, which hits it with probability p, fell on another token.";

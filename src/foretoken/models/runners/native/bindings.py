@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_void_p
 
 LANES = 16
 UNIT = 32  # outputs of one unit of work; every width is padded to it
@@ -11,7 +11,7 @@ TILE_STEPS = 16
 
 
 class Matrix(Structure):
-    """A packed matrix: blocks of sixteen outputs with ``steps`` vectors each."""
+    """A packed matrix: blocks of sixteen outputs with ``steps`` vectors each, or records (csrc/grouped.hpp)."""
 
     _fields_ = [
         ("data", c_void_p),
@@ -20,6 +20,8 @@ class Matrix(Structure):
         ("sums", c_void_p),
         ("units", c_int64),
         ("steps", c_int64),
+        *((name, c_int32) for name in ("kind", "group", "record_bytes", "record_groups", "zero")),
+        ("levels", c_uint8 * 16),
     ]
 
 
@@ -40,6 +42,7 @@ class ModelSpec(Structure):
     _fields_ = [
         ("layers", POINTER(LayerSpec)),
         ("embedding", c_void_p),
+        ("table", Matrix),
         ("norm", c_void_p),
         ("feature_norm", c_void_p),
         ("head", Matrix),
@@ -62,14 +65,22 @@ class BatchSpec(Structure):
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Sets the argument types of the library's functions. Returns the library."""
-    model, batch, pointer, wide, narrow = POINTER(ModelSpec), POINTER(BatchSpec), c_void_p, c_int64, c_int32
+    """Sets the argument types of the functions of csrc/decoder.cpp. Returns the library."""
+    model, batch, pointer, narrow = POINTER(ModelSpec), POINTER(BatchSpec), c_void_p, c_int32
     library.foretoken_open.restype = pointer
     library.foretoken_close.argtypes = [pointer]
-    library.foretoken_allocate.argtypes, library.foretoken_allocate.restype = [wide], pointer
-    library.foretoken_free.argtypes = [pointer, wide]
-    library.foretoken_pack.argtypes = [pointer, wide, wide, pointer, wide, wide, wide, narrow]
     library.foretoken_run.argtypes = [model, batch, pointer, narrow]
     library.foretoken_move.argtypes = [model, pointer, narrow, pointer, narrow]
     library.foretoken_floor.argtypes = [model, pointer, narrow, narrow]
+    return library
+
+
+def declare_packing(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Sets the argument types of the functions of csrc/packing.cpp. Returns the library."""
+    pointer, wide, narrow = c_void_p, c_int64, c_int32
+    library.foretoken_allocate.argtypes, library.foretoken_allocate.restype = [wide], pointer
+    library.foretoken_free.argtypes = [pointer, wide]
+    library.foretoken_pack.argtypes = [pointer, wide, wide, pointer, wide, wide, wide, narrow]
+    packed = POINTER(Matrix)
+    library.foretoken_pack_groups.argtypes = [pointer, pointer, pointer, wide, wide, packed, wide, wide, narrow]
     return library

@@ -1,16 +1,18 @@
-"""Builds the decoder's kernels: one library for each pair of weight type and cache type."""
+"""Builds the decoder's kernels: one library for each set of weight types and cache type."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 
 from foretoken.core.native import build
-from foretoken.models.runners.native.bindings import declare
+from foretoken.models.runners.native.bindings import declare, declare_packing
 
-_SOURCE = Path(__file__).parent / "csrc" / "decoder.cpp"
+_SOURCES = Path(__file__).parent / "csrc"
+VNNI = "avx512_vnni"  # the instruction for sums of products of int8
 _NAMES = {"avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16"}  # name in /proc/cpuinfo: compiler flag
 _TILES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8"}
 
@@ -21,21 +23,44 @@ class Kind(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+    GROUPED = 3  # the first of the kinds with scales in groups of inputs; see ``grouped_kind``
 
 
-def library(weights: Kind, cache: Kind) -> ctypes.CDLL:
-    """Returns the kernels for these types of weights and KV cache. Raises KernelsUnavailable."""
-    build.require(*(("avx512_vnni",) if weights == Kind.INT8 else ()))
-    return loaded_library((*_instructions(), f"-DFORETOKEN_KIND={weights:d}", f"-DFORETOKEN_KV={cache:d}"))
+class ScaleKind(IntEnum):
+    """How the scales of groups are stored, with the values of csrc/grouped.hpp."""
+
+    HALF = 0
+    SINGLE = 1
+    TWO_LEVELS = 2
+
+
+def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
+    """Returns the kind of matrices with codes of ``bits`` bits in groups, as csrc/grouped.hpp numbers them."""
+    return Kind.GROUPED + (bits == 8) + 2 * offsets + 4 * scales
+
+
+def library(weights: Iterable[int], cache: Kind) -> ctypes.CDLL:
+    """Returns the kernels for these kinds of weights and this KV cache. Raises KernelsUnavailable."""
+    kinds = set(weights)
+    build.require(*((VNNI,) if any(kind >= Kind.INT8 for kind in kinds) else ()))
+    mask = sum(1 << kind for kind in kinds)
+    return loaded_library((*_instructions(), f"-DFORETOKEN_KINDS={mask:d}", f"-DFORETOKEN_KV={cache:d}"))
 
 
 @functools.cache
 def loaded_library(flags: tuple[str, ...]) -> ctypes.CDLL:
     """Returns the kernels compiled with these flags, loaded once. Raises KernelsUnavailable."""
-    kernels = declare(ctypes.CDLL(str(build.compiled(_SOURCE, flags))))
+    kernels = declare(ctypes.CDLL(str(build.compiled(_SOURCES / "decoder.cpp", flags))))
     if not kernels.foretoken_ready():
         raise build.KernelsUnavailable("the system does not grant the CPU's tile registers")
     return kernels
+
+
+@functools.cache
+def packing_library() -> ctypes.CDLL:
+    """Returns the functions that allocate and pack, loaded once. Raises KernelsUnavailable."""
+    build.require()
+    return declare_packing(ctypes.CDLL(str(build.compiled(_SOURCES / "packing.cpp", ("-mf16c",)))))
 
 
 def _instructions() -> list[str]:

@@ -11,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretoken.core.native.build import require
+from foretoken.models.formats.grouped import Grouped, TwoLevels, strips
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix
+from foretoken.models.runners.native.build import VNNI, Kind, ScaleKind, grouped_kind
 
 WORD = 4  # bytes
+KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16, torch.int8: Kind.INT8}
 
 
 def padded(count: int, to: int) -> int:
@@ -58,35 +62,97 @@ def pack(arena: Arena, parts: Sequence[AnyMatrix], bias: Tensor | None = None, i
 
     Args:
         arena: allocates the packed matrix.
-        parts: all float32, all bfloat16 or all int8. Several parts that are not interleaved have multiples of sixteen
-            outputs.
+        parts: all float32, all bfloat16, all int8, or all grouped in one layout. Several parts that are not interleaved
+            have multiples of sixteen outputs.
         bias: [out]; only if the parts are not interleaved.
         interleave: whether blocks of sixteen outputs alternate between the parts; otherwise the parts are concatenated.
+
+    Raises:
+        KernelsUnavailable: the parts are quantized, and the processor has no instruction for sums of int8.
     """
-    values = [part.values if isinstance(part, Int8) else part for part in parts]
-    per_word = WORD // values[0].element_size()
-    inputs = padded(values[0].shape[1], per_word)
-    steps = padded(inputs // per_word, TILE_STEPS)
-    blocks = [padded(part.shape[0], LANES) // LANES for part in values]
+    blocks = [padded(part.shape[0], LANES) // LANES for part in parts]
     outputs = padded(sum(blocks) * LANES, UNIT)
-    matrix = Matrix(data=arena.allocate(outputs * steps * WORD), units=outputs // UNIT, steps=steps)
-    first = 0
-    for number, part in enumerate(values):
-        whole = F.pad(part, (0, inputs - part.shape[1])) if inputs != part.shape[1] else part.contiguous()
-        start, step = (number, len(values)) if interleave else (first, 1)
-        source = whole.data_ptr(), whole.shape[0], inputs // per_word
-        arena.library.foretoken_pack(*source, matrix.data, steps, start, step, torch.get_num_threads())
-        first += blocks[number]
+    places = _places(blocks, interleave)
+    grouped = [part for part in parts if isinstance(part, Grouped)]
     held: dict[str, Tensor] = {}
+    if grouped:
+        require(VNNI)
+        matrix = _pack_groups(arena, grouped, outputs, places)
+    else:
+        values = [part.values if isinstance(part, Int8) else part for part in parts if not isinstance(part, Grouped)]
+        matrix = _pack_words(arena, values, outputs, places)
     if bias is not None:
         held["bias"] = _by_output([bias.float()], outputs, False)
     quantised = [part for part in parts if isinstance(part, Int8)]
     if quantised:
+        require(VNNI)
         held["scales"] = _by_output([part.scales for part in quantised], outputs, interleave)
         held["sums"] = _by_output([_sums(part.values) for part in quantised], outputs, interleave)
     for name, tensor in held.items():
         setattr(matrix, name, tensor.data_ptr())
     return Packed(matrix, tuple(held.values()))
+
+
+def _places(blocks: Sequence[int], interleave: bool) -> list[tuple[int, int]]:
+    """Returns each part's first block and the step between its blocks."""
+    if interleave:
+        return [(number, len(blocks)) for number in range(len(blocks))]
+    return [(sum(blocks[:number]), 1) for number in range(len(blocks))]
+
+
+def _pack_words(arena: Arena, parts: Sequence[Tensor], outputs: int, places: Sequence[tuple[int, int]]) -> Matrix:
+    """Packs matrices of one dtype into blocks of words."""
+    per_word = WORD // parts[0].element_size()
+    inputs = padded(parts[0].shape[1], per_word)
+    steps = padded(inputs // per_word, TILE_STEPS)
+    matrix = Matrix(
+        data=arena.allocate(outputs * steps * WORD), units=outputs // UNIT, steps=steps, kind=KINDS[parts[0].dtype]
+    )
+    for part, (start, step) in zip(parts, places, strict=True):
+        whole = F.pad(part, (0, inputs - part.shape[1])) if inputs != part.shape[1] else part.contiguous()
+        source = whole.data_ptr(), whole.shape[0], inputs // per_word
+        arena.library.foretoken_pack(*source, matrix.data, steps, start, step, torch.get_num_threads())
+    return matrix
+
+
+def _pack_groups(arena: Arena, parts: Sequence[Grouped], outputs: int, places: Sequence[tuple[int, int]]) -> Matrix:
+    """Packs grouped matrices of one layout into records, a strip of outputs at a time."""
+    layout, inputs = parts[0].layout, parts[0].shape[1]
+    two, sides = layout.block > 1, 1 + layout.offsets
+    scales = ScaleKind.TWO_LEVELS if two else ScaleKind.HALF if layout.half else ScaleKind.SINGLE
+    groups = padded(-(-inputs // layout.group), layout.block)
+    floats = UNIT * (4 if scales == ScaleKind.SINGLE else 2)
+    record = sides * (floats + two * layout.block * UNIT) + layout.block * UNIT * layout.group * layout.bits // 8
+    matrix = Matrix(
+        data=arena.allocate(outputs // UNIT * groups // layout.block * record),
+        units=outputs // UNIT,
+        steps=groups * layout.group // WORD,
+        kind=grouped_kind(layout.bits, layout.offsets, scales),
+        group=layout.group,
+        record_bytes=record,
+        record_groups=layout.block,
+        zero=layout.zero,
+        levels=(ctypes.c_uint8 * 16)(*(layout.levels or range(16))),
+    )
+    for part, (start, step) in zip(parts, places, strict=True):
+        for first, last in strips(part.shape):
+            read = part.rows(first, last)
+            codes, numbers = read.codes.contiguous(), (read.scales, read.offsets)
+            wholes = [_contiguous(n.wholes if isinstance(n, TwoLevels) else n) for n in numbers]
+            fractions = [_contiguous(n.parts if isinstance(n, TwoLevels) else None) for n in numbers]
+            source = codes.data_ptr(), _addresses(wholes), _addresses(fractions), last - first, inputs
+            at = start + first // LANES * step, step
+            arena.library.foretoken_pack_groups(*source, matrix, *at, torch.get_num_threads())
+    return matrix
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """Returns the addresses of tensors, null for None."""
+    return (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
 
 def _sums(values: Tensor) -> Tensor:

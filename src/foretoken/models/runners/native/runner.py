@@ -14,18 +14,18 @@ from torch import Tensor
 
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.quantize import Int8
+from foretoken.models.formats.grouped import Grouped, joinable
+from foretoken.models.formats.quantize import Int8, floats
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass
 from foretoken.models.runners.native.bindings import LANES, UNIT, BatchSpec, LayerSpec, Matrix, ModelSpec
-from foretoken.models.runners.native.build import Kind, library
-from foretoken.models.runners.native.memory import Arena, pack, padded
+from foretoken.models.runners.native.build import library, packing_library
+from foretoken.models.runners.native.memory import KINDS, Arena, pack, padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.pages import PAGE, Pages
 
 MAX_GROUP = 32  # TILE_QUERIES of csrc/attention.hpp
-_KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
 
 
 class NativeRunner(DecoderOnly):
@@ -57,7 +57,7 @@ class NativeRunner(DecoderOnly):
         entry: Entry | None = None,
     ) -> None:
         a = self._architecture = architecture
-        if dtype not in _KINDS:
+        if dtype not in (torch.float32, torch.bfloat16):
             raise KernelsUnavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
         if a.head_dim % LANES or a.head_dim > 512:
             raise KernelsUnavailable(
@@ -67,12 +67,12 @@ class NativeRunner(DecoderOnly):
             raise KernelsUnavailable(f"the kernels take at most {MAX_GROUP} heads to a head of keys")
         if entry is not None and a.hidden % UNIT:
             raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
-        cache = _KINDS[dtype]
-        self._library = library(Kind.INT8 if isinstance(ends.head, Int8) else cache, cache)
-        self._arena = Arena(self._library)
+        self._arena = Arena(packing_library())
         self._held: list[object] = []  # tensors and structures that the specification points to
-        self._workspace = self._library.foretoken_open()
+        self._kinds: set[int] = set()
         self._spec = self._describe(layers, ends, dtype, entry or Entry())
+        self._library = library(self._kinds, KINDS[dtype])
+        self._workspace = self._library.foretoken_open()
         self._row_bytes = 2 * a.kv_heads * a.head_dim * dtype.itemsize  # of one layer's keys and values
         self._pages = self._new_pages()
         self._reach = 0
@@ -184,14 +184,21 @@ class NativeRunner(DecoderOnly):
         for number, layer in enumerate(map(self._layer, layers)):  # map drops a layer before it reads the next
             layer.window, layer.rope = a.windows[number], a.rope[number]
             specs[number] = layer
-        tied = ends.head is ends.embedding
+        head = self._matrix([ends.head])
+        embedding, table = None, head
+        if ends.head is not ends.embedding:
+            if isinstance(ends.embedding, Grouped):
+                table = self._matrix([ends.embedding])
+            else:
+                embedding = self._keep(_wide(floats(ends.embedding, dtype)))
         self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
         spec = ModelSpec(
             layers=specs,
-            embedding=None if tied else self._keep(_wide(ends.embedding)),
+            embedding=embedding,
+            table=table,
             norm=self._keep(ends.norm),
             feature_norm=self._keep(entry.norm),
-            head=self._matrix([ends.head]),
+            head=head,
             ropes=self._ropes,
             layer_count=a.layers,
             hidden=a.hidden,
@@ -229,7 +236,8 @@ class NativeRunner(DecoderOnly):
         )
 
     def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
-        packed = pack(self._arena, parts, bias, interleave)
+        packed = pack(self._arena, _one_layout(parts), bias, interleave)
+        self._kinds.add(packed.matrix.kind)
         self._held.extend(packed.held)
         return packed.matrix
 
@@ -259,12 +267,20 @@ def _wide(embedding: Tensor) -> Tensor:
     return F.pad(embedding, (0, missing)) if missing else embedding
 
 
+def _one_layout(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
+    """Returns the parts of a product in one layout, if they are grouped."""
+    grouped = [part for part in parts if isinstance(part, Grouped)]
+    return joinable(grouped) if grouped else parts
+
+
 def _halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
     """Returns gate and up as two matrices."""
     if len(parts) == 2:
         return parts
     (matrix,) = parts
     middle = matrix.shape[0] // 2
+    if isinstance(matrix, Grouped):
+        return [matrix.part(at, at + middle) for at in (0, middle)]
     if isinstance(matrix, Int8):
         return [Int8(matrix.values[at : at + middle], matrix.scales[at : at + middle]) for at in (0, middle)]
     return list(matrix.split(middle))

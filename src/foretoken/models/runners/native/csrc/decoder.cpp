@@ -1,5 +1,4 @@
-// The library's functions for Python. build.py compiles them once per machine and pair of kinds.
-#include <sys/mman.h>
+// The library's functions for Python. build.py compiles them once per machine, kinds of weights and kind of cache.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -9,7 +8,7 @@
 
 namespace {
 
-constexpr Kind WEIGHTS = (Kind)FORETOKEN_KIND, CACHE = (Kind)FORETOKEN_KV;  // one pair per library
+constexpr Kind CACHE = (Kind)FORETOKEN_KV;
 
 }  // namespace
 
@@ -29,43 +28,16 @@ void* foretoken_open() { return new Workspace(); }
 
 void foretoken_close(void* workspace) { delete (Workspace*)workspace; }
 
-// Allocates weights and cache pages: zeroed, aligned, in huge pages if the system has them.
-void* foretoken_allocate(int64_t bytes) {
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) return nullptr;
-    madvise(data, bytes, MADV_HUGEPAGE);
-    return data;
-}
-
-void foretoken_free(void* data, int64_t bytes) { munmap(data, bytes); }
-
-// Packs rows [0, rows) of source [rows][words] into blocks first, first + step, ... of a packed matrix with `steps` vectors
-// per block. Padding is not written and stays zero.
-void foretoken_pack(const Word* source, int64_t rows, int64_t words, Word* packed, int64_t steps, int64_t first,
-                    int64_t step, int threads) {
-    const int64_t blocks = padded(rows, LANES) / LANES;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < blocks; block++) {
-        Word* to = packed + (first + block * step) * steps * LANES;
-        const int64_t lanes = std::min<int64_t>(LANES, rows - block * LANES);
-        for (int64_t k = 0; k < words; k += LANES)
-            for (int64_t lane = 0; lane < lanes; lane++) {
-                const Word* from = source + (block * LANES + lane) * words;
-                for (int64_t i = k; i < std::min(k + LANES, words); i++) to[i * LANES + lane] = from[i];
-            }
-    }
-}
-
 // Runs one pass. Returns 0, or 1 if memory is short.
 int foretoken_run(const ModelSpec* m, const BatchSpec* b, void* workspace, int threads) {
     Workspace& w = *(Workspace*)workspace;
     try {
-        Pass<WEIGHTS, CACHE>::reserve(*m, *b, w, threads);
+        Pass<CACHE>::reserve(*m, *b, w, threads);
     } catch (const std::bad_alloc&) {
         return 1;
     }
 #pragma omp parallel num_threads(threads)
-    Pass<WEIGHTS, CACHE>(*m, *b, w, omp_get_thread_num(), omp_get_num_threads()).run();
+    Pass<CACHE>(*m, *b, w, omp_get_thread_num(), omp_get_num_threads()).run();
     return 0;
 }
 
@@ -88,18 +60,16 @@ void foretoken_move(const ModelSpec* m, Word* const* pages, int destination, con
 // Runs all products of a pass and nothing else: a lower bound for the time of a pass.
 void foretoken_floor(const ModelSpec* m, void* workspace, int rows, int threads) {
     Workspace& w = *(Workspace*)workspace;
-    int64_t widest = 0;
-    for (int i = 0; i < m->layer_count; i++)
-        for (const Matrix* p : {&m->layers[i].qkv, &m->layers[i].out, &m->layers[i].gate_up, &m->layers[i].down})
-            widest = std::max(widest, p->steps);
-    const Word* x = w.normed.room<Word>(rows * widest);
-    const float* scales = w.scales.room<float>(3 * rows);
+    const Widest widest(*m);
+    const Word* words = w.normed.room<Word>(rows * widest.words);
+    const float* scales = w.scales.room<float>(rows * widest.scales);
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num();
         alignas(64) float sink[LANES];
         auto all = [&](const Matrix& p) {
-            product<WEIGHTS>(p, x, p.steps, scales, rows, thread, threads, [&](int, int64_t, __m512 low, __m512 high) {
+            const Input x{(Word*)words, (float*)scales, p.steps, p.scale_words()};
+            multiply(p, x, rows, thread, threads, [&](int, int64_t, __m512 low, __m512 high) {
                 _mm512_store_ps(sink, _mm512_add_ps(low, high));
                 asm volatile("" : : "m"(sink));
             });

@@ -13,8 +13,6 @@
 
 constexpr int REPEATED_ROWS = 4;  // up to this many rows are prepared by every thread for itself, which saves a barrier
 
-inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 // Aligned memory that only grows. It is zeroed, because padding must be zero.
 struct Buffer {
     char* data = nullptr;
@@ -34,11 +32,16 @@ struct Buffer {
     ~Buffer() { std::free(data); }
 };
 
-// A product's input: rows of words with a fixed stride, and the scale of each row.
-struct Input {
-    Word* words;
-    float* scales;
-    int64_t stride;
+// The longest input row of a model's products: its words, and the floats beside it.
+struct Widest {
+    int64_t words = 0, scales = 0;
+    explicit Widest(const ModelSpec& m) {
+        add(m.head);
+        for (int i = 0; i < m.layer_count; i++)
+            for (const Matrix* w : {&m.layers[i].qkv, &m.layers[i].out, &m.layers[i].gate_up, &m.layers[i].down}) add(*w);
+        scales = padded(scales, LANES);
+    }
+    void add(const Matrix& w) { words = std::max(words, w.steps), scales = std::max(scales, w.scale_words()); }
 };
 
 // Buffers of one model, reused by its passes.
@@ -48,17 +51,19 @@ struct Workspace {
     Answered answered;
 };
 
-template <Kind kind, Kind kv>
+template <Kind kv>
 struct Pass {
     const ModelSpec& m;
     BatchSpec b;  // from the last layer's attention on, only the rows with logits
     const BatchSpec& answered;
     const int thread, threads;
     const PageLayout layout{m, kv};
+    const Widest widest{m};
     const int64_t width, qkv_width, inner_width;
     float *hidden, *embedded, *branch, *qkv, *mixed, *inner, *scores;
     Word *queries, *own;
-    Input normed, attended, activated;
+    Word* inputs[3];       // rows of products' inputs: normed, attended, activated
+    float* input_scales;
 
     static int64_t score_length(const BatchSpec& b) { return padded(b.reach, PAGE) + LANES; }
 
@@ -69,10 +74,8 @@ struct Pass {
         branch = (float*)w.branch.data, qkv = (float*)w.qkv.data;
         mixed = (float*)w.mixed.data, inner = (float*)w.inner.data, queries = (Word*)w.queries.data;
         own = (Word*)w.own_words[thread].data, scores = (float*)w.own_scores[thread].data;
-        float* scales = (float*)w.scales.data;
-        normed = {(Word*)w.normed.data, scales, m.layers[0].qkv.steps};
-        attended = {(Word*)w.attended.data, scales + b.rows, m.layers[0].out.steps};
-        activated = {(Word*)w.activated.data, scales + 2 * b.rows, m.layers[0].down.steps};
+        inputs[0] = (Word*)w.normed.data, inputs[1] = (Word*)w.attended.data, inputs[2] = (Word*)w.activated.data;
+        input_scales = (float*)w.scales.data;
     }
 
     // Allocates the memory of a pass, before its threads start.
@@ -84,18 +87,16 @@ struct Pass {
         w.branch.room<float>(rows * width);
         w.qkv.room<float>(rows * padded((m.heads + 2 * m.kv_heads) * m.head_dim, 32));
         w.queries.room<Word>(rows * heads / per_word(kv));
-        w.scales.room<float>(3 * rows);
-        w.normed.room<Word>(rows * m.layers[0].qkv.steps);
-        w.attended.room<Word>(rows * m.layers[0].out.steps);
-        w.activated.room<Word>(rows * m.layers[0].down.steps);
-        if (kind == INT8) {
+        const Widest widest(m);
+        w.scales.room<float>(rows * widest.scales);
+        for (Buffer* input : {&w.normed, &w.attended, &w.activated}) input->room<Word>(rows * widest.words);
+        if (FORETOKEN_KINDS & ~(1 << F32 | 1 << BF16)) {
             w.mixed.room<float>(rows * heads);
             w.inner.room<float>(rows * padded(m.inner, 16));
         }
         if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_scores.resize(threads);
-        const int64_t widest = std::max({m.layers[0].qkv.steps, m.layers[0].out.steps, m.layers[0].down.steps});
         for (int t = 0; t < threads; t++) {
-            w.own_words[t].room<Word>(3 * REPEATED_ROWS * (widest + LANES) + (m.joined ? 2 : 1) * width);
+            w.own_words[t].room<Word>(REPEATED_ROWS * (widest.words + widest.scales) + (m.joined ? 2 : 1) * width);
             w.own_scores[t].room<float>(TILE_QUERIES * (score_length(b) + 2 * m.head_dim));
         }
     }
@@ -104,22 +105,24 @@ struct Pass {
 #pragma omp barrier
     }
 
+    // The rows of a product's input: 0 normed, 1 attended, 2 activated.
+    Input input(const Matrix& w, int number) const {
+        return {inputs[number], input_scales, w.steps, w.scale_words()};
+    }
+
     // Prepares the rows of a product's input: few rows completely in each thread, or a share of many rows per thread.
-    // `slot` separates the zero padding of inputs of different widths.
+    // Calls fill(row, words, scales).
     template <class Fill>
-    Input prepare(Input shared, int slot, int rows, Fill fill) {
-        if (rows > REPEATED_ROWS) {
-            Share share(rows, thread, threads);
-            for (int64_t r = share.first; r < share.last; r++)
-                shared.scales[r] = fill(r, shared.words + r * shared.stride);
-            barrier();
-            return shared;
+    Input prepare(const Matrix& w, int number, int rows, Fill fill) {
+        Input to = input(w, number);
+        Share share(rows, thread, threads);
+        if (rows <= REPEATED_ROWS) {
+            to.words = own, to.scales = (float*)(own + REPEATED_ROWS * widest.words);
+            share.first = 0, share.last = rows;
         }
-        const int64_t widest = std::max({normed.stride, attended.stride, activated.stride}) + LANES;
-        Word* words = own + slot * REPEATED_ROWS * widest;
-        Input mine{words, (float*)(words + REPEATED_ROWS * (widest - LANES)), shared.stride};
-        for (int r = 0; r < rows; r++) mine.scales[r] = fill(r, mine.words + r * mine.stride);
-        return mine;
+        for (int64_t r = share.first; r < share.last; r++) fill(r, to.words + r * to.stride, to.scales + r * to.scale_stride);
+        if (rows > REPEATED_ROWS) barrier();
+        return to;
     }
 
     // out = x / rms(x) * weight (1910.07467), over `count` elements; out = x without a weight
@@ -143,23 +146,22 @@ struct Pass {
         for (; i < count; i++) out[i] = x[i] * factor * weight[i];
     }
 
-    float normalise_row(const float* x, const float* weight, Word* words) {
+    void normalise_row(const Matrix& w, const float* x, const float* weight, Word* words, float* scales) {
         float* row = own_row();
         normalise(x, weight, m.hidden, row);
-        return encode<kind>(row, padded(m.hidden, LANES), words);
+        std::fill(row + m.hidden, row + padded(m.hidden, LANES), 0.0f);
+        encode_row(w, row, padded(m.hidden, LANES), words, scales);
     }
 
     // The input of the first attention of an EAGLE-3 head: embedding and features, concatenated.
-    float join_row(int64_t r, const float* weight, Word* words) {
+    void join_row(const Matrix& w, int64_t r, const float* weight, Word* words, float* scales) {
         float* row = own_row();
         normalise(embedded + r * width, weight, m.hidden, row);
         normalise(hidden + r * width, m.norm_first ? nullptr : m.feature_norm, m.hidden, row + m.hidden);
-        return encode<kind>(row, 2 * m.hidden, words);
+        encode_row(w, row, 2 * m.hidden, words, scales);
     }
 
-    float* own_row() const {
-        return (float*)(own + 3 * REPEATED_ROWS * (std::max({normed.stride, attended.stride, activated.stride}) + LANES));
-    }
+    float* own_row() const { return (float*)(own + REPEATED_ROWS * (widest.words + widest.scales)); }
 
     // Starts the residual stream: from embeddings, or from the caller's features.
     void begin() {
@@ -174,32 +176,42 @@ struct Pass {
         Share share(b.rows, thread, threads);
         const __m512 scale = _mm512_set1_ps(m.embedding_scale);
         for (int64_t r = share.first; r < share.last; r++) {
-            const Word* row = m.embedding ? m.embedding + b.tokens[r] * (width / per_word(kv)) : unpack(b.tokens[r]);
-            for (int64_t i = 0; i < width; i += LANES)
-                _mm512_storeu_ps(embedded + r * width + i, _mm512_mul_ps(get<kv>(row, i), scale));
+            float* to = embedded + r * width;
+            embedding(b.tokens[r], to);
+            for (int64_t i = 0; i < width; i += LANES) _mm512_storeu_ps(to + i, _mm512_mul_ps(_mm512_loadu_ps(to + i), scale));
         }
     }
 
-    // Unpacks a row of the head, for a tied embedding, which is then stored once.
+    // The embedding of a token. A tied or quantized one is unpacked from its packed matrix.
+    void embedding(int token, float* to) {
+        if (!m.embedding && is_grouped(m.table.kind)) {
+            std::fill(to + m.hidden, to + width, 0.0f);
+            return by_kind(m.table, [&](auto kind) {
+                if constexpr (is_grouped(kind())) unpack_groups<Variant<kind()>>(m.table, token, m.hidden, to);
+            });
+        }
+        const Word* row = m.embedding ? m.embedding + token * (width / per_word(kv)) : unpack(token);
+        for (int64_t i = 0; i < width; i += LANES) _mm512_storeu_ps(to + i, get<kv>(row, i));
+    }
+
     const Word* unpack(int token) {
-        const Word* lane = m.head.data + token / LANES * m.head.steps * LANES + token % LANES;
-        for (int64_t k = 0; k < width / per_word(kv); k++) own[k] = k < m.head.steps ? lane[k * LANES] : 0;
+        const Word* lane = m.table.data + token / LANES * m.table.steps * LANES + token % LANES;
+        for (int64_t k = 0; k < width / per_word(kv); k++) own[k] = k < m.table.steps ? lane[k * LANES] : 0;
         return own;
     }
 
     // Adds a product to the residual stream, after a norm if the architecture has one.
     void residual(const Matrix& w, Input x, const float* norm) {
         float* to = norm ? branch : hidden;
-        product<kind>(w, x.words, x.stride, x.scales, b.rows, thread, threads,
-                      [&](int row, int64_t unit, __m512 low, __m512 high) {
-                          float* at = to + row * width + unit * BLOCKS * LANES;
-                          if (!norm) {
-                              low = _mm512_add_ps(low, _mm512_loadu_ps(at));
-                              high = _mm512_add_ps(high, _mm512_loadu_ps(at + LANES));
-                          }
-                          _mm512_storeu_ps(at, low);
-                          _mm512_storeu_ps(at + LANES, high);
-                      });
+        multiply(w, x, b.rows, thread, threads, [&](int row, int64_t unit, __m512 low, __m512 high) {
+            float* at = to + row * width + unit * BLOCKS * LANES;
+            if (!norm) {
+                low = _mm512_add_ps(low, _mm512_loadu_ps(at));
+                high = _mm512_add_ps(high, _mm512_loadu_ps(at + LANES));
+            }
+            _mm512_storeu_ps(at, low);
+            _mm512_storeu_ps(at + LANES, high);
+        });
         barrier();
         if (!norm) return;
         Share share(b.rows, thread, threads);
@@ -271,6 +283,8 @@ struct Pass {
     }
 
     void attend(int number) {
+        const Matrix& out = m.layers[number].out;
+        clear_tails(out, 1, m.heads * m.head_dim);
         const int group = m.heads / m.kv_heads, tile = std::max(1, TILE_QUERIES / group);
         float* mixed = scores + TILE_QUERIES * score_length(b);
         Word* own_queries = (Word*)(mixed + TILE_QUERIES * m.head_dim);
@@ -281,40 +295,46 @@ struct Pass {
                 for (int head = 0; head < m.kv_heads; head++, item++)
                     if (item % threads == thread)
                         attention.run(s, number, head, first, std::min(first + tile, b.sequence_from[s + 1]),
-                                      [&](int row, int at, const float* values) { keep(row, at, values); });
+                                      [&](int row, int at, const float* values) { keep(out, row, at, values); });
         barrier();
     }
 
-    void keep(int row, int head, const float* values) {
+    // Zeroes what follows `count` numbers in each row of an input that is written without `encode_row`.
+    void clear_tails(const Matrix& w, int number, int64_t count) {
+        if (!is_float(w) || count / per_word((Kind)w.kind) == w.steps) return;
+        Share share(b.rows, thread, threads);
+        for (int64_t r = share.first; r < share.last; r++) clear_tail(w, count, inputs[number] + r * w.steps);
+    }
+
+    void keep(const Matrix& w, int row, int head, const float* values) {
         for (int i = 0; i < m.head_dim; i += LANES) {
             __m512 v = _mm512_loadu_ps(values + i);
-            if constexpr (kind == INT8)
-                _mm512_storeu_ps(mixed + ((int64_t)row * m.heads + head) * m.head_dim + i, v);
-            else
-                put<kind>(attended.words + row * attended.stride, head * m.head_dim + i, v);
+            if (is_float(w)) put_floats(w, inputs[1] + row * w.steps, head * m.head_dim + i, v);
+            else _mm512_storeu_ps(mixed + ((int64_t)row * m.heads + head) * m.head_dim + i, v);
         }
     }
 
-    Input attention_input() {
-        if constexpr (kind != INT8) return attended;
+    Input attention_input(const Matrix& w) {
+        if (is_float(w)) return input(w, 1);
         const int64_t count = m.heads * m.head_dim;
-        return prepare(attended, 1, b.rows, [&](int64_t r, Word* words) { return encode<kind>(mixed + r * count, count, words); });
+        return prepare(w, 1, b.rows, [&](int64_t r, Word* words, float* scales) {
+            encode_row(w, mixed + r * count, count, words, scales);
+        });
     }
 
-    // silu(gate) * up; gate and up are the two halves of a unit
-    Input gate(const Matrix& w, Input x) {
-        product<kind>(w, x.words, x.stride, x.scales, b.rows, thread, threads,
-                      [&](int row, int64_t unit, __m512 gate, __m512 up) {
-                          __m512 v = _mm512_mul_ps(m.gelu ? gelu(gate) : silu(gate), up);
-                          if constexpr (kind == INT8)
-                              _mm512_storeu_ps(inner + row * inner_width + unit * LANES, v);
-                          else
-                              put<kind>(activated.words + row * activated.stride, unit * LANES, v);
-                      });
+    // The input of `down`: silu(gate) * up. Gate and up are the two halves of a unit.
+    Input gate(const Matrix& w, Input x, const Matrix& down) {
+        clear_tails(down, 2, inner_width);
+        multiply(w, x, b.rows, thread, threads, [&](int row, int64_t unit, __m512 gate, __m512 up) {
+            __m512 v = _mm512_mul_ps(m.gelu ? gelu(gate) : silu(gate), up);
+            if (is_float(down)) put_floats(down, inputs[2] + row * down.steps, unit * LANES, v);
+            else _mm512_storeu_ps(inner + row * inner_width + unit * LANES, v);
+        });
         barrier();
-        if constexpr (kind != INT8) return activated;
-        return prepare(activated, 2, b.rows,
-                       [&](int64_t r, Word* words) { return encode<kind>(inner + r * inner_width, inner_width, words); });
+        if (is_float(down)) return input(down, 2);
+        return prepare(down, 2, b.rows, [&](int64_t r, Word* words, float* scales) {
+            encode_row(down, inner + r * inner_width, inner_width, words, scales);
+        });
     }
 
     void tap(int number) {
@@ -331,21 +351,20 @@ struct Pass {
     }
 
     void head() {
-        Input x = prepare(normed, 0, b.output_count, [&](int64_t i, Word* words) {
-            return normalise_row(hidden + b.outputs[i] * width, m.norm, words);
+        Input x = prepare(m.head, 0, b.output_count, [&](int64_t i, Word* words, float* scales) {
+            normalise_row(m.head, hidden + b.outputs[i] * width, m.norm, words, scales);
         });
         const int64_t stride = m.head.units * BLOCKS * LANES;
         const __m512 cap = _mm512_set1_ps(m.logit_cap);
-        product<kind>(m.head, x.words, x.stride, x.scales, b.output_count, thread, threads,
-                      [&](int row, int64_t unit, __m512 low, __m512 high) {
-                          float* at = b.logits + row * stride + unit * BLOCKS * LANES;
-                          if (m.logit_cap != 0.0f) {
-                              low = _mm512_mul_ps(cap, hyperbolic_tangent(_mm512_div_ps(low, cap)));
-                              high = _mm512_mul_ps(cap, hyperbolic_tangent(_mm512_div_ps(high, cap)));
-                          }
-                          _mm512_storeu_ps(at, low);
-                          _mm512_storeu_ps(at + LANES, high);
-                      });
+        multiply(m.head, x, b.output_count, thread, threads, [&](int row, int64_t unit, __m512 low, __m512 high) {
+            float* at = b.logits + row * stride + unit * BLOCKS * LANES;
+            if (m.logit_cap != 0.0f) {
+                low = _mm512_mul_ps(cap, hyperbolic_tangent(_mm512_div_ps(low, cap)));
+                high = _mm512_mul_ps(cap, hyperbolic_tangent(_mm512_div_ps(high, cap)));
+            }
+            _mm512_storeu_ps(at, low);
+            _mm512_storeu_ps(at + LANES, high);
+        });
     }
 
     void run() {
@@ -354,26 +373,25 @@ struct Pass {
         for (int number = 0; number < m.layer_count; number++) {
             const LayerSpec& layer = m.layers[number];
             tap(number);
-            Input x = prepare(normed, 0, b.rows, [&](int64_t r, Word* words) {
-                return m.joined && number == 0 ? join_row(r, layer.norm, words)
-                                               : normalise_row(hidden + r * width, layer.norm, words);
+            Input x = prepare(layer.qkv, 0, b.rows, [&](int64_t r, Word* words, float* scales) {
+                if (m.joined && number == 0) join_row(layer.qkv, r, layer.norm, words, scales);
+                else normalise_row(layer.qkv, hidden + r * width, layer.norm, words, scales);
             });
-            product<kind>(layer.qkv, x.words, x.stride, x.scales, b.rows, thread, threads,
-                          [&](int row, int64_t unit, __m512 low, __m512 high) {
-                              float* at = qkv + row * qkv_width + unit * BLOCKS * LANES;
-                              _mm512_storeu_ps(at, low);
-                              _mm512_storeu_ps(at + LANES, high);
-                          });
+            multiply(layer.qkv, x, b.rows, thread, threads, [&](int row, int64_t unit, __m512 low, __m512 high) {
+                float* at = qkv + row * qkv_width + unit * BLOCKS * LANES;
+                _mm512_storeu_ps(at, low);
+                _mm512_storeu_ps(at + LANES, high);
+            });
             barrier();
             spread(number);
             if (number == m.layer_count - 1 && answered.rows < b.rows) leave();
             if (!b.rows) break;
             attend(number);
-            residual(layer.out, attention_input(), layer.after_attention);
-            x = prepare(normed, 0, b.rows, [&](int64_t r, Word* words) {
-                return normalise_row(hidden + r * width, layer.mlp_norm, words);
+            residual(layer.out, attention_input(layer.out), layer.after_attention);
+            x = prepare(layer.gate_up, 0, b.rows, [&](int64_t r, Word* words, float* scales) {
+                normalise_row(layer.gate_up, hidden + r * width, layer.mlp_norm, words, scales);
             });
-            residual(layer.down, gate(layer.gate_up, x), layer.after_mlp);
+            residual(layer.down, gate(layer.gate_up, x, layer.down), layer.after_mlp);
         }
         tap(m.layer_count);
         tap(m.layer_count + 1);

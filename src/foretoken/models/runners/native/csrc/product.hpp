@@ -28,14 +28,28 @@ constexpr int tallest(Kind kind) {
 #endif
 }
 
+constexpr int GROUP_META = 3;     // floats per group of an activation row (grouped.hpp)
+
 struct Matrix {
-    const Word* data;        // [blocks][steps][16], 64-byte aligned
+    const Word* data;        // [blocks][steps][16], or [units][groups] records; 64-byte aligned
     const float* scales;     // [outputs]; null unless int8
     const float* bias;       // [outputs] or null
     const int32_t* sums;     // [outputs], or null: sum of each row of int8 weights, for the offset of activations
     int64_t units;           // blocks / BLOCKS
-    int64_t steps;
+    int64_t steps;           // words of an input row
+    int32_t kind;            // a Kind
+    int32_t group;           // inputs that share a scale; 0: all (this and what follows: see grouped.hpp)
+    int32_t record_bytes;
+    int32_t record_groups;   // groups of a record
+    int32_t zero;            // is subtracted from every level
+    uint8_t levels[16];      // levels of the codes of four bits
+
+    int64_t groups() const { return group ? steps * 4 / group : 0; }
+    int64_t records() const { return groups() / record_groups; }
+    int64_t scale_words() const { return group ? groups() * GROUP_META : 1; }  // floats beside an input row
 };
+
+inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // A thread's share [first, last) of n items.
 struct Share {

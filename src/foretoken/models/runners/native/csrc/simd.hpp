@@ -1,4 +1,4 @@
-// Vectors of sixteen floats, and the three types (kinds) of weights and activations.
+// Vectors of sixteen floats, and the types (kinds) of weights and activations.
 //
 // Everything is stored in words of four bytes: one float32, two bfloat16 or four int8. A vector holds sixteen words, so
 // one loop handles every kind, and only `Unit<kind>` depends on the content of a word.
@@ -10,7 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
-enum Kind : int { F32 = 0, BF16 = 1, INT8 = 2 };
+// From GROUPED on: codes of four and eight bits with scales in groups of inputs (grouped.hpp).
+enum Kind : int { F32 = 0, BF16 = 1, INT8 = 2, GROUPED = 3 };
 
 constexpr int LANES = 16;
 

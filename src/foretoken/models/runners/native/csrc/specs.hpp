@@ -1,7 +1,7 @@
 // What Python passes: a model once, and the plan of each pass. bindings.py mirrors these structures field by field.
 #pragma once
 
-#include "product.hpp"
+#include "kinds.hpp"
 
 constexpr int PAGE = 64;  // cache rows of one page; models/state/pages.py has the same number
 
@@ -14,7 +14,8 @@ struct LayerSpec {
 
 struct ModelSpec {
     const LayerSpec* layers;
-    const Word* embedding;      // [vocab][hidden padded to 32] in the cache's type; null: unpack rows of the head
+    const Word* embedding;      // [vocab][hidden padded to 32] in the cache's type; null: unpack rows of `table`
+    Matrix table;               // the head where the two are tied
     const float* norm;          // null: none
     const float* feature_norm;  // norm of a pass's features; null: none
     Matrix head;

@@ -1,0 +1,1 @@
+"""GGUF files: one file with metadata, tokenizer and weights, as llama.cpp writes and reads it."""

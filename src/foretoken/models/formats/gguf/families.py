@@ -1,0 +1,259 @@
+"""The architectures of GGUF files as the config.json and tensor names that the runtime knows.
+
+llama.cpp changes some tensors when it converts a checkpoint: the rows of Llama's queries and keys are interleaved for
+its rotary kernel, Gemma's norms have their offset of 1 added, Llama 3's rotary scaling becomes a tensor of factors. The
+differences are stated here and undone in ``weights.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import shortened
+from foretoken.models.formats.gguf.header import Header, StoredArray
+
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scale is that of hidden / heads
+_IGNORED = {"rope_freqs.weight"}  # part of the configuration
+_NEEDS_OTHER = {
+    "expert_count",
+    "attention.temperature_scale",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "logit_scale",
+    "attention.max_alibi_bias",
+    "residual_scale",
+    "embedding_scale",
+    "nextn_predict_layers",
+}
+_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
+_ENDS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_BIASES = {"attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv"}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFamily:
+    """An architecture of GGUF that the runtime computes.
+
+    Attributes:
+        model_type: the name that config.json has for it.
+        names: names of a layer's tensors in the checkpoint, by their names in the file.
+        interleaved: whether the rows of queries and keys are stored in pairs (x[i], x[i + head_dim / 2]).
+        norm_offset: is added to the norm weights in the file.
+        settings: fields of config.json that only this family has.
+    """
+
+    model_type: str
+    names: Mapping[str, str]
+    interleaved: bool = False
+    norm_offset: float = 0.0
+    settings: Callable[[_Metadata], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """The keys of one architecture in a header."""
+
+    header: Header
+    architecture: str
+
+    def get(self, key: str, kinds: tuple[type, ...] = (int,), default: Any = None) -> Any:
+        """Returns the value of ``architecture.key``, or the default. Raises ModelLoadError for another type."""
+        value = self.header.metadata.get(f"{self.architecture}.{key}", default)
+        if value is default:
+            return default
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ModelLoadError(
+                f"{self.header.path} has {self.architecture}.{key} = {shortened(value)}; expected "
+                f"{' or '.join(kind.__name__ for kind in kinds)}"
+            )
+        return value
+
+    def need(self, key: str, kinds: tuple[type, ...] = (int,)) -> Any:
+        """Returns the value of ``architecture.key``. Raises ModelLoadError if it is missing or of another type."""
+        value = self.get(key, kinds)
+        if value is None:
+            raise ModelLoadError(f"{self.header.path} lacks the key {self.architecture}.{key}; is it complete?")
+        return value
+
+    def number(self, key: str) -> float | None:
+        """Returns a number, as it was before it was rounded to float32; None if the file has none."""
+        value = self.get(key, (float, int))
+        return None if value is None else _shortest(value)
+
+
+def _window(m: _Metadata) -> dict[str, Any]:
+    return {"sliding_window": m.get("attention.sliding_window") or None}
+
+
+def _gemma2(m: _Metadata) -> dict[str, Any]:
+    layers, heads = m.need("block_count"), m.need("attention.head_count")
+    big = layers == _GEMMA_27B[m.architecture]
+    settings = _window(m) | {
+        "query_pre_attn_scalar": m.need("embedding_length") / heads if big else _head_dim(m),
+        "attn_logit_softcapping": m.number("attn_logit_softcapping"),
+        "final_logit_softcapping": m.number("final_logit_softcapping"),
+    }
+    if m.architecture == "gemma2":  # llama.cpp's defaults are those of transformers
+        settings = {key: value for key, value in settings.items() if value is not None}
+    return settings
+
+
+def _gemma3(m: _Metadata) -> dict[str, Any]:
+    settings = _gemma2(m) | {"rope_local_base_freq": m.number("rope.freq_base_swa") or 1e4}
+    key = "attention.sliding_window_pattern"
+    if isinstance(m.header.metadata.get(f"{m.architecture}.{key}"), StoredArray):
+        sliding = m.header.array(f"{m.architecture}.{key}") or []
+        kinds = ["sliding_attention" if slides else "full_attention" for slides in sliding]
+        return settings | {"layer_types": kinds[: m.need("block_count")]}
+    return settings | {"sliding_window_pattern": m.get(key, default=6)}
+
+
+_LLAMA = GGUFFamily("llama", _LAYER, interleaved=True)
+_GEMMA_NAMES = _LAYER | _SANDWICH
+FAMILIES = {
+    "llama": _LLAMA,
+    "mistral": GGUFFamily("mistral", _LAYER, interleaved=True, settings=_window),
+    "mistral3": _LLAMA,
+    "smollm3": GGUFFamily("smollm3", _LAYER, interleaved=True),
+    "qwen2": GGUFFamily("qwen2", _LAYER),
+    "qwen3": GGUFFamily("qwen3", _LAYER | _HEAD_NORMS),
+    "phi3": GGUFFamily("phi3", _LAYER | _FUSED, settings=_window),
+    "gemma": GGUFFamily("gemma", _LAYER, norm_offset=1.0),
+    "gemma2": GGUFFamily("gemma2", _GEMMA_NAMES, norm_offset=1.0, settings=_gemma2),
+    "gemma3": GGUFFamily("gemma3_text", _GEMMA_NAMES | _HEAD_NORMS, norm_offset=1.0, settings=_gemma3),
+}
+
+
+def family_of(header: Header) -> tuple[str, GGUFFamily]:
+    """Returns the name of a file's architecture and what it stands for.
+
+    Raises:
+        ModelLoadError: the runtime does not compute the architecture, or the file is one part of several.
+    """
+    name = header.metadata.get("general.architecture")
+    parts = header.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ModelLoadError(
+            f"{header.path} is one of {shortened(parts)} parts of a model; merge them with 'llama-gguf-split --merge'"
+        )
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelLoadError(
+            f"{header.path} has the architecture {shortened(name)}; GGUF files are computed of {', '.join(FAMILIES)}"
+        )
+    return name, FAMILIES[name]
+
+
+def config_of(header: Header) -> dict[str, Any]:
+    """Returns the config.json that the metadata describes.
+
+    Raises:
+        ModelLoadError: a key is missing or wrong, or asks for something that the runtime does not compute.
+    """
+    name, family = family_of(header)
+    m = _Metadata(header, name)
+    for key in _NEEDS_OTHER:
+        if value := header.metadata.get(f"{name}.{key}"):
+            raise ModelLoadError(f"{header.path} has {name}.{key} = {shortened(value)}, which is not computed here")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelLoadError(f"{header.path} lacks the matrix token_embd.weight; is it complete?")
+    head_dim = _head_dim(m)
+    if m.get("attention.value_length", default=head_dim) != head_dim:
+        raise ModelLoadError(f"{header.path} has keys and values of different lengths, which is not computed here")
+    config = {
+        "model_type": family.model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": m.need("embedding_length"),
+        "intermediate_size": m.need("feed_forward_length"),
+        "num_hidden_layers": m.need("block_count"),
+        "num_attention_heads": m.need("attention.head_count"),
+        "num_key_value_heads": m.get("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "max_position_embeddings": m.need("context_length"),
+        "rms_norm_eps": _shortest(m.need("attention.layer_norm_rms_epsilon", (float,))),
+        "rope_theta": m.number("rope.freq_base") or 10000.0,
+        "partial_rotary_factor": m.get("rope.dimension_count", default=head_dim) / head_dim,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+    if family.settings is not None:
+        config |= family.settings(m)
+    scaling = _rope_scaling(m)
+    return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def checkpoint_name(family: GGUFFamily, name: str) -> str | None:
+    """Returns the name of a tensor in the checkpoint; None if it is no weight. Raises KeyError if it is unknown."""
+    if name in _IGNORED or name.endswith(".attn_rot_embd.weight"):
+        return None
+    if block := _BLOCK.fullmatch(name):
+        layer, part, suffix = block.groups()
+        if suffix == "bias" and part not in _BIASES:
+            raise KeyError(name)
+        return f"model.layers.{layer}.{family.names[part]}.{suffix}"
+    return _ENDS[name]
+
+
+def _head_dim(m: _Metadata) -> int:
+    heads = m.need("attention.head_count")
+    if heads < 1:
+        raise ModelLoadError(f"{m.header.path} has {m.architecture}.attention.head_count = {heads}; expected 1 or more")
+    length: int = m.get("attention.key_length") or m.need("embedding_length") // heads
+    if length < 1:
+        raise ModelLoadError(f"{m.header.path} has heads of {length} numbers; expected 1 or more")
+    return length
+
+
+def _rope_scaling(m: _Metadata) -> dict[str, Any] | None:
+    """Returns the rotary scaling of the file; None if it has none."""
+    kind = m.get("rope.scaling.type", (str,), "none")
+    factors = m.header.tensors.get("rope_freqs.weight")
+    if any(name in m.header.tensors for name in ("rope_factors_long.weight", "rope_factors_short.weight")):
+        kind = "longrope"
+    if kind == "linear" and factors is None:
+        return {"rope_type": "linear", "factor": m.number("rope.scaling.factor") or 1.0}
+    if kind != "none":
+        raise ModelLoadError(f"{m.header.path} scales its positions by {shortened(kind)}, which is not computed here")
+    if factors is None:
+        return None
+    if factors.kind != GGMLQuantizationType.F32 or factors.shape != (_head_dim(m) // 2,):
+        raise ModelLoadError(
+            f"{m.header.path} has rope_freqs.weight {factors.shape} of {factors.kind.name}; "
+            f"expected float32 ({_head_dim(m) // 2},)"
+        )
+    values = np.fromfile(m.header.path, np.float32, factors.shape[0], offset=factors.start)
+    return {"rope_type": "factors", "factors": [float(value) for value in values]}
+
+
+def _shortest(value: float) -> float:
+    """Returns the shortest decimal number that rounds to the same float32: 1e-6 for 9.99999997e-07."""
+    return value if not math.isfinite(value) else float(str(np.float32(value)))

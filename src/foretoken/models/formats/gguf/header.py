@@ -1,0 +1,277 @@
+"""The header of a GGUF file: metadata, and where each tensor lies.
+
+Every count, length and offset is compared with the file's size before it is used, so a damaged or hostile header gives
+an error and never memory beyond the file. Arrays (a vocabulary has 100,000 strings) are decoded only when asked for.
+The format is described in ggml's ``docs/gguf.md``.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import shortened
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_KEYS, MAX_TENSORS = 2**16, 2**18
+MAX_NAME = 2**10  # bytes of a key or of a tensor's name
+MAX_ALIGNMENT = 2**20
+_ALIGNMENT = 32  # of the tensors' data, if general.alignment does not say otherwise
+
+_T = GGUFValueType
+_FORMATS = {
+    _T.UINT8: "B",
+    _T.INT8: "b",
+    _T.UINT16: "H",
+    _T.INT16: "h",
+    _T.UINT32: "I",
+    _T.INT32: "i",
+    _T.FLOAT32: "f",
+    _T.BOOL: "?",
+    _T.UINT64: "Q",
+    _T.INT64: "q",
+    _T.FLOAT64: "d",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array of the metadata that was not decoded yet; ``start`` is the offset of its first element."""
+
+    kind: GGUFValueType
+    count: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in the file.
+
+    Attributes:
+        kind: how its numbers are stored.
+        shape: rows first, as torch counts dimensions.
+        start: offset in the file.
+        nbytes: length in bytes.
+    """
+
+    name: str
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        path: the file.
+        metadata: values by key; arrays as ``StoredArray``.
+        tensors: tensors by name.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+    @staticmethod
+    def read(path: Path) -> Header:
+        """Reads and checks a file's header; the headers of the last few files are kept.
+
+        Raises:
+            ModelLoadError: the file cannot be read, or is no GGUF file of a known version, or is damaged.
+        """
+        try:
+            status = path.stat()
+            return _read(path, status.st_size, status.st_mtime_ns)
+        except OSError as error:
+            if isinstance(error, ModelLoadError):
+                raise
+            raise ModelLoadError(f"{path} cannot be read ({error.strerror or error})") from None
+
+    def array(self, key: str) -> list[Any] | None:
+        """Returns the elements of an array; None if the file has no such key.
+
+        Raises:
+            ModelLoadError: the value is no array, or a string is not UTF-8.
+        """
+        stored = self.metadata.get(key)
+        if stored is None:
+            return None
+        if not isinstance(stored, StoredArray):
+            raise _damaged(self.path, f"{key} is {shortened(stored)}; expected an array")
+        with _mapped(self.path) as content:
+            cursor = _Cursor(self.path, content, stored.start)
+            if stored.kind == _T.STRING:
+                return [cursor.string() for _ in range(stored.count)]
+            return cursor.numbers(stored.kind, stored.count)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, size: int, modified: int) -> Header:
+    """Reads a header; ``size`` and ``modified`` make a changed file be read again."""
+    if size < 24:
+        raise _damaged(path, f"it has {size} bytes, fewer than a header")
+    with _mapped(path) as content:
+        cursor = _Cursor(path, content, 0)
+        if content[:4] != MAGIC:
+            raise ModelLoadError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
+        cursor.at = 4
+        version = cursor.number(_T.UINT32)
+        if version not in VERSIONS:
+            order = "; it is big-endian" if version & 0xFFFF == 0 else ""
+            raise ModelLoadError(f"{path} has version {version} of GGUF{order}; supported are 2 and 3, little-endian")
+        tensors, keys = cursor.number(_T.UINT64), cursor.number(_T.UINT64)
+        for name, count, limit in (("keys", keys, MAX_KEYS), ("tensors", tensors, MAX_TENSORS)):
+            if count > limit:
+                raise _damaged(path, f"it claims {count} {name}; supported are {limit}")
+        metadata = dict(_metadata(cursor, keys))
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise _damaged(path, f"general.alignment is {shortened(alignment)}; expected a power of two")
+        infos = [_tensor(cursor) for _ in range(tensors)]
+        data = -(-cursor.at // alignment) * alignment
+    placed = [StoredTensor(i.name, i.kind, i.shape, i.start + data, i.nbytes) for i in infos]
+    _check_places(path, placed, alignment, size)
+    return Header(path, metadata, {tensor.name: tensor for tensor in placed})
+
+
+def _metadata(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
+    seen = set()
+    for _ in range(count):
+        key = cursor.string(MAX_NAME)
+        if key in seen:
+            raise _damaged(cursor.path, f"it has the key {shortened(key)} twice")
+        seen.add(key)
+        yield key, cursor.value(cursor.kind())
+
+
+def _tensor(cursor: _Cursor) -> StoredTensor:
+    """Reads one entry of the table of tensors; ``start`` counts from the beginning of the data."""
+    name = cursor.string(MAX_NAME)
+    dimensions = cursor.number(_T.UINT32)
+    if not 1 <= dimensions <= 4:
+        raise _damaged(cursor.path, f"the tensor {shortened(name)} has {dimensions} dimensions; expected 1 to 4")
+    shape = tuple(reversed(cursor.numbers(_T.UINT64, dimensions)))
+    number = cursor.number(_T.UINT32)
+    try:
+        kind = GGMLQuantizationType(number)
+        block, size = GGML_QUANT_SIZES[kind]
+    except (ValueError, KeyError):
+        raise ModelLoadError(
+            f"{cursor.path} stores {shortened(name)} in a type of number {number}, which is not known; a newer version "
+            "of the package 'gguf' may know it"
+        ) from None
+    if min(shape) < 1 or shape[-1] % block:
+        raise _damaged(
+            cursor.path, f"the tensor {shortened(name)} has the shape {shape}, which {kind.name} does not divide"
+        )
+    return StoredTensor(name, kind, shape, cursor.number(_T.UINT64), math.prod(shape) // block * size)
+
+
+def _check_places(path: Path, tensors: list[StoredTensor], alignment: int, size: int) -> None:
+    """Raises ModelLoadError unless all tensors lie within the file, aligned, apart from each other, once each."""
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise _damaged(path, "it has two tensors of one name")
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+        if tensor.start + tensor.nbytes > size:
+            raise _damaged(
+                path,
+                f"the tensor {shortened(tensor.name)} ends at {tensor.start + tensor.nbytes}, behind the file's "
+                f"{size} bytes",
+            )
+        if tensor.start % alignment or tensor.start < end:
+            raise _damaged(path, f"the tensor {shortened(tensor.name)} lies on another one or is not aligned")
+        end = tensor.start + tensor.nbytes
+
+
+class _Cursor:
+    """Reads values one after the other, and never behind the end of the file."""
+
+    def __init__(self, path: Path, content: mmap.mmap, at: int) -> None:
+        self.path = path
+        self.at = at
+        self._content = content
+        self._size = len(content)
+
+    def kind(self) -> GGUFValueType:
+        """Reads the type of a value."""
+        number = self.number(_T.UINT32)
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise _damaged(self.path, f"its metadata has a value of unknown type {number}") from None
+
+    def value(self, kind: GGUFValueType) -> Any:
+        """Reads a value of the metadata."""
+        if kind == _T.STRING:
+            return self.string()
+        if kind == _T.ARRAY:
+            return self._array()
+        return self.number(kind)
+
+    def number(self, kind: GGUFValueType) -> Any:
+        """Reads one number or boolean."""
+        return self.numbers(kind, 1)[0]
+
+    def numbers(self, kind: GGUFValueType, count: int) -> list[Any]:
+        """Reads numbers or booleans of one type."""
+        start = self._skip(count * struct.calcsize(_FORMATS[kind]))
+        return list(struct.unpack_from(f"<{count}{_FORMATS[kind]}", self._content, start))
+
+    def string(self, limit: int | None = None) -> str:
+        """Reads a string of at most ``limit`` bytes."""
+        length = self.number(_T.UINT64)
+        if limit is not None and length > limit:
+            raise _damaged(self.path, f"it has a name of {length} bytes")
+        start = self._skip(length)
+        try:
+            return self._content[start : self.at].decode("utf-8")
+        except UnicodeDecodeError:
+            raise _damaged(self.path, f"the string at byte {start} is not UTF-8") from None
+
+    def _array(self) -> StoredArray:
+        kind, count = self.kind(), self.number(_T.UINT64)
+        start = self.at
+        if kind == _T.ARRAY:
+            raise _damaged(self.path, "its metadata has an array of arrays")
+        if kind != _T.STRING:
+            self._skip(count * struct.calcsize(_FORMATS[kind]))
+            return StoredArray(kind, count, start)
+        if count * 8 > self._size - start:
+            raise self._short()
+        for _ in range(count):
+            self._skip(self.number(_T.UINT64))
+        return StoredArray(kind, count, start)
+
+    def _skip(self, length: int) -> int:
+        """Moves on by ``length`` bytes, and returns where it was."""
+        start = self.at
+        if length > self._size - start:
+            raise self._short()
+        self.at = start + length
+        return start
+
+    def _short(self) -> ModelLoadError:
+        return _damaged(self.path, f"its header goes on behind the end of the file, at {self._size} bytes")
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _damaged(path: Path, reason: str) -> ModelLoadError:
+    return ModelLoadError(f"{path} is damaged or truncated: {reason}; download it again")

@@ -1,0 +1,262 @@
+"""The tokenizer that a GGUF file's metadata describes.
+
+Two kinds are built: byte-level BPE (``gpt2``), whose pre-tokenizer the file names, and SentencePiece BPE (``llama``),
+whose merges follow from the pieces' scores. The result tokenizes as the tokenizer.json of the original checkpoint does,
+which in a few places is not what llama.cpp does (Qwen normalizes to NFC).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import shortened
+from foretoken.models.formats.gguf.header import Header
+from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from foretoken.models.formats.tokenizer import PlainTokenizer
+
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # types of tokens
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi 3, whose other special tokens take the spaces behind them
+
+
+def special_ids(header: Header) -> dict[str, Any]:
+    """Returns the special token ids as generation_config.json has them.
+
+    Texts end with the token of the end of the sequence, of a turn (``eot``) or of a message (``eom``).
+    """
+    ids = {name: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+    return {"eos_token_id": list(dict.fromkeys(ends)), "bos_token_id": ids["bos"]}
+
+
+def gguf_tokenizer(header: Header) -> PlainTokenizer:
+    """Returns the tokenizer of a GGUF file.
+
+    Raises:
+        ModelLoadError: the file has no tokenizer, or one of an unknown kind.
+        Exception: its vocabulary is damaged; tokenizers raises no narrower class.
+    """
+    vocabulary = _Vocabulary.read(header)
+    kind = header.metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        spec = _byte_level(vocabulary, header)
+    elif kind == "llama":
+        spec = _sentencepiece(vocabulary, header)
+    else:
+        raise ModelLoadError(
+            f"{header.path} has a tokenizer of the kind {shortened(kind)}; known are 'gpt2' and 'llama'; pass "
+            "tokenizer= with the folder or hub id of the original checkpoint"
+        )
+    names = {name: vocabulary.token(header, key) for name, key in _SPECIAL.items()}
+    template = header.metadata.get("tokenizer.chat_template")
+    text = json.dumps(spec)
+    full = partial(_transformers_tokenizer, text, names, template if isinstance(template, str) else None)
+    return PlainTokenizer(Tokenizer.from_str(text), names["eos_token"], full)
+
+
+def _transformers_tokenizer(text: str, names: Mapping[str, str | None], template: str | None) -> Any:
+    """Returns the tokenizer as a class of transformers.
+
+    Args:
+        text: The content of tokenizer.json.
+        names: Special tokens.
+        template: The chat template.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    special = {name: token for name, token in names.items() if token is not None}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(text), clean_up_tokenization_spaces=False, **special
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+class _Vocabulary:
+    """The tokens of a file with their types.
+
+    Attributes:
+        tokens: texts by id.
+        kinds: types by id.
+    """
+
+    def __init__(self, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.kinds = kinds
+
+    @staticmethod
+    def read(header: Header) -> _Vocabulary:
+        """Reads the vocabulary. Raises ModelLoadError if there is none."""
+        tokens = header.array("tokenizer.ggml.tokens")
+        if not tokens or not all(isinstance(token, str) for token in tokens):
+            raise ModelLoadError(f"{header.path} has no vocabulary; pass tokenizer= with the original checkpoint")
+        kinds = header.array("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+        if len(kinds) != len(tokens):
+            raise ModelLoadError(f"{header.path} has {len(tokens)} tokens, but the types of {len(kinds)}")
+        return _Vocabulary(tokens, kinds)
+
+    def ids(self) -> dict[str, int]:
+        """Returns the id of every token; rows that only pad the embedding have none."""
+        padding = {i for i, k in enumerate(self.kinds) if k == _UNUSED and self.tokens[i] == f"[PAD{i}]"}
+        return {token: i for i, token in enumerate(self.tokens) if i not in padding}
+
+    def added(self, strips: bool = False) -> list[dict[str, Any]]:
+        """Returns the tokens that are never split, as tokenizer.json lists them.
+
+        Args:
+            strips: whether special tokens take the spaces behind them.
+        """
+        return [
+            {
+                "id": i,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": strips and kind == _CONTROL and token not in _NOT_STRIPPED,
+                "normalized": False,
+                "special": kind == _CONTROL,
+            }
+            for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
+            if kind in (_CONTROL, _USER_DEFINED) and token
+        ]
+
+    def token(self, header: Header, key: str) -> str | None:
+        """Returns the text of the token that the file names for a purpose, such as ``eos``; None if it names none."""
+        i = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if i is None or i == 2**32 - 1:
+            return None
+        if not isinstance(i, int) or not 0 <= i < len(self.tokens):
+            raise ModelLoadError(f"{header.path} has {key}_token_id = {shortened(i)} of {len(self.tokens)} tokens")
+        return self.tokens[i]
+
+
+def _byte_level(vocabulary: _Vocabulary, header: Header) -> dict[str, Any]:
+    """Returns the tokenizer.json of a byte-level BPE."""
+    name = header.metadata.get("tokenizer.ggml.pre")
+    pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if pre is None:
+        raise ModelLoadError(
+            f"{header.path} splits text by the rule {shortened(name)}, which is not known; pass tokenizer= with the "
+            "folder or hub id of the original checkpoint"
+        )
+    merges = [merge.split(" ", 1) for merge in header.array("tokenizer.ggml.merges") or []]
+    model = {"ignore_merges": pre.ignore_merges, "byte_fallback": False, "fuse_unk": False, "unk_token": None}
+    return _specification(
+        vocabulary.ids(),
+        merges,
+        model,
+        added_tokens=vocabulary.added(),
+        normalizer={"type": "NFC"} if pre.nfc else None,
+        pre_tokenizer=_splits(pre),
+        post_processor=_template(vocabulary, header, pre.bos),
+        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    )
+
+
+def _splits(pre: PreTokenizer) -> dict[str, Any]:
+    splits: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in pre.patterns
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre.gpt2}
+    return {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
+
+
+def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> dict[str, Any]:
+    """Returns the tokenizer.json of a SentencePiece BPE, as transformers converts it."""
+    architecture = str(header.metadata.get("general.architecture"))
+    # llama.cpp stores the spaces of user-defined tokens as spaces, the checkpoint as SentencePiece does.
+    spelled = [
+        token.replace(" ", _SPACE) if kind == _USER_DEFINED else token
+        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    ]
+    vocabulary = _Vocabulary(spelled, vocabulary.kinds)
+    ids = vocabulary.ids()
+    scores = header.array("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(spelled) or architecture.startswith("gemma"):
+        scores = [-float(i) for i in range(len(spelled))]  # Gemma's pieces are merged in the order of their ids
+    stored = header.array("tokenizer.ggml.merges")
+    merges = [merge.split(" ", 1) for merge in stored] if stored else list(_merges(vocabulary, ids, scores))
+    model = {"byte_fallback": True, "fuse_unk": True, "unk_token": vocabulary.token(header, "unknown")}
+    prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    decoders = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+    ]
+    prepend = {"type": "Prepend", "prepend": _SPACE}
+    return _specification(
+        ids,
+        merges,
+        model,
+        added_tokens=vocabulary.added(strips=architecture == "phi3"),
+        normalizer={"type": "Sequence", "normalizers": [prepend, spaces]} if prefix else spaces,
+        pre_tokenizer=None,
+        post_processor=_template(vocabulary, header, True),
+        decoder={"type": "Sequence", "decoders": decoders},
+    )
+
+
+def _merges(vocabulary: _Vocabulary, ids: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
+    """Yields the pairs of pieces that SentencePiece merges, the best first: the pair of the highest score."""
+    pairs = []
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
+        if kind not in (_NORMAL, _USER_DEFINED):
+            continue
+        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs += [(-scores[i], ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids]
+    pairs.sort(key=lambda pair: (pair[0], -len(pair[3]), -len(pair[4]), pair[1], pair[2]))
+    for *_, left, right in pairs:
+        yield left, right
+
+
+def _template(vocabulary: _Vocabulary, header: Header, bos: bool) -> dict[str, Any] | None:
+    """Returns the post-processor that adds special tokens to a text; None if it adds none.
+
+    Args:
+        vocabulary: the tokens.
+        header: the file.
+        bos: whether texts begin with a token unless the file says otherwise.
+    """
+    flags = {"bos": header.metadata.get("tokenizer.ggml.add_bos_token", bos)}
+    flags["eos"] = header.metadata.get("tokenizer.ggml.add_eos_token", False)
+    names = {key: vocabulary.token(header, key) for key, flag in flags.items() if flag is True}
+    special = {
+        key: {"id": token, "ids": [header.metadata[f"tokenizer.ggml.{key}_token_id"]], "tokens": [token]}
+        for key, token in names.items()
+        if token is not None
+    }
+    if not special:
+        return None
+
+    def sequence(name: str, kind: int) -> list[dict[str, Any]]:
+        parts: dict[str, dict[str, Any]] = {
+            key: {"SpecialToken": {"id": entry["id"], "type_id": kind}} for key, entry in special.items()
+        }
+        text = {"Sequence": {"id": name, "type_id": kind}}
+        return [part for part in (parts.get("bos"), text, parts.get("eos")) if part is not None]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": sequence("A", 0),
+        "pair": [*sequence("A", 0), *sequence("B", 1)],
+        "special_tokens": {entry["id"]: entry for entry in special.values()},
+    }
+
+
+def _specification(
+    ids: Mapping[str, int], merges: Sequence[Sequence[str]], model: Mapping[str, Any], **parts: Any
+) -> dict[str, Any]:
+    """Returns a tokenizer.json with a BPE model."""
+    empty = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
+    bpe = {"type": "BPE", **empty, **model, "vocab": dict(ids), "merges": [list(merge) for merge in merges]}
+    return {"version": "1.0", "truncation": None, "padding": None, **parts, "model": bpe}

@@ -1,0 +1,244 @@
+"""Matrices quantized in groups of inputs: codes of at most eight bits, with a scale and perhaps an offset per group.
+
+Four-bit files (GGUF, AWQ, GPTQ, compressed-tensors) store matrices this way. A weight is
+``(level(code) - zero) * scale + offset``, where a level is the code itself or an entry of a table. Products quantize
+their inputs to int8, by row and group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CENTRE = 128  # the zero of codes of eight bits that hold signed levels
+_AT_ONCE = 2**20  # weights that are quantized or dequantized at once, so that no float32 copy of a matrix is made
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """How codes become weights.
+
+    Attributes:
+        bits: bits of a code, 4 or 8.
+        group: number of consecutive inputs that share a scale; a multiple of 16.
+        zero: is subtracted from every level; the difference fits into int8.
+        levels: the level of each code, 0 to 255; None if it is the code itself.
+        offsets: whether groups have offsets.
+        block: number of groups whose scales (and offsets) have a number in common (``TwoLevels``); 1: none have.
+        half: whether scales and offsets of one level are exact in float16.
+    """
+
+    bits: int
+    group: int
+    zero: int = 0
+    levels: tuple[int, ...] | None = None
+    offsets: bool = False
+    block: int = 1
+    half: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TwoLevels:
+    """Numbers of groups in two levels: a number of a block of groups times an integer of each group.
+
+    Attributes:
+        wholes: float32 [outputs, blocks], exact in float16.
+        parts: int8 [outputs, groups].
+    """
+
+    wholes: Tensor
+    parts: Tensor
+
+    def __getitem__(self, outputs: slice) -> TwoLevels:
+        return TwoLevels(self.wholes[outputs], self.parts[outputs])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Some outputs of a grouped matrix.
+
+    Attributes:
+        codes: uint8 [outputs, in].
+        scales: float32 [outputs, groups], or in two levels; the last group may be shorter than the others.
+        offsets: likewise, or None.
+    """
+
+    codes: Tensor
+    scales: Tensor | TwoLevels
+    offsets: Tensor | TwoLevels | None = None
+
+    def dequantised(self, layout: GroupLayout) -> Tensor:
+        """Returns the weights, float32 [outputs, in]."""
+        inputs = self.codes.shape[1]
+        levels = self.codes if layout.levels is None else torch.tensor(layout.levels)[self.codes.long()]
+        weights = F.pad(levels.float() - layout.zero, (0, -inputs % layout.group)).unflatten(1, (-1, layout.group))
+        weights = weights * flat(self.scales)[:, :, None]
+        if self.offsets is not None:
+            weights = weights + flat(self.offsets)[:, :, None]
+        return weights.flatten(1)[:, :inputs]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grouped:
+    """A matrix [out, in] quantized in groups.
+
+    Attributes:
+        shape: (out, in).
+        layout: how codes become weights.
+        rows: ``rows(first, last)`` reads these outputs. Files are read piece by piece, so that a matrix is never held
+            both as it is stored and as it is packed.
+    """
+
+    shape: tuple[int, int]
+    layout: GroupLayout
+    rows: Callable[[int, int], Groups]
+
+    @staticmethod
+    def of(groups: Groups, layout: GroupLayout) -> Grouped:
+        """Returns a matrix that is held in memory."""
+
+        def rows(first: int, last: int) -> Groups:
+            offsets = None if groups.offsets is None else groups.offsets[first:last]
+            return Groups(groups.codes[first:last], groups.scales[first:last], offsets)
+
+        return Grouped((groups.codes.shape[0], groups.codes.shape[1]), layout, rows)
+
+    def part(self, first: int, last: int) -> Grouped:
+        """Returns the matrix of outputs ``first`` to ``last``."""
+        return Grouped((last - first, self.shape[1]), self.layout, lambda a, b: self.rows(first + a, first + b))
+
+    @staticmethod
+    def cat(parts: Sequence[Grouped]) -> Grouped:
+        """Concatenates matrices along their outputs."""
+        parts = joinable(parts)
+        if len(parts) == 1:
+            return parts[0]
+        starts = [0, *accumulate(part.shape[0] for part in parts)]
+
+        def rows(first: int, last: int) -> Groups:
+            read = [
+                part.rows(max(first - start, 0), min(last - start, part.shape[0]))
+                for part, start in zip(parts, starts, strict=False)
+                if start < last and first < start + part.shape[0]
+            ]
+            offsets = [groups.offsets for groups in read if groups.offsets is not None]
+            codes = torch.cat([groups.codes for groups in read])
+            return Groups(codes, _stack([groups.scales for groups in read]), _stack(offsets) if offsets else None)
+
+        return Grouped((starts[-1], parts[0].shape[1]), parts[0].layout, rows)
+
+    def to(self, device: torch.device) -> Grouped:
+        """Returns the matrix itself: the product moves it when it dequantizes it."""
+        return self
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the weights [out, in] in ``dtype``."""
+        whole = torch.empty(self.shape, dtype=dtype)
+        for first, last in strips(self.shape):
+            whole[first:last] = self.rows(first, last).dequantised(self.layout)
+        return whole
+
+
+@runtime_checkable
+class GroupedWeights(Protocol):
+    """The tensors of a checkpoint of which some are stored in groups."""
+
+    def grouped(self, name: str) -> Grouped | None:
+        """Returns a matrix that is stored in groups; None for any other tensor."""
+
+
+def flat(numbers: Tensor | TwoLevels) -> Tensor:
+    """Returns one float32 for each output and group."""
+    if isinstance(numbers, Tensor):
+        return numbers
+    groups, blocks = numbers.parts.shape[1], numbers.wholes.shape[1]
+    return numbers.wholes.repeat_interleave(-(-groups // blocks), 1)[:, :groups] * numbers.parts
+
+
+def strips(shape: tuple[int, int], multiple: int = 16) -> list[tuple[int, int]]:
+    """Returns ranges of outputs that are handled at once; all but the last have a multiple of ``multiple`` outputs."""
+    step = max(1, _AT_ONCE // (shape[1] * multiple)) * multiple
+    return [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
+
+
+def quantise_groups(weight: Tensor, group: int, bits: int = 4) -> Grouped:
+    """Quantizes a weight [out, in] of any float dtype to the nearest code; symmetric in each group, scales in float16.
+
+    The number of largest magnitude in a group takes the outermost negative code, as in GGUF's Q4_0, so that all codes
+    are used.
+    """
+    zero = 2 ** (bits - 1)
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    scales = torch.empty(weight.shape[0], -(-weight.shape[1] // group))
+    for first, last in strips((weight.shape[0], weight.shape[1])):
+        padded = F.pad(weight[first:last].float(), (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
+        at = padded.abs().argmax(-1, keepdim=True)
+        scale = (padded.gather(-1, at) / -zero).half().float()
+        divisor = torch.where(scale.abs() < _TINY, 1.0, scale)
+        code = (padded / divisor).round_().clamp_(-zero, zero - 1) + zero
+        codes[first:last] = code.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
+        scales[first:last] = scale[..., 0]
+    return Grouped.of(Groups(codes, scales), GroupLayout(bits, group, zero, half=True))
+
+
+def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
+    """Returns the matrices in one layout, so that they can be one product: unchanged if they have one.
+
+    Otherwise codes take eight bits and groups the shortest length of all. Weights stay exactly the same.
+    """
+    if len({part.layout for part in parts}) == 1:
+        return parts
+    group, offsets = min(part.layout.group for part in parts), any(part.layout.offsets for part in parts)
+    spans = {part.layout.block * part.layout.group for part in parts if part.layout.block > 1}
+    two = len(spans) == 1 and all(part.layout.block > 1 for part in parts)
+    half = all(part.layout.half for part in parts)
+    layout = GroupLayout(8, group, CENTRE, None, offsets, spans.pop() // group if two else 1, half)
+    return [Grouped(part.shape, layout, _converter(part, layout)) for part in parts]
+
+
+def _converter(part: Grouped, layout: GroupLayout) -> Callable[[int, int], Groups]:
+    """Returns a reader of ``part`` in ``layout``: signed levels around CENTRE, groups split, zero offsets if needed."""
+    old = part.layout
+    split = old.group // layout.group
+    groups = -(-part.shape[1] // layout.group)
+
+    def rows(first: int, last: int) -> Groups:
+        read = part.rows(first, last)
+        levels = read.codes.long() if old.levels is None else torch.tensor(old.levels)[read.codes.long()]
+        if layout.block == 1:
+            read = Groups(read.codes, flat(read.scales), None if read.offsets is None else flat(read.offsets))
+        codes = (levels - old.zero + CENTRE).to(torch.uint8)
+        scales = _split(read.scales, split, groups)
+        if not layout.offsets:
+            return Groups(codes, scales)
+        return Groups(codes, scales, _zeros(scales) if read.offsets is None else _split(read.offsets, split, groups))
+
+    return rows
+
+
+def _split(numbers: Tensor | TwoLevels, times: int, groups: int) -> Tensor | TwoLevels:
+    """Returns the numbers of groups that are divided into ``times`` groups each; the first ``groups`` of them."""
+    if isinstance(numbers, TwoLevels):
+        return TwoLevels(numbers.wholes, numbers.parts.repeat_interleave(times, 1)[:, :groups])
+    return numbers.repeat_interleave(times, 1)[:, :groups]
+
+
+def _zeros(numbers: Tensor | TwoLevels) -> Tensor | TwoLevels:
+    if isinstance(numbers, TwoLevels):
+        return TwoLevels(torch.zeros_like(numbers.wholes), torch.zeros_like(numbers.parts))
+    return torch.zeros_like(numbers)
+
+
+def _stack(numbers: Sequence[Tensor | TwoLevels]) -> Tensor | TwoLevels:
+    """Concatenates numbers along the outputs; all are of one kind."""
+    two = [number for number in numbers if isinstance(number, TwoLevels)]
+    if two:
+        return TwoLevels(torch.cat([number.wholes for number in two]), torch.cat([number.parts for number in two]))
+    return torch.cat([number for number in numbers if isinstance(number, Tensor)])
