@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from foretoken import zoo
+from foretoken.bench.peers.registry import PEERS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NGRAM = """--config '{"method": "ngram", "num_speculative_tokens": 4}'"""
@@ -22,6 +23,7 @@ COMMANDS = {
     "acceptance": '--config \'{"method": "ngram"}\' --count 1 --tokens 8 --nodes 4 --temperature 0 --batch 1',
     "adaptive": "--small --depth 2 --count 1 --tokens 8 --crowd 2 --repeats 1",
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
+    "deciding": "--batch 1 --tokens 8 --repeats 1",
     "editing": f"--dtype float32 {NGRAM} --turns 1 --tasks 1",
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
@@ -35,7 +37,7 @@ COMMANDS = {
     "suffix_store": "--tokens 2000 --bound 1000 --length 100 --follows 2",
     "two_workers": "--small --count 1 --tokens 8 --repeats 1 --transport thread",
 }
-"""Short forms of the benchmarks that take ``--json``, by module."""
+"""Short forms of the benchmarks that take ``--output``, by module."""
 ELSEWHERE = {
     "attacks": "tests/serve/test_attacks.py",
     "attackers": "its attacks",
@@ -68,7 +70,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder):
     models = {"TARGET": str(zoo.path("target")), "SEQ2SEQ": str(zoo.path("seq2seq-target"))}
     words = [models.get(word, word) for word in shlex.split(COMMANDS[name])]
-    assert call(name, [*words, "--json", "result.json"])
+    assert call(name, [*words, "--output", "result.json"])
     assert json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
 
@@ -113,12 +115,16 @@ def test_mutants_are_listed():
     assert "mutant" in call("mutants", ["--list"])
 
 
-@pytest.mark.parametrize("name", ["vllm_heads", "vllm_plan", "vllm_proposer"])
-def test_benchmarks_of_vllm_say_where_it_is_missing(name, folder, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+@pytest.mark.slow
+@pytest.mark.skipif(PEERS["vllm"].python.exists(), reason="vLLM is set up here")
+@pytest.mark.parametrize(
+    "name, words",
+    [("vllm_heads", "--count 1 --max-tokens 2"), ("vllm_plan", "--count 4"), ("vllm_proposer", "--count 1")],
+)
+def test_benchmarks_of_vllm_say_that_it_is_missing(name, words):
     app = typer.Typer()
     app.command()(importlib.import_module(name).main)
-    result = CliRunner().invoke(app, ["--count", "4"])
+    result = CliRunner().invoke(app, words.split())
     assert result.exit_code != 0
     assert "vllm" in f"{result.output} {result.exception}"
 
