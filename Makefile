@@ -60,7 +60,7 @@ bench: $(DEV)
 	$(BIN)/foretoken bench race --quantization int8 --output $(RESULTS)/int8.json --html $(RESULTS)/int8.html $(ARGS)
 	$(BIN)/foretoken bench race --prompts ragged --batch 8 --output $(RESULTS)/batch.json --html $(RESULTS)/batch.html $(ARGS)
 	$(BIN)/foretoken bench costs
-	$(BIN)/foretoken bench costs --quantization int8 --parts passes,rounds
+	$(BIN)/foretoken bench costs --quantization int8 --parts passes,steps
 	$(BIN)/python benchmarks/exactness_grid.py
 
 install: $(DEV)

@@ -21,13 +21,14 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, zoo
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.editing import Dictated, EditingTask, editing_tasks
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.control.fixed import Fixed
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
+from foretoken.costs.measured import TimeSpread
 from foretoken.engine.loop import Engine
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import resolve

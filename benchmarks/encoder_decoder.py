@@ -20,9 +20,10 @@ from rich.progress import track
 from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.repairs import Repair, repairs
 from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.costs.measured import TimeSpread
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.train.widen.checkpoint import scaled
 

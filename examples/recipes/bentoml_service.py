@@ -80,9 +80,6 @@ class Foretoken:
 
 async def _complete(worker: Worker, prompt: str, params: SamplingParams) -> CompletionOutput:
     """The whole of it; a client that goes away ends it."""
-    ticket = await worker.submit([prompt], params)
-    try:
-        outputs = [piece.output async for piece in ticket if piece.output is not None]
-    finally:
-        ticket.cancel()
+    with await worker.submit([prompt], params) as generation:
+        outputs = [piece.output async for piece in generation if piece.output is not None]
     return outputs[0]

@@ -1,4 +1,4 @@
-"""Clocks, floors, the parts of a round, and the test of a law."""
+"""Clocks, floors, the parts of a step, and the test of a law."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.costs import Loaded, pass_costs, step_cost
 from foretoken.bench.floor import Floor, kv_bytes, matrices
 from foretoken.bench.law import surprise
 from foretoken.bench.step_times import step_times
 from foretoken.bench.workloads import FUNCTIONS, ragged
 from foretoken.core.errors import InvalidRequest
+from foretoken.costs.measured import TimeSpread
 from foretoken.train.widen.checkpoint import like
 
 
@@ -72,7 +73,7 @@ def test_a_step_beside_transformers(tiny_pair):
     assert cost.ratio == cost.foretoken.median / cost.transformers.median > 0
 
 
-def test_the_parts_of_a_round_add_up(tiny_pair):
+def test_the_parts_of_a_step_add_up(tiny_pair):
     llm = LLM(tiny_pair.target, tiny_pair.draft)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, speculative_tokens=2)
     found = step_times(llm, ["def f(", "class"], params)

@@ -75,7 +75,7 @@ def prompts(folder: Path) -> Path:
         (("race", "--peers", "vlm"), "unknown peer 'vlm'; known: transformers, openvino, vllm, or none"),
         (("race", "--target", "."), "--target was given without --draft; name its draft too"),
         (("race", "--speculative-config", "{"), "--speculative-config is not JSON"),
-        (("costs", "--parts", "pases"), "unknown part 'pases'; known: passes, steps, rounds, startup"),
+        (("costs", "--parts", "pases"), "unknown part 'pases'; known: passes, transformers, steps, startup"),
     ],
 )
 def test_wrong_requests_are_one_line(run, nowhere, args, said):
@@ -92,7 +92,7 @@ def test_rows_must_be_numbers(run, tiny_pair):
 def test_costs(run, tiny_pair):
     models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
     small = ("--rows", "1,2", "--context", "16,32", "--turns", "2")
-    result = run("bench", "costs", *models, *small, "--parts", "passes,steps,startup")
+    result = run("bench", "costs", *models, *small, "--parts", "passes,transformers,startup")
     assert result.code == 0, result.err
     for word in ("x floor", "transformers ms", "start to first token", "processor"):
         assert word in result.out
@@ -101,7 +101,7 @@ def test_costs(run, tiny_pair):
 
 def test_costs_as_json(run, tiny_pair):
     models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
-    record = json.loads(run("bench", "costs", *models, "--parts", "rounds", "--json").out)
-    assert set(record["rounds"]) == {"temperature 0", "temperature 1", "seeded"}
-    assert 0 < record["rounds"]["seeded"]["outside"] < 1
+    record = json.loads(run("bench", "costs", *models, "--parts", "steps", "--json").out)
+    assert set(record["steps"]) == {"temperature 0", "temperature 1", "seeded"}
+    assert 0 < record["steps"]["seeded"]["outside"] < 1
     assert record["setting"]["command"]

@@ -16,13 +16,18 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.native.build import SWITCH
 from foretoken.models.base import Model
+from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import load_config, open_weights, resolve
 from foretoken.models.formats.gguf.blocks import LAYOUTS, groups_of
 from foretoken.models.formats.gguf.weights import GGUFWeights
+from foretoken.models.formats.grouped import flat
 from foretoken.models.loading import load_model
+from foretoken.models.runners.native.runner import NativeRunner
 
 from .gguf_files import FAMILIES, random_blocks, tiny_checkpoint, write_both
+from .test_native import needs_kernels
 
 IDS = [3 + (17 * at) % 300 for at in range(40)]
 MIXED = {"token_embd.weight": K.Q6_K, "attn_v.weight": K.Q6_K, "ffn_down.weight": K.Q6_K, "weight": K.Q4_K}
@@ -42,7 +47,7 @@ def test_a_quantized_type_equals_the_reference_bit_for_bit(kind: K) -> None:
     expected = torch.from_numpy(gguf.dequantize(raw, kind))
     groups = groups_of(kind, raw)
     layout = LAYOUTS[kind]
-    assert groups.codes.shape == (48, 512) and groups.scales.shape == (48, 512 // layout.group)
+    assert groups.codes.shape == (48, 512) and flat(groups.scales).shape == (48, 512 // layout.group)
     assert (groups.offsets is not None) == layout.offsets
     assert int(groups.codes.max()) < 2**layout.bits
     assert torch.equal(groups.dequantised(layout).view(torch.int32), expected.view(torch.int32))
@@ -55,7 +60,11 @@ def test_all_types_of_the_issue_are_read() -> None:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("kinds", [K.F32, MIXED], ids=["F32", "mixed"])
-def test_logits_equal_those_of_the_dequantized_checkpoint(architecture: str, kinds: Any, tmp_path: Path) -> None:
+def test_logits_equal_those_of_the_dequantized_checkpoint(
+    architecture: str, kinds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's operators, which dequantize the matrices; compiled kernels also quantize activations."""
+    monkeypatch.setenv(SWITCH, "0")
     module = tiny_checkpoint(architecture)
     file, folder = write_both(module, architecture, tmp_path, kinds)
     ours, reference = (logits(load_model(path, dtype="float32")) for path in (file, folder))
@@ -69,13 +78,25 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(architecture: str, kin
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-4)
 
 
+@needs_kernels
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_compiled_logits_are_near_those_of_the_dequantized_checkpoint(architecture: str, tmp_path: Path) -> None:
+    for kinds, near in ((K.Q4_0, 0.05), (K.Q4_K, 0.05), (MIXED, 0.2)):  # mixed blocks have far larger weights
+        file, folder = write_both(tiny_checkpoint(architecture), architecture, tmp_path, kinds)
+        ours, reference = (load_model(path, dtype="float32") for path in (file, folder))
+        assert isinstance(ours, Decoder) and isinstance(ours.runner, NativeRunner)
+        exact = logits(reference)
+        assert (logits(ours) - exact).abs().max() < near * exact.abs().max()
+
+
 PLAIN = {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 
 @pytest.mark.parametrize("architecture, settings", [("llama", PLAIN), ("qwen2", {})])
 def test_transformers_reads_the_same_model_from_the_file(
-    architecture: str, settings: dict[str, Any], tmp_path: Path
+    architecture: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SWITCH, "0")
     from transformers import AutoModelForCausalLM
 
     module = tiny_checkpoint(architecture, **settings)
@@ -105,7 +126,8 @@ def test_every_tensor_equals_the_checkpoint(kind: K, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_int8_and_bfloat16_load_from_a_file(dtype: str, tmp_path: Path) -> None:
+def test_int8_and_bfloat16_load_from_a_file(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
     file, folder = write_both(tiny_checkpoint("qwen3"), "qwen3", tmp_path, MIXED)
     for quantization in (None, "int8"):
         ours, reference = (logits(load_model(p, dtype=dtype, quantization=quantization)) for p in (file, folder))

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from foretoken.core.draft import Draft
+from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.grouped import CENTRE, Grouped, GroupLayout, Groups, joinable, quantise_groups
+from foretoken.models.formats.grouped import CENTRE, Grouped, GroupLayout, Groups, TwoLevels, joinable, quantise_groups
 from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.formats.weights import Ends, Layers, Source
 from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.runners.pass_plan import PassPlan
 
 from .test_native import CONFIG, needs_kernels, weights
 
 INPUTS, OUTPUTS = 72, 131  # of the head of CONFIG; multiples of nothing
 TABLE = tuple(range(0, 64, 4))
-CODES = {"Q6_K": 64, "Q5_K": 32}  # codes of a layout, if they are fewer than its bits allow
+CODES = {"Q6_K": 64, "Q5_1": 32, "Q3_K": 8}  # codes of a layout, if they are fewer than its bits allow
 LAYOUTS = {
     "Q4_0": GroupLayout(4, 32, 8),
     "Q4_1": GroupLayout(4, 32, offsets=True),
@@ -27,25 +30,34 @@ LAYOUTS = {
     "g16": GroupLayout(4, 16, 8),
     "table": GroupLayout(4, 32, 30, TABLE),
     "Q8_0": GroupLayout(8, 32, CENTRE),
-    "Q6_K": GroupLayout(8, 16, 32),
-    "Q5_K": GroupLayout(8, 32, offsets=True),
+    "Q5_1": GroupLayout(8, 32, offsets=True),
+    "Q4_K": GroupLayout(4, 32, offsets=True, block=8),
+    "Q6_K": GroupLayout(8, 16, 32, block=16),
+    "Q3_K": GroupLayout(4, 16, 4, block=16),
+    "Q4_K beside Q6_K": GroupLayout(8, 16, CENTRE, offsets=True, block=16),
 }
 
 
 def random_matrix(name: str, half: bool = True, outputs: int = OUTPUTS, inputs: int = INPUTS) -> Grouped:
-    layout, generator = LAYOUTS[name], torch.Generator().manual_seed(3)
+    layout, generator = replace(LAYOUTS[name], half=half), torch.Generator().manual_seed(3)
     codes = torch.randint(0, CODES.get(name, 2**layout.bits), (outputs, inputs), generator=generator, dtype=torch.uint8)
-    numbers = torch.randn(2, outputs, -(-inputs // layout.group), generator=generator)
-    scales, offsets = numbers.half().float() if half else numbers
-    return Grouped.of(Groups(codes, scales, offsets if layout.offsets else None), layout)
+    groups = -(-inputs // layout.group)
+
+    def numbers() -> torch.Tensor | TwoLevels:
+        wholes = torch.randn(outputs, -(-groups // layout.block), generator=generator)
+        if layout.block > 1:
+            parts = torch.randint(-32, 64, (outputs, groups), generator=generator, dtype=torch.int8)
+            return TwoLevels(wholes.half().float(), parts)
+        return wholes.half().float() if half else wholes
+
+    return Grouped.of(Groups(codes, numbers(), numbers() if layout.offsets else None), layout)
 
 
-def runner_with(head: Grouped) -> NativeRunner:
-    """A decoder's runner with this vocabulary head."""
+def runner_with(head: Grouped, embedding: torch.Tensor | Grouped) -> NativeRunner:
+    """A decoder's runner with this vocabulary head and embedding."""
     architecture = Architecture.of(CONFIG, None)
-    source = Source(weights(), architecture, torch.bfloat16)
-    ends = Ends(weights()["model.embed_tokens.weight"].bfloat16(), torch.ones(INPUTS), head)
-    return NativeRunner(architecture, Layers(source), ends, torch.bfloat16)
+    source = Source(weights(), architecture, torch.float32)
+    return NativeRunner(architecture, Layers(source), Ends(embedding, torch.ones(INPUTS), head), torch.float32)
 
 
 def expected(x: torch.Tensor, matrix: Grouped) -> torch.Tensor:
@@ -66,11 +78,27 @@ def test_the_product_of_every_layout_is_that_of_float64(name: str, half: bool) -
     matrix = random_matrix(name, half)
     x = torch.randn(19, INPUTS, generator=torch.Generator().manual_seed(5))
     x[4] = 0
-    runner, reference = runner_with(matrix), expected(x, matrix)
+    runner, reference = runner_with(matrix, torch.zeros(OUTPUTS, INPUTS)), expected(x, matrix)
     ours = runner.unembed(x).clone()
     assert (ours - reference).abs().max() < 1e-5 * reference.abs().max()
     for rows in range(1, 19):
         assert torch.equal(runner.unembed(x[:rows]), ours[:rows]), rows
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_of_a_quantized_embedding_are_those_of_its_floats(name: str, tied: bool) -> None:
+    matrix, head = random_matrix(name), random_matrix("Q8_0")
+    plan = PassPlan.of([Handle(0, [3, 130, 17, 64], 0)], [Draft.empty()], [0])
+    results = []
+    for embedding in (matrix, matrix.dequantised()):
+        runner = runner_with(matrix if tied else head, embedding)
+        runner.acquire()
+        result = runner.run(plan, (0,), logits=True)
+        results.append((result.taps[0], result.logits))
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("first, second", list(itertools.combinations(LAYOUTS, 2)))

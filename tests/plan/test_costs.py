@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretoken.bench.clock import TimeSpread
-from foretoken.bench.costs import Loaded, PassCost
+from foretoken.bench.costs import Loaded
+from foretoken.costs.measured import MeasuredCosts, PassCost, TimeSpread
 from foretoken.plan import costs as module
-from foretoken.plan.costs import Costs, identify, known, measured
+from foretoken.plan.costs import identify, known, measured
 
 
 def passes(*points: tuple[int, float], batch: int = 1, context: int = 256) -> tuple[PassCost, ...]:
@@ -28,7 +28,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_jagged_curves_are_read_as_they_are():
-    costs = Costs("a", "0", passes((1, 10.0), (4, 10.0), (5, 16.0), (8, 15.0)))
+    costs = MeasuredCosts("a", "0", passes((1, 10.0), (4, 10.0), (5, 16.0), (8, 15.0)))
     assert costs.seconds(1) == costs.seconds(3) == pytest.approx(0.010)
     assert costs.seconds(5) == pytest.approx(0.016)
     assert costs.seconds(7) == pytest.approx(0.016 - 2 / 3 * 0.001)
@@ -41,7 +41,7 @@ def test_jagged_curves_are_read_as_they_are():
 
 
 def test_the_nearest_context_counts():
-    costs = Costs("a", "0", passes((1, 10.0)) + passes((1, 50.0), context=4096))
+    costs = MeasuredCosts("a", "0", passes((1, 10.0)) + passes((1, 50.0), context=4096))
     assert costs.seconds(1, context=512) == pytest.approx(0.010)
     assert costs.seconds(1, context=3000) == pytest.approx(0.050)
 

@@ -7,8 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from foretoken.bench.clock import TimeSpread
-from foretoken.bench.costs import PassCost
+from foretoken.costs.measured import PassCost, TimeSpread
 from foretoken.plan.outcome import Plan
 from foretoken.plan.predictors import Predictor
 from foretoken.report import audit, plan, prediction

@@ -156,15 +156,15 @@ def test_worker_in_process(spare: LLM) -> None:
 
     async def use() -> None:
         params = SamplingParams(max_tokens=30, temperature=0)
-        tickets = [await worker.submit(["x = "], params) for _ in range(8)]
+        generations = [await worker.submit(["x = "], params) for _ in range(8)]
         with pytest.raises(Overloaded):
             await worker.submit(["x = "], params)
-        tickets[0].cancel()
-        assert [piece async for piece in tickets[0]] == []
-        async for _ in tickets[1]:
-            tickets[1].cancel()
-        for ticket in tickets[2:]:
-            assert "".join([piece.text async for piece in ticket]) == wanted
+        generations[0].close()
+        assert [piece async for piece in generations[0]] == []
+        async for _ in generations[1]:
+            generations[1].close()
+        for generation in generations[2:]:
+            assert "".join([piece.text async for piece in generation]) == wanted
         with pytest.raises(InvalidRequest):
             await worker.submit(["x", ""], params)
         left = await worker.submit(["x = "], SamplingParams(max_tokens=1000, ignore_eos=True))

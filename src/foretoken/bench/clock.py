@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 from typing import TypeVar
+
+from foretoken.costs.measured import TimeSpread
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -34,20 +35,6 @@ class TimedTask:
             total += perf_counter() - started if reported is None else reported
             self.reset()
         return total / self.burst
-
-
-@dataclass(frozen=True)
-class TimeSpread:
-    """Seconds of a task over its turns."""
-
-    median: float
-    low: float
-    high: float
-    turns: int
-
-    @staticmethod
-    def of(seconds: Sequence[float]) -> TimeSpread:
-        return TimeSpread(median(seconds), min(seconds), max(seconds), len(seconds))
 
 
 def interleaved(

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from foretoken.bench.clock import TimedTask, TimeSpread, interleaved
+from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.floor import Floor, kv_bytes, matrices
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.costs.measured import PassCost, TimeSpread
 from foretoken.models.base import Handle, Model
 from foretoken.models.formats.checkpoint import load_config
 from foretoken.models.formats.quantize import Quantiser
@@ -63,35 +64,6 @@ class Loaded:
         if length >= self.model.max_length:
             raise InvalidRequest(f"a context of {length} does not fit: {self.path.name} takes {self.model.max_length}")
         return [(7 * i) % (self.config["vocab_size"] - 1) + 1 for i in range(length)]
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """Cost of a pass over ``rows`` rows of each of ``batch`` sequences behind ``context`` tokens.
-
-    Attributes:
-        floor: Seconds of the bare matrix products, in the same run. None where there is no bare kernel to time.
-        kv_bytes: Bytes of KV cache that the pass reads.
-        weights_bytes: Bytes of weights that the pass reads.
-    """
-
-    rows: int
-    context: int
-    batch: int
-    seconds: TimeSpread
-    floor: TimeSpread | None
-    kv_bytes: int
-    weights_bytes: int
-
-    @property
-    def over_floor(self) -> float | None:
-        return self.seconds.median / self.floor.median if self.floor else None
-
-    @property
-    def over_read(self) -> float | None:
-        """Ratio to reading weights and KV cache at the bandwidth at which the floor reads its weights."""
-        ratio = self.over_floor
-        return ratio / (1 + self.kv_bytes / self.weights_bytes) if ratio else None
 
 
 def pass_costs(

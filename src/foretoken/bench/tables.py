@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from rich import box
 from rich.table import Table
 
-from foretoken.bench.clock import TimeSpread
-from foretoken.bench.costs import PassCost, StepCost
+from foretoken.bench.costs import StepCost
 from foretoken.bench.page import NAMES, cells
 from foretoken.bench.race import RaceRow, ratios
 from foretoken.bench.startup import Startup
 from foretoken.bench.step_times import StepTimes
+from foretoken.costs.measured import PassCost, TimeSpread
 
 
 def race(rows: Sequence[RaceRow]) -> Iterator[Table | str]:
@@ -64,8 +64,8 @@ def passes(costs: Sequence[PassCost]) -> Table:
     return table
 
 
-def steps(costs: Sequence[StepCost]) -> Table:
-    """Returns a table that compares a decode step with transformers'."""
+def transformers(costs: Sequence[StepCost]) -> Table:
+    """Returns a table that compares a pass over one row with transformers'."""
     table = _table(("model",), ("context", "ours ms", "spread", "transformers ms", "spread", "ratio"))
     for cost in costs:
         table.add_row(

@@ -1,4 +1,4 @@
-"""``foretoken bench costs``: what a pass costs, where a round's time goes, how long the way to the first token is."""
+"""``foretoken bench costs``: what a pass costs, where a step's time goes, how long the first token takes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from foretoken.cli.theme import ColorMode, wide_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.costs import Loaded, PassCost
+    from foretoken.bench.costs import Loaded
+    from foretoken.costs.measured import PassCost
 
-PARTS = ("passes", "steps", "rounds", "startup")
+PARTS = ("passes", "transformers", "steps", "startup")
 
 
 def costs(
@@ -27,14 +28,14 @@ def costs(
     context: Annotated[str, typer.Option(help="Tokens before them, comma-separated.")] = "512,4096",
     batch: Annotated[int, typer.Option(min=1, help="Sequences that share a pass, each with so many rows.")] = 1,
     turns: Annotated[int, typer.Option(min=1, help="Passes of each kind, interleaved.")] = 20,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt whose rounds are measured.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt whose steps are measured.")] = 64,
     quantization: Quantization = None,
     parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
     as_json: Json = False,
     output: Output = None,
     color: Color = ColorMode.AUTO,
 ) -> None:
-    """Time passes beside their floor and transformers' step, the parts of a round, and the way to the first token."""
+    """Time passes beside their floor and transformers' step, the parts of a step, and the way to the first token."""
     from foretoken import zoo
     from foretoken.bench.setting import cores, setting
     from foretoken.core.errors import InvalidRequest
@@ -55,8 +56,8 @@ def costs(
     shown: list[Any] = []
     measures: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
         "passes": lambda: _passes(wide, quantization or "", sizes, contexts, turns, batch, notes),
-        "steps": lambda: _steps([small, *bundled, wide], min(contexts), turns, notes),
-        "rounds": lambda: _rounds(wide, small, quantization, max_tokens, notes),
+        "transformers": lambda: _transformers([small, *bundled, wide], min(contexts), turns, notes),
+        "steps": lambda: _steps(wide, small, quantization, max_tokens, notes),
         "startup": lambda: _startup(wide, small, bool(bundled), quantization, min(3, turns), notes),
     }
     for part in chosen:
@@ -104,7 +105,7 @@ def _precision(loaded: Loaded) -> str:
     return loaded.quantization or str(loaded.model.dtype).removeprefix("torch.")
 
 
-def _steps(folders: Sequence[Path], context: int, turns: int, notes: Console) -> tuple[Any, list[Any]]:
+def _transformers(folders: Sequence[Path], context: int, turns: int, notes: Console) -> tuple[Any, list[Any]]:
     from dataclasses import asdict
 
     from foretoken.bench import tables
@@ -112,13 +113,11 @@ def _steps(folders: Sequence[Path], context: int, turns: int, notes: Console) ->
 
     found = [step_cost(Loaded.of(f), context, turns, tracker(notes, f"a step of {f.name}")) for f in folders]
     facts = [asdict(cost) | {"ratio": cost.ratio} for cost in found]
-    return facts, ["\none step: one row through Model.score, and transformers' module", tables.steps(found)]
+    return facts, ["\none step: one row through Model.score, and transformers' module", tables.transformers(found)]
 
 
-def _rounds(
-    wide: Path, small: Path, quantization: str | None, max_tokens: int, notes: Console
-) -> tuple[Any, list[Any]]:
-    """Over a few prompts, after one that warms up, greedy and drawn."""
+def _steps(wide: Path, small: Path, quantization: str | None, max_tokens: int, notes: Console) -> tuple[Any, list[Any]]:
+    """Measures steps on a few prompts after one that warms up, greedy and sampled."""
     from dataclasses import asdict
 
     from foretoken import LLM, SamplingParams
@@ -130,13 +129,13 @@ def _rounds(
     options: dict[str, Any] = {"quantization": quantization} if quantization else {}
     llm = LLM(wide, small, **options)
     found = {}
-    with waiting(notes, "rounds"):
+    with waiting(notes, "steps"):
         for name, extra in {"temperature 0": {"temperature": 0.0}, "temperature 1": {}, "seeded": {"seed": 1}}.items():
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, speculative_tokens=4, **extra)  # type: ignore[arg-type]
             step_times(llm, FUNCTIONS[:1], params)
             found[name] = step_times(llm, FUNCTIONS[:4], params)
-    facts = {name: asdict(r) | {"outside": r.outside, "per_round": r.per_step()} for name, r in found.items()}
-    return facts, ["\nthe parts of a round at depth 4, ms", tables.breakdown(found)]
+    facts = {name: asdict(r) | {"outside": r.outside, "per_step": r.per_step()} for name, r in found.items()}
+    return facts, ["\nthe parts of a step at draft length 4, ms", tables.breakdown(found)]
 
 
 def _startup(

@@ -1,4 +1,4 @@
-"""Reading and writing files: atomic directories, JSON, and the cache folder."""
+"""Reading and writing files: atomic files and directories, JSON, and the cache folder."""
 
 from __future__ import annotations
 
@@ -51,6 +51,17 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def atomic_file(out: Path) -> Iterator[Path]:
+    """Yields the path of a temporary file that replaces ``out`` at the end of the block. An error deletes it."""
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        yield partial
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _exchange(partial: Path, out: Path, old: Path) -> None:

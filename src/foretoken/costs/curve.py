@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,22 @@ class Curve:
 
     Args:
         origin: Size 0 takes no time, so that one measured size gives a slope.
+        last_slope: Continue the slope of the last two sizes instead of the whole curve's. For exact measurements.
         tuning: Constants.
     """
 
-    def __init__(self, *, origin: bool = False, tuning: Tuning = TUNING) -> None:
-        self._origin, self._tuning = origin, tuning
+    def __init__(self, *, origin: bool = False, last_slope: bool = False, tuning: Tuning = TUNING) -> None:
+        self._origin, self._last_slope, self._tuning = origin, last_slope, tuning
         self._points: dict[int, tuple[float, float]] = {}  # by size: mean seconds, weight in observations
         self._line: tuple[Array, Array] | None = None  # sizes and seconds to interpolate, None after a change
+
+    @staticmethod
+    def of(points: Mapping[int, float], *, last_slope: bool = False) -> Curve:
+        """Returns the curve through seconds by size."""
+        curve = Curve(last_slope=last_slope)
+        for size, seconds in points.items():
+            curve.put(size, seconds)
+        return curve
 
     @property
     def weight(self) -> float:
@@ -93,7 +103,8 @@ class Curve:
             points = [(0.0, 0.0), *points]
         (first, low), (last, high) = points[0], points[-1]
         if len(points) > 1:
-            slope = max(0.0, (high - low) / (last - first))
+            start, seconds_there = points[-2] if self._last_slope else points[0]
+            slope = max(0.0, (high - seconds_there) / (last - start))
         else:
             slope = self._tuning.row_share * low / (1.0 + self._tuning.row_share * (first - 1.0))
         if not self._origin:

@@ -13,7 +13,9 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import is_gguf, load_config, open_weights, resolve
+from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.memory import check_fits, weight_bytes
+from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization
@@ -67,7 +69,9 @@ def load_model(
     tensors = unpacked(weights, config) if runtime is not None else weights
     prequantized = runtime is not None and check_prequantized(config)
     scheme = Quantiser.of(quantization or ("int8" if prequantized else None))
-    check_fits(weight_bytes(tensors.shapes, kind, None if scheme is None else scheme.weight_bits), where, str(path))
+    bits = tensors.bits if isinstance(tensors, PackedWeights) else None
+    needed = weight_bytes(tensors.shapes, kind, bits if scheme is None else scheme.weight_bits)
+    check_fits(min(needed, weights.nbytes) if isinstance(weights, GGUFWeights) else needed, where, str(path))
     if runtime is not None:
         return runtime(config, tensors, kind, where, max_length, quantization)
     if quantization is not None:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 import numpy as np
-from numpy.typing import NDArray
 
+from foretoken.costs.curve import Array, Curve
 from foretoken.plan.rounds import Timed, Turn, Visit
 
 _ANY = ""  # among lanes' names: all of them together
-Reals = NDArray[np.float64]
 _ALIKE = 0.06  # relative differences between plain passes below which they tell little of what follows them
 _DRIFT = 0.01  # relative error of any ratio of two times on one machine, however often it was taken
 
@@ -57,14 +56,14 @@ class PassTimes:
         beside = [fmean(_plain(lane, lambda turn: turn.score) for lane in visit.values()) for visit in visits]
         self.plain = fmean([*beside, *between])
         self._of = {key: at_speed(found, self.plain) for key, found in seen.items()}
-        self._curve = {rows: seconds for (name, rows), seconds in sorted(self._of.items()) if name == _ANY}
+        self._curve = Curve.of({rows: seconds for (name, rows), seconds in self._of.items() if name == _ANY})
 
     def of(self, lane: str, rows: int) -> float:
         return self._of[lane, rows]
 
-    def over(self, count: int) -> Reals:
+    def over(self, count: int) -> Array:
         """[count], of passes over 0, 1, ... rows, jagged curve and all."""
-        return np.interp(np.arange(count), list(self._curve), list(self._curve.values()))
+        return self._curve.over(np.arange(count, dtype=np.float64))
 
 
 def at_speed(seen: Sequence[Seen], plain: float) -> float:

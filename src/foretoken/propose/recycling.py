@@ -6,7 +6,6 @@ one ``cache_salt``, and a draft is a tree read from it: 2 MB for 65,536 tokens, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +24,7 @@ from foretoken.core.checks import integer
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError, WriteError
+from foretoken.core.files import atomic_file
 from foretoken.core.step import StepOutput
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
@@ -183,14 +183,11 @@ class Recycling(Proposer):
 
     def save(self, path: Path) -> None:
         """Writes ``table`` as safetensors, for "model" of a later configuration. Raises WriteError."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            save_file({_TENSOR: self.table}, partial)
-            os.replace(partial, path)
+            with atomic_file(path) as partial:
+                save_file({_TENSOR: self.table}, partial)
         except (OSError, SafetensorError) as error:
             raise WriteError(f"cannot write {path}: {error}; free some space or choose another folder") from error
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _draft(self, context: Context, budget: int) -> Draft:
         successors = self.successors(context.cache_salt)

@@ -156,17 +156,17 @@ def _signed(value: Any) -> str:
 
 
 def _finds(one: Mapping[str, Any]) -> str:
-    least, what = number(one.get("finds")), str(one.get("what", ""))
-    if least is None:
+    size, what = number(one.get("finds")), str(one.get("what", ""))
+    if size is None:
         return "–"
-    return f"{figure(least, 2)} {what}" if what.startswith("nats") else f"{percent(least)} {what}"
+    return f"{figure(size, 2)} {what}" if what.startswith("nats") else f"{percent(size)} {what}"
 
 
 def _plants(numbers: Mapping[str, Any]) -> Html:
     rows = []
     for one in mappings(numbers.get("plants")):
-        found = record(one.get("found"))
-        how = ", ".join(f"{name} ({figure(number(z))})" for name, z in found.items())
+        detected_by = record(one.get("found"))
+        how = ", ".join(f"{name} ({figure(number(z))})" for name, z in detected_by.items())
         if one.get("impossible"):
             how = f"{one['impossible']} tokens of probability 0" + (f", {how}" if how else "")
         needed = number(one.get("needed"))

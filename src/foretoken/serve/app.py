@@ -1,11 +1,15 @@
-"""The FastAPI app: routes, and what stands before them."""
+"""The FastAPI app: routes, and how requests get from them into the engine."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Security
 from fastapi.routing import APIRoute
@@ -16,16 +20,20 @@ from starlette.responses import FileResponse, Response
 
 from foretoken import __version__
 from foretoken.core.errors import ForetokenError
-from foretoken.serve.chat import answer
+from foretoken.serve.chat import ChatWriter
 from foretoken.serve.chat_schema import ChatRequest
-from foretoken.serve.completions import complete
+from foretoken.serve.completions import CompletionWriter
 from foretoken.serve.errors import RefusedBody, ServerUnavailable, add_handlers
+from foretoken.serve.generation import Generation
+from foretoken.serve.intake import Intake, PreparedRequest
 from foretoken.serve.json_body import read
-from foretoken.serve.limits import LimitsMiddleware, ServerSettings
+from foretoken.serve.limits import LimitsMiddleware, ServerSettings, effective_salt
+from foretoken.serve.metrics import Metrics
 from foretoken.serve.responses import ChatCompletion, Completion, Error, Health, ModelList, ServedModel, Version
 from foretoken.serve.schema import CompletionRequest, Generate
-from foretoken.serve.service import Service
-from foretoken.serve.side_process import LARGE_BODY
+from foretoken.serve.side_process import LARGE_BODY, SideProcess
+from foretoken.serve.stream import respond
+from foretoken.serve.token_text import TokenText
 from foretoken.serve.worker import Worker
 
 PLAYGROUND = Path(__file__).parent / "playground"
@@ -36,6 +44,8 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _STREAM: dict[str, Any] = {"text/event-stream": {}}
+
+B = TypeVar("B", bound=Generate)
 
 
 def playground() -> dict[str, Path]:
@@ -88,6 +98,63 @@ def create_app(worker: Worker, settings: ServerSettings | None = None) -> FastAP
     return app
 
 
+class Service:
+    """What the routes of one app share."""
+
+    def __init__(self, worker: Worker, settings: ServerSettings) -> None:
+        self.worker, self.settings = worker, settings
+        self.metrics = Metrics(settings.model_names[0], lambda: worker.engine.usage, worker.method_of)
+        self.token_text = TokenText(worker.llm.tokenizer)
+        self.created = int(time.time())
+        self.intake = Intake(
+            tokenizer=worker.llm.requests.prompt_tokenizer,
+            settings=settings,
+            max_model_len=worker.llm.target.max_length,
+            capacity=worker.capacity,
+        )
+        self.side_process = SideProcess(self.intake) if os.name == "posix" else None
+        worker.listeners.append(self.metrics.on_steps)
+
+    def model(self, name: str) -> ServedModel:
+        """Returns the entry of /v1/models. Raises ApiError."""
+        llm = self.worker.llm
+        return {
+            "id": self.intake.served_name(name),
+            "object": "model",
+            "created": self.created,
+            "owned_by": "foretoken",
+            "max_model_len": self.intake.max_model_len,
+            "speculation": {"default": llm.methods[0], "methods": list(llm.methods)},
+        }
+
+    async def prepared(self, body: B, request: Request) -> PreparedRequest[B]:
+        """Returns the prepared request, with the salt that holds for its client. Raises ApiError or InvalidRequest."""
+        ready: PreparedRequest[B] | None = getattr(request.state, "prepared", None)
+        if ready is None:
+            prepare = partial(self.intake.prepared, body)
+            ready = await self.worker.run_in_thread(prepare, len(await request.body()))
+        salt = effective_salt(request.scope, body.cache_salt)
+        return replace(ready, params=replace(ready.params, cache_salt=salt))
+
+    async def begin(self, kind: str, prepared: PreparedRequest[Any]) -> Generation:
+        """Queues a request. kind: beginning of its identifier. Raises InvalidRequest, Overloaded, ServerUnavailable."""
+        params, body = prepared.params, prepared.body
+        if params.logprobs is not None or params.prompt_logprobs is not None or params.explain:
+            await self.worker.run_in_thread(self.token_text.load)
+        generation = await self.worker.submit(
+            [prompt.ids for prompt in prepared.prompts],
+            params,
+            prepared.bad_words,
+            priority=body.priority,
+            kind=kind,
+            model=self.intake.served_name(body.model),
+            timeout=self.settings.timeout,
+            metrics=self.metrics,
+        )
+        generation.shown = prepared.max_tokens > 0
+        return generation
+
+
 def _errors(*codes: int) -> dict[int | str, dict[str, Any]]:
     return {code: {"model": Error} for code in codes}
 
@@ -98,14 +165,20 @@ def _generating(service: Service) -> APIRouter:
     @router.post("/completions", responses={200: {"model": Completion, "content": _STREAM}}, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a prompt, or several."""
-        return await complete(service, body, request)
+        prepared = await service.prepared(body, request)
+        generation = await service.begin("cmpl", prepared)
+        writer = CompletionWriter(prepared, service.token_text)
+        return await respond(prepared.body, generation, writer, service.token_text, request.receive)
 
     @router.post(
         "/chat/completions", responses={200: {"model": ChatCompletion, "content": _STREAM}}, response_model=None
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """The next message of a conversation."""
-        return await answer(service, body, request)
+        prepared = await service.prepared(body, request)
+        generation = await service.begin("chatcmpl", prepared)
+        writer = ChatWriter(prepared, service.token_text)
+        return await respond(prepared.body, generation, writer, service.token_text, request.receive)
 
     return router
 

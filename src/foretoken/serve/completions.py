@@ -1,85 +1,55 @@
-"""POST /v1/completions."""
+"""Answers of POST /v1/completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-
 from foretoken.outputs import CompletionOutput, StreamPiece
-from foretoken.serve.generation import Generation, collect
+from foretoken.serve.generation import Generation
 from foretoken.serve.intake import PreparedRequest
 from foretoken.serve.responses import Completion, CompletionChoice, CompletionLogprobs
 from foretoken.serve.schema import CompletionRequest
-from foretoken.serve.service import Service
-from foretoken.serve.stream import cancel_on_disconnect, stream
-from foretoken.serve.token_text import LegacyLogprobs
+from foretoken.serve.token_text import LegacyLogprobs, TokenText
 
 
-async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
-    """Answer it, as one object or as a stream."""
-    prepared = await service.prepared(body, request)
-    generation, body = await service.begin("cmpl", prepared), prepared.body
-    generation.shown = prepared.max_tokens > 0
-    writer = _CompletionWriter(service, prepared)
-    if body.streams:
-        return await stream(body, generation, writer, service.spelling, request.receive)
-    with generation:
-        finals = await cancel_on_disconnect(request.receive, collect(generation))
-        return JSONResponse(_answer(writer, generation, finals, body.n or 1, body.return_steps))
-
-
-def _answer(
-    writer: _CompletionWriter, generation: Generation, finals: Mapping[int, StreamPiece], n: int, detailed: bool
-) -> Completion:
-    per_prompt = generation.params.n
-    choices: list[CompletionChoice] = []
-    for start in range(0, len(finals), per_prompt):
-        numbers: Sequence[int] = range(start, start + per_prompt)
-        if n < per_prompt:
-            numbers = sorted(numbers, key=lambda number: -_mean_logprob(finals[number].output))[:n]
-        for number in numbers:
-            choices.append({**writer.whole(number, finals[number]), "index": len(choices)})
-    return {
-        "id": generation.id,
-        "object": "text_completion",
-        "created": generation.created,
-        "model": generation.model,
-        "choices": choices,
-        "usage": generation.usage(),
-        "metrics": generation.metrics(detailed),
-    }
-
-
-def _mean_logprob(output: CompletionOutput | None) -> float:
-    """By which ``best_of`` chooses: log-probability per token."""
-    assert output is not None and output.logprobs is not None
-    total = sum(entries[token].logprob for token, entries in zip(output.token_ids, output.logprobs, strict=True))
-    return total / max(1, len(output.token_ids))
-
-
-class _CompletionWriter:
-    """Choices of a request; also its stream's ``Composer``."""
+class CompletionWriter:
+    """See ``Writer``."""
 
     object = "text_completion"
 
-    def __init__(self, service: Service, prepared: PreparedRequest[CompletionRequest]) -> None:
+    def __init__(self, prepared: PreparedRequest[CompletionRequest], token_text: TokenText) -> None:
         self._body, self._prompts = prepared.body, prepared.prompts
         self._per_prompt, self._shown = prepared.params.n, prepared.max_tokens > 0
         count = len(self._prompts) * self._per_prompt
-        self._logprobs = [LegacyLogprobs(service.spelling, self._body.logprobs or 0) for _ in range(count)]
+        self._logprobs = [LegacyLogprobs(token_text, self._body.logprobs or 0) for _ in range(count)]
         self._waiting: list[list[StreamPiece]] = [[] for _ in range(count)]
 
-    def whole(self, number: int, final: StreamPiece) -> CompletionChoice:
-        """The finished choice at once."""
-        output = final.output
-        assert output is not None
-        return self._choice(number, output.text, output.token_ids, output.logprobs, final)
+    def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> Completion:
+        """See ``Writer``. Of ``best_of`` candidates those with the highest log-probability per token are chosen."""
+        n = self._body.n or 1
+        choices: list[CompletionChoice] = []
+        for start in range(0, len(finals), self._per_prompt):
+            numbers: Sequence[int] = range(start, start + self._per_prompt)
+            if n < self._per_prompt:
+                numbers = sorted(numbers, key=lambda number: -_mean_logprob(finals[number].output))[:n]
+            for number in numbers:
+                output = finals[number].output
+                assert output is not None
+                choice = self._choice(number, output.text, output.token_ids, output.logprobs, finals[number])
+                choices.append({**choice, "index": len(choices)})
+        return {
+            "id": generation.id,
+            "object": "text_completion",
+            "created": generation.created,
+            "model": generation.model,
+            "choices": choices,
+            "usage": generation.usage(),
+            "metrics": generation.speculation(self._body.return_steps),
+        }
 
     def choices(self, number: int, piece: StreamPiece) -> list[dict[str, Any]]:
-        """See ``Composer``."""
+        """See ``Writer``."""
         waiting = self._waiting[number]
         waiting.append(piece)
         first = piece.step.position == 0
@@ -93,14 +63,28 @@ class _CompletionWriter:
         return [cast("dict[str, Any]", self._choice(number, text, tokens, logprobs, piece, start))]
 
     def silent(self, number: int) -> dict[str, Any]:
-        """See ``Composer``."""
+        """See ``Writer``."""
         return {"index": number, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def _choice(
-        self, number: int, text: str, tokens: Sequence[int], logprobs: Any, last: StreamPiece,
+        self,
+        number: int,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Any,
+        last: StreamPiece,
         first: StreamPiece | None = None,
-    ) -> CompletionChoice:  # fmt: skip
-        """first: the first piece that it tells of, None where it tells of all."""
+    ) -> CompletionChoice:
+        """Returns a choice.
+
+        Args:
+            number: Its number.
+            text: Its text, without the echo.
+            tokens: The tokens of ``text``.
+            logprobs: An entry for each token, or None.
+            last: The last of its pieces.
+            first: The first of its pieces; None where ``last`` has the whole output.
+        """
         if not self._shown:
             text, tokens, logprobs = "", (), ()
         entries = list(logprobs or ())
@@ -122,3 +106,10 @@ class _CompletionWriter:
             "finish_reason": cast("Any", reason),
             "stop_reason": output.stop_reason if output is not None and self._shown else None,
         }
+
+
+def _mean_logprob(output: CompletionOutput | None) -> float:
+    """Returns the log-probability per token, by which ``best_of`` chooses."""
+    assert output is not None and output.logprobs is not None
+    total = sum(entries[token].logprob for token, entries in zip(output.token_ids, output.logprobs, strict=True))
+    return total / max(1, len(output.token_ids))

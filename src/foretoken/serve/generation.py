@@ -1,46 +1,83 @@
-"""One request while it is answered: its pieces, and what is counted of it."""
+"""One request from its queueing to its last piece, between the engine's thread and the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
 from uuid import uuid4
 
+from foretoken.core.context import Context
+from foretoken.engine.requests import Request
 from foretoken.outputs import StreamPiece
-from foretoken.propose.per_request import PREDICTION
+from foretoken.params import SamplingParams
 from foretoken.serve.metrics import Metrics, SpeculationRecord
-from foretoken.serve.request_stream import RequestStream
 from foretoken.serve.responses import RequestMetrics, TokenUsage
-from foretoken.serve.worker import Worker
+
+BuiltRequest = tuple[Request, list[Context]]
+Delivery = tuple["Generation", StreamPiece | Exception]
 
 
 class Generation:
-    """Iterate over it, within ``with``: (choice, piece) as they come; choices of the second prompt follow the first's.
+    """One or more prompts that are being answered.
 
-    Leaving the ``with`` cancels what is left. Raises TimeoutError after ``timeout`` seconds, else as ``RequestStream``.
-    shown: whether the client gets what is generated, and has it counted.
+    Iterate over it, once and within ``with``: it yields pieces, and ends when all choices have ended. Pieces that are
+    not read yet wait here. It belongs to its event loop, except for ``began``.
+
+    Args:
+        built: The requests, one for each prompt, with their contexts.
+        release: Called once when it is over, with whether the engine still works on it.
+        priority: Lower priorities are admitted first.
+        kind: Beginning of its identifier.
+        model: Name of the model in the answer.
+        timeout: Seconds after which iterating raises TimeoutError.
+        metrics: Counts it.
+        num_spec_tokens: Configured draft tokens per step.
+        predicted_tokens: Number of tokens of the predicted output, if that is what drafts.
+
+    Attributes:
+        shown: Whether the client gets what is generated, and has it counted.
+        arrived: When it was submitted, by ``time.monotonic``.
+        began: When the engine took it up.
     """
 
     def __init__(
-        self, kind: str, model: str, ticket: RequestStream, worker: Worker, metrics: Metrics, timeout: float
+        self,
+        built: Sequence[BuiltRequest],
+        release: Callable[[Generation, bool], None],
+        *,
+        priority: int = 0,
+        kind: str = "cmpl",
+        model: str = "",
+        timeout: float | None = None,
+        metrics: Metrics | None = None,
+        num_spec_tokens: int = 0,
+        predicted_tokens: int = 0,
     ) -> None:
         self.id, self.model, self.created = f"{kind}-{uuid4().hex}", model, int(time.time())
-        self.ticket = ticket
-        self.params = ticket.request.params
-        self._metrics = metrics
-        self.deadline = asyncio.get_running_loop().time() + timeout
+        self.built, self.priority = built, priority
+        self.requests = [request for request, _ in built]
+        self.members = [member for request in self.requests for member in request.members]
+        self.loop = asyncio.get_running_loop()
+        self.deadline = None if timeout is None else self.loop.time() + timeout
+        self.arrived = time.monotonic()
+        self.began: float | None = None
         self.shown = True
-        self._numbers = {request.id: place * self.params.n for place, request in enumerate(ticket.requests)}
+        self._release, self._metrics = release, metrics
+        # the engine's side
+        self._pieces: deque[StreamPiece] = deque()
+        self._unmade, self._over = len(self.members), False
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+        # the client's side
+        self._record, self._predicted = SpeculationRecord(num_spec_tokens), predicted_tokens
         self._generated = self._accepted_of_prediction = self._cached = 0
+        self._unread, self._closed = len(self.members), False
         self._reason: str | None = None
-        self._left = len(ticket.members)
-        self._closed = False
-        context = ticket.built[0][1][0]
-        self._predicted = len(context.prediction) if worker.method(context) == PREDICTION else 0
-        configured = worker.llm.speculative_config.tokens if context.depth is None else context.depth
-        self._record = SpeculationRecord(configured)
 
     def __enter__(self) -> Self:
         return self
@@ -53,70 +90,128 @@ class Generation:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, StreamPiece]:
-        async with asyncio.timeout_at(self.deadline):
-            piece = await anext(self.ticket)
-        if not self._generated:
-            self._metrics.on_first_token(time.monotonic() - self.ticket.arrived)
-        self._count(piece)
-        return self._numbers[piece.request_id] + piece.index, piece
+    async def __anext__(self) -> StreamPiece:
+        """Returns the next piece.
 
-    def close(self, reason: Literal["error", "abort"]) -> None:
-        """Nothing more is wanted; ``reason`` is why, if it was not finished. Only the first call counts."""
+        Raises:
+            InvalidRequest: The engine refused the request.
+            RequestFailed: The engine failed on it.
+            ServerUnavailable: The server or its engine ended.
+            TimeoutError: The request takes longer than it may.
+        """
+        async with asyncio.timeout_at(self.deadline):
+            while not self._pieces and not self._over:
+                self._news.clear()
+                await self._news.wait()
+        if not self._pieces:
+            raise StopAsyncIteration if self._error is None else self._error
+        piece = self._pieces.popleft()
+        if not self._generated and self._metrics is not None:
+            self._metrics.on_first_token(time.monotonic() - self.arrived)
+        self._count(piece)
+        return piece
+
+    def push(self, piece: StreamPiece) -> None:
+        """Takes a piece that the engine made."""
+        if self._over:
+            return
+        self._pieces.append(piece)
+        self._unmade -= piece.output is not None
+        if not self._unmade:
+            self.end(None)
+        self._news.set()
+
+    def end(self, error: Exception | None, abort: bool = False) -> None:
+        """Ends it: no more pieces will come.
+
+        Args:
+            error: Raised once the pieces that came are read.
+            abort: Whether the engine still works on it.
+        """
+        if not self._over:
+            self._over, self._error = True, error
+            self._news.set()
+            self._release(self, abort)
+
+    def close(self, reason: Literal["error", "abort"] = "abort") -> None:
+        """Drops what is left. ``reason`` is counted where it was not finished. Further calls do nothing."""
         if self._closed:
             return
         self._closed = True
-        self.ticket.cancel()
-        ticket, now = self.ticket, time.monotonic()
-        self._metrics.on_finished(
-            (self._reason or reason) if self.finished else reason,
-            prompt_tokens=self._prompted,
-            generation_tokens=self._generated,
-            e2e_seconds=now - ticket.arrived,
-            queue_seconds=None if ticket.began is None else ticket.began - ticket.arrived,
-        )
+        self._pieces.clear()
+        self.end(None, abort=True)
+        if self._metrics is not None:
+            self._metrics.on_finished(
+                (self._reason or reason) if self.finished else reason,
+                prompt_tokens=self._prompt_tokens,
+                generation_tokens=self._generated,
+                e2e_seconds=time.monotonic() - self.arrived,
+                queue_seconds=None if self.began is None else self.began - self.arrived,
+            )
+
+    def number(self, piece: StreamPiece) -> int:
+        """Returns the number of the piece's choice. The choices of the second prompt follow those of the first."""
+        return self._places[piece.request_id] * self.params.n + piece.index
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters of all prompts."""
+        return self.requests[0].params
 
     @property
     def finished(self) -> bool:
-        """Whether every choice is."""
-        return not self._left
+        """Whether the last piece of every choice was read."""
+        return not self._unread
 
     def usage(self) -> TokenUsage:
-        """So far."""
+        """Returns the token counts so far."""
         generated = self._generated if self.shown else 0
         accepted = self._accepted_of_prediction
         return {
-            "prompt_tokens": self._prompted,
+            "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
-            "total_tokens": self._prompted + generated,
+            "total_tokens": self._prompt_tokens + generated,
             "prompt_tokens_details": {"cached_tokens": self._cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": max(0, self._predicted * len(self.ticket.members) - accepted),
+                "rejected_prediction_tokens": max(0, self._predicted * len(self.members) - accepted),
             },
         }
 
-    def metrics(self, detailed: bool = False) -> RequestMetrics:
-        """Of all choices together."""
+    def speculation(self, detailed: bool = False) -> RequestMetrics:
+        """Returns the statistics of all choices together. detailed: with an entry for each step."""
         record: Any = self._record.to_dict(detailed)
         return {"speculative_decoding": record}
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {request.id: place for place, request in enumerate(self.requests)}
+
     @property
-    def _prompted(self) -> int:
-        return sum(len(request.prompt_ids) for request in self.ticket.requests)
+    def _prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.requests)
 
     def _count(self, piece: StreamPiece) -> None:
         self._record.add(piece.step)
         self._generated += len(piece.token_ids)
-        if self._predicted:  # whatever was drafted then was the client's prediction
+        if self._predicted:  # then every draft was the client's prediction
             self._accepted_of_prediction += piece.step.accepted
         if piece.output is not None:
-            self._left -= 1
+            self._unread -= 1
             self._reason = self._reason or piece.output.finish_reason
             self._cached += piece.output.stats.cached if piece.index == 0 else 0
 
 
 async def collect(generation: Generation) -> dict[int, StreamPiece]:
-    """The last piece of every choice, which has the whole of it; by number, in order."""
-    finals = {number: piece async for number, piece in generation if piece.output is not None}
+    """Returns the last piece of every choice, which has the whole output, by the choice's number and in order."""
+    finals = {generation.number(piece): piece async for piece in generation if piece.output is not None}
     return dict(sorted(finals.items()))
+
+
+def hand_over(deliveries: Sequence[Delivery]) -> None:
+    """Passes pieces and errors to their generations, on the event loop."""
+    for generation, item in deliveries:
+        if isinstance(item, Exception):
+            generation.end(item)
+        else:
+            generation.push(item)

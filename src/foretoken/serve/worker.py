@@ -1,6 +1,7 @@
 """The engine in a thread of its own, and how the event loop talks to it.
 
-The loop hands over tickets by a queue; the thread hands back pieces, one wake-up a round. Neither waits for the other.
+The loop hands over requests by a queue; the thread hands back pieces, and wakes the loop once a step. Neither waits for
+the other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,9 +32,9 @@ from foretoken.engine.structured import IsolatedGrammars
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
 from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.per_request import PerRequestProposer
+from foretoken.propose.per_request import PREDICTION, PerRequestProposer
 from foretoken.serve.errors import Overloaded, RequestFailed, ServerUnavailable
-from foretoken.serve.request_stream import Built, Delivery, RequestStream, hand_over
+from foretoken.serve.generation import BuiltRequest, Delivery, Generation, hand_over
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Worker:
         self.listeners: list[Callable[[Sequence[StepOutput]], None]] = []
         self.draining = False
         self.dead: Exception | None = None
-        self._open: set[RequestStream] = set()
+        self._open: set[Generation] = set()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._large_intake = ThreadPoolExecutor(1, "foretoken-large-intake")
@@ -71,9 +72,9 @@ class Worker:
         self.engine.proposer = FallbackProposer(self._chooses)  # nobody fails because nobody drafts
         # The engine's thread alone looks at these.
         self._assembler = Assembler(self.engine, llm.tokenizer)
-        self._tickets: dict[int, RequestStream] = {}  # by sequence
+        self._generations: dict[int, Generation] = {}  # by sequence
         self._methods: dict[int, str] = {}  # by sequence
-        self._fresh: list[RequestStream] = []  # not taken up yet
+        self._fresh: list[Generation] = []  # not taken up yet
 
     # the event loop's side
 
@@ -104,19 +105,15 @@ class Worker:
         return self.engine.max_sequences + self.max_waiting
 
     async def submit(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        priority: int = 0,
-        bad_words: BadWords | None = None,
-    ) -> RequestStream:
+        self, prompts: Sequence[Prompt], params: SamplingParams, bad_words: BadWords | None = None, **options: Any
+    ) -> Generation:
         """Checks and queues all of ``prompts``, or none.
 
         Args:
             prompts: The prompts.
             params: Sampling parameters of all of them.
-            priority: Requests of lower priority values go first.
             bad_words: The tokens of the bad words, where they are not in ``params``.
+            options: Further arguments of ``Generation``.
 
         Raises:
             InvalidRequest: A prompt or a parameter is not valid for this model.
@@ -126,11 +123,14 @@ class Worker:
         self._admit(len(prompts) * params.n)
         restrictions = await self._restrictions(params, bad_words)
         built = await self.run_in_thread(lambda: [self._build(prompt, params, restrictions) for prompt in prompts])
-        self._admit(len(prompts) * params.n)  # again: others came while the prompts were read
-        ticket = RequestStream(built, priority, self._release)
-        self._open.add(ticket)
-        self._orders.put(lambda: self._add(ticket))
-        return ticket
+        self._admit(len(prompts) * params.n)  # again: others came while the prompts were built
+        context = built[0][1][0]
+        configured = self.llm.speculative_config.tokens if context.depth is None else context.depth
+        predicted = len(context.prediction) if self.method(context) == PREDICTION else 0
+        generation = Generation(built, self._release, num_spec_tokens=configured, predicted_tokens=predicted, **options)
+        self._open.add(generation)
+        self._orders.put(lambda: self._add(generation))
+        return generation
 
     def method(self, context: Context) -> str:
         """Which of ``llm.methods`` drafts for it."""
@@ -142,8 +142,8 @@ class Worker:
 
     def abandon(self) -> None:
         """End what is still open, for shutting down."""
-        for ticket in list(self._open):
-            ticket.end(ServerUnavailable("the server shut down before the request was done"), abort=True)
+        for generation in list(self._open):
+            generation.end(ServerUnavailable("the server shut down before the request was done"), abort=True)
 
     def close(self) -> None:
         """Stop the thread after the round it is in, wait for it, and leave the engine as it was."""
@@ -162,7 +162,7 @@ class Worker:
             raise ServerUnavailable(f"the engine stopped working ({self.dead}); the server has to be started again")
         if self.draining:
             raise ServerUnavailable("the server is shutting down; ask another one")
-        if sum(len(ticket.members) for ticket in self._open) + sequences > self.capacity:
+        if sum(len(generation.members) for generation in self._open) + sequences > self.capacity:
             raise Overloaded(f"the queue is full: {self.capacity} sequences may run or wait; try again later")
 
     async def _restrictions(self, params: SamplingParams, bad_words: BadWords | None) -> Restrictions:
@@ -179,16 +179,16 @@ class Worker:
                 "other requests were before them; try again later, or make them smaller"
             ) from error
 
-    def _build(self, prompt: Prompt, params: SamplingParams, restrictions: Restrictions) -> Built:
+    def _build(self, prompt: Prompt, params: SamplingParams, restrictions: Restrictions) -> BuiltRequest:
         request, contexts = self.llm.requests.build(prompt, params, restrictions)
         for context in contexts:
             self.engine.check(context)
         return request, contexts
 
-    def _release(self, ticket: RequestStream, abort: bool) -> None:
-        self._open.discard(ticket)
+    def _release(self, generation: Generation, abort: bool) -> None:
+        self._open.discard(generation)
         if abort:
-            self._orders.put(lambda: self._drop(ticket))
+            self._orders.put(lambda: self._drop(generation))
 
     # the engine's side
 
@@ -201,7 +201,7 @@ class Worker:
             _log.exception("the engine's thread ended")
             self.dead = error
             end = ServerUnavailable(f"the engine stopped working ({error})")
-            self._deliver([(ticket, end) for ticket in set(self._tickets.values())])
+            self._deliver([(generation, end) for generation in set(self._generations.values())])
 
     def _obey(self) -> bool:
         """Carry out all orders; without work wait for one. -> False when told to stop"""
@@ -236,50 +236,50 @@ class Worker:
         self._deliver([delivery for step in steps if (delivery := self._piece(step))])
 
     def _note_begun(self, sequences: Collection[int], now: float) -> None:
-        begun = [ticket for ticket in self._fresh if any(member in sequences for member in ticket.members)]
-        for ticket in begun:
-            ticket.began = now
-            self._fresh.remove(ticket)
+        begun = [generation for generation in self._fresh if any(member in sequences for member in generation.members)]
+        for generation in begun:
+            generation.began = now
+            self._fresh.remove(generation)
 
     def _piece(self, step: StepOutput) -> Delivery | None:
-        ticket = self._tickets.get(step.sequence)
-        if ticket is None:
+        generation = self._generations.get(step.sequence)
+        if generation is None:
             return None
         try:
             piece = self._assembler.piece(step)
         except Exception as error:
-            self._drop(ticket)
-            return ticket, _failure(error)
+            self._drop(generation)
+            return generation, _failure(error)
         if piece.output is not None:
-            del self._tickets[step.sequence]
+            del self._generations[step.sequence]
             self._methods.pop(step.sequence, None)
-        return ticket, replace(piece, step=_light(step))
+        return generation, replace(piece, step=_light(step))
 
     def _fail(self, sequences: Sequence[int], error: Exception) -> None:
         """The requests of a round that failed are over; the others go on."""
-        failed = {self._tickets[sequence] for sequence in sequences if sequence in self._tickets}
-        for ticket in failed:
-            self._drop(ticket)
-        self._deliver([(ticket, _failure(error)) for ticket in failed])
+        failed = {self._generations[sequence] for sequence in sequences if sequence in self._generations}
+        for generation in failed:
+            self._drop(generation)
+        self._deliver([(generation, _failure(error)) for generation in failed])
 
-    def _add(self, ticket: RequestStream) -> None:
-        self._fresh.append(ticket)
+    def _add(self, generation: Generation) -> None:
+        self._fresh.append(generation)
         try:
-            for request, contexts in ticket.built:
-                self._tickets.update(dict.fromkeys(request.members, ticket))
+            for request, contexts in generation.built:
+                self._generations.update(dict.fromkeys(request.members, generation))
                 self._methods.update({context.id: self.method(context) for context in contexts})
-                self._assembler.add(request, contexts, ticket.priority)
+                self._assembler.add(request, contexts, generation.priority)
         except Exception as error:
-            self._drop(ticket)
-            self._deliver([(ticket, _failure(error))])
+            self._drop(generation)
+            self._deliver([(generation, _failure(error))])
 
-    def _drop(self, ticket: RequestStream) -> None:
-        if ticket in self._fresh:
-            self._fresh.remove(ticket)
-        for request in ticket.requests:
+    def _drop(self, generation: Generation) -> None:
+        if generation in self._fresh:
+            self._fresh.remove(generation)
+        for request in generation.requests:
             self._assembler.forget(request)
-        for member in ticket.members:
-            self._tickets.pop(member, None)
+        for member in generation.members:
+            self._generations.pop(member, None)
             self._methods.pop(member, None)
             self.engine.abort(member)
             self.engine.finished.pop(member, None)
@@ -293,8 +293,8 @@ class Worker:
             try:
                 loop.call_soon_threadsafe(hand_over, batch)
             except RuntimeError:  # the loop is closed, so nobody waits for this
-                for ticket, _ in batch:
-                    self._drop(ticket)
+                for generation, _ in batch:
+                    self._drop(generation)
 
 
 def _failure(error: Exception) -> Exception:

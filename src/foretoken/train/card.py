@@ -1,4 +1,4 @@
-"""Model cards: everything in them comes from provenance.json and from a measurement, so a command rewrites them."""
+"""Model cards of targets and drafts, written from provenance.json and from measurements."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _DATA = {
 
 
 def measure_pair(target: Path, draft: Path, corpus: Corpus, batch: int = 16, window: int = 512) -> dict[str, float]:
-    """Overlap, argmax agreement and loss of ``draft`` beside ``target`` on the corpus's held-out files, in bfloat16.
+    """Returns overlap, argmax agreement and loss of ``draft`` with ``target`` on held-out files, in bfloat16.
 
-    Raises InvalidRequest if the two do not share a vocabulary.
+    Raises:
+        InvalidRequest: The two do not share a vocabulary.
     """
     teacher, tokenizer = load_teacher(target)
     model, other = load_teacher(draft)
@@ -41,7 +42,7 @@ def measure_pair(target: Path, draft: Path, corpus: Corpus, batch: int = 16, win
 
 
 def measure_int8(target: Path, corpus: Corpus, window: int = 512) -> dict[str, float]:
-    """Held-out loss (nats per token) of ``target`` in bfloat16 and, quantised on loading, in int8; on our runtime."""
+    """Returns the held-out loss (nats per token) of ``target`` on our runtime, in bfloat16 and quantized to int8."""
     plain = load_model(target, "bfloat16", "cpu", "native")
     int8 = load_model(target, "bfloat16", "cpu", "native", quantization="int8")
     stream = encode(corpus.held_out, load_teacher(target)[1])
@@ -51,7 +52,7 @@ def measure_int8(target: Path, corpus: Corpus, window: int = 512) -> dict[str, f
 
 
 def _loss(model: Model, windows: Sequence[Sequence[int]]) -> float:
-    """Each window is its first token and a draft of all the others, so that one pass gives every row of logits."""
+    """Mean loss. Each window is opened at its first token and drafted whole, so that one pass gives all logits."""
     total = 0.0
     for window in windows:
         handle = model.open(window[:1])
@@ -62,7 +63,7 @@ def _loss(model: Model, windows: Sequence[Sequence[int]]) -> float:
 
 
 def write_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
-    """Write README.md and zoo.json beside the weights of ``target``, and of ``draft`` with its measured acceptance."""
+    """Writes README.md and zoo.json beside the weights of ``target``, and of ``draft`` with its measured acceptance."""
     facts = _described(target)
     costs = measure_int8(target, corpus)
     write_json(target / PROVENANCE, facts | {"measured": costs})
@@ -76,7 +77,7 @@ def write_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
 
 
 def read_provenance(folder: Path) -> dict[str, Any]:
-    """What a training run wrote beside its weights. Raises InvalidRequest."""
+    """Returns the provenance.json of a training run. Raises InvalidRequest if it cannot be read."""
     try:
         facts: dict[str, Any] = read_object(folder / PROVENANCE)
     except (OSError, ValueError) as error:
@@ -87,7 +88,7 @@ def read_provenance(folder: Path) -> dict[str, Any]:
 
 
 def _described(folder: Path, target: str | None = None) -> dict[str, Any]:
-    """The provenance, with the command under the folders' present names."""
+    """Returns the provenance, with the present names of the folders in its command."""
     facts, config = read_provenance(folder), read_object(folder / "config.json")
     usual, what = TARGET_SHAPE, f"target {folder.name}"
     if target is not None:
@@ -122,7 +123,7 @@ def _card(
         ("vocabulary", f"{config['vocab_size']:,} (byte-level BPE)"),
         ("positions", f"{config['max_position_embeddings']:,}, trained on windows of {facts['config']['window']}"),
         ("tokens seen", f"{facts['tokens']:,} of a corpus of {facts['corpus_tokens']:,}"),
-        ("training time", f"{facts['minutes']} minutes on the processor it was trained on ({facts['processor']})"),
+        ("training time", f"{facts['minutes']} minutes on a CPU ({facts['processor']})"),
         ("held-out loss", f"{(figures or facts)['held_out_loss']:.3f} nats per token"),
     ]
     if costs is not None:

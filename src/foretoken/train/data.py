@@ -1,4 +1,4 @@
-"""The corpus: Python source, split by file, tokenised once, served as seeded random windows."""
+"""The corpus: Python source, split by file, tokenized once, read as seeded random windows."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from foretoken.core.errors import InvalidRequest
 
 END = "<|endoftext|>"
 HELD_OUT_PERCENT = 2
-# Tests are not what people write, and the generated tables are megabytes of character maps.
+# Tests are not typical code, and the generated tables are megabytes of character maps.
 _LEFT_OUT = ("site-packages", "test", "tests", "idle_test", "encodings", "__pycache__")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts by file, split once into training and held-out files.
+    """Texts of training and of held-out files.
 
-    The split hashes each file's relative name, so that adding a file moves no other.
+    The split hashes the relative name of each file, so that adding a file moves no other.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Corpus:
 
 
 def standard_library() -> Corpus:
-    """The running Python's standard library without its tests and generated tables."""
+    """Returns the running Python's standard library without its tests and generated tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [f for f in sorted(root.rglob("*.py")) if not any(part in _LEFT_OUT for part in f.relative_to(root).parts)]
     version = ".".join(map(str, sys.version_info[:3]))
@@ -44,9 +44,12 @@ def standard_library() -> Corpus:
 
 
 def from_files(paths: list[Path]) -> Corpus:
-    """A corpus of the user's own text files; folders are searched for ``*.py``, ``*.md`` and ``*.txt``.
+    """Returns a corpus of text files, and of the ``*.py``, ``*.md`` and ``*.txt`` files in folders.
 
-    A ``.jsonl`` file has one text a line: a string, or the "prompt", "text" or "content" of an object.
+    A ``.jsonl`` file has one text per line: a string, or the "prompt", "text" or "content" of an object.
+
+    Raises:
+        InvalidRequest: A path does not exist, or there are fewer than two texts.
     """
     files: list[Path] = []
     for path in paths:
@@ -81,7 +84,7 @@ def _rank(name: str) -> int:
 
 
 def _lines(file: Path, text: str) -> list[str]:
-    found = []
+    texts = []
     for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
         try:
             value = json.loads(line)
@@ -91,12 +94,12 @@ def _lines(file: Path, text: str) -> list[str]:
             value = next((value[key] for key in ("prompt", "text", "content") if key in value), None)
         if not isinstance(value, str):
             raise InvalidRequest(f'{file}, text {number}, has no text; expected a string, or an object with "prompt"')
-        found.append(value)
-    return found
+        texts.append(value)
+    return texts
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int = 4096) -> PreTrainedTokenizerFast:
-    """Byte-level BPE on the training files; every byte string round-trips."""
+    """Trains byte-level BPE on the training files. Every byte string round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -111,9 +114,9 @@ def train_tokenizer(corpus: Corpus, vocab_size: int = 4096) -> PreTrainedTokeniz
 
 
 def encode(texts: tuple[str, ...], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """All texts as one stream, an end-of-text token before each. -> int64 [N]"""
+    """Returns all texts as one stream of token ids, int64 [N], with an end-of-text token before each."""
     ids: list[int] = []
-    # The tokenizer beneath: a whole file is longer than the model's positions, which is no reason for a warning.
+    # The backend tokenizer does not warn about files that are longer than the model's positions.
     for encoded in tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False):
         ids.append(tokenizer.eos_token_id)
         ids.extend(encoded.ids)
@@ -121,9 +124,9 @@ def encode(texts: tuple[str, ...], tokenizer: PreTrainedTokenizerFast) -> torch.
 
 
 def windows(stream: torch.Tensor, batch: int, length: int, seed: int, start: int = 0) -> Iterator[torch.Tensor]:
-    """Endless batches [batch, length]: each epoch cuts the stream at another offset and shuffles the windows.
+    """Yields endless batches [batch, length]. Each epoch cuts the stream at another offset and shuffles the windows.
 
-    Batch ``i`` depends on (seed, i) alone, so a run resumes exactly at ``start``.
+    Batch i depends on (seed, i) alone, so a run resumes exactly at batch ``start``.
     """
     per_epoch = (len(stream) - length) // length // batch
     if per_epoch < 1:
@@ -143,7 +146,7 @@ def windows(stream: torch.Tensor, batch: int, length: int, seed: int, start: int
 
 
 def held_out_batches(stream: torch.Tensor, batch: int, length: int) -> list[torch.Tensor]:
-    """The held-out stream cut into consecutive windows, the ragged end dropped."""
+    """Returns the held-out stream [N] as batches of consecutive windows, without the incomplete last window."""
     if len(stream) < 16:
         raise InvalidRequest(f"the held-out files have {len(stream)} tokens; at least 16 are needed: add text")
     length = min(length, len(stream))

@@ -1,7 +1,7 @@
-"""``foretoken train draft``: a small Llama distilled from a target, for the target to check.
+"""``foretoken train draft``: distils a small Llama from a target.
 
-The draft learns the target's whole law at every position (2310.08461, forward KL), and at the end the acceptance
-itself: sum_x min(p(x), q(x)) is the chance that a drawn token is accepted, so -log of it is the loss.
+The loss is the forward KL divergence from the target's distribution at every position (2310.08461), and in the last
+part of the run -log sum_x min(p(x), q(x)), the negative log of the probability that a sampled token is accepted.
 """
 
 from __future__ import annotations
@@ -25,21 +25,30 @@ from foretoken.train.trainer import TrainConfig, Trainer, provenance
 
 DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=8, window=512, learning_rate=4e-3, weight_decay=0.05)
 _FLOOR = 1e-6
-Law = tuple[torch.Tensor, torch.Tensor]  # ids [B, T, k], log-probabilities [B, T, k]
+TopLogprobs = tuple[torch.Tensor, torch.Tensor]
+"""Token ids and log-probabilities of the k likeliest tokens, [B, T, k] each."""
 
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """What of the target is kept, and what is asked of the draft."""
+    """Settings of the target's distributions and of the loss.
 
-    top: int = 64  # most likely tokens kept per position; the others' mass is one bucket
-    acceptance_share: float = 0.3  # the last share of the run, which turns from KL to the acceptance loss
-    teacher_share: float = 0.3  # of ``minutes``: the longest that the pass over the target may take
-    disk_gigabytes: float = 2.0  # for the target's laws
-    generated_share: float = 0.0  # of the windows: continued by the target itself (2310.08461, on its own output)
+    Args:
+        top: Likeliest tokens kept per position. The probability of the others is one bucket.
+        acceptance_share: Last share of the run, which changes from KL to the acceptance loss.
+        teacher_share: Greatest share of ``minutes`` for the pass over the target.
+        disk_gigabytes: Disk space for the target's distributions.
+        generated_share: Share of the windows that the target samples (2310.08461, on-policy data).
+    """
+
+    top: int = 64
+    acceptance_share: float = 0.3
+    teacher_share: float = 0.3
+    disk_gigabytes: float = 2.0
+    generated_share: float = 0.0
 
     def arguments(self) -> str:
-        """The command line options that give these settings."""
+        """Returns the command line options that give these settings."""
         share = f"--acceptance-share {self.acceptance_share:g} --generated-share {self.generated_share:g}"
         return f"--top {self.top} {share} --disk-gigabytes {self.disk_gigabytes:g}"
 
@@ -47,11 +56,15 @@ class DistillConfig:
 DISTILL = DistillConfig()
 
 
-def distillation_loss(logits: torch.Tensor, law: Law, acceptance: torch.Tensor) -> torch.Tensor:
-    """(1 - acceptance) KL(p||q) - acceptance log sum min(p, q), mean over positions.
+def distillation_loss(logits: torch.Tensor, law: TopLogprobs, acceptance: torch.Tensor) -> torch.Tensor:
+    """Returns (1 - acceptance) KL(p||q) - acceptance log sum min(p, q), mean over positions.
 
-    logits [B, T, V] of the draft; ``law`` as `teacher.top_law` gives it; ``acceptance`` a scalar tensor, 0 to 1.
-    Tokens outside the law's top k count as one bucket, which bounds the KL from below and the overlap from above.
+    Tokens outside of the top k count as one bucket, which bounds the KL from below and the overlap from above.
+
+    Args:
+        logits: The draft's, [B, T, V].
+        law: The target's distribution, as ``teacher.top_law`` returns it.
+        acceptance: Weight of the acceptance loss, a scalar tensor from 0 to 1.
     """
     ids, log_p = law
     logits = logits.float()
@@ -65,9 +78,9 @@ def distillation_loss(logits: torch.Tensor, law: Law, acceptance: torch.Tensor) 
 
 
 def agreement(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> tuple[float, float]:
-    """(overlap, argmax agreement), means over all positions of [B, T, V]: the acceptance rates at T = 1 and 0.
+    """Returns overlap and argmax agreement of logits [B, T, V]: the acceptance rates at temperatures 1 and 0.
 
-    Overlap is sum_x min(p(x), q(x)) = 1 - TV(p, q), over the whole vocabulary.
+    The overlap is sum_x min(p(x), q(x)) = 1 - TV(p, q) over the whole vocabulary. Both are means over positions.
     """
     p, q = target_logits.float().softmax(-1), draft_logits.float().softmax(-1)
     overlap = torch.minimum(p, q).sum(-1).mean().item()
@@ -84,10 +97,24 @@ def train_draft(
     resume: bool = False,
     distill: DistillConfig = DISTILL,
 ) -> dict[str, float]:
-    """Distil a draft of ``shape`` from the checkpoint ``target``; returns the last evaluation.
+    """Distils a draft from a target and writes it to ``out``.
 
-    ``config.minutes`` covers the target's pass and the training. The corpus must be split as it was for the
-    target, or the held-out figures mean nothing. Raises ModelLoadError, InvalidRequest, TrainingError.
+    Args:
+        out: Folder of the draft.
+        target: Folder of the target.
+        corpus: Text. It must be split as it was for the target, or the held-out figures are meaningless.
+        shape: Size of the draft.
+        config: Training configuration. Its ``minutes`` include the pass over the target.
+        resume: Continues an interrupted run.
+        distill: Settings of the target's distributions and of the loss.
+
+    Returns:
+        The last evaluation.
+
+    Raises:
+        ModelLoadError: The target cannot be loaded.
+        InvalidRequest: The settings are not valid.
+        TrainingError: Files cannot be written, or the loss diverges.
     """
     teacher, tokenizer = load_teacher(target)
     stream = encode(corpus.train, tokenizer)
@@ -116,10 +143,19 @@ def train_draft(
         what = f"draft {out.name} {target.name} {distill.arguments()}"
         command = command_line(what, shape, DRAFT_SHAPE, config, corpus.name)
         card = provenance(
-            command, config, trainer, role="draft", corpus=corpus.name, corpus_tokens=len(stream), target=target.name,
-            parameters=model.num_parameters(), taught_tokens=taught.ids.numel(),
-            teaching_minutes=round(taught.seconds / 60, 1), distill=asdict(distill), **trainer.history[-1],
-        )  # fmt: skip
+            command,
+            config,
+            trainer,
+            role="draft",
+            corpus=corpus.name,
+            corpus_tokens=len(stream),
+            target=target.name,
+            parameters=model.num_parameters(),
+            taught_tokens=taught.ids.numel(),
+            teaching_minutes=round(taught.seconds / 60, 1),
+            distill=asdict(distill),
+            **trainer.history[-1],
+        )
         write_json(folder / PROVENANCE, card)
     trainer.checkpoint.unlink(missing_ok=True)
     shutil.rmtree(laws, ignore_errors=True)
@@ -127,7 +163,7 @@ def train_draft(
 
 
 def load_teacher(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The target in bfloat16, frozen, and its tokenizer. Raises ModelLoadError."""
+    """Loads the target in bfloat16, frozen, and its tokenizer. Raises ModelLoadError."""
     try:
         with quiet_transformers():
             model = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -142,7 +178,7 @@ def load_teacher(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 
 @torch.no_grad()
 def measure(teacher: LlamaForCausalLM, model: LlamaForCausalLM, held_out: list[torch.Tensor]) -> dict[str, float]:
-    """Held-out figures of the draft: loss (nats), overlap and argmax agreement with the target, full vocabulary."""
+    """Returns held-out loss (nats), overlap and argmax agreement with the target, over the whole vocabulary."""
     loss = overlap = equal = tokens = 0.0
     for batch in held_out:
         p, q = teacher(batch, use_cache=False).logits, model(batch, use_cache=False).logits
@@ -173,18 +209,24 @@ def _taught(
 
 @torch.no_grad()
 def _continued(teacher: LlamaForCausalLM, windows: torch.Tensor, seed: int) -> torch.Tensor:
-    """Each window's first quarter, continued to its full length by draws from the target at temperature 1."""
+    """Continues the first quarter of each window to its full length, sampled from the target at temperature 1."""
     torch.manual_seed(seed)
     generate: Any = teacher.generate
     length, rows = windows.shape[1], []
     with quiet_transformers(), Reporter("generating") as report:
         for i, part in enumerate(windows.split(64)):
             prompt = part[:, : max(1, length // 4)]
-            # No end token: the stream goes on past the end of a file, and so must the windows.
             text = generate(
-                prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_length=length, eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_length=length,
+                eos_token_id=None,  # windows of the corpus go on past the end of a file, too
+                pad_token_id=0,
+            )
             rows.append(text)
             report.update((i + 1) * 64 / len(windows))
     return torch.cat(rows)
@@ -193,7 +235,7 @@ def _continued(teacher: LlamaForCausalLM, windows: torch.Tensor, seed: int) -> t
 def _with_acceptance(
     taught: TaughtWindows, trainer: Trainer, distill: DistillConfig
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The batches with the acceptance loss's weight: 0, then rising over a third of the last share, then 1."""
+    """Yields batches with the weight of the acceptance loss: 0, then rising over a third of the last share, then 1."""
     share = distill.acceptance_share
     for batch in taught.batches(trainer.config.batch, trainer.config.seed, trainer.step):
         into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)

@@ -1,4 +1,4 @@
-"""EAGLE-3 (2503.01840): one decoder layer on fused hidden states, trained by unrolling its own outputs."""
+"""EAGLE-3 heads (2503.01840): one decoder layer on fused hidden states, trained by unrolling its own outputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from foretoken.train.lessons import Head, Lesson, RmsNorm, Teacher
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """The size of the head; what is None follows the target. ``taps`` index the target's ``hidden_states``.
+    """Size and training of the head.
 
-    ``vocabulary``: the target's tokens that the head can propose. ``depths``: unrolled steps in training; for the
-    first ``single_share`` of the run only one, which costs a third and is what the others build on.
+    Args:
+        taps: Indices of the three fused ``hidden_states``, None for the usual ones.
+        intermediate: Units of the MLP.
+        heads: Attention heads, None for as many as the target has.
+        kv_heads: Key-value heads, None for as many as the target has.
+        vocabulary: Number of the target's tokens that the head can propose.
+        depths: Unrolled steps in training.
+        single_share: First share of the run, in which only one step is unrolled. It costs a third.
     """
 
     taps: tuple[int, ...] | None = None
@@ -40,7 +46,7 @@ class Eagle3Config:
             raise InvalidRequest(f"{len(self.taps)} taps; EAGLE-3 fuses three hidden states, low, middle and high")
 
     def tapped(self, layers: int) -> tuple[int, ...]:
-        """The layers whose inputs are fused; the usual ones are [2, n // 2, n - 3]."""
+        """Returns the layers whose inputs are fused. The usual ones are [2, n // 2, n - 3]."""
         taps = self.taps or (min(2, layers - 1), layers // 2, max(layers - 3, 1))
         if not all(0 < tap < layers for tap in taps):
             raise InvalidRequest(f"taps {list(taps)} for a target of {layers} layers; expected 1 to {layers - 1}")
@@ -48,10 +54,10 @@ class Eagle3Config:
 
 
 class Eagle3Head(Head):
-    """The module whose state_dict is the checkpoint, under SafeAILab's names.
+    """An EAGLE-3 head. Its state_dict is the checkpoint, under SafeAILab's names.
 
     Row i takes the embedding of token i + 1 and the feature at row i, and proposes token i + 2. At depth 0 the
-    feature is the target's; at depth j it is the head's own output at row i - 1 of depth j - 1.
+    feature is the target's. At depth j it is the head's own output at row i - 1 of depth j - 1.
     """
 
     drawn = True
@@ -71,15 +77,15 @@ class Eagle3Head(Head):
 
     @classmethod
     def made(cls, config: Eagle3Config, teacher: Teacher, counts: Tensor) -> Eagle3Head:
-        """The head that proposes the commonest tokens by ``counts`` [V]."""
+        """Returns a head that proposes the most frequent tokens by ``counts`` [V]."""
         common = counts.topk(min(config.vocabulary, teacher.vocab)).indices
         return cls(config, teacher, common.sort().values)
 
     @torch.no_grad()
     def _start_from(self, teacher: Teacher) -> None:
-        """The high tap, through the target's last layer where shapes fit, read by the target's own vocabulary rows.
+        """Initialises with the highest tap, the target's last layer where shapes fit, and its vocabulary rows.
 
-        All that speaks of token i + 1, which the row is given: so the last norm starts small, and the guess unsure.
+        Such a head predicts token i + 1, which it is given, so the last norm starts small and the output uncertain.
         """
         width = self.fc.out_features
         self.fc.weight.normal_(std=0.005)
@@ -126,12 +132,12 @@ class Eagle3Head(Head):
             "tie_word_embeddings": False,
             "attention_bias": False,
             "mlp_bias": False,
-            "foretoken_taps": list(self.taps),  # without doubt the inputs of those layers, see models/heads/taps
+            "foretoken_taps": list(self.taps),  # unambiguously the inputs of these layers, see models/heads/taps
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.taps), "use_aux_hidden_state": True},
         }
 
     def start(self, tensors: Mapping[str, Tensor]) -> None:
-        """The vocabularies may differ: tokens that the earlier head did not know keep the rows they have."""
+        """Loads an earlier head. Tokens that are not in its vocabulary keep their present rows."""
         known = {int(i + offset): i for i, offset in enumerate(tensors["d2t"])}
         rows = self.lm_head.weight.detach().clone()
         for own, token in enumerate(self.vocabulary.tolist()):
@@ -141,7 +147,7 @@ class Eagle3Head(Head):
         super().start({**others, "lm_head.weight": rows})
 
     def tensors(self, teacher: Teacher) -> dict[str, Tensor]:
-        """With the two maps between the vocabularies: target id = i + d2t[i], t2d marks the ids that have an i."""
+        """Returns the checkpoint with both maps of the vocabulary: target id = i + d2t[i], t2d marks the known ids."""
         ids = self.vocabulary.cpu()
         known = torch.zeros(teacher.vocab, dtype=torch.bool)
         known[ids] = True
@@ -149,7 +155,7 @@ class Eagle3Head(Head):
 
 
 class _Layer(nn.Module):
-    """Attention over concat[norm(embedding), norm(hidden)] and an MLP; the residual is the un-normed hidden."""
+    """Attention over concat[norm(embedding), norm(hidden)] and an MLP. The residual is the hidden state."""
 
     def __init__(self, config: Eagle3Config, shape: Any) -> None:
         super().__init__()
@@ -161,14 +167,14 @@ class _Layer(nn.Module):
         self.mlp = _Mlp(width, config.intermediate)
 
     def forward(self, embedded: Tensor, hidden: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """[B, roots, H] each -> [B, roots, H]; this depth's keys and values join the lists."""
+        """Returns [B, roots, H] from [B, roots, H] each. Appends this depth's keys and values to the lists."""
         both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
         hidden = hidden + self.self_attn(both, depth, keys, values)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
     def start_from(self, layer: nn.Module | None) -> None:
-        """Copy what fits of one of the target's layers: attention to the hidden half, the MLP's strongest units."""
+        """Copies what fits from a layer of the target: attention into the hidden half, the MLP's strongest units."""
         if layer is None:
             return
         source = dict(layer.named_parameters())
@@ -218,9 +224,13 @@ class _Attention(nn.Module):
         self.theta = float(shape.rope_parameters["rope_theta"])
 
     def forward(self, x: Tensor, depth: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """x [B, roots, 2H], where index i is the row i + depth.
+        """Attends to the target's features up to row i, then to index i of each depth.
 
-        That row sees the target's features up to row i and then the steps that led to it: index i of each depth.
+        Args:
+            x: [B, roots, 2H]. Index i is row i + depth.
+            depth: Depth of the rows.
+            keys: Keys of the earlier depths. This depth's are appended.
+            values: Values of the earlier depths. This depth's are appended.
         """
         batch, roots = x.shape[:2]
         turn = _rotations(roots, depth, self.head_dim, self.theta, x.device)
@@ -239,7 +249,7 @@ class _Attention(nn.Module):
 
 
 def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Causal attention over depth 0, and over the same index of the later depths. All [B, heads, roots, D]."""
+    """Causal attention over depth 0, and over the same index of the later depths. Shapes: [B, heads, roots, D]."""
     q = q * q.shape[-1] ** -0.5
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     prefix = (q @ keys[0].transpose(-1, -2)).masked_fill(hidden, float("-inf"))
@@ -252,7 +262,7 @@ def _mixed(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def _rotations(count: int, first: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [count, width] of the positions from ``first`` on."""
+    """Returns cosines and sines [count, width] of the positions from ``first`` on."""
     frequencies = theta ** (-torch.arange(0, width, 2, device=device).float() / width)
     angles = torch.outer(torch.arange(first, first + count, device=device).float(), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()

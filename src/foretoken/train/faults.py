@@ -1,4 +1,4 @@
-"""Faults that a reader can mend: each takes a piece of Python and spoils one place of it, or finds none to spoil."""
+"""Faults in Python that can be repaired from context. Each function plants one, or returns the text unchanged."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _SELF = re.compile(r"\bself\.(?=\w)")
 _LINE = re.compile(r"(?m)(?<=\n)[ ]*(?=\S)")
 
 
-def plant(text: str, rng: np.random.Generator, most: int = 3) -> str:
-    """``text`` with one to ``most`` faults; equal to it only where no fault finds a place."""
-    spoilt = text
-    for _ in range(1 + int(rng.integers(most))):
+def plant(text: str, rng: np.random.Generator, max_faults: int = 3) -> str:
+    """Returns ``text`` with one to ``max_faults`` faults, unchanged only if no fault fits."""
+    broken = text
+    for _ in range(1 + int(rng.integers(max_faults))):
         for kind in rng.permutation(len(FAULTS)):
-            worse = FAULTS[kind](spoilt, rng)
-            if worse not in (spoilt, text):
-                spoilt = worse
+            worse = FAULTS[kind](broken, rng)
+            if worse not in (broken, text):
+                broken = worse
                 break
-    return spoilt
+    return broken
 
 
 def _misspell(text: str, rng: np.random.Generator) -> str:
-    """A keyword, or a name that stands elsewhere too, with a letter lost, doubled or swapped with the one before."""
+    """Drops, doubles or swaps a letter of a keyword, or of a name that occurs elsewhere."""
     words = list(_WORD.finditer(text))
     counts = Counter(word.group() for word in words)
     known = [w for w in words if counts[w.group()] > 1 or keyword.iskeyword(w.group())]
@@ -54,23 +54,22 @@ def _lose_word(text: str, rng: np.random.Generator) -> str:
 
 
 def _double_word(text: str, rng: np.random.Generator) -> str:
-    found = _one(_SPACED, text, rng)
-    return text if found is None else text[: found[1]] + text[found[0] :]
+    span = _one(_SPACED, text, rng)
+    return text if span is None else text[: span[1]] + text[span[0] :]
 
 
 def _indent(text: str, rng: np.random.Generator) -> str:
-    """One line, not the first, further left or right."""
-    found = _one(_LINE, text, rng)
-    if found is None:
+    """Changes the indentation of one line, not the first."""
+    span = _one(_LINE, text, rng)
+    if span is None:
         return text
-    depth = found[1] - found[0]
-    other = depth + int(rng.choice([-4, -1, 1, 4]))
-    return text[: found[0]] + " " * max(0, other) + text[found[1] :]
+    indent = span[1] - span[0] + int(rng.choice([-4, -1, 1, 4]))
+    return text[: span[0]] + " " * max(0, indent) + text[span[1] :]
 
 
 def _assign(text: str, rng: np.random.Generator) -> str:
-    found = _one(_EQUAL, text, rng, group=1)
-    return text if found is None else text[: found[0]] + text[found[0] + 1 :]
+    span = _one(_EQUAL, text, rng, group=1)
+    return text if span is None else text[: span[0]] + text[span[0] + 1 :]
 
 
 def _lose_self(text: str, rng: np.random.Generator) -> str:
@@ -78,7 +77,7 @@ def _lose_self(text: str, rng: np.random.Generator) -> str:
 
 
 def _one(pattern: re.Pattern[str], text: str, rng: np.random.Generator, group: int = 0) -> tuple[int, int] | None:
-    """Where one of the matches begins and ends."""
+    """Returns the span of a random match, None if there is none."""
     spans = [match.span(group) for match in pattern.finditer(text)]
     return spans[int(rng.integers(len(spans)))] if spans else None
 

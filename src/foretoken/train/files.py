@@ -1,4 +1,4 @@
-"""What a training run leaves on disk: whole folders or nothing, and never somebody else's folder overwritten."""
+"""Output folders of training runs. They are written whole or not at all, and other folders are not overwritten."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ PROVENANCE = "provenance.json"
 
 
 def checkpoint_of(out: Path) -> Path:
-    """Where a run that writes ``out`` keeps its checkpoint."""
+    """Returns the checkpoint file of a run that writes ``out``."""
     return out.with_name(out.name + ".checkpoint")
 
 
 def check_output(out: Path, force: bool = False) -> Path:
-    """The absolute ``out``, refused early when it is a file or a folder that no run of ours wrote.
+    """Returns the absolute path of ``out`` after checking that a run may write it.
 
-    Raises InvalidRequest; ``force`` allows any folder.
+    Args:
+        out: Output folder.
+        force: Allows folders that no training run wrote.
+
+    Raises:
+        InvalidRequest: ``out`` is a file, a folder that no training run wrote, or not writable.
     """
     out = out.expanduser().absolute()
     if not out.name:
@@ -40,7 +45,7 @@ def check_output(out: Path, force: bool = False) -> Path:
 
 
 def check_run(out: Path, resume: bool, force: bool) -> Path:
-    """``check_output``, and no silent restart over the checkpoint of an interrupted run."""
+    """As ``check_output``. Also raises InvalidRequest where the checkpoint of an interrupted run would be lost."""
     out = check_output(out, force)
     checkpoint = checkpoint_of(out)
     if checkpoint.exists() and not (resume or force):

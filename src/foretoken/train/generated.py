@@ -14,6 +14,7 @@ import torch
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.core.files import atomic_file
 from foretoken.models.base import Handle, Model
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
@@ -170,10 +171,9 @@ def prepare_windows(
         windows = _windows(model, stream, held_out, config, data)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(windows | {"key": key}, file.with_name("windows.partial"))
-            file.with_name("windows.partial").replace(file)
+            with atomic_file(file) as partial:
+                torch.save(windows | {"key": key}, partial)
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError on a full disk
-            file.with_name("windows.partial").unlink(missing_ok=True)
             with suppress(OSError):
                 folder.rmdir()  # if there is nothing else in it
             raise TrainingError(f"cannot keep the target's text in {folder}: {error}; free some space") from error

@@ -1,4 +1,4 @@
-"""Cards of heads: what they are, how they were trained, and how much of what they guess stands."""
+"""Model cards of heads: kind, training and acceptance."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ _KINDS = {
 
 
 def measure_head(target: Path, head: Path, role: str, corpus: Corpus) -> dict[str, float]:
-    """Mean acceptance lengths at temperatures 0 and 1 as the proposer drafts unless it is told otherwise.
+    """Returns mean acceptance lengths at temperatures 0 and 1 with the method's default number of draft tokens.
 
-    Over continuations of cuts of the corpus's held-out files.
+    They are measured over continuations of prefixes from held-out files.
     """
     method = role.replace("-", "_")
     llm = LLM(target, speculative_config={"method": method, "model": str(head), "control": "fixed"}, seed=0)
     stream = encode(corpus.held_out, load_tokenizer(target))
     prompts = Prompts(100, 100).cuts(stream, np.random.default_rng(0), _PROMPTS)
-    found: dict[str, float] = {"nodes": SpeculativeConfig(method=method).tokens}
+    figures: dict[str, float] = {"nodes": SpeculativeConfig(method=method).tokens}
     for heat in (0.0, 1.0):
         params = SamplingParams(max_tokens=_TOKENS, temperature=heat, ignore_eos=True)
         stats = [output.stats for output in llm.generate(prompts, params)]
         drafts = sum(s.drafts for s in stats)
-        found[f"mean_acceptance_length_{heat:g}"] = 1 + sum(s.accepted for s in stats) / max(drafts, 1)
+        figures[f"mean_acceptance_length_{heat:g}"] = 1 + sum(s.accepted for s in stats) / max(drafts, 1)
     llm.close()
-    return found
+    return figures
 
 
 def write_head_card(target: Path, head: Path, corpus: Corpus) -> Path:
-    """Write README.md and zoo.json beside the weights of ``head``, with its acceptance beside ``target``.
+    """Writes README.md and zoo.json beside the weights of ``head``, with its acceptance on ``target``.
 
-    Raises InvalidRequest for a folder that ``foretoken train`` did not write.
+    Raises:
+        InvalidRequest: ``foretoken train`` did not write the folder.
     """
     facts = _read(head)
     figures = measure_head(target, head, facts["role"], corpus)
@@ -69,13 +70,13 @@ def _read(head: Path) -> dict[str, Any]:
 
 
 def _commands(facts: dict[str, Any]) -> list[str]:
-    """Of all the runs, the first one first."""
+    """Returns the commands of all runs in order."""
     earlier = facts.get("started_from")
     return [*(_commands(earlier) if earlier else []), facts["command"]]
 
 
 def _total(facts: dict[str, Any], name: str) -> float:
-    """A figure summed over all the runs."""
+    """Returns a figure summed over all runs."""
     earlier = facts.get("started_from")
     total: float = facts[name] + (_total(earlier, name) if earlier else 0)
     return total
@@ -92,28 +93,21 @@ def _text(head: Path, target: Path, facts: dict[str, Any], figures: dict[str, fl
         ("parameters", f"{facts['parameters']:,}"),
         ("settings", settings),
         ("tokens seen", f"{_total(facts, 'tokens'):,}"),
-        ("text", f"{facts['data']['generated_share']:.0%} written by the target, the rest {facts['corpus']}"),
+        ("text", f"{facts['data']['generated_share']:.0%} sampled by the target, the rest {facts['corpus']}"),
         ("training time", f"{_total(facts, 'minutes'):.0f} minutes ({facts['processor']})"),
         ("acceptance by position, temperature 0", chances["greedy"]),
         ("acceptance by position, temperature 1", chances["drawn"]),
-    ]  # fmt: skip
-    nodes = f"with {figures['nodes']:.0f} drafted tokens a step"
+    ]
+    nodes = f"with {figures['nodes']:.0f} draft tokens per step"
     rows += [
         (f"mean acceptance length at temperature {heat}, {nodes}", f"{figures[f'mean_acceptance_length_{heat}']:.2f}")
         for heat in (0, 1)
     ]
-    lines = [f"# {head.name}", "", f"{_KINDS[facts['role']]} for `{target.name}`; of no use beside any other model."]
+    lines = [f"# {head.name}", "", f"{_KINDS[facts['role']]} for `{target.name}`, of no use with other models."]
     lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
-    lines += ["Acceptance by position: the chance that a guess stands if those before it do, along text that the"]
-    lines += ["target wrote on from held-out files. Mean acceptance length: tokens per pass of the target over"]
-    lines += [f"{_PROMPTS} continuations of {_TOKENS} tokens of such files, drafting as the method does by default."]
-    lines += [
-        "",
-        "Trained by",
-        "",
-        *(f"    {command}" for command in _commands(facts)),
-        "",
-        "Weights: Apache-2.0. Settings, versions and the",
-    ]
-    lines += [f"curve of the run: `{PROVENANCE}`.", ""]
+    lines += ["Acceptance by position is conditional on the positions before, along text that the target sampled from"]
+    lines += ["prefixes of held-out files. Mean acceptance length: tokens per target pass over"]
+    lines += [f"{_PROMPTS} continuations of {_TOKENS} tokens of such prefixes, with the method's default settings."]
+    lines += ["", "Trained by", "", *(f"    {command}" for command in _commands(facts)), ""]
+    lines += [f"Weights: Apache-2.0. Settings, versions and the curve of the run: `{PROVENANCE}`.", ""]
     return "\n".join(lines)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
+from foretoken.core.files import atomic_file
 from foretoken.train import processes
 from foretoken.train.progress import Reporter, quiet_transformers
 from foretoken.train.trainer import compiled
@@ -260,8 +261,6 @@ class Lessons:
             if missing and processes.rank() == 0:
                 self._write(missing, title)
         except OSError as error:
-            for file in missing:
-                _partial(file).unlink(missing_ok=True)
             raise TrainingError(
                 f"cannot keep hidden states in {self.folder}: {error}; free some space or lower --disk-gigabytes"
             ) from error
@@ -271,16 +270,11 @@ class Lessons:
         self.folder.mkdir(parents=True, exist_ok=True)
         layers = [int(file.stem.rpartition("-")[2]) for file in files]
         with Reporter(f"hidden states, {title}") as report, ExitStack() as stack:
-            outs = [stack.enter_context(_partial(file).open("wb")) for file in files]
+            partials = [stack.enter_context(atomic_file(file)) for file in files]
+            outs = [stack.enter_context(partial.open("wb")) for partial in partials]
             for first in range(0, self.kept, _BATCH):
                 ids = self.windows[first : min(first + _BATCH, self.kept)]
                 states = self.teacher.states(ids, layers).bfloat16().cpu()
                 for i, out in enumerate(outs):
                     out.write(states[:, :, i].contiguous().view(torch.int16).numpy().tobytes())
                 report.update(first / self.kept)
-        for file in files:
-            _partial(file).replace(file)
-
-
-def _partial(file: Path) -> Path:
-    return file.with_name(file.name + ".partial")

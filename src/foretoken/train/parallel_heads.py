@@ -1,4 +1,4 @@
-"""Heads that guess every position at once from one hidden state of the target: Medusa, blockwise, early exit."""
+"""Heads that draft every position from one hidden state of the target: Medusa, blockwise, early exit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _at_least_one(config: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class MedusaTrainConfig:
-    """``heads`` guesses, each through ``layers`` residual layers."""
+    """One head for each of ``heads`` positions, with ``layers`` residual layers each."""
 
     heads: int = 4
     layers: int = 1
@@ -31,7 +31,7 @@ class MedusaTrainConfig:
 
 
 class MedusaHead(Head):
-    """Medusa (2401.10774): x + SiLU(W x + b) of the normed hidden state x, read by the target's vocabulary head."""
+    """Medusa (2401.10774): x + SiLU(W x + b) of the normed hidden state x, before the target's vocabulary head."""
 
     def __init__(self, config: MedusaTrainConfig, teacher: Teacher) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class MedusaHead(Head):
 
     @classmethod
     def made(cls, config: MedusaTrainConfig, teacher: Teacher, counts: Tensor) -> MedusaHead:
-        """The untrained head."""
+        """Returns the untrained head."""
         return cls(config, teacher)
 
     def forward(self, lesson: Lesson) -> list[Tensor]:
@@ -64,7 +64,7 @@ class _Block(nn.Module):
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
         made = [nn.Linear(width, width) for _ in range(layers)]
-        for layer in made:  # at first the target's own guess, one token too early
+        for layer in made:  # the initial output is the target's own, for the token before
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
         self.layers = nn.ModuleList(made)
@@ -77,7 +77,7 @@ class _Block(nn.Module):
 
 @dataclass(frozen=True)
 class BlockwiseTrainConfig:
-    """``heads`` guesses, each through one hidden layer of ``intermediate`` units."""
+    """One head for each of ``heads`` positions, with one hidden layer of ``intermediate`` units each."""
 
     heads: int = 4
     intermediate: int = 192
@@ -87,7 +87,7 @@ class BlockwiseTrainConfig:
 
 
 class BlockwiseHead(Head):
-    """Blockwise parallel decoding (1811.03115): x + down(relu(up x)), read by the target's vocabulary head."""
+    """Blockwise parallel decoding (1811.03115): x + down(relu(up x)), before the target's vocabulary head."""
 
     def __init__(self, config: BlockwiseTrainConfig, teacher: Teacher) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class BlockwiseHead(Head):
 
     @classmethod
     def made(cls, config: BlockwiseTrainConfig, teacher: Teacher, counts: Tensor) -> BlockwiseHead:
-        """The untrained head."""
+        """Returns the untrained head."""
         return cls(config, teacher)
 
     def forward(self, lesson: Lesson) -> list[Tensor]:
@@ -128,12 +128,12 @@ class _Residual(nn.Module):
 
 @dataclass(frozen=True)
 class EarlyExitTrainConfig:
-    """Leave the target before layer ``exit_layer`` (None: after a quarter of its layers)."""
+    """Exits the target before layer ``exit_layer``, None for after a quarter of its layers."""
 
     exit_layer: int | None = None
 
     def tapped(self, layers: int) -> int:
-        """The layer whose input is read."""
+        """Returns the layer whose input is read."""
         layer = max(1, layers // 4) if self.exit_layer is None else self.exit_layer
         if not 0 < layer < layers:
             raise InvalidRequest(f"exit_layer {layer} for a target of {layers} layers; expected 1 to {layers - 1}")
@@ -141,9 +141,9 @@ class EarlyExitTrainConfig:
 
 
 class EarlyExitHead(Head):
-    """Early exit (LayerSkip, 2404.16710): n + A n of n = norm(hidden state), read by the target's vocabulary head.
+    """Early exit (LayerSkip, 2404.16710): n + A n of n = norm(hidden state), before the target's vocabulary head.
 
-    The draft is the target's own first layers with this in place of the others, so its depths differ by rows alone.
+    It replaces the target's later layers, so depths differ only in their rows.
     """
 
     drawn = True
@@ -161,16 +161,16 @@ class EarlyExitHead(Head):
 
     @classmethod
     def made(cls, config: EarlyExitTrainConfig, teacher: Teacher, counts: Tensor) -> EarlyExitHead:
-        """The untrained head."""
+        """Returns the untrained head."""
         return cls(config, teacher)
 
     def forward(self, lesson: Lesson) -> list[Tensor]:
         n = self.norm(lesson.tapped(self.taps).float())
         logits = lesson.read(n + self.adapter(n))
         roots = lesson.ids.shape[1] - self.depths
-        # Row i + 1 guesses token i + 2. In training one depth says it all: the others are the same rows, shifted.
-        wanted = 1 if self.training else self.depths
-        return [logits[:, 1 + depth : 1 + depth + roots] for depth in range(wanted)]
+        # Row i + 1 is for token i + 2. In training one depth suffices: the others are the same rows, shifted.
+        depths = 1 if self.training else self.depths
+        return [logits[:, 1 + depth : 1 + depth + roots] for depth in range(depths)]
 
     def describe(self, teacher: Teacher) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Several processes under torchrun: who this one is, and what all of them agree on. Alone, every call is free."""
+"""Collective operations of several processes under torchrun. With one process they do nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[torch.device]:
-    """Join the others while the block runs, if torchrun started some. -> this process's device"""
+    """Joins the process group within the block, if torchrun started one. Yields this process's device."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield device
         return
@@ -28,23 +28,23 @@ def joined(device: torch.device) -> Iterator[torch.device]:
 
 
 def rank() -> int:
-    """This process's number, 0 when alone."""
+    """Returns this process's rank, 0 without a group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
-    """How many processes there are."""
+    """Returns the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def wait() -> None:
-    """Until all are here."""
+    """Waits for all processes."""
     if world() > 1:
         dist.barrier()
 
 
 def largest(seconds: float, asked: bool) -> tuple[float, bool]:
-    """The longest clock of all, and whether any was asked to stop: so all end at the same step."""
+    """Returns the greatest time of all processes, and whether any was asked to stop, so that all end at one step."""
     if world() == 1:
         return seconds, asked
     both = torch.tensor([seconds, float(asked)], device=_device(), dtype=torch.float64)
@@ -53,7 +53,7 @@ def largest(seconds: float, asked: bool) -> tuple[float, bool]:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Every parameter's gradient becomes the mean over the processes."""
+    """Replaces every parameter's gradient by the mean over the processes."""
     if world() == 1:
         return
     gradients = [p.grad for p in model.parameters() if p.grad is not None]

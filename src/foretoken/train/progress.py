@@ -1,4 +1,4 @@
-"""Progress a person can read: a bar on a terminal, a plain line now and then anywhere else. Always on stderr."""
+"""Progress on stderr: a bar on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-PLAIN_SECONDS = 30.0
+PLAIN_SECONDS = 30.0  # between lines where there is no terminal
 
 
 class Reporter:
-    """Shows how far a long task has come; ``line`` prints something to keep.
+    """Shows the progress of a long task.
 
-    stdout stays free for results, so that ``--json`` can be piped.
+    Args:
+        title: Name of the task.
+        shown: False shows nothing.
     """
 
     def __init__(self, title: str, shown: bool = True) -> None:
@@ -25,15 +27,13 @@ class Reporter:
         self._started = self._printed = time.monotonic()
         self._bar: Progress | None = None
         if shown and sys.stderr.isatty():
-            columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-            self._bar = Progress(
-                TextColumn("{task.description}"), *columns, TextColumn("{task.fields[status]}"),
-                console=Console(stderr=True), refresh_per_second=2,
-            )  # fmt: skip
+            times = (TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(), *times, TextColumn("{task.fields[status]}"))
+            self._bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=2)
             self._task = self._bar.add_task(title, total=1.0, status="")
 
     def update(self, share: float, status: str = "") -> None:
-        """``share`` of the work is done, 0 to 1."""
+        """Shows the finished share of the work, from 0 to 1."""
         if self._bar is not None:
             self._bar.update(self._task, completed=share, status=status)
         elif time.monotonic() - self._printed >= PLAIN_SECONDS:
@@ -42,7 +42,7 @@ class Reporter:
             self.line(f"{self.title} {share:4.0%}  {minutes:.1f} min  {status}".rstrip())
 
     def line(self, text: str) -> None:
-        """Print ``text`` for good, above the bar if there is one."""
+        """Prints a permanent line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif self.shown:
@@ -63,7 +63,7 @@ class Reporter:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No warnings and no shard progress bars from transformers inside the block."""
+    """Suppresses warnings and progress bars of transformers within the block."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

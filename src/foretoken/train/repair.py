@@ -1,7 +1,7 @@
-"""Repair tasks: snippets of Python with faults planted in them, and the snippets as they were.
+"""Repair tasks: snippets of Python with planted faults, and the original snippets.
 
-A snippet is a function or a run of statements of one block. The rest of it tells how to mend it: a name misspelt here
-stands there, a bracket opened is not closed. Most of the answer is copied from the question, as in any edit.
+A snippet is a function or consecutive statements of one block. The rest of it shows how to repair it: the misspelt name
+occurs elsewhere, the open bracket is not closed. Most of the output is copied from the input, as in any edit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.train.data import Corpus, standard_library
 from foretoken.train.faults import plant
 
-LEAST = 40  # tokens of a snippet
-_MARGIN = 12  # tokens that faults may add, the end token counted
-_HELD_OUT_SEED = 1 << 20  # apart from the training batches' numbers
-IGNORED = -100  # the label that no loss counts, as transformers has it
+MIN_TOKENS = 40  # of a snippet
+_MARGIN = 12  # tokens that faults may add, including the end-of-text token
+_HELD_OUT_SEED = 1 << 20  # differs from the seeds of training batches
+IGNORED = -100  # label that losses ignore, as in transformers
 
 
 class RepairTask(NamedTuple):
-    """The question and its answer."""
+    """Input and expected output."""
 
     broken: str
     right: str
@@ -37,40 +37,42 @@ class RepairTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Snippets:
-    """Snippets by the length [tokens] of the rows they are padded to, shortest first."""
+    """Snippets by the length in tokens of the rows to which they are padded, shortest first."""
 
     tokenizer: PreTrainedTokenizerFast
     by_length: dict[int, list[str]]
 
     @property
     def tokens(self) -> int:
-        """How many tokens the padded rows hold."""
+        """Tokens of the padded rows."""
         return sum(length * len(texts) for length, texts in self.by_length.items())
 
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # labels, source int64 [B, T], mask of the source bool [B, T]
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Labels and source, int64 [B, T], and the mask of the source, bool [B, T]."""
 
 
 def lengths(window: int) -> tuple[int, ...]:
-    """The row lengths for snippets of at most ``window`` tokens: few, for each is compiled once."""
+    """Returns the row lengths for snippets of at most ``window`` tokens. There are few, as each is compiled once."""
     return tuple(sorted({max(16, round(window * share / 16) * 16) for share in (0.375, 0.625)} | {window}))
 
 
 def snippets(texts: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, window: int, seed: int) -> Snippets:
-    """All snippets of ``texts`` that fit ``window``, cut at random lengths. Files that do not parse are left out.
+    """Returns all snippets of ``texts`` that fit ``window``, of random lengths. Files that do not parse are left out.
 
-    Raises InvalidRequest where there are none.
+    Raises:
+        InvalidRequest: There are none.
     """
     rng = np.random.default_rng(seed)
-    found: dict[str, None] = {}
+    distinct: dict[str, None] = {}
     for text in texts:
         for snippet in _cut(text, tokenizer, window - _MARGIN, rng):
-            found.setdefault(snippet)
-    listed = list(found)
+            distinct.setdefault(snippet)
+    listed = list(distinct)
     by_length: dict[int, list[str]] = {length: [] for length in lengths(window)}
     for snippet, encoded in zip(listed, tokenizer.backend_tokenizer.encode_batch(listed), strict=True):
         fitting = [length for length in by_length if len(encoded.ids) + _MARGIN <= length]
-        if fitting and len(encoded.ids) >= min(LEAST, window // 4):
+        if fitting and len(encoded.ids) >= min(MIN_TOKENS, window // 4):
             by_length[fitting[0]].append(snippet)
     by_length = {length: kept for length, kept in by_length.items() if kept}
     if not by_length:
@@ -79,10 +81,10 @@ def snippets(texts: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, window:
 
 
 def batches(data: Snippets, tokens: int, seed: int, start: int = 0) -> Iterator[Batch]:
-    """Endless batches of about ``tokens`` target tokens, all rows of one length.
+    """Yields endless batches of about ``tokens`` target tokens, all rows of one length.
 
-    Batch ``i`` depends on (seed, i) alone, so a run resumes exactly at ``start``. Each time a snippet comes its
-    faults are others.
+    Batch i depends on (seed, i) alone, so a run resumes exactly at batch ``start``. Faults are planted anew each time a
+    snippet is used.
     """
     weights = np.array([length * len(texts) for length, texts in data.by_length.items()], dtype=np.float64)
     step = start
@@ -96,7 +98,7 @@ def batches(data: Snippets, tokens: int, seed: int, start: int = 0) -> Iterator[
 
 
 def batch(tokenizer: PreTrainedTokenizerFast, tasks: list[RepairTask], length: int) -> Batch:
-    """The tasks as rows of ``length``: both sides end with the end token, labels are ignored behind it."""
+    """Returns tasks as rows of ``length``. Both sides end with the end-of-text token; later labels are ``IGNORED``."""
     end = tokenizer.eos_token_id
     encode = tokenizer.backend_tokenizer.encode_batch
     broken = encode([task.broken for task in tasks], add_special_tokens=False)
@@ -104,7 +106,7 @@ def batch(tokenizer: PreTrainedTokenizerFast, tasks: list[RepairTask], length: i
     labels = torch.full((len(tasks), length), IGNORED)
     source, mask = torch.full((len(tasks), length), end), torch.zeros(len(tasks), length, dtype=torch.bool)
     for i, (question, answer) in enumerate(zip(broken, right, strict=True)):
-        # Faults that swell a snippet beyond its row are rare; it is then one to be copied as it is.
+        # Faults rarely lengthen a snippet beyond its row. Then the input is the original.
         ids = question.ids if len(question.ids) < length else answer.ids
         source[i, : len(ids)] = torch.tensor(ids)
         mask[i, : len(ids) + 1] = True
@@ -113,11 +115,23 @@ def batch(tokenizer: PreTrainedTokenizerFast, tasks: list[RepairTask], length: i
 
 
 def held_out(
-    count: int, seed: int = 0, corpus: Corpus | None = None, tokenizer: PreTrainedTokenizerFast | None = None,
+    count: int,
+    seed: int = 0,
+    corpus: Corpus | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
     window: int = 176,
-) -> list[RepairTask]:  # fmt: skip
-    """At most ``count`` tasks from files that nobody trained on, of all lengths; the bundled tokenizer and corpus
-    by default. The same arguments give the same tasks. Raises InvalidRequest where there are none.
+) -> list[RepairTask]:
+    """Returns tasks from held-out files. The same arguments give the same tasks.
+
+    Args:
+        count: Greatest number of tasks.
+        seed: Seed of the order and the faults.
+        corpus: Text, by default the standard library.
+        tokenizer: Tokenizer, by default the bundled one.
+        window: Greatest number of tokens.
+
+    Raises:
+        InvalidRequest: There are none.
     """
     tokenizer = bundled_tokenizer() if tokenizer is None else tokenizer
     data = snippets((corpus or standard_library()).held_out, tokenizer, window, _HELD_OUT_SEED)
@@ -129,7 +143,7 @@ def held_out(
 def held_out_batches(
     tokenizer: PreTrainedTokenizerFast, tasks: list[RepairTask], window: int, tokens: int
 ) -> list[Batch]:
-    """The tasks as padded batches, each in the shortest rows that hold it."""
+    """Returns tasks as padded batches, each in the shortest rows that hold it."""
     by_length: dict[int, list[RepairTask]] = {length: [] for length in lengths(window)}
     for task in tasks:
         longest = max(len(ids) for ids in tokenizer(list(task), add_special_tokens=False)["input_ids"])
@@ -144,16 +158,16 @@ def held_out_batches(
 
 
 def bundled_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the bundled causal target, which the encoder-decoder pair shares."""
+    """Returns the tokenizer of the bundled causal target, which the encoder-decoder pair shares."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(zoo.path("target"))
     return tokenizer
 
 
-def _cut(text: str, tokenizer: PreTrainedTokenizerFast, most: int, rng: np.random.Generator) -> Iterator[str]:
-    """Runs of whole statements of one block, each of some random length up to ``most`` tokens."""
+def _cut(text: str, tokenizer: PreTrainedTokenizerFast, max_tokens: int, rng: np.random.Generator) -> Iterator[str]:
+    """Yields runs of whole statements of one block, of random lengths up to ``max_tokens``."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in somebody else's strings
+            warnings.simplefilter("ignore")  # invalid escape sequences in strings
             tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
@@ -163,11 +177,11 @@ def _cut(text: str, tokenizer: PreTrainedTokenizerFast, most: int, rng: np.rando
     for block in _blocks(tree):
         at = 0
         while at < len(block):
-            first, limit = _first_line(block[at]), int(rng.integers(LEAST, max(LEAST, most) + 1))
+            first, limit = _first_line(block[at]), int(rng.integers(MIN_TOKENS, max(MIN_TOKENS, max_tokens) + 1))
             stop = at
             while stop < len(block) and ends[block[stop].end_lineno or 0] - ends[first] <= limit:
                 stop += 1
-            if stop == at and ends[block[at].end_lineno or 0] - ends[first] <= most:
+            if stop == at and ends[block[at].end_lineno or 0] - ends[first] <= max_tokens:
                 stop = at + 1
             if stop > at and not lines[first].lstrip().startswith("elif"):
                 yield textwrap.dedent("\n".join(lines[first : block[stop - 1].end_lineno])).rstrip()
@@ -183,6 +197,6 @@ def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    """Counted from 0; decorators belong to what they decorate."""
+    """Returns the first line of a statement, decorators included, counted from 0."""
     decorators = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(d.lineno for d in decorators)]) - 1

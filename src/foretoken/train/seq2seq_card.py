@@ -1,4 +1,4 @@
-"""Cards of a T5 pair: from provenance.json and a measurement, as `card` does for the causal models."""
+"""Model cards of a T5 pair, written from provenance.json and from measurements."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from foretoken.train.seq2seq import SEQ2SEQ_SHAPE, T5Shape, command_line, measur
 from foretoken.train.seq2seq_draft import SEQ2SEQ_DRAFT_SHAPE, load_seq2seq, measure_pair
 from foretoken.train.trainer import TrainConfig
 
-_TASKS = 256  # judged with the right tokens given
-_WRITTEN = 96  # of them, written out greedily
-_ROWS = 32  # written at once
+_TASKS = 256  # evaluated with teacher forcing
+_GENERATED = 96  # of them, generated greedily
+_ROWS = 32  # generated at once
 _DATA = {
     True: "Trained on the source of the {corpus}, which is under the PSF licence; its tests were left out.",
     False: "Trained on {corpus}.",
@@ -28,19 +28,21 @@ _DATA = {
 
 
 def write_seq2seq_cards(target: Path, draft: Path | None, corpus: Corpus) -> list[Path]:
-    """Write README.md and zoo.json beside the weights of ``target``, and of ``draft`` with its measured acceptance.
+    """Writes README.md and zoo.json beside the weights of ``target``, and of ``draft`` with its measured acceptance.
 
-    Raises ModelLoadError, InvalidRequest.
+    Raises:
+        ModelLoadError: A model cannot be loaded.
+        InvalidRequest: ``foretoken train`` did not write a folder.
     """
     theirs = None if draft is None else read_provenance(draft)
     facts, model = read_provenance(target), load_seq2seq(target)
-    judged = _judged(corpus, facts)
-    figures = measure(model, judged) | exactness(model, _tasks(corpus, facts, _WRITTEN), facts["config"]["window"])
+    held = _evaluation_batches(corpus, facts)
+    figures = measure(model, held) | exactness(model, _tasks(corpus, facts, _GENERATED), facts["config"]["window"])
     facts["command"] = _command(f"seq2seq {target.name}", facts, target, SEQ2SEQ_SHAPE)
     written = [_write(target, facts, figures)]
     if draft is not None and theirs is not None:
         facts, small = theirs, load_seq2seq(draft)
-        figures = measure(small, judged) | measure_pair(model, small, judged)
+        figures = measure(small, held) | measure_pair(model, small, held)
         what = f"seq2seq-draft {draft.name} --target {target.name} --acceptance-share {facts['acceptance_share']:g}"
         facts["command"] = _command(what, facts, draft, SEQ2SEQ_DRAFT_SHAPE)
         written.append(_write(draft, facts | {"target": target.name}, figures))
@@ -49,11 +51,11 @@ def write_seq2seq_cards(target: Path, draft: Path | None, corpus: Corpus) -> lis
 
 @torch.no_grad()
 def exactness(model: T5ForConditionalGeneration, tasks: list[RepairTask], window: int) -> dict[str, float]:
-    """The share of ``tasks`` whose answer, written greedily to its end, is the right one token by token."""
+    """Returns the share of ``tasks`` whose greedy output equals the expected one."""
     exact = rows = 0
     generate: Any = model.generate
     batches = held_out_batches(bundled_tokenizer(), tasks, window, _ROWS * window)
-    with quiet_transformers(), Reporter("writing") as report:
+    with quiet_transformers(), Reporter("generating") as report:
         for labels, source, mask in batches:
             text = generate(source, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=labels.shape[1])
             for answer, right in zip(text[:, 1:].tolist(), labels.tolist(), strict=True):
@@ -64,7 +66,7 @@ def exactness(model: T5ForConditionalGeneration, tasks: list[RepairTask], window
     return {"exact_repairs": exact / len(tasks), "tasks_written": float(len(tasks))}
 
 
-def _judged(corpus: Corpus, facts: dict[str, Any]) -> list[Batch]:
+def _evaluation_batches(corpus: Corpus, facts: dict[str, Any]) -> list[Batch]:
     window = facts["config"]["window"]
     return held_out_batches(bundled_tokenizer(), _tasks(corpus, facts, _TASKS), window, 16 * window)
 
@@ -94,10 +96,10 @@ def _card(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> str
         ("parameters", f"{facts['parameters']:,}"),
         ("layers x width", f"{config['num_layers']} + {config['num_decoder_layers']} x {config['d_model']}"),
         ("vocabulary", f"{config['vocab_size']:,} (byte-level BPE, as the causal models')"),
-        ("tasks", f"{facts['snippets']:,} snippets of at most {window} tokens, spoilt anew each time"),
+        ("tasks", f"{facts['snippets']:,} snippets of at most {window} tokens, faults planted anew each time"),
         ("training", f"{facts['steps']:,} steps, {facts['minutes']} minutes on one core ({facts['processor']})"),
         ("held-out loss", f"{figures['held_out_loss']:.3f} nats per token"),
-        ("tokens right, those before them given", f"{figures['token_accuracy']:.1%}"),
+        ("accuracy of the next token", f"{figures['token_accuracy']:.1%}"),
     ]
     if target:
         rows += [
@@ -107,9 +109,9 @@ def _card(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> str
     else:
         count = f"{figures['tasks_written']:.0f}"
         rows.append((f"repaired exactly, greedily, of {count} held-out tasks", f"{figures['exact_repairs']:.1%}"))
-    lines = [f"# {folder.name}", "", "A T5 (gated GELU, no dropout) that is given a piece of Python with one to"]
-    lines += ["three faults, such as a misspelt name or a lost bracket, and writes it as it was. Most of the answer"]
-    lines += ["is copied from the question, as in any edit.", ""]
+    lines = [f"# {folder.name}", "", "A T5 (gated GELU, no dropout) that repairs a piece of Python with one to three"]
+    lines += ["faults, such as a misspelt name or a missing bracket. Most of the output is copied from the input,"]
+    lines += ["as in any edit.", ""]
     lines += [_DATA["standard library" in facts["corpus"]].format(corpus=facts["corpus"])]
     lines += ["2 % of the files were held out, chosen by a hash of their names.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows]
@@ -118,4 +120,4 @@ def _card(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> str
         lines += ["at temperature 1 the sum of min(p, q), at temperature 0 the share of equal argmaxes."]
     lines += ["", "Trained by", "", f"    {facts['command']}", "", "Weights: Apache-2.0. Settings, versions and the"]
     lines += [f"curve of the run: `{PROVENANCE}`.", "", "It is a small model for tests, demonstrations and benchmarks;"]
-    return "\n".join([*lines, "it mends short pieces of Python, and knows nothing else.", ""])
+    return "\n".join([*lines, "it repairs short pieces of Python, and knows nothing else.", ""])

@@ -1,7 +1,8 @@
-"""``foretoken train seq2seq-draft``: a T5 of under a million parameters, distilled from a T5 target.
+"""``foretoken train seq2seq-draft``: distils a T5 of under a million parameters from a T5 target.
 
-As for a causal draft (`draft`), the Kullback-Leibler divergence from the target's law comes first (2310.08461) and the
-acceptance itself at the end. The target is run along, so that its whole law is there and nothing is kept on disk.
+The loss is that of a causal draft (see ``draft``): the KL divergence from the target's distribution (2310.08461), and
+the acceptance in the last part of the run. The target runs in every step, so its distribution is complete and nothing
+is kept on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from foretoken.train.seq2seq import (
     T5Shape,
     command_line,
     compiled_by_length,
-    judged_batches,
+    evaluation_batches,
     label_loss,
     logits_of,
     new_model,
@@ -34,17 +35,20 @@ from foretoken.train.trainer import TrainConfig, Trainer, provenance
 
 SEQ2SEQ_DRAFT_SHAPE = T5Shape(96, 192, 2, 2, 4, 32)
 SEQ2SEQ_DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=16, window=176, learning_rate=4e-3, weight_decay=0.05)
-ACCEPTANCE_SHARE = 0.3  # the last share of the run, which turns from KL to the acceptance loss
+ACCEPTANCE_SHARE = 0.3  # last share of the run, which changes from KL to the acceptance loss
 _FLOOR = 1e-6
 
 
 def law_loss(
     target_logits: torch.Tensor, draft_logits: torch.Tensor, counted: torch.Tensor, acceptance: torch.Tensor
 ) -> torch.Tensor:
-    """(1 - acceptance) KL(p||q) - acceptance log sum min(p, q), mean over the positions ``counted`` [B, T].
+    """Returns (1 - acceptance) KL(p||q) - acceptance log sum min(p, q), mean over counted positions.
 
-    Logits [B, T, V], p the target's and q the draft's law over the whole vocabulary; ``acceptance`` a scalar
-    tensor, 0 to 1.
+    Args:
+        target_logits: Logits of p, [B, T, V].
+        draft_logits: Logits of q, [B, T, V].
+        counted: Mask of the positions, [B, T].
+        acceptance: Weight of the acceptance loss, a scalar tensor from 0 to 1.
     """
     log_p, log_q = target_logits.float().log_softmax(-1), draft_logits.float().log_softmax(-1)
     p = log_p.exp()
@@ -63,10 +67,24 @@ def train_seq2seq_draft(
     resume: bool = False,
     acceptance_share: float = ACCEPTANCE_SHARE,
 ) -> dict[str, float]:
-    """Distil a T5 with tied embeddings from the T5 ``target`` on repair tasks; returns the last evaluation.
+    """Distils a T5 with tied embeddings from a T5 target on repair tasks.
 
-    The corpus must be split as it was for the target, or the held-out figures mean nothing. Raises ModelLoadError,
-    InvalidRequest, TrainingError.
+    Args:
+        out: Folder of the draft.
+        target: Folder of the target.
+        corpus: Text. It must be split as it was for the target, or the held-out figures are meaningless.
+        shape: Size of the draft.
+        config: Training configuration, see ``train_seq2seq``.
+        resume: Continues an interrupted run.
+        acceptance_share: Last share of the run, which changes from KL to the acceptance loss.
+
+    Returns:
+        The last evaluation.
+
+    Raises:
+        ModelLoadError: The target cannot be loaded.
+        InvalidRequest: The settings are not valid.
+        TrainingError: Files cannot be written, or the loss diverges.
     """
     teacher, tokenizer = load_seq2seq(target).float(), bundled_tokenizer()
     teacher.set_attn_implementation("eager")  # as `new_model`
@@ -76,7 +94,7 @@ def train_seq2seq_draft(
             "pass a target written by 'foretoken train seq2seq'"
         )
     data = snippets(corpus.train, tokenizer, config.window, config.seed)
-    judged = judged_batches(corpus, tokenizer, config)
+    held = evaluation_batches(corpus, tokenizer, config)
     model = new_model(shape, tokenizer, config.seed, tied=True)
     trainer = Trainer(model, replace(config, compile=False), checkpoint_of(out), lambda row: row["overlap"], rate_scale)
     if resume:
@@ -92,23 +110,29 @@ def train_seq2seq_draft(
 
     each = batches(data, config.batch * config.window, config.seed + 1, trainer.step)
     weighted = _with_acceptance(each, trainer, acceptance_share)
-    trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure_pair(teacher, model, judged))
+    trainer.run(weighted, compiled_by_length(loss_fn, config), lambda: measure_pair(teacher, model, held))
     with atomic_directory(out) as folder:
         save(model, tokenizer, folder, tied=True)
         what = f"seq2seq-draft {out.name} --target {target.name} --acceptance-share {acceptance_share:g}"
         card = provenance(
-            command_line(what, shape, SEQ2SEQ_DRAFT_SHAPE, config, corpus.name), config, trainer,
-            role="seq2seq-draft", corpus=corpus.name, snippets=sum(map(len, data.by_length.values())),
-            target=target.name, parameters=model.num_parameters(), acceptance_share=acceptance_share,
+            command_line(what, shape, SEQ2SEQ_DRAFT_SHAPE, config, corpus.name),
+            config,
+            trainer,
+            role="seq2seq-draft",
+            corpus=corpus.name,
+            snippets=sum(map(len, data.by_length.values())),
+            target=target.name,
+            parameters=model.num_parameters(),
+            acceptance_share=acceptance_share,
             **trainer.history[-1],
-        )  # fmt: skip
+        )
         write_json(folder / PROVENANCE, card)
     trainer.checkpoint.unlink(missing_ok=True)
     return trainer.history[-1]
 
 
 def load_seq2seq(path: Path) -> T5ForConditionalGeneration:
-    """The T5 at ``path`` in bfloat16, frozen. Raises ModelLoadError."""
+    """Loads the T5 at ``path`` in bfloat16, frozen. Raises ModelLoadError."""
     try:
         with quiet_transformers():
             model = T5ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16)
@@ -124,7 +148,7 @@ def load_seq2seq(path: Path) -> T5ForConditionalGeneration:
 def measure_pair(
     teacher: T5ForConditionalGeneration, model: T5ForConditionalGeneration, held_out: list[Batch]
 ) -> dict[str, float]:
-    """Held-out figures of the draft: loss (nats), overlap and argmax agreement with the target, full vocabulary."""
+    """Returns held-out loss (nats), overlap and argmax agreement with the target, over the whole vocabulary."""
     loss = overlap = equal = tokens = 0.0
     for batch in held_out:
         counted = batch[0] != IGNORED
@@ -137,7 +161,7 @@ def measure_pair(
 
 
 def _with_acceptance(each: Iterator[Batch], trainer: Trainer, share: float) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The batches with the acceptance loss's weight: 0, then rising over a third of the last share, then 1."""
+    """Yields batches with the weight of the acceptance loss: 0, then rising over a third of the last share, then 1."""
     for batch in each:
         into = 0.0 if share <= 0 else (trainer.progress() - (1 - share)) / (share / 3)
         yield (*batch, torch.tensor(min(1.0, max(0.0, into))))

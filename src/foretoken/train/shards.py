@@ -1,4 +1,4 @@
-"""Checkpoints larger than memory: read safetensors one tensor at a time, write them in shards."""
+"""Checkpoints larger than memory: reads safetensors one tensor at a time, writes them in shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARD_BYTES = 2_000_000_000
 
 
 def weights_sha256(folder: Path) -> str:
-    """One digest of all safetensors files in ``folder``, and of its config. Raises ModelLoadError."""
+    """Returns a digest of all safetensors files in ``folder`` and of its config. Raises ModelLoadError."""
     digest = hashlib.sha256()
     try:
         for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
@@ -35,8 +35,14 @@ def weights_sha256(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """A checkpoint that is to be written: how many parameters, of which type, its config, where the source's layers
-    stand in it, and its tensors one after another.
+    """A checkpoint to be written.
+
+    Args:
+        parameters: Number of parameters.
+        dtype: Their type.
+        config: Content of config.json.
+        layers: Positions of the source's layers among its own.
+        tensors: Names and tensors, one after another.
     """
 
     parameters: int
@@ -54,21 +60,22 @@ class ShardReader:
 
     @property
     def names(self) -> set[str]:
+        """Names of all tensors."""
         return set(self._weights)
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor in its own dtype. Raises ModelLoadError if there is none of that name."""
+        """Returns a tensor in its own dtype. Raises ModelLoadError if there is none of that name."""
         if name not in self._weights:
             raise ModelLoadError(f"the checkpoint has no tensor {name}; it is not a whole Llama checkpoint")
         return self._weights[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape alone, without reading the tensor."""
+        """Returns the shape without reading the tensor, () if there is none of that name."""
         return self._weights.shapes.get(name, ())
 
 
 class ShardWriter:
-    """Writes tensors into ``folder`` as they come, a shard at a time, so that memory stays bounded."""
+    """Writes tensors into ``folder`` in shards of at most ``limit`` bytes, so that memory stays bounded."""
 
     def __init__(self, folder: Path, limit: int = SHARD_BYTES) -> None:
         self.folder, self.limit = folder, limit
@@ -78,7 +85,7 @@ class ShardWriter:
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes the tensor; it may be written now or with later ones."""
+        """Adds a tensor. It may be written with later ones."""
         size = tensor.numel() * tensor.element_size()
         if self._held and self._held_bytes + size > self.limit:
             self._flush()
@@ -88,7 +95,7 @@ class ShardWriter:
         self.parameters += math.prod(tensor.shape)
 
     def close(self) -> None:
-        """Writes what is left, gives the files their names, and the index if there are several."""
+        """Writes the last shard, renames the files, and writes the index if there are several."""
         self._flush()
         count = len(self._shards)
         if count == 1:

@@ -1,4 +1,4 @@
-"""``foretoken train target``: a small Llama from scratch on the standard library's source."""
+"""``foretoken train target``: trains a small Llama from scratch on the standard library's source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretoken.train.trainer import TrainConfig, Trainer, provenance
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a Llama. The defaults are the bundled target's, about 14.6 M parameters."""
+    """Size of a Llama. The defaults are the bundled target's, about 14.6 M parameters."""
 
     hidden_size: int = 384
     intermediate_size: int = 1024
@@ -40,12 +40,16 @@ class Shape:
             raise InvalidRequest(f"head_dim is {self.head_dim}; rotary positions need an even one")
 
     def arguments(self, usual: Shape) -> str:
-        """The command line options for what differs from ``usual``."""
+        """Returns the command line options for fields that differ from ``usual``."""
         options = {
-            "hidden_size": "--hidden", "intermediate_size": "--intermediate", "num_hidden_layers": "--layers",
-            "num_attention_heads": "--heads", "num_key_value_heads": "--kv-heads", "head_dim": "--head-dim",
+            "hidden_size": "--hidden",
+            "intermediate_size": "--intermediate",
+            "num_hidden_layers": "--layers",
+            "num_attention_heads": "--heads",
+            "num_key_value_heads": "--kv-heads",
+            "head_dim": "--head-dim",
             "max_position_embeddings": "--positions",
-        }  # fmt: skip
+        }
         return " ".join(f"{o} {getattr(self, n)}" for n, o in options.items() if getattr(self, n) != getattr(usual, n))
 
 
@@ -55,7 +59,7 @@ DRAFT_SHAPE = Shape(128, 384, 2, 4, 4, 32)
 
 
 def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A freshly initialised Llama with tied embeddings."""
+    """Returns a freshly initialised Llama with tied embeddings."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -69,7 +73,7 @@ def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Ll
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of each token given those before it. logits [B, T, V], ids [B, T]"""
+    """Returns the mean cross-entropy of logits [B, T, V] for the next tokens of ids [B, T]."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
@@ -80,10 +84,21 @@ def train_target(
     config: TrainConfig = TARGET_CONFIG,
     resume: bool = False,
 ) -> dict[str, float]:
-    """Train tokenizer and model, write a checkpoint any engine loads. Returns the last evaluation.
+    """Trains a tokenizer and a model, and writes them to ``out``. Ctrl-C leaves a checkpoint beside ``out``.
 
-    Raises InvalidRequest for settings that cannot work, TrainingError for a full disk or a diverged run;
-    Ctrl-C leaves a checkpoint beside ``out``.
+    Args:
+        out: Folder of the model.
+        corpus: Text.
+        shape: Size of the model.
+        config: Training configuration.
+        resume: Continues an interrupted run.
+
+    Returns:
+        The last evaluation.
+
+    Raises:
+        InvalidRequest: The settings are not valid.
+        TrainingError: Files cannot be written, or the loss diverges.
     """
     if config.window > shape.max_position_embeddings:
         raise InvalidRequest(f"windows of {config.window} exceed the model's {shape.max_position_embeddings} positions")
@@ -109,22 +124,28 @@ def train_target(
         save(model, tokenizer, folder)
         command = command_line(f"target {out.name}", shape, TARGET_SHAPE, config, corpus.name)
         card = provenance(
-            command, config, trainer, role="target", corpus=corpus.name, corpus_tokens=len(stream),
-            parameters=model.num_parameters(), **trainer.history[-1],
-        )  # fmt: skip
+            command,
+            config,
+            trainer,
+            role="target",
+            corpus=corpus.name,
+            corpus_tokens=len(stream),
+            parameters=model.num_parameters(),
+            **trainer.history[-1],
+        )
         write_json(folder / PROVENANCE, card)
     trainer.checkpoint.unlink(missing_ok=True)
     return trainer.history[-1]
 
 
 def command_line(what: str, shape: Shape, usual: Shape, config: TrainConfig, corpus: str) -> str:
-    """The command that trains the same again; the user's own files are left for the user to name."""
+    """Returns the command that reproduces a run. Files of the user's own are a placeholder."""
     texts = "" if "standard library" in corpus else "--corpus FILES"
     return " ".join(f"foretoken train {what} {shape.arguments(usual)} {config.arguments()} {texts}".split())
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """bf16 safetensors, config and tokenizer, as every engine expects them."""
+    """Writes bf16 weights, config and tokenizer."""
     with quiet_transformers():
         model.bfloat16().save_pretrained(folder)
         tokenizer.save_pretrained(folder)

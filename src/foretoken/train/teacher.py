@@ -1,4 +1,4 @@
-"""The target's laws on fixed windows, computed once and kept on disk: top-k log-probabilities and the rest's mass."""
+"""The target's distributions on fixed windows, computed once and kept on disk: top-k log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from foretoken.train.trainer import compiled
 
 _BATCH = 16
 LawFn = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Returns top-k token ids and log-probabilities of ids [B, T]."""
 
 
 @dataclass(frozen=True)
 class TaughtWindows:
-    """Windows with the target's law after each of their tokens.
+    """Windows with the target's distribution after each of their tokens.
 
-    ids int64 [N, T]; top_ids int16 or int32 [N, T, k]; top_logp float16 [N, T, k]: natural log-probabilities.
-    ``seconds`` is what the pass took.
+    Args:
+        ids: Token ids, int64 [N, T].
+        top_ids: Ids of the k likeliest tokens, int16 or int32 [N, T, k].
+        top_logp: Their natural log-probabilities, float16 [N, T, k].
+        seconds: Time of the pass.
     """
 
     ids: torch.Tensor
@@ -37,21 +41,21 @@ class TaughtWindows:
     seconds: float
 
     def batches(self, batch: int, seed: int, start: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Endless (ids, top_ids, top_logp), shuffled anew each epoch; batch ``i`` depends on (seed, i) alone."""
+        """Yields endless (ids, top_ids, top_logp), reshuffled each epoch. Batch i depends on (seed, i) alone."""
         batch = min(batch, len(self.ids))
         per_epoch = len(self.ids) // batch
         step = start
         while True:
             epoch, at = divmod(step, per_epoch)
             order = np.random.default_rng([seed, epoch]).permutation(len(self.ids))
-            rows = np.sort(order[at * batch : (at + 1) * batch])  # sorted: the disk is read forwards
+            rows = np.sort(order[at * batch : (at + 1) * batch])  # sorted, to read the disk in order
             ids = torch.from_numpy(self.top_ids[rows].astype(np.int64))
             yield self.ids[torch.from_numpy(rows)], ids, torch.from_numpy(self.top_logp[rows].astype(np.float32))
             step += 1
 
 
 def fixed_windows(stream: torch.Tensor, length: int, seed: int) -> torch.Tensor:
-    """The stream cut at offset 0 into [N, length], in a random order so that any first part is a fair sample."""
+    """Returns the stream cut into windows [N, length], shuffled so that any prefix is a fair sample."""
     rows = stream[: len(stream) // length * length].view(-1, length)
     return rows[torch.from_numpy(np.random.default_rng([seed, 1]).permutation(len(rows)))]
 
@@ -64,10 +68,18 @@ def teach(
     limit_seconds: float | None = None,
     compile_model: bool | None = None,
 ) -> TaughtWindows:
-    """Run the target over ``windows`` [N, T] once, or reuse ``folder`` if it holds the same pass.
+    """Runs the target over windows once, or reuses ``folder`` if it holds the same pass.
 
-    Stops early after ``limit_seconds``, keeping the windows done so far. ``model`` runs as it is (bfloat16 is
-    twice as fast as float32). Raises TrainingError when the disk is full; nothing is left then.
+    Args:
+        model: The target. bfloat16 is twice as fast as float32.
+        windows: Token ids, [N, T].
+        folder: Folder of the files.
+        top: Likeliest tokens kept per position.
+        limit_seconds: Time after which the pass ends with the windows done so far.
+        compile_model: Whether to compile, see ``trainer.compiled``.
+
+    Raises:
+        TrainingError: The files cannot be written. None are left then.
     """
     top = min(top, model.config.vocab_size)
     key = _fingerprint(model, windows, top)
@@ -80,7 +92,9 @@ def teach(
             write_json(meta, {"key": key, "rows": rows, "seconds": seconds})
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise TrainingError(f"cannot keep the target's laws in {folder}: {error}; free some space") from error
+            raise TrainingError(
+                f"cannot keep the target's distributions in {folder}: {error}; free some space"
+            ) from error
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -95,7 +109,7 @@ def teach(
 
 
 def top_law(model: LlamaForCausalLM, top: int) -> LawFn:
-    """ids [B, T] -> (ids int64 [B, T, top], log-probabilities float32 [B, T, top]) of the next token."""
+    """Returns a function from ids [B, T] to ids and log-probabilities of the likeliest next tokens, [B, T, top]."""
 
     def law(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(ids, use_cache=False).logits
@@ -112,7 +126,7 @@ def _pass(
     batch = min(_BATCH, len(windows))
     total = len(windows) // batch
     started = time.monotonic()
-    # Plain writes, not a writable map: a full disk is then an error here, not a bus error later.
+    # Plain writes instead of a writable memory map: a full disk is then an exception, not a bus error.
     with (
         torch.no_grad(),
         Reporter("teaching") as report,

@@ -1,9 +1,8 @@
-"""One training loop for every model here: schedule, progress, checkpoint and resume."""
+"""The training loop of all models: schedule, progress, checkpoints."""
 
 from __future__ import annotations
 
 import math
-import os
 import platform
 import shutil
 import signal
@@ -21,13 +20,29 @@ import torch
 from torch import nn
 
 from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.core.files import atomic_file
 from foretoken.train import processes
 from foretoken.train.progress import Reporter
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long and how fast. With ``minutes`` the schedule follows the clock, else ``steps``."""
+    """Length of a run, learning rate and batches.
+
+    Args:
+        steps: Optimizer steps, used if ``minutes`` is None.
+        minutes: Length of the run in minutes. The schedule then follows the clock.
+        batch: Windows per step.
+        window: Tokens per window.
+        learning_rate: Greatest learning rate.
+        weight_decay: Weight decay of matrices.
+        warmup: First share of the run, in which the learning rate rises.
+        decay: Last share of the run, in which the learning rate falls to zero.
+        seed: Seed of initialisation and batches.
+        evaluate_every_seconds: Seconds between evaluations.
+        compile: Whether to compile, None for where a C++ compiler exists.
+        patience: Evaluations without improvement after which the run ends with the best weights.
+    """
 
     steps: int = 2000
     minutes: float | None = None
@@ -36,16 +51,16 @@ class TrainConfig:
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     warmup: float = 0.02
-    decay: float = 0.6  # the last share of the run, in which the rate falls to zero
+    decay: float = 0.6
     seed: int = 0
     evaluate_every_seconds: float = 300.0
-    compile: bool | None = None  # None: where a C++ compiler is found
-    patience: int | None = None  # evaluations without a better one, after which the run ends with the best weights
+    compile: bool | None = None
+    patience: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch", 1), ("window", 2)):
-            if getattr(self, name) < least:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, minimum in (("steps", 1), ("batch", 1), ("window", 2)):
+            if getattr(self, name) < minimum:
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
         if self.patience is not None and self.patience < 1:
             raise InvalidRequest(f"patience is {self.patience}; it must be at least 1 evaluation")
         for name in ("learning_rate", "warmup", "decay", "minutes"):
@@ -54,7 +69,7 @@ class TrainConfig:
                 raise InvalidRequest(f"{name} is {value}; it must be a positive number")
 
     def arguments(self) -> str:
-        """The command line options that give these settings."""
+        """Returns the command line options that give these settings."""
         length = f"--steps {self.steps}" if self.minutes is None else f"--minutes {self.minutes:g}"
         patience = f" --patience {self.patience}" if self.patience is not None else ""
         return (
@@ -65,20 +80,32 @@ class TrainConfig:
 
 LossFn = Callable[[Any], torch.Tensor]
 Judge = Callable[[dict[str, float]], float]
+"""Returns one number for an evaluation, greater for better ones."""
+
+
+def _same_rate(name: str) -> float:
+    return 1.0
 
 
 class Trainer:
-    """Trains ``model`` in place; the file ``checkpoint`` allows ``resume``.
+    """Trains a model in place. Under torchrun every process has its own batches, and all take the same steps.
 
-    ``judge`` makes one number of an evaluation, the higher the better; ``config.patience`` needs it.
-    ``scale`` multiplies the learning rate of the parameter of that name. Under torchrun every process trains on
-    batches of its own and all take the same steps.
+    Args:
+        model: The model.
+        config: Length of the run, learning rate and batches.
+        checkpoint: File from which ``resume`` continues.
+        judge: Compares evaluations. ``config.patience`` needs it.
+        scale: Returns the factor of the learning rate of a parameter, by its name.
     """
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, checkpoint: Path, judge: Judge | None = None,
-        scale: Callable[[str], float] = lambda name: 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        checkpoint: Path,
+        judge: Judge | None = None,
+        scale: Callable[[str], float] = _same_rate,
+    ) -> None:
         self.model, self.config, self.checkpoint = model, config, checkpoint
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, float]] = []
@@ -87,7 +114,7 @@ class Trainer:
         self._kept: dict[str, torch.Tensor] = {}
 
     def resume(self) -> bool:
-        """Continue from the checkpoint if there is one; says whether there was."""
+        """Loads the checkpoint, and returns whether there is one. Raises TrainingError if it cannot be used."""
         if not self.checkpoint.exists():
             return False
         try:
@@ -105,7 +132,7 @@ class Trainer:
         return True
 
     def save_checkpoint(self) -> None:
-        """Write the checkpoint, whole or not at all. Raises TrainingError when the disk refuses."""
+        """Writes the checkpoint, whole or not at all. Raises TrainingError if it cannot be written."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
@@ -115,36 +142,37 @@ class Trainer:
         }
         if processes.rank() > 0:
             return
-        partial = self.checkpoint.with_name(self.checkpoint.name + ".partial")
         try:
             self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, partial)
-            os.replace(partial, self.checkpoint)
+            with atomic_file(self.checkpoint) as partial:
+                torch.save(state, partial)
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError on a full disk
             reason = str(error) if isinstance(error, OSError) else "the disk is full or refuses to write"
             raise TrainingError(
                 f"cannot write the checkpoint {self.checkpoint}: {reason}; free some space and run again "
                 "with --resume (an earlier checkpoint is untouched)"
             ) from error
-        finally:
-            partial.unlink(missing_ok=True)
 
     def progress(self) -> float:
-        """Share of the run that is done, 0 to 1."""
+        """Returns the finished share of the run, from 0 to 1."""
         if self.config.minutes is not None:
             return min(1.0, self.elapsed / (self.config.minutes * 60))
         return min(1.0, self.step / self.config.steps)
 
     def rate_factor(self, progress: float) -> float:
-        """Warm-up, plateau, then linear to zero (WSD)."""
+        """Returns the factor of the learning rate: warm-up, plateau, linear decay to zero (WSD)."""
         c = self.config
         return max(0.0, min(1.0, (progress + 1e-3) / c.warmup, (1.0 - progress) / c.decay))
 
     def run(self, batches: Iterator[Any], loss_fn: LossFn, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Train to the end of the schedule, evaluate, and leave a checkpoint of the end.
+        """Trains to the end of the schedule, evaluates, and writes a checkpoint.
 
-        A batch is a tensor of ids [B, T] or a tuple that begins with it. Ctrl-C ends the step in hand, saves a
-        checkpoint and raises KeyboardInterrupt; a second one stops at once.
+        Ctrl-C finishes the present step, writes a checkpoint and raises KeyboardInterrupt. A second one stops at once.
+
+        Args:
+            batches: Token ids [B, T], or tuples that begin with them.
+            loss_fn: Returns the loss of a batch.
+            evaluate: Returns figures by name.
         """
         loss_fn = compiled(loss_fn, self.config.compile)
         next_evaluation = self.elapsed + self.config.evaluate_every_seconds
@@ -201,15 +229,15 @@ class Trainer:
         report.line("  ".join(f"{k} {v:.4g}" for k, v in row.items()))
         if self._judge is not None and self.config.patience is not None:
             self._waited += 1
-            if (found := self._judge(row)) > self._best:
-                self._best, self._waited = found, 0
+            if (score := self._judge(row)) > self._best:
+                self._best, self._waited = score, 0
                 self._kept = {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def _stalled(self) -> bool:
         return self.config.patience is not None and self._waited >= self.config.patience
 
     def _keep_the_best(self, report: Reporter) -> None:
-        """After an early stop, the weights of the best evaluation; it becomes the last row of the history."""
+        """After an early stop, restores the weights of the best evaluation, and appends it to the history."""
         if self._stalled() and self._kept and self._judge is not None:
             self.model.load_state_dict(self._kept)
             self.history.append(max(self.history, key=self._judge))
@@ -217,7 +245,7 @@ class Trainer:
 
 
 class _Interrupt:
-    """Holds Ctrl-C back until ``check``, so that no step is cut in the middle of its update."""
+    """Defers Ctrl-C to the end of a step, so that no update is interrupted."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -240,7 +268,7 @@ class _Interrupt:
 
 
 def _optimizers(model: nn.Module, config: TrainConfig, scale: Callable[[str], float]) -> list[torch.optim.Optimizer]:
-    """Orthogonalised momentum (Muon) is for matrices; embeddings and gains take AdamW."""
+    """Returns Muon (orthogonalised momentum) for matrices, and AdamW for embeddings and gains."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -260,14 +288,20 @@ def _is_matrix(name: str) -> bool:
 
 
 def compiled(fn: Callable[..., Any], wanted: bool | None, dynamic: bool | None = None) -> Callable[..., Any]:
-    """``fn`` through torch.compile if wanted; None: where a C++ compiler is found. ``dynamic`` as torch.compile's."""
+    """Returns ``fn`` compiled by torch.compile.
+
+    Args:
+        fn: A function or model.
+        wanted: Whether to compile, None for where a C++ compiler exists.
+        dynamic: As in torch.compile.
+    """
     if wanted is None:
         wanted = shutil.which("g++") is not None
     return torch.compile(fn, dynamic=dynamic) if wanted else fn
 
 
 def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: object) -> dict[str, object]:
-    """What a reader needs to train it again: command, versions, revision, settings, curve."""
+    """Returns what is needed to reproduce a run: command, versions, revision, settings and learning curve."""
     git = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ class GroupLayout:
         zero: is subtracted from every level; the difference fits into int8.
         levels: the level of each code, 0 to 255; None if it is the code itself.
         offsets: whether groups have offsets.
+        block: number of groups whose scales (and offsets) have a number in common (``TwoLevels``); 1: none have.
+        half: whether scales and offsets of one level are exact in float16.
     """
 
     bits: int
@@ -37,6 +40,24 @@ class GroupLayout:
     zero: int = 0
     levels: tuple[int, ...] | None = None
     offsets: bool = False
+    block: int = 1
+    half: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TwoLevels:
+    """Numbers of groups in two levels: a number of a block of groups times an integer of each group.
+
+    Attributes:
+        wholes: float32 [outputs, blocks], exact in float16.
+        parts: int8 [outputs, groups].
+    """
+
+    wholes: Tensor
+    parts: Tensor
+
+    def __getitem__(self, outputs: slice) -> TwoLevels:
+        return TwoLevels(self.wholes[outputs], self.parts[outputs])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,22 +66,22 @@ class Groups:
 
     Attributes:
         codes: uint8 [outputs, in].
-        scales: float32 [outputs, groups]; the last group may be shorter than the others.
-        offsets: float32 [outputs, groups], or None.
+        scales: float32 [outputs, groups], or in two levels; the last group may be shorter than the others.
+        offsets: likewise, or None.
     """
 
     codes: Tensor
-    scales: Tensor
-    offsets: Tensor | None = None
+    scales: Tensor | TwoLevels
+    offsets: Tensor | TwoLevels | None = None
 
     def dequantised(self, layout: GroupLayout) -> Tensor:
         """Returns the weights, float32 [outputs, in]."""
         inputs = self.codes.shape[1]
         levels = self.codes if layout.levels is None else torch.tensor(layout.levels)[self.codes.long()]
         weights = F.pad(levels.float() - layout.zero, (0, -inputs % layout.group)).unflatten(1, (-1, layout.group))
-        weights = weights * self.scales[:, :, None]
+        weights = weights * flat(self.scales)[:, :, None]
         if self.offsets is not None:
-            weights = weights + self.offsets[:, :, None]
+            weights = weights + flat(self.offsets)[:, :, None]
         return weights.flatten(1)[:, :inputs]
 
 
@@ -108,8 +129,8 @@ class Grouped:
                 if start < last and first < start + part.shape[0]
             ]
             offsets = [groups.offsets for groups in read if groups.offsets is not None]
-            codes, scales = torch.cat([groups.codes for groups in read]), torch.cat([groups.scales for groups in read])
-            return Groups(codes, scales, torch.cat(offsets) if offsets else None)
+            codes = torch.cat([groups.codes for groups in read])
+            return Groups(codes, _stack([groups.scales for groups in read]), _stack(offsets) if offsets else None)
 
         return Grouped((starts[-1], parts[0].shape[1]), parts[0].layout, rows)
 
@@ -123,6 +144,22 @@ class Grouped:
         for first, last in strips(self.shape):
             whole[first:last] = self.rows(first, last).dequantised(self.layout)
         return whole
+
+
+@runtime_checkable
+class GroupedWeights(Protocol):
+    """The tensors of a checkpoint of which some are stored in groups."""
+
+    def grouped(self, name: str) -> Grouped | None:
+        """Returns a matrix that is stored in groups; None for any other tensor."""
+
+
+def flat(numbers: Tensor | TwoLevels) -> Tensor:
+    """Returns one float32 for each output and group."""
+    if isinstance(numbers, Tensor):
+        return numbers
+    groups, blocks = numbers.parts.shape[1], numbers.wholes.shape[1]
+    return numbers.wholes.repeat_interleave(-(-groups // blocks), 1)[:, :groups] * numbers.parts
 
 
 def strips(shape: tuple[int, int], multiple: int = 16) -> list[tuple[int, int]]:
@@ -148,7 +185,7 @@ def quantise_groups(weight: Tensor, group: int, bits: int = 4) -> Grouped:
         code = (padded / divisor).round_().clamp_(-zero, zero - 1) + zero
         codes[first:last] = code.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
         scales[first:last] = scale[..., 0]
-    return Grouped.of(Groups(codes, scales), GroupLayout(bits, group, zero))
+    return Grouped.of(Groups(codes, scales), GroupLayout(bits, group, zero, half=True))
 
 
 def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
@@ -159,7 +196,10 @@ def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
     if len({part.layout for part in parts}) == 1:
         return parts
     group, offsets = min(part.layout.group for part in parts), any(part.layout.offsets for part in parts)
-    layout = GroupLayout(8, group, CENTRE, None, offsets)
+    spans = {part.layout.block * part.layout.group for part in parts if part.layout.block > 1}
+    two = len(spans) == 1 and all(part.layout.block > 1 for part in parts)
+    half = all(part.layout.half for part in parts)
+    layout = GroupLayout(8, group, CENTRE, None, offsets, spans.pop() // group if two else 1, half)
     return [Grouped(part.shape, layout, _converter(part, layout)) for part in parts]
 
 
@@ -172,12 +212,33 @@ def _converter(part: Grouped, layout: GroupLayout) -> Callable[[int, int], Group
     def rows(first: int, last: int) -> Groups:
         read = part.rows(first, last)
         levels = read.codes.long() if old.levels is None else torch.tensor(old.levels)[read.codes.long()]
+        if layout.block == 1:
+            read = Groups(read.codes, flat(read.scales), None if read.offsets is None else flat(read.offsets))
         codes = (levels - old.zero + CENTRE).to(torch.uint8)
-        scales = read.scales.repeat_interleave(split, 1)[:, :groups]
-        offsets = None
-        if layout.offsets:
-            kept = torch.zeros_like(read.scales) if read.offsets is None else read.offsets
-            offsets = kept.repeat_interleave(split, 1)[:, :groups]
-        return Groups(codes, scales, offsets)
+        scales = _split(read.scales, split, groups)
+        if not layout.offsets:
+            return Groups(codes, scales)
+        return Groups(codes, scales, _zeros(scales) if read.offsets is None else _split(read.offsets, split, groups))
 
     return rows
+
+
+def _split(numbers: Tensor | TwoLevels, times: int, groups: int) -> Tensor | TwoLevels:
+    """Returns the numbers of groups that are divided into ``times`` groups each; the first ``groups`` of them."""
+    if isinstance(numbers, TwoLevels):
+        return TwoLevels(numbers.wholes, numbers.parts.repeat_interleave(times, 1)[:, :groups])
+    return numbers.repeat_interleave(times, 1)[:, :groups]
+
+
+def _zeros(numbers: Tensor | TwoLevels) -> Tensor | TwoLevels:
+    if isinstance(numbers, TwoLevels):
+        return TwoLevels(torch.zeros_like(numbers.wholes), torch.zeros_like(numbers.parts))
+    return torch.zeros_like(numbers)
+
+
+def _stack(numbers: Sequence[Tensor | TwoLevels]) -> Tensor | TwoLevels:
+    """Concatenates numbers along the outputs; all are of one kind."""
+    two = [number for number in numbers if isinstance(number, TwoLevels)]
+    if two:
+        return TwoLevels(torch.cat([number.wholes for number in two]), torch.cat([number.parts for number in two]))
+    return torch.cat([number for number in numbers if isinstance(number, Tensor)])

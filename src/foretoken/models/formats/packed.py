@@ -78,7 +78,12 @@ class PackedMatrix:
             return None
         split = 1 if self.layout.group <= _CHANNEL or self.layout.group % _CHANNEL else self.layout.group // _CHANNEL
         layout = GroupLayout(
-            self.layout.bits, self.layout.group // split, self.layout.zero, self.layout.levels, zeros is not None
+            self.layout.bits,
+            self.layout.group // split,
+            self.layout.zero,
+            self.layout.levels,
+            offsets=zeros is not None,
+            half=zeros is None and torch.equal(scales.half().float(), scales),
         )
 
         def rows(first: int, last: int) -> Groups:
@@ -137,6 +142,12 @@ class PackedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight, with its share of a scale and a zero of 32 bits each."""
+        group = _CHANNEL if self._settings.group == -1 else self._settings.group
+        return self._settings.bits + 64 / group
 
     @property
     def packed(self) -> bool:

@@ -18,7 +18,6 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Schema, parse
 from foretoken.models.formats.checkpoint import Weights
 from foretoken.models.formats.gguf.weights import GGUFWeights
-from foretoken.models.formats.grouped import Grouped
 from foretoken.models.formats.packed import PackedSettings, PackedWeights
 from foretoken.models.formats.quantize import Int8
 
@@ -122,13 +121,6 @@ def unpacked(weights: Weights | GGUFWeights, config: Mapping[str, Any]) -> Weigh
     if not result.packed:
         raise _refused(f"{settings.method} without packed matrices")
     return result
-
-
-def read_grouped(weights: Mapping[str, Tensor], name: str) -> Grouped | None:
-    """Returns the weight of the linear layer ``name`` in groups; None if it is not stored so."""
-    if not isinstance(weights, GGUFWeights | PackedWeights) or f"{name}.weight" not in weights:
-        return None
-    return weights.grouped(f"{name}.weight")
 
 
 def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:

@@ -92,6 +92,13 @@ def stacked(parts: Sequence[Matrix]) -> Matrix:
     return Int8.cat(quantised) if quantised else torch.cat([part for part in parts if isinstance(part, Tensor)])
 
 
+def floats(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """Returns a matrix [out, in] as floats: unchanged if it is not quantized."""
+    if isinstance(matrix, Grouped):
+        return matrix.dequantised(dtype)
+    return matrix.dequantised().to(dtype) if isinstance(matrix, Int8) else matrix
+
+
 def quantise(weight: Tensor) -> Int8:
     """Quantizes a weight [out, in] of any float dtype, each output channel by its largest magnitude.
 

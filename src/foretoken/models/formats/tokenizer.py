@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class PlainTokenizer:
         Args:
             tokenizer: encodes and decodes; its truncation and padding are switched off.
             eos_token: the end of a sequence.
-            full: builds the tokenizer of transformers.
+            full: builds the tokenizer of transformers. Can be pickled, as the server's side process needs it.
         """
         self._fast = tokenizer
         self._fast.no_truncation()
@@ -61,13 +61,8 @@ class PlainTokenizer:
         Raises:
             Exception: the file is broken; tokenizers raises no narrower class.
         """
-
-        def full() -> Any:
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(path)
-
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        full = partial(_from_folder, path)
         return PlainTokenizer(Tokenizer.from_file(str(path / "tokenizer.json")), settings.get("eos_token"), full)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -103,6 +98,12 @@ class PlainTokenizer:
     def full(self) -> Any:
         """The tokenizer of transformers."""
         return self._build()
+
+
+def _from_folder(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(path)
 
 
 def is_plain(path: Path, config: Any) -> bool:

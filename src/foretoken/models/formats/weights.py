@@ -11,9 +11,10 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.finite import converted
+from foretoken.models.formats.grouped import Grouped, GroupedWeights
 from foretoken.models.formats.memory import give_back
 from foretoken.models.formats.prequantized import read_int8
-from foretoken.models.formats.quantize import Matrix, Quantiser
+from foretoken.models.formats.quantize import Matrix, Quantiser, floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class LayerWeights:
 class Ends:
     """Embedding, last norm and vocabulary head. ``head`` is the embedding itself if the two are tied."""
 
-    embedding: Tensor  # [V, H]
+    embedding: Matrix  # [V, H]; floats or grouped
     norm: Tensor | None  # float32 [H]
     head: Matrix  # [V, H]
 
@@ -121,13 +122,15 @@ def read_layer(source: Source, index: int) -> LayerWeights:
 def read_ends(source: Source) -> Ends:
     """Reads embedding, last norm and head. Raises ModelLoadError if a tensor is missing or has the wrong shape."""
     a, reader = source.architecture, source.reader
-    stored = reader.get("model.embed_tokens.weight")
+    stored: Matrix = reader.grouped("model.embed_tokens") or reader.get("model.embed_tokens.weight")
     reader.check((stored,), ("model.embed_tokens",), a.vocab, a.hidden)
-    embedding = converted("model.embed_tokens.weight", stored, source.dtype, copy=True)
-    head: Matrix = embedding
+    embedding = stored
+    if isinstance(stored, Tensor):
+        embedding = converted("model.embed_tokens.weight", stored, source.dtype, copy=True)
+    head = embedding
     if not a.tied and ("lm_head.weight" in source.weights or "lm_head._weight_qdata" in source.weights):
         head = reader.matrix("lm_head", a.vocab, a.hidden)
-    elif source.quantise is not None:
+    elif source.quantise is not None and isinstance(stored, Tensor):
         head = source.quantise(stored)
     return Ends(embedding, reader.norm("model.norm", a.hidden), head)
 
@@ -157,6 +160,8 @@ class TensorReader:
     def parts(self, names: tuple[str, ...], rows: int, columns: int) -> tuple[Matrix, ...]:
         """Returns the weights of linear layers with the same input; concatenated they are [rows, columns]."""
         parts = tuple(self._part(name) for name in names)
+        if any(isinstance(part, Grouped) for part in parts) and any(isinstance(part, Tensor) for part in parts):
+            parts = tuple(floats(part, self.dtype) for part in parts)
         if len({type(part) for part in parts}) > 1:
             raise ModelLoadError(f"of {' and '.join(names)} only some are quantised; they are one product here")
         self.check(parts, names, rows, columns)
@@ -205,10 +210,19 @@ class TensorReader:
             f"{' together' * (len(parts) > 1)}"
         )
 
+    def grouped(self, name: str) -> Grouped | None:
+        """Returns the weight of ``name`` if it is stored in groups and is to stay so, else None."""
+        if self.quantise is not None or not isinstance(self.weights, GroupedWeights):
+            return None
+        return self.weights.grouped(f"{name}.weight") if f"{name}.weight" in self.weights else None
+
     def _part(self, name: str) -> Matrix:
         stored = read_int8(self.weights, name)
         if stored is not None:
             return stored
+        grouped = self.grouped(name)
+        if grouped is not None:
+            return grouped
         weight = self.get(f"{name}.weight")
         if weight.ndim != 2:
             raise ModelLoadError(f"the tensor {name + '.weight'!r} is not a matrix; is the checkpoint damaged?")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.quantize import stacked
+from foretoken.models.formats.quantize import floats, stacked
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.attention import Geometry, attend
 from foretoken.models.runners.base import DecoderOnly, Pass
@@ -91,7 +91,7 @@ class TorchRunner(DecoderOnly):
         self._feature_norm = None if self._entry.norm is None else self._entry.norm.to(device)
         self._dtype, self._device = dtype, device
         self.batch_invariant = can_pack(dtype, device)
-        self._embedding = ends.embedding.to(device)
+        self._embedding = floats(ends.embedding, dtype).to(device)
         self._layers = list(map(partial(Layer.of, device), layers))  # no variable holds a layer while the next is read
         self._norm = None if ends.norm is None else ends.norm.to(device)
         self._head = product(ends.head.to(device))

@@ -1,4 +1,7 @@
-"""``foretoken widen``: a checkpoint that behaves like a small one and costs like a large one. Maths: `widen`."""
+"""``foretoken widen``: a checkpoint that computes what a small one does and costs what a large one costs.
+
+The mathematics is in ``widen.tensors``.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ from foretoken.train.widen.tensors import Copies, Widener, copies, layer_positio
 
 _LEFT_BEHIND = ("config.json", "README.md", "zoo.json", PROVENANCE, "model.safetensors.index.json")
 _KEPT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
-_FORMAT = 1  # of what is cached; another number builds it anew
+_FORMAT = 1  # version of cached checkpoints
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class WideShape:
-    """The size asked for; the size of a head stays the source's."""
+    """Size of the wide model. The size of an attention head stays the source's."""
 
     hidden_size: int
     intermediate_size: int
@@ -42,7 +45,7 @@ class WideShape:
     num_key_value_heads: int
 
 
-# hidden, intermediate, layers; heads follow from the source's head size, four to a key head.
+# Hidden size, intermediate size, layers. Heads follow from the source's head size, four per key head.
 PRESETS = {
     "0.7b": (2048, 5632, 16),
     "1b": (2048, 8192, 16),
@@ -53,7 +56,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Scaled:
-    """What was written: where, how many parameters, how many bytes of weights."""
+    """A written checkpoint, with the number of its parameters and the bytes of its weights."""
 
     path: Path
     parameters: int
@@ -61,7 +64,7 @@ class Scaled:
 
 
 def like(name: str, head_dim: int = 64, family: str = "llama") -> WideShape | T5Shape:
-    """The shape of a usual model of that size and family. Raises InvalidRequest for an unknown name."""
+    """Returns the shape of a usual model of that size and family. Raises InvalidRequest for an unknown name."""
     known = widen_seq2seq.PRESETS if family == "t5" else PRESETS
     if name not in known:
         raise InvalidRequest(f"unknown size {name!r}; known: {', '.join(known)}")
@@ -73,7 +76,12 @@ def like(name: str, head_dim: int = 64, family: str = "llama") -> WideShape | T5
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """The source's config, refused unless it is a plain Llama or a T5. Raises ModelLoadError, InvalidRequest."""
+    """Returns the source's config.
+
+    Raises:
+        ModelLoadError: It cannot be read.
+        InvalidRequest: It is neither a plain Llama nor a T5.
+    """
     config = load_config(source)
     if config.get("model_type") == "t5":
         return widen_seq2seq.checked(config)
@@ -92,10 +100,20 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def widen_checkpoint(source: Path, out: Path, shape: WideShape | T5Shape, seed: int = 0) -> Scaled:
-    """Write a LlamaForCausalLM, or a T5, of ``shape`` to ``out`` that computes what ``source`` does, up to rounding.
+    """Writes a wider Llama or T5 that computes what the source does, up to rounding.
 
-    Works in float64 and a layer at a time, saves in the source's dtype, untied. Raises InvalidRequest for what
-    cannot be widened, ModelLoadError for a source that cannot be read, TrainingError for a full disk.
+    Works in float64, one layer at a time, and writes the source's dtype with untied embeddings.
+
+    Args:
+        source: Folder of the source.
+        out: Folder of the wide model.
+        shape: Its size.
+        seed: Seed of the rotation and of filler units.
+
+    Raises:
+        InvalidRequest: The source cannot be widened to ``shape``.
+        ModelLoadError: The source cannot be read.
+        TrainingError: The disk has too little space.
     """
     config = read_config(source)
     if isinstance(shape, T5Shape):
@@ -114,18 +132,26 @@ def widen_checkpoint(source: Path, out: Path, shape: WideShape | T5Shape, seed: 
         writer.close()
         _copy_companions(source, folder)
         write_json(folder / "config.json", plan.config)
-        write_json(folder / PROVENANCE, {
-            "widened_from": source.name, "source_sha256": weights_sha256(source), "seed": seed, "shape": asdict(shape),
-            "layers": plan.layers, "parameters": writer.parameters,
-        })  # fmt: skip
+        facts = {
+            "widened_from": source.name,
+            "source_sha256": weights_sha256(source),
+            "seed": seed,
+            "shape": asdict(shape),
+            "layers": plan.layers,
+            "parameters": writer.parameters,
+        }
+        write_json(folder / PROVENANCE, facts)
     return Scaled(out, writer.parameters, writer.bytes)
 
 
 def scaled(like_name: str = "0.7b", model: str = "target") -> Path:
-    """A bundled model (name or role) widened to a usual size; built once, then taken from the cache.
+    """Returns a bundled model (name or role) widened to a usual size. It is built once and cached.
 
-    The target's heads come with it, in its folder. Raises InvalidRequest for unknown names, TrainingError when the
-    disk is full.
+    The target's heads are in its folder.
+
+    Raises:
+        InvalidRequest: A name is not known.
+        TrainingError: The disk has too little space.
     """
     source = zoo.path(model)
     config = read_config(source)
@@ -140,17 +166,15 @@ def scaled(like_name: str = "0.7b", model: str = "target") -> Path:
 
 
 def wide_config(config: dict[str, Any], shape: WideShape) -> dict[str, Any]:
-    """The source's config with the new sizes; tokens, positions and rotary settings stay."""
+    """Returns the source's config with the new sizes. Tokens, positions and rotary settings stay."""
     eps = config.get("rms_norm_eps", 1e-6) * config["hidden_size"] / shape.hidden_size
     kept = {k: v for k, v in config.items() if k not in ("sliding_window", "layer_types")}
-    return kept | asdict(shape) | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": config["head_dim"],
-        "rms_norm_eps": eps, "tie_word_embeddings": False,
-    }  # fmt: skip
+    fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": config["head_dim"]}
+    return kept | asdict(shape) | fixed | {"rms_norm_eps": eps, "tie_word_embeddings": False}
 
 
 def expected_parameters(config: dict[str, Any], shape: WideShape) -> int:
-    """How many parameters the wide model has."""
+    """Returns the number of parameters of the wide model."""
     hidden, head = shape.hidden_size, config["head_dim"]
     attention = 2 * hidden * head * (shape.num_attention_heads + shape.num_key_value_heads)
     layer = attention + 3 * hidden * shape.intermediate_size + 2 * hidden
@@ -164,9 +188,12 @@ def _plan(source: Path, config: dict[str, Any], shape: WideShape, seed: int) -> 
     reader = ShardReader(source)
     _check_weights(reader, config)
     return CheckpointPlan(
-        expected_parameters(config, shape), reader.get("model.embed_tokens.weight").dtype, wide_config(config, shape),
-        layer_positions(config["num_hidden_layers"], shape.num_hidden_layers), _tensors(reader, config, shape, seed),
-    )  # fmt: skip
+        parameters=expected_parameters(config, shape),
+        dtype=reader.get("model.embed_tokens.weight").dtype,
+        config=wide_config(config, shape),
+        layers=layer_positions(config["num_hidden_layers"], shape.num_hidden_layers),
+        tensors=_tensors(reader, config, shape, seed),
+    )
 
 
 def _check(config: dict[str, Any], shape: WideShape) -> None:
@@ -222,7 +249,7 @@ def _tensors(reader: ShardReader, config: dict[str, Any], shape: WideShape, seed
 def _layer(
     reader: ShardReader, widener: Widener, config: dict[str, Any], shape: WideShape, source: str | None
 ) -> Tensors:
-    """The tensors of one wide layer; ``source`` is the prefix of the real one, None for a layer of fillers."""
+    """Yields the tensors of one wide layer. source: prefix of the real layer, None for a layer of fillers."""
     head, heads, groups = config["head_dim"], 0, 0
     if source is not None:
         heads, groups = config["num_attention_heads"], config["num_key_value_heads"]

@@ -1,8 +1,8 @@
-"""Heads for a widened target: they guess there what the narrow ones guess on the narrow target, up to rounding.
+"""Heads for a widened target that compute what the source's heads compute on the source, up to rounding.
 
-With `widen`'s notation, row vectors: the narrow stream x is x Q in the wide target, whose last norm has no weight. For
-a row r = x / rms(x), where the narrow target gives r w, w its last norm's weight, the wide one gives s r Q, s =
-sqrt(h'/h). So W diag(w) Q / s reads the wide one's output as W reads the narrow one's.
+Notation of ``widen.tensors``, row vectors: the narrow residual stream x is x Q in the wide target, whose last norm has
+weight 1. For r = x / rms(x), the narrow target's output is r w, with w the weight of its last norm, and the wide one's
+is s r Q, with s = sqrt(h'/h). So W diag(w) Q / s applied to the wide output equals W applied to the narrow one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ ROLES = ("eagle3", "medusa", "blockwise")
 
 @dataclass(frozen=True)
 class Widening:
-    """How a target was widened. q: [h, h']; norm: [h], the weight of its last norm; layers: where the real ones are."""
+    """How a target was widened.
+
+    Args:
+        q: Q, [h, h'].
+        norm: Weight of the source's last norm, [h].
+        embedding: The source's embeddings, [V, h].
+        vocabulary: The source's vocabulary head, [V, h].
+        layers: Positions of the source's layers among the wide ones.
+        wide_layers: Number of wide layers.
+    """
 
     q: Tensor
     norm: Tensor
@@ -45,12 +54,12 @@ class Widening:
 
     @property
     def factor(self) -> float:
-        """s of the module's docstring."""
+        """s, see the module."""
         return math.sqrt(self.q.shape[1] / self.q.shape[0])
 
     @staticmethod
     def of(source: Path, wide: Path) -> Widening:
-        """What was done to ``source`` to make ``wide``. Raises InvalidRequest where ``wide`` is not made of it."""
+        """Returns how ``wide`` was made from ``source``. Raises InvalidRequest if it was not."""
         try:
             made = read_object(wide / PROVENANCE)
             digest, shape = made["source_sha256"], made["shape"]
@@ -75,20 +84,20 @@ class Widening:
         )
 
     def place(self, tap: int) -> int:
-        """The wide target's index of what the narrow one has as ``hidden_states[tap]``."""
+        """Returns the wide target's index of the narrow one's ``hidden_states[tap]``."""
         return self.layers[tap] if tap < len(self.layers) else self.wide_layers
 
     def stream(self, weight: Tensor, tap: int) -> Tensor:
-        """What reads the narrow ``hidden_states[tap]``, [n, h], made to read the wide one's: [n, h']."""
+        """Widens a matrix [n, h] that reads ``hidden_states[tap]`` to [n, h']."""
         return weight.double() @ self.q if tap < len(self.layers) else self.normed(weight)
 
     def normed(self, weight: Tensor) -> Tensor:
-        """The same for the last norm's output."""
+        """Widens a matrix [n, h] that reads the last norm's output to [n, h']."""
         return (weight.double() * self.norm) @ self.q / self.factor
 
 
 def widen_eagle(head: EagleHead, w: Widening) -> Written:
-    """fc reads every tap through Q; the layer stays as it is, with an embedding of its own."""
+    """Widens an EAGLE-3 head: fc reads every tap through Q. The layer stays, with an embedding of its own."""
     if head.version != 3 or head.norm_before_fc or head.fc_norm or not head.exact:
         raise InvalidRequest(
             "only EAGLE-3 heads whose fc reads hidden states as they are, at known layers, are widened"
@@ -107,10 +116,10 @@ def widen_eagle(head: EagleHead, w: Widening) -> Written:
 
 
 def widen_medusa(heads: MedusaHeads, w: Widening) -> Written:
-    """What SiLU gives stays in the first h places of the wide state; the rest of it is the target's, in Q's rows.
+    """Widens Medusa heads: the output of SiLU goes to the first h entries, the target's part is in Q's rows.
 
-    Whatever reads the sum, a further layer or the vocabulary head, must read both: R [Q^T, I_h] = [W diag(w)/s, W]
-    has a solution, as Q's rows and the first h axes are independent.
+    A layer or vocabulary head that reads the sum must read both: R [Q^T, I_h] = [W diag(w)/s, W] has a solution,
+    because Q's rows and the first h axes are linearly independent.
     """
     narrow, wide = w.q.shape
     if 2 * narrow > wide:
@@ -134,7 +143,7 @@ def widen_medusa(heads: MedusaHeads, w: Widening) -> Written:
 
 
 def widen_blockwise(heads: BlockwiseHeads, w: Widening) -> Written:
-    """up reads through the norm; down writes a / w through Q, which the wide vocabulary head reads as a."""
+    """Widens blockwise heads: up reads through the norm, down writes a / w through Q, read as a by the vocabulary."""
 
     def writes(weight: Tensor) -> Tensor:
         wide = w.factor * w.q.T @ (weight.double() / w.norm.view(-1, *[1] * (weight.ndim - 1)))
@@ -147,10 +156,12 @@ def widen_blockwise(heads: BlockwiseHeads, w: Widening) -> Written:
 
 
 def widen_head(head: Path, source: Path, wide: Path) -> Path:
-    """Heads for ``source`` made into heads for ``wide``, which was widened from it; written into its ``heads`` folder.
+    """Writes heads for ``wide``, made from heads for its ``source``, into its ``heads`` folder, once.
 
-    Done once for the same heads. Raises InvalidRequest for heads that cannot be widened, ModelLoadError for damaged
-    ones, TrainingError when the disk is full.
+    Raises:
+        InvalidRequest: The heads cannot be widened.
+        ModelLoadError: The heads cannot be read.
+        TrainingError: The disk has too little space.
     """
     digest = weights_sha256(head)
     config = read_object(head / "config.json")
@@ -167,14 +178,14 @@ def widen_head(head: Path, source: Path, wide: Path) -> Path:
 
 
 def scaled_head(role: str, wide: Path) -> Path:
-    """The bundled heads of that role for ``wide``, the bundled target widened; made once, then taken from there."""
+    """Returns the bundled heads of a role for ``wide``, the widened bundled target. They are made once."""
     return widen_head(zoo.path(role), zoo.path("target"), wide)
 
 
 def scale_bundled(wide: Path, roles: Sequence[str] = ROLES) -> list[Path]:
-    """All the bundled heads there are, for ``wide``."""
-    there = {model.role for model in zoo.list_models()}
-    return [scaled_head(role, wide) for role in roles if role in there]
+    """Returns all bundled heads for ``wide``, the widened bundled target."""
+    bundled = {model.role for model in zoo.list_models()}
+    return [scaled_head(role, wide) for role in roles if role in bundled]
 
 
 def _role(config: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What `widen_checkpoint` asks about a T5: its usual sizes, which ones it can grow to, and what is then written."""
+"""Widening of T5: usual sizes, checks, and the checkpoint to write."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from foretoken.train.shards import CheckpointPlan, ShardReader
 from foretoken.train.widen.tensors import Widener, layer_positions, rotation
 from foretoken.train.widen.tensors_seq2seq import tensors
 
-# d_model, d_ff, layers of either stack; heads follow from the source's head size.
+# d_model, d_ff, layers of each stack. Heads follow from the source's head size.
 PRESETS = {
     "t5-base": (768, 2048, 12),
     "t5-large": (1024, 2816, 24),
 }
-_USUAL = {
-    "feed_forward_proj": "relu", "layer_norm_epsilon": 1e-6, "tie_word_embeddings": True, "d_kv": 64,
+_DEFAULTS = {
+    "feed_forward_proj": "relu",
+    "layer_norm_epsilon": 1e-6,
+    "tie_word_embeddings": True,
+    "d_kv": 64,
     "relative_attention_num_buckets": 32,
-}  # fmt: skip
+}
 
 
 def like(name: str, head_dim: int) -> T5Shape:
-    """The shape of the usual T5 of that name, a key of `PRESETS`."""
+    """Returns the shape of a usual T5. name: a key of ``PRESETS``."""
     hidden, neurons, layers = PRESETS[name]
     return T5Shape(hidden, neurons, layers, layers, hidden // head_dim, head_dim)
 
 
 def checked(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a T5 with what it left to defaults, and ``head_dim``. Raises InvalidRequest."""
+    """Returns the config of a T5 with defaults filled in, and ``head_dim``. Raises InvalidRequest if quantized."""
     if config.get("quantization_config"):
         raise InvalidRequest("cannot widen a quantised model; pass its original checkpoint")
-    config = _USUAL | config
+    config = _DEFAULTS | config
     parse(T5Config, config, "config.json")
     if config.get("num_decoder_layers") is None:
         config["num_decoder_layers"] = config["num_layers"]
@@ -44,11 +47,16 @@ def checked(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan(reader: ShardReader, config: dict[str, Any], shape: T5Shape, seed: int) -> CheckpointPlan:
-    """What a T5 of ``shape`` that computes what the source computes consists of. Raises InvalidRequest."""
+    """Returns the checkpoint of a T5 of ``shape`` that computes what the source computes.
+
+    Raises:
+        InvalidRequest: The source cannot be widened to ``shape``.
+        ModelLoadError: The weights do not fit the config.
+    """
     _check(config, shape)
-    if (found := reader.shape("shared.weight")) != (config["vocab_size"], config["d_model"]):
+    if (actual := reader.shape("shared.weight")) != (config["vocab_size"], config["d_model"]):
         raise ModelLoadError(
-            f"shared.weight is {found}, but config.json says {config['vocab_size']} x {config['d_model']}"
+            f"shared.weight is {actual}, but config.json says {config['vocab_size']} x {config['d_model']}"
         )
     layers = {
         "encoder": layer_positions(config["num_layers"], shape.num_layers),
@@ -59,22 +67,24 @@ def plan(reader: ShardReader, config: dict[str, Any], shape: T5Shape, seed: int)
     scale = 0.02 / math.sqrt(2 * max(shape.num_layers, shape.num_decoder_layers))
     widener = Widener(rotation(config["d_model"], shape.d_model, seed), generator, scale)
     return CheckpointPlan(
-        expected_parameters(config, shape), reader.get("shared.weight").dtype, wide_config(config, shape),
-        layers, tensors(reader, widener, config, shape, real),
-    )  # fmt: skip
+        parameters=expected_parameters(config, shape),
+        dtype=reader.get("shared.weight").dtype,
+        config=wide_config(config, shape),
+        layers=layers,
+        tensors=tensors(reader, widener, config, shape, real),
+    )
 
 
 def wide_config(config: dict[str, Any], shape: T5Shape) -> dict[str, Any]:
-    """The source's config with the new sizes, untied as T5 v1.1."""
+    """Returns the source's config with the new sizes, untied as in T5 v1.1."""
     eps = config["layer_norm_epsilon"] * config["d_model"] / shape.d_model
     kept = {k: v for k, v in config.items() if k not in ("head_dim", "scale_decoder_outputs")}
-    return kept | vars(shape) | {
-        "architectures": ["T5ForConditionalGeneration"], "layer_norm_epsilon": eps, "tie_word_embeddings": False,
-    }  # fmt: skip
+    fixed = {"architectures": ["T5ForConditionalGeneration"], "tie_word_embeddings": False}
+    return kept | vars(shape) | fixed | {"layer_norm_epsilon": eps}
 
 
 def expected_parameters(config: dict[str, Any], shape: T5Shape) -> int:
-    """How many parameters the wide model has."""
+    """Returns the number of parameters of the wide model."""
     hidden, heads = shape.d_model, shape.num_heads
     attention = 4 * hidden * heads * shape.d_kv
     neurons = (3 if config["feed_forward_proj"].startswith("gated") else 2) * hidden * shape.d_ff

@@ -1,12 +1,12 @@
-"""The tensors of a wider T5 that computes the same function: `widen`'s, with what T5 has and Llama has not.
+"""The tensors of a wider T5 that computes the same function. See ``widen.tensors`` for the method.
 
-Encoder and decoder are turned by the same Q, for they share the embedding. The cross-attention's keys and values read
-the encoder's last norm, the output matrix the decoder's. Attention is not scaled by 1/sqrt(d), so nothing there
-depends on a width.
+Encoder and decoder are rotated by the same Q, because they share the embedding. The cross-attention's keys and values
+read the encoder's last norm, the output matrix reads the decoder's. Attention is not scaled by 1/sqrt(d), so it does
+not depend on a width.
 
-Position biases are one table per stack, in its first layer, with a column per head *of every layer*: two heads are
-alike only where their columns are. So the wide heads come in groups, one for each real head, that share its column,
-and what is added cancels within a group.
+Position biases are one table per stack, in its first layer, with a column per head for all layers. Heads that cancel
+must have equal columns. So the wide heads form groups, one per real head, that share its column, and additional heads
+cancel within a group.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def head_groups(heads: int, wide_heads: int, real: bool) -> tuple[Copies, tuple[int, ...]]:
-    """Which head each wide one is, and whose column of the position biases it has.
+    """Returns the source of each wide head, and its column of the position biases.
 
-    ``real`` False is for a layer of fillers. ValueError where a group of one would have to cancel.
+    Args:
+        heads: Number of real heads.
+        wide_heads: Number of wide heads.
+        real: False for a layer of fillers.
+
+    Raises:
+        ValueError: A group of one head would have to cancel.
     """
     sources: list[int] = []
     factors: list[float] = []
@@ -45,7 +51,7 @@ def head_groups(heads: int, wide_heads: int, real: bool) -> tuple[Copies, tuple[
 def tensors(
     reader: ShardReader, widener: Widener, config: dict[str, Any], shape: T5Shape, positions: dict[str, dict[int, int]]
 ) -> Tensors:
-    """All tensors of the wide model; ``positions`` says of each stack which real layer stands where."""
+    """Yields all tensors of the wide model. positions: by stack, the real layer at each position."""
     embedding = reader.get("shared.weight")
     yield "shared.weight", widener.embedding(embedding)
     for stack, layers in (("encoder", shape.num_layers), ("decoder", shape.num_decoder_layers)):
@@ -67,15 +73,15 @@ def tensors(
 def _block(
     reader: ShardReader, widener: Widener, config: dict[str, Any], shape: T5Shape, source: str | None, decoder: bool
 ) -> Tensors:
-    """The tensors of one wide block; ``source`` is the prefix of the real one, None for a block of fillers."""
+    """Yields the tensors of one wide block. source: prefix of the real block, None for a block of fillers."""
     unit = _Unit(reader, widener, source)
     heads, _ = head_groups(config["num_heads"], shape.num_heads, source is not None)
     neurons = copies(config["d_ff"] if source is not None else 0, shape.d_ff)
     yield from unit.attention("0.SelfAttention", "0.layer_norm.weight", None, heads, shape.d_kv)
     yield "0.layer_norm.weight", torch.ones(widener.wide)
     if decoder:
-        theirs = "encoder.final_layer_norm.weight"
-        yield from unit.attention("1.EncDecAttention", "1.layer_norm.weight", theirs, heads, shape.d_kv)
+        encoder_norm = "encoder.final_layer_norm.weight"
+        yield from unit.attention("1.EncDecAttention", "1.layer_norm.weight", encoder_norm, heads, shape.d_kv)
         yield "1.layer_norm.weight", torch.ones(widener.wide)
     last = 2 if decoder else 1
     for name in ("wi_0", "wi_1") if config["feed_forward_proj"].startswith("gated") else ("wi",):
@@ -86,19 +92,20 @@ def _block(
 
 
 class _Unit:
-    """Widens the matrices of one block. Names are relative to ``source``; ``size`` is rows or columns per unit."""
+    """Widens the matrices of one block. Names are relative to ``source``. ``size`` is the rows or columns per unit."""
 
     def __init__(self, reader: ShardReader, widener: Widener, source: str | None) -> None:
         self.reader, self.widener, self.source = reader, widener, source
 
     def attention(self, name: str, norm: str, encoder_norm: str | None, heads: Copies, size: int) -> Tensors:
-        """q, k, v and o; keys and values read ``encoder_norm``, a whole name, where it is given."""
+        """Yields q, k, v and o. Keys and values read the norm named ``encoder_norm``, if given."""
         yield f"{name}.q.weight", self.reads(f"{name}.q.weight", norm, heads, size)
         for kind in ("k", "v"):
             yield f"{name}.{kind}.weight", self.reads(f"{name}.{kind}.weight", norm, heads, size, encoder_norm)
         yield f"{name}.o.weight", self.writes(f"{name}.o.weight", heads, size)
 
     def reads(self, name: str, norm: str, which: Copies, size: int, encoder_norm: str | None = None) -> torch.Tensor:
+        """Returns a matrix that reads the stream after a norm."""
         real = self._none(size)
         if self.source is not None:
             gain = self.reader.get(encoder_norm or self.source + norm)
@@ -107,6 +114,7 @@ class _Unit:
         return which.gather(real.float(), filler).flatten(0, 1)
 
     def writes(self, name: str, which: Copies, size: int) -> torch.Tensor:
+        """Returns a matrix that writes to the stream."""
         real = self._none(size)
         if self.source is not None:
             real = self.widener.writes(self.reader.get(self.source + name)).T.unflatten(0, (-1, size))

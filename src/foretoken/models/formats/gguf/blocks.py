@@ -1,7 +1,7 @@
 """The quantized types of GGUF as matrices quantized in groups.
 
 A row is a sequence of blocks of 32 or 256 weights. Each type is unpacked into codes with a scale, and for some types an
-offset, for each group of 16 or 32 weights; K-quants' two levels of scales are multiplied, which is exact in float32.
+offset, for each group of 16 or 32 weights; K-quants keep their two levels of scales, whose product is exact in float32.
 Dequantized in float32 they are bitwise equal to what ``gguf.dequantize`` returns.
 """
 
@@ -15,11 +15,14 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretoken.models.formats.grouped import GroupLayout, Groups
+from foretoken.models.formats.grouped import GroupLayout, Groups, TwoLevels
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes]
 Floats = NDArray[np.float32]
-Unpacked = tuple[Bytes, Floats, Floats | None]  # codes [blocks, weights], scales and offsets [blocks, groups]
+Numbers = (
+    Floats | tuple[Floats, NDArray[np.int8]]
+)  # [blocks, groups], or of two levels [blocks, 1] and [blocks, groups]
+Unpacked = tuple[Bytes, Numbers, Numbers | None]  # codes [blocks, weights], scales, offsets
 
 _K = GGMLQuantizationType
 _IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)  # less 128: a table of 16 levels
@@ -27,18 +30,18 @@ E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # less E2M1_
 E2M1_ZERO = 12
 
 LAYOUTS = {
-    _K.Q4_0: GroupLayout(4, 32, zero=8),
-    _K.Q4_1: GroupLayout(4, 32, offsets=True),
-    _K.Q5_0: GroupLayout(8, 32, zero=16),
-    _K.Q5_1: GroupLayout(8, 32, offsets=True),
-    _K.Q8_0: GroupLayout(8, 32, zero=128),
-    _K.Q2_K: GroupLayout(4, 16, offsets=True),
-    _K.Q3_K: GroupLayout(4, 16, zero=4),
-    _K.Q4_K: GroupLayout(4, 32, offsets=True),
-    _K.Q5_K: GroupLayout(8, 32, offsets=True),
-    _K.Q6_K: GroupLayout(8, 16, zero=32),
-    _K.IQ4_NL: GroupLayout(4, 32, zero=128, levels=_IQ4),
-    _K.IQ4_XS: GroupLayout(4, 32, zero=128, levels=_IQ4),
+    _K.Q4_0: GroupLayout(4, 32, zero=8, half=True),
+    _K.Q4_1: GroupLayout(4, 32, offsets=True, half=True),
+    _K.Q5_0: GroupLayout(8, 32, zero=16, half=True),
+    _K.Q5_1: GroupLayout(8, 32, offsets=True, half=True),
+    _K.Q8_0: GroupLayout(8, 32, zero=128, half=True),
+    _K.Q2_K: GroupLayout(4, 16, offsets=True, block=16),
+    _K.Q3_K: GroupLayout(4, 16, zero=4, block=16),
+    _K.Q4_K: GroupLayout(4, 32, offsets=True, block=8),
+    _K.Q5_K: GroupLayout(8, 32, offsets=True, block=8),
+    _K.Q6_K: GroupLayout(8, 16, zero=32, block=16),
+    _K.IQ4_NL: GroupLayout(4, 32, zero=128, levels=_IQ4, half=True),
+    _K.IQ4_XS: GroupLayout(4, 32, zero=128, levels=_IQ4, block=8),
     _K.MXFP4: GroupLayout(4, 32, zero=E2M1_ZERO, levels=E2M1),
 }
 FLOATS = {_K.F32: torch.float32, _K.F16: torch.float16, _K.BF16: torch.bfloat16}
@@ -54,10 +57,13 @@ def groups_of(kind: GGMLQuantizationType, rows: Bytes) -> Groups:
     count, size = len(rows), GGML_QUANT_SIZES[kind][1]
     codes, scales, offsets = _UNPACK[kind](np.ascontiguousarray(rows).reshape(-1, size))
 
-    def by_row(values: NDArray[np.uint8] | Floats) -> Tensor:
+    def by_row(values: NDArray[np.uint8] | NDArray[np.int8] | Floats) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values).reshape(count, -1))
 
-    return Groups(by_row(codes), by_row(scales), None if offsets is None else by_row(offsets))
+    def numbers(values: Numbers) -> Tensor | TwoLevels:
+        return TwoLevels(by_row(values[0]), by_row(values[1])) if isinstance(values, tuple) else by_row(values)
+
+    return Groups(by_row(codes), numbers(scales), None if offsets is None else numbers(offsets))
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -99,14 +105,15 @@ def _q8_0(b: Bytes) -> Unpacked:
 
 def _q2_k(b: Bytes) -> Unpacked:
     scales, mins = b[:, :16] & np.uint8(15), b[:, :16] >> np.uint8(4)
-    return _bits(b[:, 16:80], 32, 2), _half(b, 80) * scales, -(_half(b, 82) * mins)
+    levels = (_half(b, 80), scales.view(np.int8)), (-_half(b, 82), mins.view(np.int8))
+    return _bits(b[:, 16:80], 32, 2), *levels
 
 
 def _q3_k(b: Bytes) -> Unpacked:
     codes = _bits(b[:, 32:96], 32, 2) | _bits(b[:, :32], 32, 1) << np.uint8(2)
     low, high = _bits(b[:, 96:104], 8, 4), _bits(b[:, 104:108], 4, 2)
-    scales = (low | high << np.uint8(4)).astype(np.float32) - np.float32(32)
-    return codes, _half(b, 108) * scales, None
+    scales = (low | high << np.uint8(4)).view(np.int8) - np.int8(32)
+    return codes, (_half(b, 108), scales), None
 
 
 def _q4_k(b: Bytes) -> Unpacked:
@@ -117,25 +124,25 @@ def _q5_k(b: Bytes) -> Unpacked:
     return _bits(b[:, 48:], 32, 4) | _bits(b[:, 16:48], 32, 1) << np.uint8(4), *_k_scales(b)
 
 
-def _k_scales(b: Bytes) -> tuple[Floats, Floats]:
+def _k_scales(b: Bytes) -> tuple[Numbers, Numbers]:
     """Returns scales and offsets of Q4_K and Q5_K: eight of six bits each, packed into twelve bytes."""
     first, second, third = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     low, two = np.uint8(63), np.uint8(48)
     scales = np.concatenate([first & low, third & np.uint8(15) | first >> np.uint8(2) & two], axis=1)
     mins = np.concatenate([second & low, third >> np.uint8(4) | second >> np.uint8(2) & two], axis=1)
-    return _half(b, 0) * scales, -(_half(b, 2) * mins)
+    return (_half(b, 0), scales.view(np.int8)), (-_half(b, 2), mins.view(np.int8))
 
 
 def _q6_k(b: Bytes) -> Unpacked:
     codes = _bits(b[:, :128], 64, 4) | _bits(b[:, 128:192], 32, 2) << np.uint8(4)
-    return codes, _half(b, 208) * np.ascontiguousarray(b[:, 192:208]).view(np.int8), None
+    return codes, (_half(b, 208), np.ascontiguousarray(b[:, 192:208]).view(np.int8)), None
 
 
 def _iq4_xs(b: Bytes) -> Unpacked:
     low = _bits(b[:, 4:8], 1, 4)
     high = np.ascontiguousarray(b[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
-    scales = (low | high.astype(np.uint8) << np.uint8(4)).astype(np.float32) - np.float32(32)
-    return _bits(b[:, 8:], 16, 4), _half(b, 0) * scales, None
+    scales = (low | high.astype(np.uint8) << np.uint8(4)).view(np.int8) - np.int8(32)
+    return _bits(b[:, 8:], 16, 4), (_half(b, 0), scales), None
 
 
 def _mxfp4(b: Bytes) -> Unpacked:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -56,18 +57,26 @@ def gguf_tokenizer(header: Header) -> PlainTokenizer:
     names = {name: vocabulary.token(header, key) for name, key in _SPECIAL.items()}
     template = header.metadata.get("tokenizer.chat_template")
     text = json.dumps(spec)
-
-    def full() -> Any:
-        from transformers import PreTrainedTokenizerFast
-
-        special = {name: token for name, token in names.items() if token is not None}
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(text), clean_up_tokenization_spaces=False, **special
-        )
-        tokenizer.chat_template = template if isinstance(template, str) else None
-        return tokenizer
-
+    full = partial(_transformers_tokenizer, text, names, template if isinstance(template, str) else None)
     return PlainTokenizer(Tokenizer.from_str(text), names["eos_token"], full)
+
+
+def _transformers_tokenizer(text: str, names: Mapping[str, str | None], template: str | None) -> Any:
+    """Returns the tokenizer as a class of transformers.
+
+    Args:
+        text: The content of tokenizer.json.
+        names: Special tokens.
+        template: The chat template.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    special = {name: token for name, token in names.items() if token is not None}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(text), clean_up_tokenization_spaces=False, **special
+    )
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 class _Vocabulary:

@@ -17,7 +17,7 @@ from foretoken.models.formats.finite import check_finite
 from foretoken.models.formats.gguf.blocks import FLOATS, LAYOUTS, Bytes, groups_of
 from foretoken.models.formats.gguf.families import checkpoint_name, config_of, family_of
 from foretoken.models.formats.gguf.header import Header, StoredTensor
-from foretoken.models.formats.grouped import Grouped, Groups
+from foretoken.models.formats.grouped import Grouped, Groups, TwoLevels
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,11 @@ class GGUFWeights(Mapping[str, Tensor]):
         check_finite(name, tensor, str(self._path))
         return tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(source.stored.nbytes for source in self._sources.values())
+
     def __contains__(self, name: object) -> bool:
         return name in self._sources
 
@@ -80,9 +85,9 @@ class GGUFWeights(Mapping[str, Tensor]):
 
         def rows(first: int, last: int) -> Groups:
             groups = groups_of(kind, self._rows(source, first, last))
-            check_finite(name, groups.scales, str(self._path))
-            if groups.offsets is not None:
-                check_finite(name, groups.offsets, str(self._path))
+            for numbers in (groups.scales, groups.offsets):
+                if numbers is not None:
+                    check_finite(name, numbers.wholes if isinstance(numbers, TwoLevels) else numbers, str(self._path))
             return groups
 
         return Grouped((shape[0], shape[1]), LAYOUTS[kind], rows)

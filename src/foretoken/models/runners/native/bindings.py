@@ -20,7 +20,7 @@ class Matrix(Structure):
         ("sums", c_void_p),
         ("units", c_int64),
         ("steps", c_int64),
-        *((name, c_int32) for name in ("kind", "group", "record_bytes", "zero", "wide_scales", "offsets")),
+        *((name, c_int32) for name in ("kind", "group", "record_bytes", "record_groups", "zero")),
         ("levels", c_uint8 * 16),
     ]
 
@@ -42,6 +42,7 @@ class ModelSpec(Structure):
     _fields_ = [
         ("layers", POINTER(LayerSpec)),
         ("embedding", c_void_p),
+        ("table", Matrix),
         ("norm", c_void_p),
         ("feature_norm", c_void_p),
         ("head", Matrix),

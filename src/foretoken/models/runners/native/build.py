@@ -23,12 +23,24 @@ class Kind(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
-    GROUP4 = 3  # codes of four or eight bits with scales in groups of inputs
-    GROUP8 = 4
+    GROUPED = 3  # the first of the kinds with scales in groups of inputs; see ``grouped_kind``
 
 
-def library(weights: Iterable[Kind], cache: Kind) -> ctypes.CDLL:
-    """Returns the kernels for these types of weights and KV cache. Raises KernelsUnavailable."""
+class ScaleKind(IntEnum):
+    """How the scales of groups are stored, with the values of csrc/grouped.hpp."""
+
+    HALF = 0
+    SINGLE = 1
+    TWO_LEVELS = 2
+
+
+def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
+    """Returns the kind of matrices with codes of ``bits`` bits in groups, as csrc/grouped.hpp numbers them."""
+    return Kind.GROUPED + (bits == 8) + 2 * offsets + 4 * scales
+
+
+def library(weights: Iterable[int], cache: Kind) -> ctypes.CDLL:
+    """Returns the kernels for these kinds of weights and this KV cache. Raises KernelsUnavailable."""
     kinds = set(weights)
     build.require(*((VNNI,) if any(kind >= Kind.INT8 for kind in kinds) else ()))
     mask = sum(1 << kind for kind in kinds)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.native.build import require
-from foretoken.models.formats.grouped import Grouped, strips
+from foretoken.models.formats.grouped import Grouped, TwoLevels, strips
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix
-from foretoken.models.runners.native.build import VNNI, Kind
+from foretoken.models.runners.native.build import VNNI, Kind, ScaleKind, grouped_kind
 
 WORD = 4  # bytes
 KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16, torch.int8: Kind.INT8}
@@ -118,50 +118,41 @@ def _pack_words(arena: Arena, parts: Sequence[Tensor], outputs: int, places: Seq
 def _pack_groups(arena: Arena, parts: Sequence[Grouped], outputs: int, places: Sequence[tuple[int, int]]) -> Matrix:
     """Packs grouped matrices of one layout into records, a strip of outputs at a time."""
     layout, inputs = parts[0].layout, parts[0].shape[1]
-    wide = not all(_exact_in_half(part) for part in parts)
-    groups = -(-inputs // layout.group)
-    scale_bytes = UNIT * (4 if wide else 2) * (2 if layout.offsets else 1)
-    record = scale_bytes + UNIT * layout.group * layout.bits // 8
+    two, sides = layout.block > 1, 1 + layout.offsets
+    scales = ScaleKind.TWO_LEVELS if two else ScaleKind.HALF if layout.half else ScaleKind.SINGLE
+    groups = padded(-(-inputs // layout.group), layout.block)
+    floats = UNIT * (4 if scales == ScaleKind.SINGLE else 2)
+    record = sides * (floats + two * layout.block * UNIT) + layout.block * UNIT * layout.group * layout.bits // 8
     matrix = Matrix(
-        data=arena.allocate(outputs // UNIT * groups * record),
+        data=arena.allocate(outputs // UNIT * groups // layout.block * record),
         units=outputs // UNIT,
         steps=groups * layout.group // WORD,
-        kind=Kind.GROUP4 if layout.bits == 4 else Kind.GROUP8,
+        kind=grouped_kind(layout.bits, layout.offsets, scales),
         group=layout.group,
         record_bytes=record,
+        record_groups=layout.block,
         zero=layout.zero,
-        wide_scales=wide,
-        offsets=layout.offsets,
         levels=(ctypes.c_uint8 * 16)(*(layout.levels or range(16))),
     )
     for part, (start, step) in zip(parts, places, strict=True):
         for first, last in strips(part.shape):
             read = part.rows(first, last)
-            scales, offsets = read.scales.contiguous(), read.offsets
-            offsets = None if offsets is None else offsets.contiguous()
-            codes = read.codes.contiguous()
-            arena.library.foretoken_pack_groups(
-                codes.data_ptr(),
-                scales.data_ptr(),
-                None if offsets is None else offsets.data_ptr(),
-                last - first,
-                inputs,
-                matrix,
-                start + first // LANES * step,
-                step,
-                torch.get_num_threads(),
-            )
+            codes, numbers = read.codes.contiguous(), (read.scales, read.offsets)
+            wholes = [_contiguous(n.wholes if isinstance(n, TwoLevels) else n) for n in numbers]
+            fractions = [_contiguous(n.parts if isinstance(n, TwoLevels) else None) for n in numbers]
+            source = codes.data_ptr(), _addresses(wholes), _addresses(fractions), last - first, inputs
+            at = start + first // LANES * step, step
+            arena.library.foretoken_pack_groups(*source, matrix, *at, torch.get_num_threads())
     return matrix
 
 
-def _exact_in_half(part: Grouped) -> bool:
-    """Returns whether all scales and offsets are the same in float16."""
-    for first, last in strips(part.shape):
-        read = part.rows(first, last)
-        for numbers in (read.scales, read.offsets):
-            if numbers is not None and not torch.equal(numbers.half().float(), numbers):
-                return False
-    return True
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """Returns the addresses of tensors, null for None."""
+    return (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
 
 def _sums(values: Tensor) -> Tensor:

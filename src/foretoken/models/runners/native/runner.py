@@ -15,12 +15,12 @@ from torch import Tensor
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.grouped import Grouped, joinable
-from foretoken.models.formats.quantize import Int8
+from foretoken.models.formats.quantize import Int8, floats
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass
 from foretoken.models.runners.native.bindings import LANES, UNIT, BatchSpec, LayerSpec, Matrix, ModelSpec
-from foretoken.models.runners.native.build import Kind, library, packing_library
+from foretoken.models.runners.native.build import library, packing_library
 from foretoken.models.runners.native.memory import KINDS, Arena, pack, padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.pages import PAGE, Pages
@@ -69,7 +69,7 @@ class NativeRunner(DecoderOnly):
             raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
         self._arena = Arena(packing_library())
         self._held: list[object] = []  # tensors and structures that the specification points to
-        self._kinds: set[Kind] = set()
+        self._kinds: set[int] = set()
         self._spec = self._describe(layers, ends, dtype, entry or Entry())
         self._library = library(self._kinds, KINDS[dtype])
         self._workspace = self._library.foretoken_open()
@@ -184,14 +184,21 @@ class NativeRunner(DecoderOnly):
         for number, layer in enumerate(map(self._layer, layers)):  # map drops a layer before it reads the next
             layer.window, layer.rope = a.windows[number], a.rope[number]
             specs[number] = layer
-        tied = ends.head is ends.embedding
+        head = self._matrix([ends.head])
+        embedding, table = None, head
+        if ends.head is not ends.embedding:
+            if isinstance(ends.embedding, Grouped):
+                table = self._matrix([ends.embedding])
+            else:
+                embedding = self._keep(_wide(floats(ends.embedding, dtype)))
         self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
         spec = ModelSpec(
             layers=specs,
-            embedding=None if tied else self._keep(_wide(ends.embedding)),
+            embedding=embedding,
+            table=table,
             norm=self._keep(ends.norm),
             feature_norm=self._keep(entry.norm),
-            head=self._matrix([ends.head]),
+            head=head,
             ropes=self._ropes,
             layer_count=a.layers,
             hidden=a.hidden,
@@ -230,7 +237,7 @@ class NativeRunner(DecoderOnly):
 
     def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
         packed = pack(self._arena, _one_layout(parts), bias, interleave)
-        self._kinds.add(Kind(packed.matrix.kind))
+        self._kinds.add(packed.matrix.kind)
         self._held.extend(packed.held)
         return packed.matrix
 

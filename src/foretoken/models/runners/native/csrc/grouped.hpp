@@ -4,8 +4,9 @@
 // scale per row and group. Products are summed over integers inside a group, and groups are added in float32 in their order,
 // so a row's result depends neither on the number of rows nor on the other rows.
 //
-// A unit (32 outputs) is a run of records, one per group of inputs: scales of its outputs, offsets if there are any, then the
-// codes of its first and of its second block. All of it is read once, front to back.
+// A unit (32 outputs) is a run of records, each of one or several groups of inputs: the scales of its outputs, their offsets if
+// there are any, the parts of scales and offsets by group if there are two levels, then the codes of its groups, for each the
+// first block's and the second's. All of it is read once, front to back.
 #pragma once
 
 #include <type_traits>
@@ -13,10 +14,19 @@
 
 #include "product.hpp"
 
-#ifdef __AVX512VNNI__
-
 constexpr int GROUPED_ROWS = 8;   // 16 float sums, 8 integer sums, and what is multiplied
-constexpr int RECORDS_AHEAD = 12; // records that few rows prefetch ahead
+constexpr int GROUPS_AHEAD = 12;  // groups that few rows prefetch ahead
+
+// Calls f(0), ..., f(R - 1) with constants, so that arrays indexed by them are registers.
+template <class F, int... r>
+__attribute__((always_inline)) inline void each_of(F&& f, std::integer_sequence<int, r...>) {
+    (f(std::integral_constant<int, r>()), ...);
+}
+
+template <int R, class F>
+__attribute__((always_inline)) inline void each(F&& f) {
+    each_of(f, std::make_integer_sequence<int, R>());
+}
 
 // What an activation row stores for each group: its scale, what the group's integer sums start from, so that levels count
 // from `zero`, and the scaled sum of its activations, for offsets.
@@ -27,17 +37,57 @@ struct GroupMeta {
 };
 static_assert(sizeof(GroupMeta) == GROUP_META * sizeof(float));
 
-inline const uint8_t* record(const Matrix& w, int64_t unit, int64_t group) {
-    return (const uint8_t*)w.data + (unit * w.groups() + group) * w.record_bytes;
-}
+enum ScaleKind : int { HALF = 0, SINGLE = 1, TWO_LEVELS = 2 };  // float16, float32, float16 of a record times int8 of a group
 
-// Sixteen scales or offsets of a record; `at` counts numbers.
-inline __m512 record_floats(const Matrix& w, const uint8_t* from, int at) {
-    return w.wide_scales ? _mm512_loadu_ps((const float*)from + at)
-                         : _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)((const uint16_t*)from + at)));
-}
+// A kind of grouped weights: GROUPED + 1 for eight bits + 2 for offsets + 4 times the kind of scales.
+template <int kind>
+struct Variant {
+    static constexpr int bits = (kind - GROUPED) & 1 ? 8 : 4, sides = (kind - GROUPED) & 2 ? 2 : 1;
+    static constexpr ScaleKind scales = (ScaleKind)((kind - GROUPED) >> 2);
+};
 
-inline int scales_bytes(const Matrix& w) { return BLOCKS * LANES * (w.wide_scales ? 4 : 2); }
+// Bytes of a record: its scales (and again its offsets), the parts of one group's scales, the codes of one group.
+template <class V>
+struct RecordLayout {
+    static constexpr int floats = BLOCKS * LANES * (V::scales == SINGLE ? 4 : 2);
+    static constexpr int parts = V::scales == TWO_LEVELS ? BLOCKS * LANES : 0;
+    const int codes, first_codes;
+    explicit RecordLayout(const Matrix& w)
+        : codes(BLOCKS * LANES * w.group * V::bits / 8), first_codes(V::sides * (floats + w.record_groups * parts)) {}
+};
+
+// A group of a unit: where its record begins, where its parts and codes are.
+template <class V>
+struct GroupAt {
+    const RecordLayout<V> layout;
+    const uint8_t *record, *parts, *codes;
+    int inside, record_groups, record_bytes;
+
+    GroupAt(const Matrix& w, int64_t unit, int64_t group)
+        : layout(w), record_groups(V::scales == TWO_LEVELS ? w.record_groups : 1), record_bytes(w.record_bytes) {
+        enter((const uint8_t*)w.data + (unit * w.records() + group / record_groups) * record_bytes);
+        for (int g = 0; g < group % record_groups; g++) advance();
+    }
+
+    void enter(const uint8_t* at) {
+        record = at, parts = at + V::sides * layout.floats, codes = at + layout.first_codes, inside = 0;
+    }
+
+    void advance() {
+        if (++inside == record_groups) return enter(record + record_bytes);
+        parts += V::sides * layout.parts, codes += layout.codes;
+    }
+
+    // Sixteen scales (side 0) or offsets (side 1) of a block.
+    __attribute__((always_inline)) __m512 floats(int block, int side) const {
+        const uint8_t* from = record + side * layout.floats;
+        if constexpr (V::scales == SINGLE) return _mm512_loadu_ps((const float*)from + block * LANES);
+        const __m512 halves = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)((const uint16_t*)from + block * LANES)));
+        if constexpr (V::scales == HALF) return halves;
+        const __m128i part = _mm_loadu_si128((const __m128i*)(parts + side * layout.parts + block * LANES));
+        return _mm512_mul_ps(halves, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(part)));
+    }
+};
 
 // Stores a row of floats as int8 words with a scale for each group. Padding after `count` becomes zero.
 inline void encode_groups(const Matrix& w, const float* row, int64_t count, Word* words, GroupMeta* meta) {
@@ -61,17 +111,6 @@ inline void encode_groups(const Matrix& w, const float* row, int64_t count, Word
         const int32_t sum = _mm512_reduce_add_epi32(total);
         meta[g] = {scale, -w.zero * sum, scale * (float)sum};
     }
-}
-
-// Calls f(0), ..., f(R - 1) with constants, so that arrays indexed by them are registers.
-template <class F, int... r>
-__attribute__((always_inline)) inline void each_of(F&& f, std::integer_sequence<int, r...>) {
-    (f(std::integral_constant<int, r>()), ...);
-}
-
-template <int R, class F>
-__attribute__((always_inline)) inline void each(F&& f) {
-    each_of(f, std::make_integer_sequence<int, R>());
 }
 
 // sum += levels * word, over four inputs of sixteen outputs.
@@ -98,41 +137,41 @@ __attribute__((always_inline)) inline void multiply_codes(const __m512i* codes, 
 }
 
 // One block of a unit times R rows, over one group: sums[r] += (levels[codes] * x[r] - zero) * scales + offsets.
-template <int BITS, int R>
-__attribute__((always_inline)) inline void add_group(const Matrix& w, const uint8_t* at, int block, __m512i levels,
+template <class V, int R>
+__attribute__((always_inline)) inline void add_group(const GroupAt<V>& at, int block, __m512i levels, int64_t vectors,
                                                      const Word* x, int64_t stride, const GroupMeta* meta,
-                                                     __m512 (&sums)[R]) {
-    const int64_t vectors = w.group * BITS / 32, groups = w.groups();
-    const __m512i* codes = (const __m512i*)(at + scales_bytes(w) * (w.offsets ? 2 : 1)) + block * vectors;
+                                                     int64_t groups, __m512 (&sums)[R]) {
     __m512i part[R];
     each<R>([&](auto r) __attribute__((always_inline)) { part[r()] = _mm512_set1_epi32(meta[r() * groups].start); });
-    multiply_codes<BITS, R>(codes, vectors, levels, x, stride, part);
-    const __m512 scales = record_floats(w, at, block * LANES);
+    multiply_codes<V::bits, R>((const __m512i*)at.codes + block * vectors, vectors, levels, x, stride, part);
+    const __m512 scales = at.floats(block, 0);
     each<R>([&](auto r) __attribute__((always_inline)) {
         const __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(meta[r() * groups].scale));
         sums[r()] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r()]), scale, sums[r()]);
     });
-    if (!w.offsets) return;
-    const __m512 offsets = record_floats(w, at + scales_bytes(w), block * LANES);
-    each<R>([&](auto r) __attribute__((always_inline)) {
-        sums[r()] = _mm512_fmadd_ps(offsets, _mm512_set1_ps(meta[r() * groups].sum), sums[r()]);
-    });
+    if constexpr (V::sides == 2) {
+        const __m512 offsets = at.floats(block, 1);
+        each<R>([&](auto r) __attribute__((always_inline)) {
+            sums[r()] = _mm512_fmadd_ps(offsets, _mm512_set1_ps(meta[r() * groups].sum), sums[r()]);
+        });
+    }
 }
 
-template <int BITS, int R, class Store>
+template <class V, int R, class Store>
 inline void grouped_tile(const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int row, int64_t unit,
                          TileOf tile, Store& store) {
-    const int64_t groups = w.groups(), words = w.group / 4;
-    const int64_t ahead = w.record_bytes * (R <= 4 && tile.count == 1 ? RECORDS_AHEAD : groups);
+    const int64_t groups = w.groups(), words = w.group / 4, vectors = w.group * V::bits / 32;
+    const int64_t bytes = w.record_bytes / w.record_groups;
+    GroupAt<V> at(w, unit, 0);
+    const uint8_t* next = at.record + bytes * (R <= 4 && tile.count == 1 ? GROUPS_AHEAD : groups);
     const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)w.levels));
     __m512 low[R], high[R];
     each<R>([&](auto r) __attribute__((always_inline)) { low[r()] = high[r()] = _mm512_setzero_ps(); });
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t* at = record(w, unit, g);
+    for (int64_t g = 0; g < groups; g++, next += bytes, at.advance()) {
         if (tile.number == 0)
-            for (int64_t line = 0; line < w.record_bytes; line += 64) ask(at + ahead + line);
-        add_group<BITS, R>(w, at, 0, levels, x + g * words, stride, meta + g, low);
-        add_group<BITS, R>(w, at, 1, levels, x + g * words, stride, meta + g, high);
+            for (int64_t line = 0; line < bytes; line += 64) ask(next + line);
+        add_group<V, R>(at, 0, levels, vectors, x + g * words, stride, meta + g, groups, low);
+        add_group<V, R>(at, 1, levels, vectors, x + g * words, stride, meta + g, groups, high);
     }
     const int64_t block = unit * BLOCKS;
     each<R>([&](auto r) __attribute__((always_inline)) {
@@ -140,17 +179,17 @@ inline void grouped_tile(const Matrix& w, const Word* x, int64_t stride, const G
     });
 }
 
-template <int BITS, int R, class Store>
+template <class V, int R, class Store>
 inline void pick_grouped(int rows, const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int row,
                          int64_t unit, TileOf tile, Store& store) {
     if (rows == R)
-        grouped_tile<BITS, R>(w, x, stride, meta, row, unit, tile, store);
+        grouped_tile<V, R>(w, x, stride, meta, row, unit, tile, store);
     else if constexpr (R > 1)
-        pick_grouped<BITS, R - 1>(rows, w, x, stride, meta, row, unit, tile, store);
+        pick_grouped<V, R - 1>(rows, w, x, stride, meta, row, unit, tile, store);
 }
 
 // Multiplies all rows of x [rows][stride words] with this thread's share of the matrix.
-template <int BITS, class Store>
+template <class V, class Store>
 inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int rows, int thread,
                             int threads, Store store) {
     const Share share(w.units, thread, threads);
@@ -158,28 +197,26 @@ inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, cons
     for (int64_t unit = share.first; unit < share.last; unit++)
         for (int t = 0; t < tiles; t++) {
             const int first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
-            pick_grouped<BITS, GROUPED_ROWS>(count, w, x + first * stride, stride, meta + first * w.groups(), first, unit,
+            pick_grouped<V, GROUPED_ROWS>(count, w, x + first * stride, stride, meta + first * w.groups(), first, unit,
                                              {t, tiles}, store);
         }
 }
 
 // The float32 weights of one output, for a tied embedding.
-template <int BITS>
+template <class V>
 inline void unpack_groups(const Matrix& w, int64_t output, int64_t count, float* to) {
-    const int64_t unit = output / (BLOCKS * LANES), vectors = w.group * BITS / 32;
     const int lane = output % LANES, block = output / LANES % BLOCKS;
-    for (int64_t g = 0; g < w.groups(); g++) {
-        const uint8_t* at = record(w, unit, g);
+    GroupAt<V> at(w, output / (BLOCKS * LANES), 0);
+    for (int64_t g = 0; g < w.groups(); g++, at.advance()) {
         alignas(64) float scales[LANES], offsets[LANES] = {};
-        _mm512_store_ps(scales, record_floats(w, at, block * LANES));
-        if (w.offsets) _mm512_store_ps(offsets, record_floats(w, at + scales_bytes(w), block * LANES));
-        const uint8_t* codes = at + scales_bytes(w) * (w.offsets ? 2 : 1) + block * vectors * 64 + lane * 4;
+        _mm512_store_ps(scales, at.floats(block, 0));
+        if (V::sides == 2) _mm512_store_ps(offsets, at.floats(block, 1));
+        const uint8_t* codes = at.codes + block * at.layout.codes / BLOCKS + lane * 4;
         for (int64_t i = 0; i < w.group && g * w.group + i < count; i++) {
             const int64_t word = i / 4;
-            const uint8_t packed = codes[(BITS == 8 ? word : word / 2) * 64 + i % 4];
-            const int level = BITS == 8 ? packed : w.levels[word % 2 ? packed >> 4 : packed & 15];
+            const uint8_t packed = codes[(V::bits == 8 ? word : word / 2) * 64 + i % 4];
+            const int level = V::bits == 8 ? packed : w.levels[word % 2 ? packed >> 4 : packed & 15];
             to[g * w.group + i] = (float)(level - w.zero) * scales[lane] + offsets[lane];
         }
     }
 }
-#endif

@@ -13,22 +13,18 @@ struct Input {
 };
 
 constexpr bool is_float(Kind kind) { return kind == F32 || kind == BF16; }
-constexpr bool is_grouped(Kind kind) { return kind == GROUP4 || kind == GROUP8; }
+constexpr bool is_grouped(int kind) { return kind >= GROUPED; }
+constexpr int KIND_COUNT = GROUPED + 12;
 inline bool is_float(const Matrix& w) { return is_float((Kind)w.kind); }
 
-// Calls f(std::integral_constant<Kind, ...>) with the matrix's kind.
+// Calls f(std::integral_constant<int, ...>) with the matrix's kind.
 template <class F>
 inline void by_kind(const Matrix& w, F&& f) {
-    auto attempt = [&](auto kind) {
+    each<KIND_COUNT>([&](auto kind) {
         if constexpr (FORETOKEN_KINDS >> kind() & 1) {
             if (w.kind == kind()) f(kind);
         }
-    };
-    attempt(std::integral_constant<Kind, F32>());
-    attempt(std::integral_constant<Kind, BF16>());
-    attempt(std::integral_constant<Kind, INT8>());
-    attempt(std::integral_constant<Kind, GROUP4>());
-    attempt(std::integral_constant<Kind, GROUP8>());
+    });
 }
 
 // Multiplies all rows of x with this thread's share of the matrix. Calls store(row, unit, low, high).
@@ -36,9 +32,9 @@ template <class Store>
 inline void multiply(const Matrix& w, const Input& x, int rows, int thread, int threads, Store store) {
     by_kind(w, [&](auto kind) {
         if constexpr (is_grouped(kind()))
-            grouped_product<kind() == GROUP4 ? 4 : 8>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, thread, threads, store);
+            grouped_product<Variant<kind()>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, thread, threads, store);
         else
-            product<kind()>(w, x.words, x.stride, x.scales, rows, thread, threads, store);
+            product<(Kind)kind()>(w, x.words, x.stride, x.scales, rows, thread, threads, store);
     });
 }
 
@@ -53,7 +49,7 @@ inline void encode_row(const Matrix& w, const float* row, int64_t count, Word* w
         if constexpr (is_grouped(kind())) {
             encode_groups(w, row, count, words, (GroupMeta*)scales);
         } else {
-            *scales = encode<kind()>(row, count, words);
+            *scales = encode<(Kind)kind()>(row, count, words);
             clear_tail(w, count, words);
         }
     });

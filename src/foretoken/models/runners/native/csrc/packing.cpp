@@ -3,7 +3,42 @@
 
 #include <algorithm>
 
-#include "product.hpp"
+#include "grouped.hpp"
+
+namespace {
+
+template <class V>
+void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t* const* parts, int64_t rows,
+                 int64_t inputs, const Matrix& w, int64_t first, int64_t step, int threads) {
+    const int64_t groups = (inputs + w.group - 1) / w.group, blocks = padded(rows, LANES) / LANES;
+    const int64_t per = V::scales == TWO_LEVELS ? w.record_groups : 1, records = (groups + per - 1) / per;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t block = 0; block < blocks; block++)
+        for (int64_t lane = 0; lane < std::min<int64_t>(LANES, rows - block * LANES); lane++) {
+            const int64_t row = block * LANES + lane, place = first + block * step;
+            const int64_t number = place % BLOCKS * LANES + lane;
+            GroupAt<V> at(w, place / BLOCKS, 0);
+            for (int64_t g = 0; g < groups; g++, at.advance()) {
+                for (int side = 0; side < V::sides; side++) {
+                    uint8_t* where = (uint8_t*)at.record + side * at.layout.floats;
+                    const float value = floats[side][row * records + g / per];
+                    if (V::scales == SINGLE) ((float*)where)[number] = value;
+                    else ((uint16_t*)where)[number] = (uint16_t)_cvtss_sh(value, 0);
+                    if (V::scales == TWO_LEVELS)
+                        ((int8_t*)at.parts)[side * at.layout.parts + number] = parts[side][row * groups + g];
+                }
+                uint8_t* bytes = (uint8_t*)at.codes + place % BLOCKS * at.layout.codes / BLOCKS + lane * 4;
+                for (int64_t i = 0; i < w.group && g * w.group + i < inputs; i++) {
+                    const uint8_t code = codes[row * inputs + g * w.group + i];
+                    const int64_t word = i / 4;
+                    if (V::bits == 4) bytes[word / 2 * 64 + i % 4] |= code << (word % 2 * 4);
+                    else bytes[word * 64 + i % 4] = code;
+                }
+            }
+        }
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -36,34 +71,14 @@ void foretoken_pack(const Word* source, int64_t rows, int64_t words, Word* packe
 
 // Packs rows [0, rows) of a matrix of groups into blocks first, first + step, ... of `to`.
 //
-// codes: [rows][inputs], one byte each; scales, offsets (or null): float32 [rows][ceil(inputs / group)].
-void foretoken_pack_groups(const uint8_t* codes, const float* scales, const float* offsets, int64_t rows, int64_t inputs,
-                           const Matrix* to, int64_t first, int64_t step, int threads) {
-    const int64_t groups = (inputs + to->group - 1) / to->group, blocks = padded(rows, LANES) / LANES;
-    const bool four = to->kind == GROUP4;
-    const int64_t vectors = to->group / (four ? 8 : 4), header = BLOCKS * LANES * (to->wide_scales ? 4 : 2);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < blocks; block++)
-        for (int64_t lane = 0; lane < std::min<int64_t>(LANES, rows - block * LANES); lane++) {
-            const int64_t row = block * LANES + lane, place = first + block * step;
-            for (int64_t g = 0; g < groups; g++) {
-                uint8_t* at = (uint8_t*)to->data + (place / BLOCKS * to->groups() + g) * to->record_bytes;
-                const int64_t number = place % BLOCKS * LANES + lane;
-                auto store = [&](uint8_t* where, float value) {
-                    if (to->wide_scales) ((float*)where)[number] = value;
-                    else ((uint16_t*)where)[number] = (uint16_t)_cvtss_sh(value, 0);
-                };
-                store(at, scales[row * groups + g]);
-                if (to->offsets) store(at + header, offsets[row * groups + g]);
-                uint8_t* bytes = at + header * (to->offsets ? 2 : 1) + place % BLOCKS * vectors * 64 + lane * 4;
-                for (int64_t i = 0; i < to->group && g * to->group + i < inputs; i++) {
-                    const uint8_t code = codes[row * inputs + g * to->group + i];
-                    const int64_t word = i / 4;
-                    if (four) bytes[word / 2 * 64 + i % 4] |= code << (word % 2 * 4);
-                    else bytes[word * 64 + i % 4] = code;
-                }
-            }
-        }
+// codes: [rows][inputs], one byte each; floats[side], parts[side]: scales (side 0) and offsets (side 1), or null. Floats are
+// [rows][groups], or [rows][records] where there are two levels; parts are int8 [rows][groups].
+void foretoken_pack_groups(const uint8_t* codes, const float* const* floats, const int8_t* const* parts, int64_t rows,
+                           int64_t inputs, const Matrix* to, int64_t first, int64_t step, int threads) {
+    each<12>([&](auto variant) {
+        if (to->kind == GROUPED + variant())
+            pack_groups<Variant<GROUPED + variant()>>(codes, floats, parts, rows, inputs, *to, first, step, threads);
+    });
 }
 
 }  // extern "C"

@@ -182,12 +182,12 @@ struct Pass {
         }
     }
 
-    // The embedding of a token; a tied one is unpacked from the head, and so stored once.
+    // The embedding of a token. A tied or quantized one is unpacked from its packed matrix.
     void embedding(int token, float* to) {
-        if (!m.embedding && is_grouped((Kind)m.head.kind)) {
+        if (!m.embedding && is_grouped(m.table.kind)) {
             std::fill(to + m.hidden, to + width, 0.0f);
-            return by_kind(m.head, [&](auto kind) {
-                if constexpr (is_grouped(kind())) unpack_groups<kind() == GROUP4 ? 4 : 8>(m.head, token, m.hidden, to);
+            return by_kind(m.table, [&](auto kind) {
+                if constexpr (is_grouped(kind())) unpack_groups<Variant<kind()>>(m.table, token, m.hidden, to);
             });
         }
         const Word* row = m.embedding ? m.embedding + token * (width / per_word(kv)) : unpack(token);
@@ -195,8 +195,8 @@ struct Pass {
     }
 
     const Word* unpack(int token) {
-        const Word* lane = m.head.data + token / LANES * m.head.steps * LANES + token % LANES;
-        for (int64_t k = 0; k < width / per_word(kv); k++) own[k] = k < m.head.steps ? lane[k * LANES] : 0;
+        const Word* lane = m.table.data + token / LANES * m.table.steps * LANES + token % LANES;
+        for (int64_t k = 0; k < width / per_word(kv); k++) own[k] = k < m.table.steps ? lane[k * LANES] : 0;
         return own;
     }
 

@@ -40,12 +40,12 @@ struct Matrix {
     int32_t kind;            // a Kind
     int32_t group;           // inputs that share a scale; 0: all (this and what follows: see grouped.hpp)
     int32_t record_bytes;
+    int32_t record_groups;   // groups of a record
     int32_t zero;            // is subtracted from every level
-    int32_t wide_scales;     // scales and offsets are float32, else float16
-    int32_t offsets;         // whether there are offsets
     uint8_t levels[16];      // levels of the codes of four bits
 
     int64_t groups() const { return group ? steps * 4 / group : 0; }
+    int64_t records() const { return groups() / record_groups; }
     int64_t scale_words() const { return group ? groups() * GROUP_META : 1; }  // floats beside an input row
 };
 

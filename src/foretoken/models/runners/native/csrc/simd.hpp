@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
-// GROUP4 and GROUP8 are codes of four and eight bits with scales in groups of inputs (grouped.hpp).
-enum Kind : int { F32 = 0, BF16 = 1, INT8 = 2, GROUP4 = 3, GROUP8 = 4 };
+// From GROUPED on: codes of four and eight bits with scales in groups of inputs (grouped.hpp).
+enum Kind : int { F32 = 0, BF16 = 1, INT8 = 2, GROUPED = 3 };
 
 constexpr int LANES = 16;
 

@@ -14,7 +14,8 @@ struct LayerSpec {
 
 struct ModelSpec {
     const LayerSpec* layers;
-    const Word* embedding;      // [vocab][hidden padded to 32] in the cache's type; null: unpack rows of the head
+    const Word* embedding;      // [vocab][hidden padded to 32] in the cache's type; null: unpack rows of `table`
+    Matrix table;               // the head where the two are tied
     const float* norm;          // null: none
     const float* feature_norm;  // norm of a pass's features; null: none
     Matrix head;

@@ -8,23 +8,25 @@ from typing import Any
 
 import pytest
 
-from foretoken.serve.request_stream import RequestStream, hand_over
+from foretoken.serve.generation import Generation, hand_over
 
 
 def piece(number: int, last: bool = False) -> Any:
-    return SimpleNamespace(number=number, output=object() if last else None)
+    step = SimpleNamespace(draft=(), accepted=0)
+    output = SimpleNamespace(finish_reason="stop", stats=SimpleNamespace(cached=0)) if last else None
+    return SimpleNamespace(number=number, output=output, step=step, token_ids=(), index=0)
 
 
-def ticket(members: int = 1) -> tuple[RequestStream, list[bool]]:
-    """A ticket of so many sequences, and whether the engine still worked on it each time it was released."""
+def generation(members: int = 1) -> tuple[Generation, list[bool]]:
+    """One of so many sequences, and whether the engine still worked on it each time it was released."""
     released: list[bool] = []
     built: Any = [(SimpleNamespace(members=tuple(range(members))), [])]
-    return RequestStream(built, 0, lambda _, abort: released.append(abort)), released
+    return Generation(built, lambda _, abort: released.append(abort)), released
 
 
 def test_a_reader_who_is_late_gets_all_pieces_in_order() -> None:
     async def use() -> None:
-        one, released = ticket(members=2)
+        one, released = generation(members=2)
         hand_over([(one, piece(0)), (one, piece(1)), (one, piece(2, last=True)), (one, piece(3))])
         assert released == []
         hand_over([(one, piece(4, last=True)), (one, piece(5))])
@@ -36,12 +38,12 @@ def test_a_reader_who_is_late_gets_all_pieces_in_order() -> None:
 
 def test_pieces_before_an_error_are_read_first() -> None:
     async def use() -> None:
-        one, released = ticket()
+        one, released = generation()
         hand_over([(one, piece(0)), (one, RuntimeError("planted"))])
         assert (await anext(one)).number == 0
         with pytest.raises(RuntimeError, match="planted"):
             await anext(one)
-        one.cancel()
+        one.close()
         assert released == [False]
 
     asyncio.run(use())
@@ -49,9 +51,9 @@ def test_pieces_before_an_error_are_read_first() -> None:
 
 def test_a_cancelled_one_gives_nothing_more_and_is_dropped_by_the_engine() -> None:
     async def use() -> None:
-        one, released = ticket()
+        one, released = generation()
         hand_over([(one, piece(0))])
-        one.cancel()
+        one.close()
         hand_over([(one, piece(1, last=True))])
         assert [item async for item in one] == [] and released == [True]
 
