@@ -43,8 +43,8 @@ from foretoken.models.loading import load_model
 from foretoken.plan.candidates import Candidate, candidates
 from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings
-from foretoken.plan.rounds import BESIDE, beside
 from foretoken.plan.rows import PlanRow
+from foretoken.plan.step_timing import LANES_PER_PLAIN, interleave
 from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
@@ -148,7 +148,9 @@ class Few:
 
     def turn(self) -> None:
         """A stretch of every engine that is busy; the last ends plain decoding."""
-        for key, found, base in beside([k for k, engine in self._engines.items() if engine.busy], PLAIN, self._stretch):
+        for key, found, base in interleave(
+            [k for k, engine in self._engines.items() if engine.busy], PLAIN, self._stretch
+        ):
             own, other = self.found[key]
             self.found[key] = own + found, other + base
         if not self.busy:
@@ -178,7 +180,7 @@ class Measurement:
 
     def __init__(self, ground: Ground, chosen: Sequence[Candidate], places: Sequence[Place], repeats: int) -> None:
         keys = [(candidate, depth) for candidate in chosen for depth in candidate.depths]
-        some = [keys[at : at + BESIDE] for at in range(0, len(keys), BESIDE)]
+        some = [keys[at : at + LANES_PER_PLAIN] for at in range(0, len(keys), LANES_PER_PLAIN)]
         self._all = [Few(ground, few, place, repeats) for place in places for few in some]
         self._line = cycle(self._all)
         self._prompts = self._waiting

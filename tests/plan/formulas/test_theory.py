@@ -83,7 +83,7 @@ def test_sums_are_the_closed_forms(a, g):
 
 @relaxed
 @given(chances)
-def test_mean_and_variance_by_enumerating_rounds(chances):
+def test_mean_and_variance_by_enumerating_steps(chances):
     def run(streams: Branching) -> int:
         stream = streams.private(1, 0)  # type: ignore[arg-type]
         for position, chance in enumerate(chances):
@@ -172,24 +172,24 @@ def test_nothing_judged_is_no_estimate():
 
 @pytest.mark.parametrize("rejection", ["token", "block"])
 @pytest.mark.parametrize("seed", range(2))
-def test_survival_and_rounds_given_the_text_are_unbiased(rejection, seed):
+def test_survival_and_steps_given_the_text_are_unbiased(rejection, seed):
     length, depth, vocab = 4, 3, 2
     p, q = table(vocab, seed=seed, sharpness=1.5), table(vocab, seed=50 + seed, sharpness=1.5)
     pair = Pair(p, drawn(q), rejection=rejection, budget=lambda generated: depth)
-    first, rounds = torch.zeros(depth, dtype=torch.float64), 0.0
+    first, steps = torch.zeros(depth, dtype=torch.float64), 0.0
     for text in product(range(vocab), repeat=length):
         laws = [[float(m((*PROMPT, *text[:t])).softmax(-1)[text[t]]) for t in range(length)] for m in (p, q)]
         reach = theory.text_survival(*map(torch.tensor, laws), depth, block=rejection == "block")
         mass = torch.tensor(laws[0], dtype=torch.float64).prod()
         first += mass * reach[0]
-        rounds += float(mass) * theory.text_steps(reach)
+        steps += float(mass) * theory.text_steps(reach)
     law = outcomes(lambda streams: len(pair.emit((), streams)), position=0)
     survived = [sum(chance for n, chance in law.items() if n > k) for k in range(1, depth + 1)]
     assert first.tolist() == pytest.approx(survived, abs=1e-6)
-    assert rounds == pytest.approx(expected_rounds(pair, length), abs=1e-6)
+    assert steps == pytest.approx(expected_steps(pair, length), abs=1e-6)
 
 
-def expected_rounds(pair: Pair, length: int) -> float:
+def expected_steps(pair: Pair, length: int) -> float:
     """Rounds until ``length`` tokens are there, by following every text through production."""
     waiting: list[dict[tuple[int, ...], float]] = [{} for _ in range(length)]
     waiting[0][()] = 1.0
@@ -204,7 +204,7 @@ def expected_rounds(pair: Pair, length: int) -> float:
     return total
 
 
-def test_a_text_both_models_agree_on_takes_its_length_over_a_full_round():
+def test_a_text_both_models_agree_on_takes_its_length_over_a_full_step():
     same = torch.rand(12, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.05
     reach = theory.text_survival(same, same, 3)
     assert theory.text_steps(reach) == 3.0
@@ -213,12 +213,12 @@ def test_a_text_both_models_agree_on_takes_its_length_over_a_full_round():
 
 
 def test_correlated_acceptance_is_not_what_its_mean_says():
-    """Half of the text is easy and half impossible: rounds of the mean chance would be fewer than there are."""
+    """Half of the text is easy and half impossible: steps of the mean chance would be fewer than there are."""
     p = torch.full((200,), 0.5)
     q = torch.cat([p[:100], torch.zeros(100)])
-    rounds = theory.text_steps(theory.text_survival(p, q, 4))
-    assert rounds == pytest.approx(100 / 5 + 100, abs=1)
-    assert 200 / rounds < theory.tokens_per_pass(0.5, 4)
+    steps = theory.text_steps(theory.text_survival(p, q, 4))
+    assert steps == pytest.approx(100 / 5 + 100, abs=1)
+    assert 200 / steps < theory.tokens_per_pass(0.5, 4)
 
 
 def test_block_toy_of_the_paper_on_its_own_texts():
