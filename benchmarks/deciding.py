@@ -74,10 +74,10 @@ def main(
 ) -> None:
     """Microseconds per step of choosing draft lengths, beside the whole step."""
     torch.set_num_threads(cores())
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, draft in (("draft model", zoo.path("draft")), ("target as its own draft", zoo.path("target"))):
         llm = LLM(draft_model=draft)
-        rows += [{"proposer": name, "batch": size} | measure(llm, size, tokens, repeats) for size in batch]
+        rows += [{"proposer": name, "batch": size, **measure(llm, size, tokens, repeats)} for size in batch]
         llm.close()
     table = Table(box=box.MARKDOWN)
     for column in ("proposer", "batch", "drafted a step and request", "deciding, µs a step", "share of a step"):

@@ -71,9 +71,7 @@ def audit(
     with waiting(notes, f"loading {model or 'the bundled pair'}"):
         subject = _subject(engine, model, draft_model, speculative_config, dtype, seed)
     with staged(notes) as watch:
-        found = run(
-            subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch
-        )  # fmt: skip
+        found = run(subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch)
     record = found.to_dict()
     if html_file is not None:
         from foretoken.report.audit import page

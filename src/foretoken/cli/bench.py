@@ -71,18 +71,26 @@ def race(
     console, notes = wide_console(color), wide_console(color, stderr=True)
     rows = _race(pairing, configs, wanted, groups, (max_tokens, temperature or [0.0], repeats), notes)
     facts = setting() | {
-        "target": target.name, "draft": draft.name, "prompts": f"{len(ids)} of {source}", "max_tokens": max_tokens,
-        "repeats": repeats, "peers": {row.system: row.version for row in rows if row.system != "foretoken"},
-    }  # fmt: skip
+        "target": target.name,
+        "draft": draft.name,
+        "prompts": f"{len(ids)} of {source}",
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "peers": {row.system: row.version for row in rows if row.system != "foretoken"},
+    }
     _publish(facts, rows, console, (as_json, output, html_file))
     if not any(row.system == "foretoken" for row in rows):
         raise typer.Exit(1)
 
 
 def _race(
-    pairing: Pairing, configs: list[dict[str, Any]], wanted: Sequence[Any], groups: list[list[list[int]]],
-    course: tuple[int, list[float], int], notes: Console,
-) -> list[RaceRow]:  # fmt: skip
+    pairing: Pairing,
+    configs: list[dict[str, Any]],
+    wanted: Sequence[Any],
+    groups: list[list[list[int]]],
+    course: tuple[int, list[float], int],
+    notes: Console,
+) -> list[RaceRow]:
     """From options to rows."""
     from foretoken.bench.costs import Loaded
     from foretoken.bench.entrants import own, peers

@@ -60,16 +60,28 @@ def chat(
 
     config, template = speculative(speculative_config), read_template(chat_template)
     settings = ChatSettings(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
-        speculative_tokens=speculative_tokens, rejected=rejected,
-    )  # fmt: skip
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        speculative_tokens=speculative_tokens,
+        rejected=rejected,
+    )
     settings.params(0)  # refused before anything is loaded
     ways = [_way(each) for each in method or ()]
     llm = load(
-        model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
-        max_model_len=max_model_len, methods=ways, enable_prefix_caching=True,
+        model,
+        draft_model,
+        color,
+        speculative_config=config,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        methods=ways,
+        enable_prefix_caching=True,
         seed=secrets.randbits(63),  # the library's own would make every conversation the same
-    )  # fmt: skip
+    )
     from foretoken.cli.chat_screen import JsonScreen, TextScreen, piped, typed
 
     try:
@@ -191,9 +203,14 @@ class Session:
         figures = counts.freeze()
         reason = output.finish_reason if output is not None else "abort"
         record = {
-            "message": text, "text": words.text, "token_ids": words.ids, "finish_reason": reason,
-            "dropped_messages": dropped, "stats": figures.to_dict(), "wall_seconds": seconds,
-        }  # fmt: skip
+            "message": text,
+            "text": words.text,
+            "token_ids": words.ids,
+            "finish_reason": reason,
+            "dropped_messages": dropped,
+            "stats": figures.to_dict(),
+            "wall_seconds": seconds,
+        }
         ends = {"abort": " · stopped", "length": f" · cut at {figures.tokens} tokens", "error": " · failed"}
         line = summary([figures], seconds) + ends.get(str(reason), "") if self._figures else None
         self._screen.answered(record, line)

@@ -89,10 +89,17 @@ def generate(
     )
     text = standard_input(sys.stdin.read) if prompt == "-" else prompt
     llm = load(
-        model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
-        max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
+        model,
+        draft_model,
+        color,
+        speculative_config=config,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        tensor_parallel_size=tensor_parallel_size,
         seed=secrets.randbits(63),  # the library's own seed would repeat itself
-    )  # fmt: skip
+    )
     page = _Page(llm, text, params, html_file) if html_file is not None else None
     try:
         if as_json:
@@ -123,10 +130,12 @@ class _Page:
         from foretoken.report.tokens import page
 
         facts = setting() | {
-            "model": self._llm.model, "draft_model": self._llm.draft_model,
-            "method": self._llm.speculative_config.method_in_force, "temperature": self._params.temperature,
+            "model": self._llm.model,
+            "draft_model": self._llm.draft_model,
+            "method": self._llm.speculative_config.method_in_force,
+            "temperature": self._params.temperature,
             "seed": self._params.seed,
-        }  # fmt: skip
+        }
         write_text(self._file, page([tracer.trace() for tracer in self._tracers], facts))
 
 

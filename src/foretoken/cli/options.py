@@ -34,9 +34,14 @@ TensorParallel = Annotated[
 
 
 def _check(
-    dtype: str = "auto", quantization: str | None = None, backend: str = "auto", max_model_len: int | None = None,
-    tensor_parallel_size: int = 1, methods: Sequence[str | dict[str, Any]] = (), **others: Any,
-) -> None:  # fmt: skip
+    dtype: str = "auto",
+    quantization: str | None = None,
+    backend: str = "auto",
+    max_model_len: int | None = None,
+    tensor_parallel_size: int = 1,
+    methods: Sequence[str | dict[str, Any]] = (),
+    **others: Any,
+) -> None:
     from foretoken.core.checks import integer
     from foretoken.models.options import check_backend, check_dtype, check_quantization
     from foretoken.propose.methods import check_method

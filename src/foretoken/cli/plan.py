@@ -72,9 +72,17 @@ def plan(
         if rtt is not None:
             raise InvalidRequest("--rtt is answered for foretoken's own engine; leave it or --engine out")
         own = Options(
-            engine, engine_python, engine_args, engine_alone, tuple(dict.fromkeys(temperature or (0.0, 1.0))),
-            tuple(dict.fromkeys(batch or (1,))), max_tokens, top_p, dtype, quantization,
-        )  # fmt: skip
+            engine,
+            engine_python,
+            engine_args,
+            engine_alone,
+            tuple(dict.fromkeys(temperature or (0.0, 1.0))),
+            tuple(dict.fromkeys(batch or (1,))),
+            max_tokens,
+            top_p,
+            dtype,
+            quantization,
+        )
         named = _models(model, draft_model or [], heads or [], _VLLM_ROLES)
         plan_for(own, named, speculative_config or [], (prompts, count), (as_json, output, html_file), color)
         return
@@ -86,9 +94,12 @@ def plan(
 
     check_rtt(rtt, batch or (1,))
     settings = PlanSettings(
-        temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))), batches=tuple(dict.fromkeys(batch or (1,))),
-        max_tokens=max_tokens, turns=turns, top_p=top_p,
-    )  # fmt: skip
+        temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))),
+        batches=tuple(dict.fromkeys(batch or (1,))),
+        max_tokens=max_tokens,
+        turns=turns,
+        top_p=top_p,
+    )
     target, drafts, found_heads = _models(model, draft_model or [], heads or [])
     chosen = candidates(drafts, found_heads, [speculative(text) or {} for text in speculative_config or []])
     notes, console = wide_console(color, stderr=True), wide_console(color)
@@ -124,9 +135,14 @@ def _models(
 
 
 def _plan(
-    model: str, chosen: Sequence[Any], prompts: Path | None, count: int, settings: PlanSettings,
-    options: tuple[str, str | None], say: Say,
-) -> Plan:  # fmt: skip
+    model: str,
+    chosen: Sequence[Any],
+    prompts: Path | None,
+    count: int,
+    settings: PlanSettings,
+    options: tuple[str, str | None],
+    say: Say,
+) -> Plan:
     """From options to a plan, with the setting and the costs of passes beside it."""
     from functools import cache
 

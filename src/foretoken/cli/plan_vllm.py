@@ -103,9 +103,14 @@ class Options:
         arguments = _object("--engine-args", self.arguments) if self.arguments is not None else {}
         given = {} if self.dtype == "auto" else {"dtype": self.dtype}
         return Bench(
-            target=str(target), temperatures=self.temperatures, batches=self.batches, max_tokens=self.max_tokens,
-            python=self.python, engine=given | arguments, alone=self.alone,
-        )  # fmt: skip
+            target=str(target),
+            temperatures=self.temperatures,
+            batches=self.batches,
+            max_tokens=self.max_tokens,
+            python=self.python,
+            engine=given | arguments,
+            alone=self.alone,
+        )
 
 
 def plan_for(
@@ -143,8 +148,15 @@ def plan_for(
     ids = [list(tokenizer(text, verbose=False)["input_ids"]) for text in prompts]
     notes = wide_console(color, stderr=True)
     with staged(notes) as say:
-        measured = runs(bench, chosen, ids, say, refused=lambda lane, error: notes.print(
-            f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True))  # fmt: skip
+        measured = runs(
+            bench,
+            chosen,
+            ids,
+            say,
+            refused=lambda lane, error: notes.print(
+                f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True
+            ),
+        )
     facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
     source = f"{len(prompts)} of {file.name if file is not None else 'our own functions'}"
     found = vllm_plan(chosen, measured, setting=facts, prompts=source)

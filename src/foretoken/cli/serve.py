@@ -113,19 +113,31 @@ def serve(
         raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
     config = speculative(speculative_config)
     options = {
-        "enable_prefix_caching": True, "max_num_batched_tokens": max_num_batched_tokens or "auto",
-        "speculative_config": config, "methods": _others(methods, config), "dtype": dtype, "device": device,
-        "quantization": quantization, "backend": backend, "max_num_seqs": max_num_seqs,
+        "speculative_config": config,
+        "methods": _others(methods, config),
+        "dtype": dtype,
+        "device": device,
+        "quantization": quantization,
+        "backend": backend,
+        "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len,
         "kv_cache_memory_bytes": _bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes),
-        "tensor_parallel_size": tensor_parallel_size, "seed": secrets.randbits(63) if seed is None else seed,
-    }  # fmt: skip
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": max_num_batched_tokens or "auto",
+        "tensor_parallel_size": tensor_parallel_size,
+        "seed": secrets.randbits(63) if seed is None else seed,
+        "isolate_failures": True,
+    }
     served: dict[str, Any] = {
-        "model_names": tuple(served_model_name or [model or "foretoken"]), "api_keys": tuple(api_key or ()),
+        "model_names": tuple(served_model_name or [model or "foretoken"]),
+        "api_keys": tuple(api_key or ()),
+        "share_cache_across_keys": share_cache_across_keys,
         "chat_template": _text(chat_template) if chat_template is not None else None,
-        "origins": tuple(allow_origin or ()), "max_body": _bytes("--max-body", max_body),
-        "body_timeout": body_timeout, "timeout": request_timeout, "share_cache_across_keys": share_cache_across_keys,
-    }  # fmt: skip
+        "origins": tuple(allow_origin or ()),
+        "max_body": _bytes("--max-body", max_body),
+        "body_timeout": body_timeout,
+        "timeout": request_timeout,
+    }
     if following(tensor_parallel_size):
         load(model, draft_model, ColorMode.AUTO, **options)  # ends this process with the first one
     with bind(host, port) as listening:

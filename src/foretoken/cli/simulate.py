@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
     from foretoken.plan.simulation.simulate import Setting, SimulationResult, Sweep
 
-UNITS = {"rtt": (1e3, " ms round trip"), "acceptance": (1.0, " acceptance"), "verifiers": (1.0, " target servers"),
-         "draft-ms": (1e3, " ms a draft step")}  # fmt: skip
+UNITS = {
+    "rtt": (1e3, " ms round trip"),
+    "acceptance": (1.0, " acceptance"),
+    "verifiers": (1.0, " target servers"),
+    "draft-ms": (1e3, " ms a draft step"),
+}
 
 
 class Varied(StrEnum):
@@ -63,9 +67,15 @@ def simulate(
     from foretoken.plan.simulation.simulate import sweep as swept
 
     setting = Setting(
-        target_ms / 1e3, draft_ms / 1e3, tuple(acceptance or (0.8,)), depth,
-        verifiers or _needed(target_ms, draft_ms, depth), rtt / 1e3, tokens, seed,
-    )  # fmt: skip
+        target_ms / 1e3,
+        draft_ms / 1e3,
+        tuple(acceptance or (0.8,)),
+        depth,
+        verifiers or _needed(target_ms, draft_ms, depth),
+        rtt / 1e3,
+        tokens,
+        seed,
+    )
     chosen = tuple(dict.fromkeys(strategy or STRATEGIES))
     console, found = wide_console(color), None
     outcomes: tuple[SimulationResult, ...] = ()
@@ -133,10 +143,17 @@ def _table(outcomes: Sequence[SimulationResult]) -> Table:
     best = max(outcomes, key=lambda one: one.over_plain)
     for one in outcomes:
         made.add_row(
-            one.strategy, f"{1e3 * one.seconds / one.tokens:.2f}", f"{one.over_plain:.2f}x", f"{one.over_si:.2f}x",
-            f"{one.drafting:.0%}", f"{one.verifying:.0%}", str(one.drafted), str(one.wasted), str(one.passes),
+            one.strategy,
+            f"{1e3 * one.seconds / one.tokens:.2f}",
+            f"{one.over_plain:.2f}x",
+            f"{one.over_si:.2f}x",
+            f"{one.drafting:.0%}",
+            f"{one.verifying:.0%}",
+            str(one.drafted),
+            str(one.wasted),
+            str(one.passes),
             style="bold green" if one is best else None,
-        )  # fmt: skip
+        )
     return made
 
 
@@ -156,11 +173,11 @@ def _gains(found: Sweep) -> Table:
 
 
 def _whether(outcomes: Sequence[SimulationResult]) -> str:
-    from foretoken.plan.simulation.simulate import min_speedup, pays
+    from foretoken.plan.simulation.simulate import pays, sequential_speedup
 
     best = pays(outcomes)
     if best is not None:
-        gain = best.over_plain / min_speedup(outcomes)
+        gain = best.over_plain / sequential_speedup(outcomes)
         return (
             f"Pipelining pays here: {best.strategy} is {best.over_plain:.2f}x plain, {gain:.2f}x the best that waits."
         )

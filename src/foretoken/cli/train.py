@@ -43,12 +43,27 @@ Size = Annotated[int | None, typer.Option(help="Instead of the bundled model's."
 
 @app.command()
 def target(
-    out: Out, corpus: Texts = None, steps: Steps = None, minutes: Minutes = None, batch: Batch = 14,
-    window: Window = 768, learning_rate: Rate = 3e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None,
-    layers: Size = None, heads: Size = None, kv_heads: Size = None, head_dim: Size = None, positions: Size = None,
-    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    out: Out,
+    corpus: Texts = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch: Batch = 14,
+    window: Window = 768,
+    learning_rate: Rate = 3e-3,
+    seed: Seed = 0,
+    hidden: Size = None,
+    intermediate: Size = None,
+    layers: Size = None,
+    heads: Size = None,
+    kv_heads: Size = None,
+    head_dim: Size = None,
+    positions: Size = None,
+    patience: Patience = None,
+    compile_model: Compile = None,
+    resume: Resume = False,
+    force: Force = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train a tokenizer and a small Llama from scratch (two hours on two cores for the bundled one)."""
     from foretoken.train.files import check_run
     from foretoken.train.target import TARGET_CONFIG, TARGET_SHAPE, train_target
@@ -61,18 +76,34 @@ def target(
 
 @app.command()
 def draft(
-    out: Out, target: MaybeTarget = None, model: Model = None, corpus: Texts = None, steps: Steps = None,
-    minutes: Minutes = None, batch: Batch = 8,
-    window: Window = 512, learning_rate: Rate = 4e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None,
-    layers: Size = None, heads: Size = None, kv_heads: Size = None, head_dim: Size = None, positions: Size = None,
+    out: Out,
+    target: MaybeTarget = None,
+    model: Model = None,
+    corpus: Texts = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch: Batch = 8,
+    window: Window = 512,
+    learning_rate: Rate = 4e-3,
+    seed: Seed = 0,
+    hidden: Size = None,
+    intermediate: Size = None,
+    layers: Size = None,
+    heads: Size = None,
+    kv_heads: Size = None,
+    head_dim: Size = None,
+    positions: Size = None,
     top: Annotated[int, typer.Option(help="Most likely tokens kept of the target's law.")] = 64,
     acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
     generate: Annotated[bool, typer.Option("--generate", help="Let the target continue half of the windows.")] = False,
     generated_share: Annotated[float | None, typer.Option(help="Or this share of them.")] = None,
     disk_gigabytes: Annotated[float, typer.Option(help="For the target's laws, during the run.")] = 2.0,
-    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    patience: Patience = None,
+    compile_model: Compile = None,
+    resume: Resume = False,
+    force: Force = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Distil a draft from TARGET (20 minutes on two cores for the bundled one)."""
     from foretoken.train.draft import DRAFT_CONFIG, DistillConfig, train_draft
     from foretoken.train.files import check_run
@@ -123,9 +154,16 @@ def corpus_of(paths: list[Path] | None) -> Corpus:
 
 
 def config_of(
-    usual: TrainConfig, steps: int | None, minutes: float | None, batch: int, window: int, rate: float, seed: int,
-    compile_model: bool | None, patience: int | None = None,
-) -> TrainConfig:  # fmt: skip
+    usual: TrainConfig,
+    steps: int | None,
+    minutes: float | None,
+    batch: int,
+    window: int,
+    rate: float,
+    seed: int,
+    compile_model: bool | None,
+    patience: int | None = None,
+) -> TrainConfig:
     """``usual`` with the options given. Raises InvalidRequest for both lengths."""
     from dataclasses import replace
 

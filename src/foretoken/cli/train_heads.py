@@ -23,7 +23,7 @@ from foretoken.cli.train import (
     corpus_of,
     model_of,
     show,
-)  # fmt: skip
+)
 from foretoken.cli.train_acceptance import app
 
 __all__ = ["app"]
@@ -119,9 +119,19 @@ def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
     hold = given["hold"] if given["unfreeze"] else None
     out = check_run(given["out"], given["resume"], given["force"])
     figures = train_head(
-        role, out, model_of(given["model"]), corpus_of(given["data"]), settings, config, data, given["resume"],
-        given["device"], given["lessons"], hold, given["start"],
-    )  # fmt: skip
+        role,
+        out,
+        model_of(given["model"]),
+        corpus_of(given["data"]),
+        settings,
+        config,
+        data,
+        given["resume"],
+        given["device"],
+        given["lessons"],
+        hold,
+        given["start"],
+    )
     show(out, figures, given["as_json"])
 
 

@@ -11,10 +11,26 @@ from foretoken.serve.errors import invalid
 from foretoken.serve.schema import Generate
 
 _SAME = (
-    "frequency_penalty", "presence_penalty", "seed", "stop", "temperature", "top_p", "bad_words", "ignore_eos",
-    "include_stop_str_in_output", "min_p", "min_tokens", "repetition_penalty", "skip_special_tokens", "stop_token_ids",
-    "top_k", "cache_salt", "exactness", "speculative_method", "speculative_tokens",
-)  # fmt: skip
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "temperature",
+    "top_p",
+    "bad_words",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "skip_special_tokens",
+    "stop_token_ids",
+    "top_k",
+    "cache_salt",
+    "exactness",
+    "speculative_method",
+    "speculative_tokens",
+)
 
 
 def sampling(body: Generate, structured: Mapping[str, Any] | None = None, **own: Any) -> SamplingParams:

@@ -154,10 +154,13 @@ _TOKEN = r"^[0-9]{1,9}$"
 _BIASES = first_wrong(
     f"a token id (pattern {_TOKEN}) with a number from -100 to 100",
     lambda key, bias: (
-        isinstance(key, str) and re.match(_TOKEN, key) is not None
-        and isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+        isinstance(key, str)
+        and re.match(_TOKEN, key) is not None
+        and isinstance(bias, int | float)
+        and not isinstance(bias, bool)
+        and -100 <= bias <= 100
     ),
-)  # fmt: skip
+)
 
 
 class Generate(Body):

@@ -266,10 +266,11 @@ def _moved(schema: Any, place: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        key: place + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
         else _moved(value, place)
         for key, value in schema.items()
-    }  # fmt: skip
+    }
 
 
 def parsed_arguments(arguments: str) -> Any:

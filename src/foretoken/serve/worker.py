@@ -21,18 +21,15 @@ from typing import Any, TypeVar
 import torch
 
 from foretoken.core.bad_words import BadWords
-from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError
 from foretoken.core.step import StepOutput
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.requests import Restrictions
-from foretoken.engine.structured import IsolatedGrammars
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
-from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.per_request import PREDICTION, PerRequestProposer
+from foretoken.propose.per_request import PREDICTION
 from foretoken.serve.errors import Overloaded, RequestFailed, ServerUnavailable
 from foretoken.serve.generation import BuiltRequest, Delivery, Generation, hand_over
 
@@ -64,12 +61,7 @@ class Worker:
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._large_intake = ThreadPoolExecutor(1, "foretoken-large-intake")
         self._compilers = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4), "foretoken-compile")
-        self._grammars = llm.requests.grammars
-        if os.name == "posix":
-            llm.requests.grammars = IsolatedGrammars(llm.tokenizer, llm.target.vocab_size)
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
-        self._chooses = self.engine.proposer
-        self.engine.proposer = FallbackProposer(self._chooses)  # nobody fails because nobody drafts
         # The engine's thread alone looks at these.
         self._assembler = Assembler(self.engine, llm.tokenizer)
         self._generations: dict[int, Generation] = {}  # by sequence
@@ -126,15 +118,11 @@ class Worker:
         self._admit(len(prompts) * params.n)  # again: others came while the prompts were built
         context = built[0][1][0]
         configured = self.llm.speculative_config.tokens if context.depth is None else context.depth
-        predicted = len(context.prediction) if self.method(context) == PREDICTION else 0
+        predicted = len(context.prediction) if self.llm.method_of(context) == PREDICTION else 0
         generation = Generation(built, self._release, num_spec_tokens=configured, predicted_tokens=predicted, **options)
         self._open.add(generation)
         self._orders.put(lambda: self._add(generation))
         return generation
-
-    def method(self, context: Context) -> str:
-        """Which of ``llm.methods`` drafts for it."""
-        return self._chooses.of(context) if isinstance(self._chooses, PerRequestProposer) else self.llm.methods[0]
 
     def method_of(self, step: StepOutput) -> str:
         """Which of them drafted it; for listeners, while they are told of it."""
@@ -150,12 +138,8 @@ class Worker:
         self._orders.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        self.engine.proposer = self._chooses
         for pool in (self._intake, self._large_intake, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
-        if self.llm.requests.grammars is not self._grammars:
-            self.llm.requests.grammars.close()
-            self.llm.requests.grammars = self._grammars
 
     def _admit(self, sequences: int) -> None:
         if self.dead is not None:
@@ -267,7 +251,7 @@ class Worker:
         try:
             for request, contexts in generation.built:
                 self._generations.update(dict.fromkeys(request.members, generation))
-                self._methods.update({context.id: self.method(context) for context in contexts})
+                self._methods.update({context.id: self.llm.method_of(context) for context in contexts})
                 self._assembler.add(request, contexts, generation.priority)
         except Exception as error:
             self._drop(generation)

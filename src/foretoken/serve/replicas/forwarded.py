@@ -17,8 +17,18 @@ from foretoken.serve.limits import effective_salt
 BLOCK = 256  # characters; about the 64 tokens of a page of the prefix cache
 BLOCKS = 128  # of a prompt at most are compared
 
-_KEPT = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers", "client",
-         "server")  # fmt: skip
+_KEPT = (
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "root_path",
+    "headers",
+    "client",
+    "server",
+)
 
 
 @dataclass(eq=False)
