@@ -44,8 +44,8 @@ def page(plan: Mapping[str, Any]) -> str:
         ],
         record(plan.get("setting")),
         lead="Speedups are over plain decoding on this machine, predicted from the target's own continuations of the "
-        "prompts and from timed decode steps. Of 100 further runs over as many requests, 95 should lie inside the "
-        "intervals.",
+        "prompts and from timed decode steps. The intervals should contain 95 of 100 "
+        "further runs over as many requests.",
         footer="tokens/pass: emitted tokens over target passes, the target's own token included. A speedup of 1 is "
         "plain decoding. Every configuration is exact: the text has the target's distribution.",
     )
