@@ -16,9 +16,8 @@ REQUIRED = {
 
 
 @pytest.fixture
-def nowhere(monkeypatch, tmp_path):
+def nowhere(monkeypatch, tmp_path, own_cache):
     monkeypatch.setattr(registry, "folder", lambda: tmp_path / "peers")
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
 
 
 def short(pair) -> tuple[str, ...]:

@@ -8,8 +8,7 @@ import pytest
 
 
 @pytest.fixture
-def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+def cache(own_cache, tmp_path):
     return tmp_path
 
 
