@@ -20,6 +20,8 @@ from foretoken.core.law import Sampled
 from foretoken.core.streams import random_seed_from
 from foretoken.propose.base import Proposer
 
+pytestmark = pytest.mark.slow
+
 ALPHA = 1e-3  # of each test of a law; seeds are fixed
 
 
