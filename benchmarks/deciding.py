@@ -1,4 +1,4 @@
-"""Overhead of choosing draft lengths: microseconds per step in the controller and its cost model.
+"""Overhead of choosing draft lengths: CPU microseconds per step in the controller and its cost model.
 
     python benchmarks/deciding.py --output deciding.json
 
@@ -46,9 +46,7 @@ def measure(llm: LLM, batch: int, tokens: int, repeats: int) -> dict[str, float]
     prompts = list(islice(cycle(FUNCTIONS), batch))
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     llm.generate(prompts, params)
-    parts = [(controller, "budgets"), (controller, "observe")]
-    if getattr(controller, "costs", None) is not None:
-        parts.append((controller.costs, "observe"))
+    parts = [(controller, "budgets"), (controller, "observe"), (controller.costs, "observe")]
     timed = [Timed(getattr(owner, name)) for owner, name in parts]
     for (owner, name), timer in zip(parts, timed, strict=True):
         setattr(owner, name, timer)

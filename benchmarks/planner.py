@@ -1,13 +1,13 @@
-"""Predicted against measured: what ``foretoken plan`` says, and what runs on prompts that it did not see then give.
+"""Compares predictions of ``foretoken plan`` with measurements on prompts that it has not seen.
 
     python benchmarks/planner.py --output planner.json
     python benchmarks/planner.py --small --prompts humaneval.jsonl --count 8 --depth 2 --depth 6 --batch 1
 
-The planner gets --count prompts, the measurement --unseen others. A measured gain is tokens over seconds of decoding,
-over plain decoding's meanwhile: all of them take turns, a few tokens each and one temperature and batch after another,
-and between the steps of the plan, so that a machine whose speed drifts is as slow for one as for the other. Rounds that
-hold a prompt are left out, and finished requests make room for waiting ones, so that batches stay full. Errors are of
-the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
+The planner gets --count prompts, the measurement --unseen others. A measured speedup is tokens per second of decoding
+over those of plain decoding at the same time. All configurations alternate, a few tokens each, between the steps of the
+plan, so that drift of the machine's speed affects all equally. Steps that hold a prompt are left out. Finished requests
+are replaced by waiting ones, so that batches stay full. Errors are relative to the measured speedup. Default: the
+bundled target widened to 0.7b with its heads.
 """
 
 from __future__ import annotations
@@ -120,8 +120,10 @@ class Ground:
 
 
 def stretch(engine: Engine) -> Sum:
-    """The next tokens of one engine. As many of each, so that all write the same texts in the same hour: a machine's
-    memory may be slow in one half of it, which is all the same to rounds that are arithmetic and not to plain ones.
+    """Decodes the next tokens of one engine.
+
+    Every engine gets as many tokens, so that all decode the same texts over the same time: slow memory in one half of
+    it matters to plain steps and not to compute-bound ones.
     """
     found, written = Sum(), 0
     while engine.busy and written < STRETCH * engine.max_sequences:
@@ -207,7 +209,7 @@ class Measurement:
 
 
 def compared(row: PlanRow, own: Sum, plain: Sum) -> dict[str, Any]:
-    """One line of the record. Seconds are of a round."""
+    """One line of the record. Seconds are of a step."""
     gain = own.speed / plain.speed
     return {
         "name": row.name, "method": row.method, "num_speculative_tokens": row.num_speculative_tokens,
@@ -303,7 +305,7 @@ def main(
     depth: Annotated[list[int], typer.Option(min=1, help="Of chains.")] = [1, 2, 3, 4, 5, 6, 7, 8],
     nodes: Annotated[list[int], typer.Option(min=1, help="Of trees.")] = [8, 14],
     repeats: Annotated[int, typer.Option(min=1, help="Of every unseen prompt.")] = 1,
-    turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate, in the plan.")] = 24,
+    turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate, in the plan.")] = 24,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
 ) -> None:
     """Plan on some prompts, measure on others, compare."""

@@ -181,6 +181,17 @@ def test_inputs_of_compressed_tensors_may_lie_in_any_group() -> None:
     assert opened((tensors, config, torch.empty(0))).grouped("m.weight") is not None
 
 
+@pytest.mark.parametrize("columns, group", [(96, -1), (320, -1), (320, 160), (320, 40), (512, 256), (512, 512)])
+def test_groups_of_any_length_stay_exact(columns: int, group: int) -> None:
+    packed = compressed(OUT, columns, 6, group=group, symmetric=False)
+    weights = opened(packed)
+    assert torch.equal(weights["m.weight"], packed[2])
+    grouped = weights.grouped("m.weight")
+    assert (grouped is None) == (group == 40)
+    if grouped is not None:
+        assert grouped.layout.group in (128, 160) and torch.equal(grouped.dequantised(), packed[2])
+
+
 def test_scales_of_32_bits_with_zeros_are_not_grouped() -> None:
     tensors, config, _ = gptq(OUT, IN, 5)
     tensors["m.scales"] = tensors["m.scales"].float() * 1.1

@@ -35,7 +35,7 @@ from foretoken.plan.step_timing import (
     time_prefill,
 )
 from foretoken.plan.tally import AcceptanceEstimate
-from foretoken.plan.texts import SampledText, Start, contexts, write
+from foretoken.plan.texts import Prompt, SampledText, contexts, write
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
@@ -48,7 +48,7 @@ Say = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What to plan for.
+    """Settings of a plan.
 
     Args:
         temperatures: Sampling temperatures.
@@ -97,7 +97,7 @@ class Planner:
 
     def plan(
         self,
-        prompts: Sequence[Start],
+        prompts: Sequence[Prompt],
         candidates: Sequence[Candidate],
         completions: Sequence[Sequence[int]] | None = None,
     ) -> Plan:
@@ -132,7 +132,7 @@ class Planner:
         return Plan(tuple(mark_best(rows)), tuple(choices(rows)), predictors)
 
     def _time_prefills(
-        self, prompts: Sequence[Start], proposers: Mapping[str, Proposer], progress: _Progress
+        self, prompts: Sequence[Prompt], proposers: Mapping[str, Proposer], progress: _Progress
     ) -> dict[int, PrefillTiming]:
         """Returns the time of prefill by batch."""
         law, result = self.settings.law(self.settings.temperatures[0]), {}
@@ -189,7 +189,7 @@ class Planner:
                         yield predicted_row(candidate, depth, place, each.estimates[candidate.name, depth])
 
     def _texts(
-        self, prompts: Sequence[Start], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
     ) -> list[SampledText]:
         """Returns the sample. Raises InvalidRequest if every text ends at its first token."""
         limit = self.settings.max_tokens

@@ -46,8 +46,8 @@ class SpeedSample:
 class PassTimes:
     """Seconds of the target's passes at one batch size, by lane and rows.
 
-    They do not depend on the temperature, so visits at all temperatures count. Of one visit it takes the median, as
-    steps may be disturbed. Visits differ in the machine's speed: plain passes are memory-bound and long ones
+    They do not depend on the temperature, so visits at all temperatures count. Each visit contributes its median,
+    because steps may be disturbed. Visits differ in the machine's speed: plain passes are memory-bound and long ones
     compute-bound, so neither a pass's seconds nor their ratio to a plain pass are constant. See ``at_speed``.
 
     Args:

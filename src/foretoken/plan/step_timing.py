@@ -20,7 +20,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.prompts import TokenizedPrompt
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
-from foretoken.plan.texts import SampledText, Start, contexts
+from foretoken.plan.texts import Prompt, SampledText, contexts
 from foretoken.propose.base import Proposer
 
 PLAIN = ""  # name of plain decoding among the lanes
@@ -70,7 +70,7 @@ class TimedBatch:
     target: Model
     proposer: Proposer
     depth: int
-    prompts: Sequence[Start]
+    prompts: Sequence[Prompt]
     law: Law
     prefill: float = 0.0
     engine: Engine = field(init=False)
@@ -121,7 +121,7 @@ Visit = Mapping[str, LaneTimes]
 def time_lanes(
     target: Model,
     lanes: Mapping[str, tuple[Proposer, int]],
-    prompts: Sequence[Start],
+    prompts: Sequence[Prompt],
     law: Law,
     steps: int,
     tick: Callable[[int], None] = lambda steps: None,
@@ -154,7 +154,7 @@ def time_lanes(
     return result
 
 
-def time_plain_pass(target: Model, prompts: Sequence[Start], law: Law) -> float:
+def time_plain_pass(target: Model, prompts: Sequence[Prompt], law: Law) -> float:
     """Returns the seconds of the target's pass in plain decoding of ``prompts`` at this moment."""
     lane = TimedBatch(target, Proposer(), 0, prompts, law)
     try:
@@ -178,7 +178,9 @@ class PrefillTiming:
     over_plain: Mapping[str, float]
 
 
-def time_prefill(target: Model, proposers: Mapping[str, Proposer], prompts: Sequence[Start], law: Law) -> PrefillTiming:
+def time_prefill(
+    target: Model, proposers: Mapping[str, Proposer], prompts: Sequence[Prompt], law: Law
+) -> PrefillTiming:
     """Times prefill of ``prompts`` with each proposer. There must be no prefix cache yet."""
 
     def run(name: str) -> float:

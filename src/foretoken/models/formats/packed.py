@@ -70,26 +70,33 @@ class PackedMatrix:
     def grouped(self) -> Grouped | None:
         """Returns the matrix in groups; None where that would not be exact.
 
-        Groups must be consecutive. Scales of sixteen bits times codes are exact in float32, so a zero can be an offset;
-        other scales are not.
+        Groups must be consecutive, of a multiple of 16 inputs. Scales of sixteen bits times codes are exact in
+        float32, so a zero can be an offset; other scales are not.
         """
-        scales, zeros = self.scales, self.zeros
+        scales, zeros, group = self.scales, self.zeros, self.layout.group
         if self.group_of is not None or (zeros is not None and not _short(scales)):
             return None
-        split = 1 if self.layout.group <= _CHANNEL or self.layout.group % _CHANNEL else self.layout.group // _CHANNEL
+        split = 1
+        if scales.shape[1] == 1:
+            split, group = -(-self.shape[1] // _CHANNEL), _CHANNEL
+        elif group % _CHANNEL == 0:
+            split, group = group // _CHANNEL, _CHANNEL
+        if group % 16:
+            return None
         layout = GroupLayout(
             self.layout.bits,
-            self.layout.group // split,
+            group,
             self.layout.zero,
             self.layout.levels,
             offsets=zeros is not None,
             half=zeros is None and torch.equal(scales.half().float(), scales),
         )
+        groups = -(-self.shape[1] // group)
 
         def rows(first: int, last: int) -> Groups:
             scale = scales[first:last]
             offsets = None if zeros is None else -(zeros[first:last] * scale)
-            by_group = [None if part is None else part.repeat_interleave(split, 1) for part in (scale, offsets)]
+            by_group = [None if n is None else n.repeat_interleave(split, 1)[:, :groups] for n in (scale, offsets)]
             assert by_group[0] is not None
             return Groups(self.codes(first, last), by_group[0], by_group[1])
 

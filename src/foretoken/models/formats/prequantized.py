@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.schema import Schema, parse
+from foretoken.core.schema import MAX_INT, Schema, parse
 from foretoken.models.formats.checkpoint import Weights
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.packed import PackedSettings, PackedWeights
@@ -96,7 +96,7 @@ def packed_settings(config: Mapping[str, Any]) -> PackedSettings | None:
     s = parse(PackedQuantization, settings, _WHERE)
     bits = s.bits if s.bits is not None else s.w_bit or 4
     group = s.group_size if s.group_size is not None else s.q_group_size or 128
-    if group != -1 and group < 1:
+    if group != -1 and not 1 <= group <= MAX_INT:
         raise _refused(f"groups of {group}")
     if method == "awq":
         if (s.version or "gemm").lower() != "gemm" or bits != 4:
@@ -163,12 +163,17 @@ def _scheme(group: QuantizationGroup) -> PackedSettings:
     bits, strategy, size = (weights.get(key) for key in ("num_bits", "strategy", "group_size"))
     if group.input_activations:
         raise _refused("format pack-quantized with quantised activations")
-    if weights.get("type", "int") != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
+    if (
+        weights.get("type", "int") != "int"
+        or bits not in (4, 8)
+        or isinstance(bits, float)
+        or strategy not in ("group", "channel")
+    ):
         raise _refused(f"weights with type {weights.get('type')}, num_bits {bits}, strategy {strategy}")
     symmetric = weights.get("symmetric") is not False
     if strategy == "channel":
         return PackedSettings("compressed-tensors", bits, symmetric=symmetric)
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, int) or not 1 <= size <= MAX_INT:
         raise _refused(f"groups of {size}")
     return PackedSettings("compressed-tensors", bits, size, symmetric=symmetric)
 
