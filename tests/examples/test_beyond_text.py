@@ -1,4 +1,4 @@
-"""The examples beyond text: their output distribution is the target's, and a seed's image is the same with any draft."""
+"""The examples beyond text: their distribution is the target's, and a seed's image is the same with any draft."""
 
 from __future__ import annotations
 
