@@ -69,6 +69,8 @@ def create_app(worker: Worker, settings: ServerSettings | None = None) -> FastAP
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        if service.side_process is not None:
+            service.side_process.start()  # before the first large body, which would wait for it
         yield
         worker.abandon()
         worker.close()
