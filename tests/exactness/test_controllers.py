@@ -107,7 +107,7 @@ def generate(
 
 @pytest.fixture
 def steady(monkeypatch):
-    """Every lap takes a millisecond, so that a round decides the same whenever it is run."""
+    """Every lap takes a millisecond, so that a step decides the same whenever it is run."""
     ticks = count()
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3))
 

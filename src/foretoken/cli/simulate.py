@@ -173,11 +173,11 @@ def _gains(found: Sweep) -> Table:
 
 
 def _whether(outcomes: Sequence[SimulationResult]) -> str:
-    from foretoken.plan.simulation.simulate import min_speedup, pays
+    from foretoken.plan.simulation.simulate import pays, sequential_speedup
 
     best = pays(outcomes)
     if best is not None:
-        gain = best.over_plain / min_speedup(outcomes)
+        gain = best.over_plain / sequential_speedup(outcomes)
         return (
             f"Pipelining pays here: {best.strategy} is {best.over_plain:.2f}x plain, {gain:.2f}x the best that waits."
         )
