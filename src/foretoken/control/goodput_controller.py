@@ -14,6 +14,7 @@ from foretoken.control.memory import MemoryWatch
 from foretoken.control.survival import Survival, acceptance
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
+from foretoken.costs.curve import Array
 from foretoken.costs.model import CostModel
 
 
@@ -133,7 +134,7 @@ class Goodput(Capped):
             record.since, record.wait = self.step, min(self.tuning.max_wait, 2 * record.wait)
         return None
 
-    def _trial_losses(self, batch: Batch, place: int, missed: float) -> np.ndarray:
+    def _trial_losses(self, batch: Batch, place: int, missed: float) -> Array:
         """Returns the seconds that trials of 1, 2, ... tokens lose if all are rejected."""
         depths = np.arange(1.0, min(self.tuning.trial, batch.caps[place]) + 1.0)
         return worst_case(
