@@ -1,4 +1,4 @@
-"""``foretoken plan``: what speculation would gain on this machine and this text, before anything is deployed."""
+"""``foretoken plan``: predicts the speedup of speculation on this machine and text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan(
         float | None, typer.Option(metavar="MS", help="What would drafting on a machine so far away gain? Simulated.")
     ] = None,
 ) -> None:
-    """Predict tokens per pass and speed-up of every way to speculate, and say which to take, if any.
+    """Predict tokens per step and speedup of every way to speculate, and recommend one, or none.
 
     The target writes a sample after the prompts; every candidate is judged on it, and steps are timed here.
     """
@@ -124,7 +124,7 @@ def plan(
 def _models(
     model: str | None, drafts: list[str], heads: list[str], bundled: Sequence[str] = _ROLES
 ) -> tuple[str, list[str], list[str]]:
-    """What was given, or the bundled models."""
+    """Returns the given models, or the bundled ones."""
     from foretoken import zoo
 
     if model is not None:
@@ -143,7 +143,7 @@ def _plan(
     options: tuple[str, str | None],
     say: Say,
 ) -> Plan:
-    """From options to a plan, with the setting and the costs of passes beside it."""
+    """Makes a plan, with the setting and the costs of passes."""
     from functools import cache
 
     import torch
@@ -170,7 +170,7 @@ def _plan(
     read = [reader.tokenize(text) for text in texts]
     written = _completions(prompts, len(read), tokenizer)
 
-    @cache  # two candidates with the same draft share its weights
+    @cache  # candidates with the same draft share its weights
     def load(other: str | Path) -> Model:
         return load_model(resolve(other), dtype=dtype)
 
@@ -190,7 +190,7 @@ def _plan(
 
 
 def _completions(prompts: Path | None, count: int, tokenizer: Any) -> list[list[int]] | None:
-    """Of the first ``count`` lines; None where they have none. Raises InvalidRequest where only some have one."""
+    """Returns completions of the first ``count`` lines, or None. Raises InvalidRequest if only some have one."""
     from foretoken.core.errors import InvalidRequest
 
     if prompts is None:

@@ -1,4 +1,4 @@
-"""``foretoken simulate``: what drafting and verifying on different workers would gain, before they are bought."""
+"""``foretoken simulate``: simulates drafting and verifying on different workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNITS = {
 
 
 class Varied(StrEnum):
-    """What ``--sweep`` varies."""
+    """Parameters that ``--sweep`` can vary."""
 
     RTT = "rtt"
     ACCEPTANCE = "acceptance"
@@ -59,7 +59,7 @@ def simulate(
 ) -> None:
     """Simulate speculation across workers: plain, sequential, distributed (DSI), parallel (PEARL), edge-cloud (DSD).
 
-    Says what each gains over plain decoding, and where pipelining starts to pay.
+    Reports the speedup of each over plain decoding, and where pipelining starts to pay.
     """
     check_places(output=output, html=html_file)
     from foretoken.plan.simulation.simulate import STRATEGIES, Setting, pays
@@ -111,7 +111,7 @@ def _needed(target: float, draft: float, depth: int) -> int:
 
 
 def _values(sweep: Varied, text: str | None) -> list[float]:
-    """In the unit of the option; times as seconds. Raises InvalidRequest."""
+    """Returns the values of a sweep, times in seconds. Raises InvalidRequest."""
     from foretoken.core.errors import InvalidRequest
 
     if not text:
@@ -158,7 +158,7 @@ def _table(outcomes: Sequence[SimulationResult]) -> Table:
 
 
 def _gains(found: Sweep) -> Table:
-    """Speed-ups over plain by the value that was varied."""
+    """Returns a table of speedups over plain decoding by the varied value."""
     from rich import box
     from rich.table import Table
 
@@ -185,7 +185,7 @@ def _whether(outcomes: Sequence[SimulationResult]) -> str:
 
 
 def _where(found: Sweep) -> str:
-    """From which value, or up to which, it pays: ranges of neighbouring values."""
+    """Returns a sentence with the ranges of values in which pipelining pays."""
     from foretoken.plan.simulation.simulate import pays
 
     scale, unit = UNITS[found.by]
@@ -208,7 +208,7 @@ def _where(found: Sweep) -> str:
 def _record(
     setting: Setting, repeats: int, verdict: str, outcomes: Sequence[SimulationResult], found: Sweep | None
 ) -> dict[str, Any]:
-    """What ``--json`` prints; times in seconds."""
+    """Returns the document that ``--json`` prints, with times in seconds."""
     from dataclasses import asdict
 
     return {

@@ -139,7 +139,7 @@ def card(
 
 
 def model_of(name: str | None) -> Path:
-    """The folder of the target: the bundled one when there is no name."""
+    """Returns the folder of the target, by default the bundled one."""
     from foretoken import zoo
     from foretoken.models.formats.checkpoint import resolve
 
@@ -147,7 +147,7 @@ def model_of(name: str | None) -> Path:
 
 
 def corpus_of(paths: list[Path] | None) -> Corpus:
-    """The user's files, or the standard library."""
+    """Returns the user's files, or the standard library."""
     from foretoken.train.data import from_files, standard_library
 
     return from_files(paths) if paths else standard_library()
@@ -164,7 +164,7 @@ def config_of(
     compile_model: bool | None,
     patience: int | None = None,
 ) -> TrainConfig:
-    """``usual`` with the options given. Raises InvalidRequest for both lengths."""
+    """Returns ``usual`` with the given options. Raises InvalidRequest if both lengths are given."""
     from dataclasses import replace
 
     from foretoken.core.errors import InvalidRequest
@@ -188,7 +188,7 @@ def config_of(
 
 
 def _shape(usual: Shape, *sizes: int | None) -> Shape:
-    """``sizes`` in the order of Shape's fields; None keeps the usual one."""
+    """Returns a shape with ``sizes``, in the order of its fields; None keeps the default."""
     from dataclasses import replace
 
     given = {name: size for name, size in zip(vars(usual), sizes, strict=True) if size is not None}
@@ -196,7 +196,7 @@ def _shape(usual: Shape, *sizes: int | None) -> Shape:
 
 
 def show(out: Path, figures: dict[str, float], as_json: bool) -> None:
-    """The last evaluation on stdout."""
+    """Prints the last evaluation."""
     import json
 
     if as_json:

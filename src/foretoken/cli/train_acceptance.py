@@ -1,4 +1,4 @@
-"""``foretoken train acceptance``: the head that tells a draft where to stop."""
+"""``foretoken train acceptance``: trains the head that decides where a draft stops."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def acceptance(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Train a head that tells from a draft's hidden state where to stop (two minutes for the bundled pair)."""
+    """Train a head that decides from the draft's hidden state where to stop (two minutes for the bundled pair)."""
     from foretoken import zoo
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import resolve

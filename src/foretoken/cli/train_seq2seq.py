@@ -119,7 +119,7 @@ def seq2seq_card(
 
 
 def _shape(usual: T5Shape, *sizes: int | None) -> T5Shape:
-    """``sizes`` in the order of T5Shape's options; None keeps the usual one."""
+    """Returns a shape with ``sizes``, in the order of its options; None keeps the default."""
     from dataclasses import replace
 
     names = ("d_model", "d_ff", "num_layers", "num_decoder_layers", "num_heads", "d_kv")
