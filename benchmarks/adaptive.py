@@ -8,7 +8,7 @@ controller that a mixture has by default.
 
 Parts, their requests in turn: completion, editing and repetition as in ``mixture.py`` (greedy, the last two dictated)
 and completion at a high temperature, all one at a time; and crowds, ``--crowd`` completions at once. Every request goes
-through all systems, which take turns of a few rounds; figures are tokens over seconds, summed. What the controller
+through all systems, which take turns of a few steps; figures are tokens over seconds, summed. What the controller
 knows it has learned in the stream, apart from the warm-up that every ``LLM`` begins with.
 """
 
@@ -75,7 +75,7 @@ def main(
     crowd: Annotated[int, typer.Option(min=0, help="Requests at once in the last part; 0 is none.")] = 16,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Tokens per second of the adaptive controller and of each fixed depth, on each part and on the whole stream."""
     torch.set_num_threads(cores())
     path = target or (zoo.path("target") if small else scaled())

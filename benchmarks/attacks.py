@@ -230,7 +230,8 @@ def main(
     unknown = sorted(set(names) - ATTACKS.keys())
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(ATTACKS)}")
-    options = {"streams": streams, "times": times, "quiet": quiet, "settle": settle, "steady": steady}
+    options: dict[str, Any] = {"streams": streams, "times": times, "quiet": quiet}
+    options |= {"settle": settle, "steady": steady}
     with serving(*SERVER) as (url, process):
         outcomes = asyncio.run(measure(url, process, names, **options))
     console = wide_console()

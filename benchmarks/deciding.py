@@ -1,6 +1,6 @@
-"""Overhead of choosing draft lengths: microseconds per step in the controller and its cost model.
+"""Overhead of choosing draft lengths: CPU microseconds per step in the controller and its cost model.
 
-    python benchmarks/deciding.py --json deciding.json
+    python benchmarks/deciding.py --output deciding.json
 
 Two proposers for the bundled target: its draft model, which pays off, and the target itself, which never does, so that
 nothing is drafted. Each batch of requests runs to its end; the first repeat is not counted.
@@ -46,9 +46,7 @@ def measure(llm: LLM, batch: int, tokens: int, repeats: int) -> dict[str, float]
     prompts = list(islice(cycle(FUNCTIONS), batch))
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     llm.generate(prompts, params)
-    parts = [(controller, "budgets"), (controller, "observe")]
-    if getattr(controller, "costs", None) is not None:
-        parts.append((controller.costs, "observe"))
+    parts = [(controller, "budgets"), (controller, "observe"), (controller.costs, "observe")]
     timed = [Timed(getattr(owner, name)) for owner, name in parts]
     for (owner, name), timer in zip(parts, timed, strict=True):
         setattr(owner, name, timer)
@@ -72,14 +70,14 @@ def main(
     batch: Annotated[list[int], typer.Option(help="Requests at once; may be repeated.")] = [1, 4, 16],
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a request.")] = 96,
     repeats: Annotated[int, typer.Option(min=1)] = 4,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write setting and rows here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
     """Microseconds per step of choosing draft lengths, beside the whole step."""
     torch.set_num_threads(cores())
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, draft in (("draft model", zoo.path("draft")), ("target as its own draft", zoo.path("target"))):
         llm = LLM(draft_model=draft)
-        rows += [{"proposer": name, "batch": size} | measure(llm, size, tokens, repeats) for size in batch]
+        rows += [{"proposer": name, "batch": size, **measure(llm, size, tokens, repeats)} for size in batch]
         llm.close()
     table = Table(box=box.MARKDOWN)
     for column in ("proposer", "batch", "drafted a step and request", "deciding, µs a step", "share of a step"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ from foretoken.core.step import StepOutput
 from foretoken.core.streams import Streams
 from foretoken.costs.measured import TimeSpread
 from foretoken.engine.loop import Engine
+from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.models.loading import load_model
@@ -42,17 +44,6 @@ CONFIGS = [
     '{"method": "prediction", "num_speculative_tokens": 16}',
     '{"method": "prediction", "num_speculative_tokens": 32}',
 ]
-
-
-@dataclass
-class Room:
-    """Ends after a number of tokens."""
-
-    tokens_left: int
-
-    def push(self, token: int) -> str | None:
-        self.tokens_left -= 1
-        return None if self.tokens_left else "length"
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ def write(engine: Engine, task: EditingTask) -> tuple[float, list[StepOutput]]:
     context = Context(
         0, list(task.prompt), len(task.prompt), Dictated(task.output), Streams(0), prediction=tuple(task.reference)
     )
-    engine.add(context, Room(len(task.output)))
+    engine.add(context, Length(len(task.output)))
     engine.step()
     steps: list[StepOutput] = []
     started = perf_counter()
@@ -102,7 +93,7 @@ def measure(
         return sum(seconds for seconds, _ in results)
 
     timed = interleaved(
-        {name: TimedTask(lambda name=name: turn(name)) for name in builds}, turns, lambda rounds: track(rounds, "turns")
+        {name: TimedTask(partial(turn, name)) for name in builds}, turns, lambda rounds: track(rounds, "turns")
     )
     return {
         name: Row(
@@ -153,7 +144,7 @@ def main(
 
     names = ['{"method": "none"}', *config]
     rows = measure(
-        llm.target, {n: lambda n=n: build(n) for n in names}, editing_tasks(llm.tokenizer)[:tasks], turns
+        llm.target, {name: partial(build, name) for name in names}, editing_tasks(llm.tokenizer)[:tasks], turns
     )  # fmt: skip
     console = wide_console()
     console.print(table(list(rows.values())))

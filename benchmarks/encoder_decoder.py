@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -171,9 +172,7 @@ def main(
             methods = OWN if name == "foretoken" else ("none", "draft_model") if size == 1 else ()
             for method in methods:
                 for tokens in depth if method != "none" else [0]:
-                    runs[name, method, tokens, size] = lambda s=system, m=method, k=tokens, b=size: s.write(
-                        m, k, b, tasks, temperature
-                    )
+                    runs[name, method, tokens, size] = partial(system.write, method, tokens, size, tasks, temperature)
     found: dict[tuple[str, str, int, int], tuple[Texts, float]] = {}
 
     def turn(key: tuple[str, str, int, int]) -> float:
@@ -182,7 +181,7 @@ def main(
         return perf_counter() - started
 
     timed = interleaved(
-        {key: TimedTask(lambda key=key: turn(key)) for key in runs}, repeats, lambda rounds: track(rounds, "repeats")
+        {key: TimedTask(partial(turn, key)) for key in runs}, repeats, lambda rounds: track(rounds, "repeats")
     )
     rows = [
         Row(

@@ -21,7 +21,7 @@ from foretoken import LLM, CompletionOutput, SamplingParams, zoo
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.core.draft import Draft
-from foretoken.core.streams import Streams
+from foretoken.core.streams import SharedStream
 from foretoken.models.options import QUANTIZATIONS
 
 Config = dict[str, Any]  # a speculative_config; "model": "draft" is the bundled draft
@@ -135,7 +135,7 @@ def explain(llm: LLM, prompt: str, index: int, temperature: float, plain: Sequen
     scores = rows[0]
     if temperature > 0:
         probs = (scores / temperature).softmax(-1)
-        scores = Streams(index).shared(position).race(probs, 0).log() * temperature
+        scores = SharedStream(index, position).race(probs, 0).log() * temperature
     best, second = scores.topk(2).values.tolist()
     return Divergence(index, position, best - second, delta)
 

@@ -3,7 +3,7 @@
     python benchmarks/memory_pressure.py --output memory_pressure.json
 
 The bundled pair completes a batch of long prompts under a limit of its address space, as ``ulimit -v`` sets it. After a
-third of the rounds something else in the process takes nearly all that is left, and gives it back after another third.
+third of the steps something else in the process takes nearly all that is left, and gives it back after another third.
 An allocation beyond the limit would fail. The texts must be those of a run without any of this.
 """
 
@@ -57,15 +57,15 @@ def prompts(count: int, length: int, llm: LLM) -> list[list[int]]:
 
 
 def serve(llm: LLM, ids: list[list[int]], tokens: int, seen: Callable[[int, float], None]) -> list[tuple[int, ...]]:
-    """-> texts. seen: called after every round with its number and the nodes drafted for each sequence"""
+    """-> texts. seen: called after every step with its number and the nodes drafted for each sequence"""
     params = [SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)] * len(ids)
     texts: dict[int, tuple[int, ...]] = {}
-    rounds, drafted = 0, list[int]()
+    steps, drafted = 0, list[int]()
     timings = None
     for piece in llm.stream(ids, params):
         if timings is not None and piece.step.timings is not timings:
-            seen(rounds, fmean(drafted))
-            rounds, drafted = rounds + 1, []
+            seen(steps, fmean(drafted))
+            steps, drafted = steps + 1, []
         timings = piece.step.timings
         drafted.append(len(piece.step.draft))
         if piece.output is not None:
@@ -81,21 +81,21 @@ def main(
     room: Annotated[int, typer.Option(min=1, help="MiB of address space beyond what is taken when it begins.")] = 2048,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and phases here.")] = None,
 ) -> None:
-    """Drafted nodes a round and sequence, before, while and after memory is short; exit 1 where a text changed."""
+    """Drafted nodes per step and sequence, before, while and after memory is short; exit 1 where a text changed."""
     torch.set_num_threads(cores())
     llm = LLM(speculative_config={"method": "draft_model", "num_speculative_tokens": depth}, max_model_len=4096)
     controller = llm.engine.controller
     assert isinstance(controller, Fixed) and controller.memory is not None
     watch = controller.memory
     ids = prompts(batch, length, llm)
-    rounds: list[float] = []
-    expected = serve(llm, ids, tokens, lambda number, nodes: rounds.append(nodes))
+    before: list[float] = []
+    expected = serve(llm, ids, tokens, lambda number, nodes: before.append(nodes))
     free, balloon = FreeMemory(torch.device("cpu")), Balloon()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     limit = used + room * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    third = len(rounds) // 3
+    third = len(before) // 3
     drafts: dict[str, list[float]] = defaultdict(list)
     halvings: dict[str, list[int]] = defaultdict(list)
 
@@ -112,7 +112,7 @@ def main(
 
     found = serve(llm, ids, tokens, seen)
     table = Table(box=box.MARKDOWN)
-    for head in ("", "rounds", "drafted a round and sequence", "in its last 20"):
+    for head in ("", "steps", "drafted per step and sequence", "in its last 20"):
         table.add_column(head, justify="left" if not head else "right")
     for phase in PHASES:
         each = drafts[phase]

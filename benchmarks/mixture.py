@@ -249,7 +249,7 @@ def table(
     for column in columns:
         result.add_column(column, justify="right")
     singles = [name for name in names if name != ours]
-    best = {part: max(singles, key=lambda name, part=part: found[name, part].speed) for part in columns}
+    best = {part: max((found[name, part].speed, name) for name in singles)[1] for part in columns}
     for name in names:
         line = []
         for part in columns:

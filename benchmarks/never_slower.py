@@ -5,7 +5,7 @@
 
 random: a draft model of random weights. over-large: the target as its own draft. wrong: an EAGLE-3 head whose weights
 were shuffled. Every repeat begins with a controller that knows nothing. The same requests run in two engines over one
-target, and the engines take turns round by round and prompts piece by piece, so that a machine whose speed drifts is as
+target, and the engines alternate step by step and prefill chunk by chunk, so that a machine whose speed drifts is as
 slow for one as for the other; both are end to end, prompts included, end-of-text ignored. A ratio is guarded over plain
 tokens per second over all batches of a repeat; of a cell, the repeats' median.
 """
@@ -61,7 +61,7 @@ REPETITION = (
 )
 TEXTS = {"prose": PROSE, "code": FUNCTIONS, "repetition": REPETITION}
 PROPOSERS = ("random", "over-large", "wrong")
-PIECE = 256  # rows of prompts in one round: sixteen prompts at once would be a turn of many seconds
+PIECE = 256  # prompt tokens of one step: sixteen prompts at once would be a turn of many seconds
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Sides:
         self._controller = config.controller(self.llm.target.device, costs)
 
     def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Sum]:
-        """One batch on both sides, round by round; ``first`` says who begins. -> by whether guarded"""
+        """One batch on both sides, step by step; ``first`` says who begins. -> by whether guarded"""
         batch = len(prompts)
         engine = partial(Engine, self.llm.target, max_sequences=batch, prompt_rows=PIECE)
         engines = {True: engine(self._proposer, self._controller), False: engine(Proposer(), Controller())}
@@ -163,12 +163,12 @@ class Sides:
         while any(engine.busy for engine in engines.values()):
             for guarded in (first, not first):
                 if engines[guarded].busy:
-                    found[guarded] += _round(engines[guarded])
+                    found[guarded] += _step(engines[guarded])
             first = not first
         return found
 
 
-def _round(engine: Engine) -> Sum:
+def _step(engine: Engine) -> Sum:
     started = time.perf_counter()
     steps = engine.step()
     seconds = time.perf_counter() - started

@@ -1,13 +1,13 @@
-"""Predicted against measured: what ``foretoken plan`` says, and what runs on prompts that it did not see then give.
+"""Compares predictions of ``foretoken plan`` with measurements on prompts that it has not seen.
 
     python benchmarks/planner.py --output planner.json
     python benchmarks/planner.py --small --prompts humaneval.jsonl --count 8 --depth 2 --depth 6 --batch 1
 
-The planner gets --count prompts, the measurement --unseen others. A measured gain is tokens over seconds of decoding,
-over plain decoding's meanwhile: all of them take turns, a few tokens each and one temperature and batch after another,
-and between the steps of the plan, so that a machine whose speed drifts is as slow for one as for the other. Rounds that
-hold a prompt are left out, and finished requests make room for waiting ones, so that batches stay full. Errors are of
-the predicted gain over the measured one. Default: the bundled target widened to 0.7b with its heads.
+The planner gets --count prompts, the measurement --unseen others. A measured speedup is tokens per second of decoding
+over those of plain decoding at the same time. All configurations alternate, a few tokens each, between the steps of the
+plan, so that drift of the machine's speed affects all equally. Steps that hold a prompt are left out. Finished requests
+are replaced by waiting ones, so that batches stay full. Errors are relative to the measured speedup. Default: the
+bundled target widened to 0.7b with its heads.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from foretoken.models.loading import load_model
 from foretoken.plan.candidates import Candidate, candidates
 from foretoken.plan.outcome import Plan
 from foretoken.plan.planner import Planner, PlanSettings
-from foretoken.plan.rounds import BESIDE, beside
 from foretoken.plan.rows import PlanRow
+from foretoken.plan.step_timing import LANES_PER_PLAIN, interleave
 from foretoken.plan.texts import contexts
 from foretoken.propose.base import Proposer
 from foretoken.speculation import Builder, SpeculativeConfig
@@ -120,8 +120,10 @@ class Ground:
 
 
 def stretch(engine: Engine) -> Sum:
-    """The next tokens of one engine. As many of each, so that all write the same texts in the same hour: a machine's
-    memory may be slow in one half of it, which is all the same to rounds that are arithmetic and not to plain ones.
+    """Decodes the next tokens of one engine.
+
+    Every engine gets as many tokens, so that all decode the same texts over the same time: slow memory in one half of
+    it matters to plain steps and not to compute-bound ones.
     """
     found, written = Sum(), 0
     while engine.busy and written < STRETCH * engine.max_sequences:
@@ -148,7 +150,9 @@ class Few:
 
     def turn(self) -> None:
         """A stretch of every engine that is busy; the last ends plain decoding."""
-        for key, found, base in beside([k for k, engine in self._engines.items() if engine.busy], PLAIN, self._stretch):
+        for key, found, base in interleave(
+            [k for k, engine in self._engines.items() if engine.busy], PLAIN, self._stretch
+        ):
             own, other = self.found[key]
             self.found[key] = own + found, other + base
         if not self.busy:
@@ -178,7 +182,7 @@ class Measurement:
 
     def __init__(self, ground: Ground, chosen: Sequence[Candidate], places: Sequence[Place], repeats: int) -> None:
         keys = [(candidate, depth) for candidate in chosen for depth in candidate.depths]
-        some = [keys[at : at + BESIDE] for at in range(0, len(keys), BESIDE)]
+        some = [keys[at : at + LANES_PER_PLAIN] for at in range(0, len(keys), LANES_PER_PLAIN)]
         self._all = [Few(ground, few, place, repeats) for place in places for few in some]
         self._line = cycle(self._all)
         self._prompts = self._waiting
@@ -205,7 +209,7 @@ class Measurement:
 
 
 def compared(row: PlanRow, own: Sum, plain: Sum) -> dict[str, Any]:
-    """One line of the record. Seconds are of a round."""
+    """One line of the record. Seconds are of a step."""
     gain = own.speed / plain.speed
     return {
         "name": row.name, "method": row.method, "num_speculative_tokens": row.num_speculative_tokens,
@@ -301,7 +305,7 @@ def main(
     depth: Annotated[list[int], typer.Option(min=1, help="Of chains.")] = [1, 2, 3, 4, 5, 6, 7, 8],
     nodes: Annotated[list[int], typer.Option(min=1, help="Of trees.")] = [8, 14],
     repeats: Annotated[int, typer.Option(min=1, help="Of every unseen prompt.")] = 1,
-    turns: Annotated[int, typer.Option(min=3, help="Timed rounds of every candidate, in the plan.")] = 24,
+    turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate, in the plan.")] = 24,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
 ) -> None:
     """Plan on some prompts, measure on others, compare."""

@@ -14,6 +14,7 @@ import asyncio
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +80,7 @@ async def attacked(
 
     async with talking(url) as client:
         killer = asyncio.create_task(kill())
-        answers = await crowd(concurrency, [lambda body=body: ask(client, body) for body in bodies])
+        answers = await crowd(concurrency, [partial(ask, client, body) for body in bodies])
         killer.cancel()
         await asyncio.gather(killer, return_exceptions=True)
         return answers, killed, (await client.get("/metrics")).text

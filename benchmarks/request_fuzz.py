@@ -112,7 +112,7 @@ class Pair:
 
 def configured(config: Config, draft: Path) -> Config:
     """``config`` with the draft's folder for "draft", in members as well."""
-    own = {key: str(draft) if (key, value) == ("model", "draft") else value for key, value in config.items()}
+    own: Config = {key: str(draft) if (key, value) == ("model", "draft") else value for key, value in config.items()}
     if "members" in own:
         own["members"] = [configured(member, draft) for member in own["members"]]
     return own
@@ -215,9 +215,9 @@ def run(llm: LLM, cases: Sequence[Case]) -> list[list[Outcome]]:
             owners.update(zip(request.members, outcomes[number], strict=True))
             waiting[number] = case, request
             assembler.add(request, contexts, case.priority)
-        for number, (case, request) in list(waiting.items()):
-            if request is not None and case.abort_after is not None and steps >= case.arrives + case.abort_after:
-                abort(llm, assembler, request, owners)
+        for number, (case, sent) in list(waiting.items()):
+            if sent is not None and case.abort_after is not None and steps >= case.arrives + case.abort_after:
+                abort(llm, assembler, sent, owners)
                 del waiting[number]
         for step in engine.step():
             note(assembler, step, owners)

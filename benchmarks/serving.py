@@ -19,6 +19,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -53,7 +54,7 @@ def measured(url: str, concurrency: int, requests: int, tokens: int, temperature
         async with talking(url) as client:
             bodies = [fixed(FUNCTIONS[i % len(FUNCTIONS)], tokens, temperature) for i in range(requests)]
             started = time.perf_counter()
-            answers = await crowd(concurrency, [lambda body=body: ask(client, body) for body in bodies])
+            answers = await crowd(concurrency, [partial(ask, client, body) for body in bodies])
             assert not any(answer.error for answer in answers), answers
             return sum(answer.tokens for answer in answers) / (time.perf_counter() - started)
 

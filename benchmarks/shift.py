@@ -100,7 +100,9 @@ def main() -> None:
         table.add_row(str(number + 1), b.text, f"{b.acceptance_static:.3f}", f"{b.acceptance_adapting:.3f}",
                       f"{b.length_static:.2f}", f"{b.length_adapting:.2f}")  # fmt: skip
     Console().print(table)
-    history = adapting.engine.proposer.history
+    proposer = adapting.engine.proposer
+    assert isinstance(proposer, Adaptive)
+    history = proposer.history
     print(f"{len(history)} updates, {sum(not u.taken for u in history)} rolled back")
     if arguments.output:
         record = {"blocks": [asdict(b) for b in blocks], "updates": [asdict(u) for u in history]}

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import typer
 from rich import box
 from rich.table import Table

@@ -258,15 +258,15 @@ def main(
     made = cells(found, len(ids))
     console = wide_console()
     console.print(table(made))
-    facts = setting() | {
+    facts: dict[str, Any] = setting() | {
         "target": path.name, "count": len(ids), "tokens": tokens, "depth": depth, "ahead": ahead, "rtt_ms": rtt_ms,
         "transport": transport, "threads": f"{cores()} for one worker, {found[1].threads} + {draft_threads} for two",
         "repeats": repeats,
     }  # fmt: skip
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
-        record = {"setting": facts, "cells": [asdict(cell) for cell in made]}
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        result = {"setting": facts, "cells": [asdict(cell) for cell in made]}
+        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for system in found[1:]:
         system.proposer.close()  # type: ignore[attr-defined]
 

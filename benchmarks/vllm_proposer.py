@@ -43,18 +43,18 @@ Ids = list[int]
 
 @dataclass(frozen=True)
 class Line:
-    """One method on one kind of prompts. equal: of so many texts. round_over_plain: times of rounds."""
+    """One method on one kind of prompts. equal: of so many texts. step_over_plain: times of steps."""
 
     method: str
     kind: str
     equal: int
     texts: int
     tokens_per_pass: float
-    round_over_plain: float
+    step_over_plain: float
 
     @property
     def speedup(self) -> float:
-        return self.tokens_per_pass / self.round_over_plain
+        return self.tokens_per_pass / self.step_over_plain
 
 
 def ask_all(
@@ -118,11 +118,11 @@ def main(
                 lines.append(line(options["method"], kind, plain[kind], own))
         finally:
             process.close()
-    table = Table("proposer", "prompts", "equal", "tokens/pass", "round / plain", "speed-up", box=box.MARKDOWN)
+    table = Table("proposer", "prompts", "equal", "tokens/pass", "step / plain", "speedup", box=box.MARKDOWN)
     for each in lines:
         table.add_row(
             each.method, each.kind, f"{each.equal} of {each.texts}", f"{each.tokens_per_pass:.2f}",
-            f"{each.round_over_plain:.2f}", f"{each.speedup:.2f}x",
+            f"{each.step_over_plain:.2f}", f"{each.speedup:.2f}x",
         )  # fmt: skip
     console = wide_console()
     console.print(table)

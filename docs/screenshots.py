@@ -35,7 +35,7 @@ WAIT = 180_000  # milliseconds
 def served(size: str) -> Iterator[str]:
     """The address of a server of the bundled pair."""
     target = zoo.path("target") if size == "none" else scaled(size)
-    llm = LLM(target, zoo.path("draft"), methods=("eagle3", "ngram"), enable_prefix_caching=True)
+    llm = LLM(target, zoo.path("draft"), methods=("eagle3", "ngram"), enable_prefix_caching=True, isolate_failures=True)
     worker = Worker(llm)
     name = target.name if size == "none" else f"{zoo.path('target').name} widened to {size.upper()}"
     server = Server(create_app(worker, ServerSettings(model_names=(name,))), worker)

@@ -296,8 +296,8 @@ def test_an_int8_target_is_exact_with_respect_to_itself(llm: LLM, tiny_pair: Any
 
 
 def test_an_unknown_quantization_names_the_known(tiny_pair: Any) -> None:
-    with pytest.raises(ForetokenError, match=r"'int4' is not known; known: int8"):
-        LLM(tiny_pair.target, quantization="int4")
+    with pytest.raises(ForetokenError, match=r"'int3' is not known; known: int8, int4"):
+        LLM(tiny_pair.target, quantization="int3")
     with pytest.raises(ForetokenError, match="needs the native decoder"):
         LLM(tiny_pair.target, quantization="int8", backend="hf")
 

@@ -39,9 +39,13 @@ class Answer(BaseModel):
 async def lifespan(front: Starlette) -> AsyncIterator[None]:
     """Load the models in the process that serves, and in no other, and mount the app of their engine."""
     llm = LLM(
-        os.environ.get("FORETOKEN_MODEL"), os.environ.get("FORETOKEN_DRAFT_MODEL"),
-        methods=("prediction", "ngram"), enable_prefix_caching=True, max_num_batched_tokens="auto",
-    )  # fmt: skip
+        os.environ.get("FORETOKEN_MODEL"),
+        os.environ.get("FORETOKEN_DRAFT_MODEL"),
+        methods=("prediction", "ngram"),
+        enable_prefix_caching=True,
+        max_num_batched_tokens="auto",
+        isolate_failures=True,
+    )
     front.state.worker = worker = Worker(llm)
     app = create_app(worker)
     front.mount("/foretoken", app)

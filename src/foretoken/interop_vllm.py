@@ -186,6 +186,8 @@ class VllmProposer:
                 observations.append(Observation(_step(request, new, timings), own))
         if contexts:
             self.inner.observe(contexts, observations)
+            if self.inner.needs.costs is not None:
+                self.inner.needs.costs.observe([observation.step for observation in observations])
 
     def _scores(self, rows: Sequence[_Request | None]) -> list[Scores] | None:
         """Returns logits by row; None where they are needed and their number does not match the drafts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 from foretoken import zoo
 from foretoken.control.config import GoodputConfig
 from foretoken.core.checks import integer
+from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.files import atomic_directory
 from foretoken.core.streams import MAX_DERIVED_SEED, MIN_SEED
@@ -28,6 +30,7 @@ from foretoken.models.loading import load_model
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
+from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.speculation import Builder, SpeculativeConfig, selection, with_draft
 from foretoken.verify import choose
@@ -62,6 +65,8 @@ class LLM:
             modules. In the first process the constructor returns. In the others it serves the forward passes until the
             first process ends, and then raises SystemExit.
         gguf_file: Name of a GGUF file in the target's folder or repository.
+        isolate_failures: For servers. Requests go on without drafts if the proposer fails, and every grammar compiles
+            in its own process with limits on time and memory (POSIX only).
 
     Raises:
         InvalidRequest: An argument is not valid.
@@ -89,6 +94,7 @@ class LLM:
         max_num_batched_tokens: PromptRows = None,
         tensor_parallel_size: int = 1,
         gguf_file: str | None = None,
+        isolate_failures: bool = False,
     ) -> None:
         integer("seed", seed, MIN_SEED, MAX_DERIVED_SEED)
         integer("max_num_seqs", max_num_seqs, 1, MAX_COUNT)
@@ -115,10 +121,11 @@ class LLM:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
         chosen = selection(builder, config, self._proposer, methods)
         self.methods = tuple(chosen.members) if isinstance(chosen, PerRequestProposer) else (config.method_in_force,)
+        self._chosen = chosen
         capacity = split_kv_memory(self.target, chosen, kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs)
         self.engine = Engine(
             self.target,
-            chosen,
+            FallbackProposer(chosen) if isolate_failures else chosen,
             config.controller(self.target.device, builder.costs),
             rule=partial(choose, rejection=config.rejection),
             max_sequences=max_num_seqs,
@@ -136,6 +143,7 @@ class LLM:
             start,
             self.target.max_length,
             self.target.source_length,
+            isolate_grammars=isolate_failures and os.name == "posix",
         )
 
     def generate(
@@ -200,9 +208,14 @@ class LLM:
         with atomic_directory(Path(folder).expanduser().absolute()) as partial:
             self._proposer.save(partial)
 
+    def method_of(self, context: Context) -> str:
+        """Returns which of ``methods`` drafts for a sequence."""
+        return self._chosen.of(context) if isinstance(self._chosen, PerRequestProposer) else self.methods[0]
+
     def close(self) -> None:
-        """Cancels all requests. The models are freed with the object."""
+        """Cancels all requests and ends processes of grammars. The models are freed with the object."""
         self.engine.clear()
+        self.requests.grammars.close()
 
     def _add(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

@@ -142,9 +142,9 @@ def test_it_comes_back_when_the_text_turns():
     one = world(lambda sequence, position, depth: position > 600)
     one.add()
     one.run(600)
-    rounds = len(one.drafted)
+    steps = len(one.drafted)
     one.run(1500)
-    assert len(one.drafted) - rounds < 600
+    assert len(one.drafted) - steps < 600
 
 
 def test_greedy_requests_teach_nothing_about_others():

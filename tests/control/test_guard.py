@@ -24,7 +24,7 @@ def guarded(max_tokens: int = 8, fixed: bool = False, allowance: float = ALLOWAN
 
 
 def lost(world: World) -> float:
-    """Plain rounds lost beyond the allowance."""
+    """Plain steps lost beyond the allowance."""
     return (world.elapsed - world.plain - ALLOWANCE * world.elapsed) / world.rows(1)
 
 
@@ -160,7 +160,7 @@ def test_what_catching_up_takes_is_counted_before():
     assert world.elapsed - world.plain - before < 8 * PLAIN
 
 
-def test_plain_rounds_are_timed_again():
+def test_plain_steps_are_timed_again():
     world = World(guarded(max_tokens=4, fixed=True), chance(0.8), step=0.0005)
     world.add()
     world.run(8000)
@@ -174,7 +174,7 @@ def test_a_wrong_allowance_is_refused():
 
 
 def wander(world: World, numbers: random.Random, slow: float, share: float) -> float:
-    """In a ``share`` of the rounds the machine becomes 1.6 times as slow, or fast again; and there is noise."""
+    """In a ``share`` of the steps the machine becomes 1.6 times as slow, or fast again; and there is noise."""
     slow = 2.6 - slow if numbers.random() < share else slow
     now = slow * numbers.gauss(1.0, 0.03)
     world.rows, world.step = lambda rows: now * flat(rows), 0.0006 * now
@@ -183,7 +183,7 @@ def wander(world: World, numbers: random.Random, slow: float, share: float) -> f
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_machine_whose_speed_wanders_makes_no_gain_of_a_loss(seed):
-    """Plain rounds timed in a slow spell do not excuse drafts that are made in a fast one."""
+    """Plain steps timed in a slow spell do not excuse drafts that are made in a fast one."""
     numbers = random.Random(seed)
     world = World(guard := guarded(max_tokens=16, allowance=0.005), chance(0.02, seed), step=0.0006)
     world.warm_up(guard.costs)
@@ -199,8 +199,8 @@ def test_a_machine_whose_speed_wanders_makes_no_gain_of_a_loss(seed):
 
 @pytest.mark.parametrize("slower", [1.1, 1.25, 1.6])
 @pytest.mark.parametrize("batch", [1, 16])
-def test_a_plain_round_that_was_disturbed_excuses_no_drafts(slower, batch):
-    """Until the next one is timed, every round with a draft in it looks like a gain."""
+def test_a_plain_step_that_was_disturbed_excuses_no_drafts(slower, batch):
+    """Until the next one is timed, every step with a draft in it looks like a gain."""
     world = World(guard := guarded(max_tokens=16, allowance=0.005), chance(0.02), step=0.0006)
     world.warm_up(guard.costs)
     for _ in range(batch):
@@ -218,7 +218,7 @@ def test_a_plain_round_that_was_disturbed_excuses_no_drafts(slower, batch):
     [(1, 0.02, 0, 0.98), (16, 0.02, 0, 0.98), (1, 0.3, 0, 1.1), (1, 0.3, 6, 1.1), (16, 0.8, 2, 1.2), (16, 0.8, 7, 1.2)],
 )
 def test_a_machine_that_jumps_between_two_speeds(batch, share, seed, least):
-    """A plain round timed in a fast spell is no reason to leave a good draft alone in a slow one."""
+    """A plain step timed in a fast spell is no reason to leave a good draft alone in a slow one."""
     world = World(guard := guarded(max_tokens=16, allowance=0.005), chance(share, seed), step=0.0006, read=0.0000375)
     world.warm_up(guard.costs)
     for _ in range(batch):

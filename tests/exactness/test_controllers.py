@@ -107,7 +107,7 @@ def generate(
 
 @pytest.fixture
 def steady(monkeypatch):
-    """Every lap takes a millisecond, so that a round decides the same whenever it is run."""
+    """Every lap takes a millisecond, so that a step decides the same whenever it is run."""
     ticks = count()
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3))
 
@@ -121,6 +121,7 @@ def reference(length: int) -> dict[Text, float]:
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.slow
 def test_law_of_the_engine(name, steady):
     """Enumerated with a controller that has learned from some requests already."""
     learned = CONTROLLERS[name]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,13 @@ def quantized(weight: Tensor, kind: K, seed: int) -> NDArray[np.uint8]:
         return random_blocks(kind, *weight.shape, seed)
 
 
-def write_both(module: Any, architecture: str, folder: Path, kinds: Mapping[str, K] | K) -> tuple[Path, Path]:
+def write_both(
+    module: Any,
+    architecture: str,
+    folder: Path,
+    kinds: Mapping[str, K] | K,
+    more: Callable[[Any], None] = lambda writer: None,
+) -> tuple[Path, Path]:
     """Writes a module as a GGUF file, and its dequantized weights as a float32 checkpoint.
 
     Args:
@@ -131,12 +137,14 @@ def write_both(module: Any, architecture: str, folder: Path, kinds: Mapping[str,
         architecture: its name in GGUF.
         folder: where both are written.
         kinds: the type of all matrices, or by the name's end in GGUF; others are float32.
+        more: writes further keys.
 
     Returns:
         The GGUF file and the folder of the checkpoint.
     """
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     reference = add_weights(writer, module, architecture, kinds)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -190,6 +198,7 @@ def gguf_name(name: str, sandwich: bool) -> str:
 
 def write_settings(writer: Any, config: Any, architecture: str) -> None:
     """Writes the keys of an architecture, as llama.cpp's converter does."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -197,13 +206,13 @@ def write_settings(writer: Any, config: Any, architecture: str) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(SIZES["head_dim"])
-    writer.add_value_length(SIZES["head_dim"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full["rope_theta"])
-    writer.add_rope_dimension_count(SIZES["head_dim"])
+    writer.add_rope_dimension_count(head_dim)
     if full["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(full))
     if getattr(config, "sliding_window", None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as K
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from foretoken import LLM, SamplingParams, zoo
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.native.build import SWITCH
@@ -97,8 +100,6 @@ def test_transformers_reads_the_same_model_from_the_file(
     architecture: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    from transformers import AutoModelForCausalLM
-
     module = tiny_checkpoint(architecture, **settings)
     file, _ = write_both(module, architecture, tmp_path, K.Q8_0)
     other = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).eval()
@@ -193,3 +194,29 @@ def test_weights_are_not_kept_in_memory_twice(tmp_path: Path) -> None:
     assert grouped is not None and grouped.shape == (256, 512)
     block, size = GGML_QUANT_SIZES[K.Q4_0]
     assert np.prod(grouped.shape) // block * size < file.stat().st_size
+
+
+def test_the_bundled_pair_writes_the_same_text_from_files(tmp_path: Path) -> None:
+    """Files of bfloat16 hold the checkpoints' own weights and tokenizer, so every token is the same."""
+    files = []
+    for role in ("target", "draft"):
+        tokenizer = json.loads((zoo.path(role) / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+
+        def add_tokenizer(writer: Any, model: Any = tokenizer) -> None:
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre("gpt-2")
+            writer.add_token_list(sorted(model["vocab"], key=model["vocab"].get))
+            writer.add_token_types([3] + [1] * (len(model["vocab"]) - 1))
+            writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+            writer.add_eos_token_id(0)
+
+        (tmp_path / role).mkdir()
+        module = AutoModelForCausalLM.from_pretrained(zoo.path(role), dtype=torch.float32)
+        files.append(write_both(module, "llama", tmp_path / role, K.BF16, add_tokenizer)[0])
+    prompts = ["import os\n", "def read(path):\n    "]
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    expected = LLM(zoo.path("target"), draft_model=zoo.path("draft")).generate(prompts, params)
+    results = LLM(files[0], draft_model=files[1].parent).generate(prompts, params)
+    for result, reference in zip(results, expected, strict=True):
+        assert result.outputs[0].text == reference.outputs[0].text
+        assert result.outputs[0].token_ids == reference.outputs[0].token_ids

@@ -118,6 +118,11 @@ def test_sizes_are_bounded():
     assert len(audit.page(made_up.audit())) < 100_000
 
 
+def test_acceptance_is_labelled_as_the_engine_measures_it():
+    assert "share of steps accepted so deep" in plan.page(made_up.plan())
+    assert "accepted, given those before" in plan.page(made_up.plan() | {"engine": "vllm"})
+
+
 def test_the_page_of_a_plan_shows_its_costs_and_predictors():
     measured = TimeSpread(0.01, 0.009, 0.012, 5)
     found = Plan(

@@ -70,7 +70,15 @@ def running(llm: LLM, settings: ServerSettings | None = None, max_waiting: int =
 def _new() -> LLM:
     # So many tokens are drafted however busy the machine is: left to measurement it may be none.
     steady = {"num_speculative_tokens": 4}
-    return LLM(dtype="float32", speculative_config=steady, methods=("prediction", "ngram"), max_num_seqs=8, seed=1)
+    methods = ("prediction", "ngram")
+    return LLM(
+        dtype="float32",
+        speculative_config=steady,
+        methods=methods,
+        max_num_seqs=8,
+        seed=1,
+        isolate_failures=True,
+    )
 
 
 @pytest.fixture(scope="session")

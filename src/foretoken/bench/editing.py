@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.bench.edits import EDITS
+from foretoken.core.distributions import Law
 from foretoken.core.history import History
 from foretoken.core.sampling import SamplingLaw
 
@@ -36,7 +37,7 @@ def editing_tasks(tokenizer: Any) -> list[EditingTask]:
 
 
 @dataclass(frozen=True)
-class Dictated:
+class Dictated(Law):
     """A sampling distribution that forces ``output`` [n]: one-hot by position; the last token repeats at the end.
 
     It reads the logits as greedy decoding does, so that a row costs the same.

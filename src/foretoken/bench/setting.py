@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use."""
+    """Returns the number of cores to compute on: ``OMP_NUM_THREADS``, or all that this process may use."""
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    if limit.isdecimal() and int(limit) > 0:
+        return int(limit)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""``foretoken audit``: is my pair exact?"""
+"""``foretoken audit``: tests whether a pair is exact."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Implementation(StrEnum):
-    """Whose speculation is audited."""
+    """The implementation whose speculation is audited."""
 
     FORETOKEN = "foretoken"
     TRANSFORMERS = "transformers"
@@ -46,8 +46,8 @@ def audit(
         Path | None, typer.Option(metavar="FILE", help='JSON lines with a "prompt" each. [our own functions]')
     ] = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="As 90s, 5m or 1h; more finds smaller errors.")] = "2m",
-    temperature: Annotated[float, typer.Option(help="Of the texts that are drawn; above 0.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    temperature: Annotated[float, typer.Option(help="Of the sampled texts; above 0.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of all sampling.")] = 0,
     dtype: Dtype = "auto",
     float32: Annotated[bool, typer.Option(help="Compare seeded texts in float32 as well.")] = True,
     as_json: Json = False,
@@ -55,9 +55,9 @@ def audit(
     html_file: Html = None,
     color: Annotated[ColorMode, typer.Option(help="Colours of the verdicts.")] = ColorMode.AUTO,
 ) -> None:
-    """Test whether speculation leaves the text alone: greedy, drawn, seeded; and whether the test would notice.
+    """Test whether speculation changes the output (greedy, sampled, seeded), and whether the test would notice.
 
-    Exit code: 0 passed, 1 failed, 3 inconclusive (nothing wrong was seen, and too little could have been).
+    Exit code: 0 passed, 1 failed, 3 inconclusive (no error was seen, but the test was too weak to see one).
     """
     seconds = _seconds(budget)
     check_places(output=output, html=html_file)
@@ -71,9 +71,7 @@ def audit(
     with waiting(notes, f"loading {model or 'the bundled pair'}"):
         subject = _subject(engine, model, draft_model, speculative_config, dtype, seed)
     with staged(notes) as watch:
-        found = run(
-            subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch
-        )  # fmt: skip
+        found = run(subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch)
     record = found.to_dict()
     if html_file is not None:
         from foretoken.report.audit import page
@@ -113,7 +111,7 @@ def _seconds(text: str) -> float:
 
 
 def _show(found: Audit, out: Console) -> None:
-    """What was audited, a line for each check, and the verdict last."""
+    """Prints the subject, a line for each check, and the verdict."""
     from rich.text import Text
 
     facts = (f"{key} {value}" for key, value in found.subject.items() if value is not None)

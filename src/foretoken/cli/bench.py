@@ -1,4 +1,4 @@
-"""``foretoken bench race``: ours and the peers, turn by turn in one run."""
+"""``foretoken bench race``: Foretoken and its peers, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def race(
     html_file: Html = None,
     color: Color = ColorMode.AUTO,
 ) -> None:
-    """Race plain and speculative decoding, ours and the peers', one run, turn by turn; each peer at its best depth."""
+    """Race plain and speculative decoding of Foretoken and its peers, each at its best draft length."""
     from foretoken import zoo
     from foretoken.bench.entrants import Pairing
     from foretoken.bench.peers.registry import chosen
@@ -71,19 +71,27 @@ def race(
     console, notes = wide_console(color), wide_console(color, stderr=True)
     rows = _race(pairing, configs, wanted, groups, (max_tokens, temperature or [0.0], repeats), notes)
     facts = setting() | {
-        "target": target.name, "draft": draft.name, "prompts": f"{len(ids)} of {source}", "max_tokens": max_tokens,
-        "repeats": repeats, "peers": {row.system: row.version for row in rows if row.system != "foretoken"},
-    }  # fmt: skip
+        "target": target.name,
+        "draft": draft.name,
+        "prompts": f"{len(ids)} of {source}",
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "peers": {row.system: row.version for row in rows if row.system != "foretoken"},
+    }
     _publish(facts, rows, console, (as_json, output, html_file))
     if not any(row.system == "foretoken" for row in rows):
         raise typer.Exit(1)
 
 
 def _race(
-    pairing: Pairing, configs: list[dict[str, Any]], wanted: Sequence[Any], groups: list[list[list[int]]],
-    course: tuple[int, list[float], int], notes: Console,
-) -> list[RaceRow]:  # fmt: skip
-    """From options to rows."""
+    pairing: Pairing,
+    configs: list[dict[str, Any]],
+    wanted: Sequence[Any],
+    groups: list[list[list[int]]],
+    course: tuple[int, list[float], int],
+    notes: Console,
+) -> list[RaceRow]:
+    """Runs the race. Returns its rows."""
     from foretoken.bench.costs import Loaded
     from foretoken.bench.entrants import own, peers
     from foretoken.bench.law import judged
@@ -109,7 +117,7 @@ def _race(
     try:
         with waiting(notes, "comparing laws"):
             return judged(rows, heats, courses, lambda: Loaded.of(pairing.target, pairing.quantization).model)
-    except ForetokenError as error:  # an hour's race is not thrown away for it
+    except ForetokenError as error:  # keeps the result of the race
         say(f"the laws of drawn texts were not compared: {error}")
         return rows
 
@@ -120,7 +128,7 @@ def _publish(
     console: Console,
     options: tuple[bool, Path | None, Path | None],
 ) -> None:
-    """options: --json, --output, --html."""
+    """Prints and writes the result. options: values of --json, --output and --html."""
     from dataclasses import asdict
 
     from foretoken.bench import tables
@@ -137,7 +145,7 @@ def _publish(
         write_text(html_file, page(facts, rows))
 
 
-# what the options say
+# options
 
 
 def _configs(texts: Sequence[str] | None) -> list[dict[str, Any]]:
@@ -147,7 +155,7 @@ def _configs(texts: Sequence[str] | None) -> list[dict[str, Any]]:
 
 
 def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[list[int]], str]:
-    """The prompts as token ids, so that every system gets the same, and where they are from."""
+    """Returns the prompts as token ids, which are the same for every system, and the name of their source."""
     from foretoken.bench.workloads import FUNCTIONS, load_prompts, ragged
     from foretoken.models.formats.checkpoint import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""``foretoken chat``: a conversation in the terminal, coloured by who guessed what."""
+"""``foretoken chat``: a conversation in the terminal, with tokens coloured by origin."""
 
 from __future__ import annotations
 
@@ -54,22 +54,34 @@ def chat(
     stats: Annotated[bool, typer.Option(help="A line of figures after each answer, on standard error.")] = True,
     json_lines: Annotated[bool, typer.Option(help="Print one JSON object a line instead.")] = False,
 ) -> None:
-    """Talk to a model; /help lists what can be changed meanwhile. Without a terminal it reads a message a line."""
+    """Talk to a model. /help lists commands that change settings. Without a terminal it reads one message a line."""
     from foretoken.cli.conversation import Conversation, read_template
     from foretoken.cli.generate import speculative
 
     config, template = speculative(speculative_config), read_template(chat_template)
     settings = ChatSettings(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
-        speculative_tokens=speculative_tokens, rejected=rejected,
-    )  # fmt: skip
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        speculative_tokens=speculative_tokens,
+        rejected=rejected,
+    )
     settings.params(0)  # refused before anything is loaded
     ways = [_way(each) for each in method or ()]
     llm = load(
-        model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
-        max_model_len=max_model_len, methods=ways, enable_prefix_caching=True,
-        seed=secrets.randbits(63),  # the library's own would make every conversation the same
-    )  # fmt: skip
+        model,
+        draft_model,
+        color,
+        speculative_config=config,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        methods=ways,
+        enable_prefix_caching=True,
+        seed=secrets.randbits(63),  # the library's default would make all conversations equal
+    )
     from foretoken.cli.chat_screen import JsonScreen, TextScreen, piped, typed
 
     try:
@@ -88,7 +100,7 @@ def chat(
 
 
 def _way(text: str) -> str | dict[str, Any]:
-    """A method's name as it is, a configuration from its JSON. Raises InvalidRequest."""
+    """Returns a method's name, or a configuration parsed from JSON. Raises InvalidRequest."""
     from foretoken.core.errors import InvalidRequest
 
     if not text.lstrip().startswith("{"):
@@ -102,7 +114,7 @@ def _way(text: str) -> str | dict[str, Any]:
 
 
 class Session:
-    """One conversation with one model; what commands act on. refused: whether anything was."""
+    """One conversation with one model, on which commands act. ``refused`` is whether any message was refused."""
 
     def __init__(
         self, llm: LLM, conversation: Conversation, settings: ChatSettings, screen: Screen, *, figures: bool = True
@@ -114,7 +126,7 @@ class Session:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Those that are loaded, the one in force first."""
+        """The loaded methods, the selected one first."""
         return tuple(name for name in self._llm.methods if name != "none")
 
     @property
@@ -123,13 +135,13 @@ class Session:
 
     @property
     def greeting(self) -> str:
-        """What is talked to, for the first line."""
+        """The models' names, for the first line."""
         drafts = f"drafts by {' or '.join(self.methods)}" if self.methods else "no drafts"
         return f"{self._llm.model} · {drafts} · /help lists the commands, Ctrl-D leaves"
 
     @property
     def record(self) -> dict[str, Any]:
-        """What /save writes."""
+        """The document that /save writes."""
         return {
             "model": self._llm.model,
             "draft_model": self._llm.draft_model,
@@ -140,7 +152,7 @@ class Session:
         }
 
     def run(self, texts: Iterable[str]) -> None:
-        """Answer each until there are no more or one says /quit; what is refused is told, and the next is read."""
+        """Answers messages until they end or one is /quit. Reports refused messages and continues."""
         from foretoken.core.errors import ForetokenError
 
         for text in texts:
@@ -164,7 +176,7 @@ class Session:
             self._screen.notice(reply)
 
     def say(self, text: str) -> None:
-        """Send a message and show the answer. Raises InvalidRequest; the message is forgotten then."""
+        """Sends a message and shows the answer. Raises InvalidRequest and then drops the message."""
         from foretoken.core.errors import ForetokenError
 
         params = self.settings.params(len(self.done))
@@ -191,22 +203,27 @@ class Session:
         figures = counts.freeze()
         reason = output.finish_reason if output is not None else "abort"
         record = {
-            "message": text, "text": words.text, "token_ids": words.ids, "finish_reason": reason,
-            "dropped_messages": dropped, "stats": figures.to_dict(), "wall_seconds": seconds,
-        }  # fmt: skip
+            "message": text,
+            "text": words.text,
+            "token_ids": words.ids,
+            "finish_reason": reason,
+            "dropped_messages": dropped,
+            "stats": figures.to_dict(),
+            "wall_seconds": seconds,
+        }
         ends = {"abort": " · stopped", "length": f" · cut at {figures.tokens} tokens", "error": " · failed"}
         line = summary([figures], seconds) + ends.get(str(reason), "") if self._figures else None
         self._screen.answered(record, line)
         if words.text or reason in ("stop", "length"):
             self.conversation.answer(words.text)
         else:
-            self.conversation.withdraw()  # nothing came: as if it had not been asked
+            self.conversation.withdraw()  # there was no answer, so the message is dropped
         self.done.append((figures, seconds))
 
     def _listen(
         self, ids: list[int], params: SamplingParams, counts: Counts, words: _Words, show: Any
     ) -> CompletionOutput | None:
-        """Stream an answer. -> it, or None where Ctrl-C stopped it"""
+        """Streams an answer and returns it; None if Ctrl-C stopped it."""
         from foretoken.cli.chat_screen import interruptible
 
         with interruptible() as stopped:
@@ -225,7 +242,7 @@ class Session:
 
 
 class _Words:
-    """An answer as it grows."""
+    """An answer while it is generated."""
 
     def __init__(self) -> None:
         self.text, self.ids = "", list[int]()

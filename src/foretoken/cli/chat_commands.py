@@ -1,4 +1,4 @@
-"""What can be set and asked while chatting: ``/temperature 0.5`` and its like."""
+"""Commands of a chat, such as ``/temperature 0.5``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMMAND = re.compile(r"/([a-z_]+)(?:\s+(.*))?", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """How the next answer is made. speculative_tokens None and method None leave both to the engine."""
+    """Settings of the next answer. None for ``speculative_tokens`` or ``method`` takes the engine's default."""
 
     max_tokens: int
     temperature: float
@@ -33,7 +33,7 @@ class ChatSettings:
     rejected: bool = False
 
     def params(self, turn: int) -> SamplingParams:
-        """For the answer number ``turn``, which has random numbers of its own. Raises InvalidRequest."""
+        """Returns the parameters of answer ``turn``, which has its own random numbers. Raises InvalidRequest."""
         from foretoken.params import SamplingParams
 
         return SamplingParams(
@@ -47,10 +47,12 @@ class ChatSettings:
 
 
 class Chat(Protocol):
-    """What commands act on.
+    """A chat, as commands use it.
 
-    methods: the names of those that are loaded, the one in force first; empty without speculation.
-    done: figures and seconds of every answer so far. coloured: whether rejected tokens could be shown.
+    Attributes:
+        methods: Names of the loaded methods, the selected one first; empty without speculation.
+        done: Statistics and seconds of every answer so far.
+        coloured: Whether rejected tokens can be shown.
     """
 
     settings: ChatSettings
@@ -69,7 +71,7 @@ class Chat(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """``run(chat, argument)`` says what it did. Raises InvalidRequest or WriteError."""
+    """A command. ``run(chat, argument)`` returns what it did. Raises InvalidRequest or WriteError."""
 
     usage: str
     meaning: str
@@ -77,16 +79,16 @@ class Command:
 
 
 def parse(text: str) -> tuple[str, str] | None:
-    """The command in a message and its argument, or None of a message for the model.
+    """Returns the command in a message and its argument, or None for a message to the model.
 
-    "/usr/bin" and "// a comment" are messages: a command is one word in small letters.
+    "/usr/bin" and "// a comment" are messages: a command is one word in lower case.
     """
     found = _COMMAND.fullmatch(text)
     return (found[1], (found[2] or "").strip()) if found else None
 
 
 def run(chat: Chat, name: str, argument: str) -> str:
-    """Carry out a command. -> what to say. Raises InvalidRequest for unknown names and bad arguments."""
+    """Runs a command and returns its message. Raises InvalidRequest for unknown names and bad arguments."""
     command = COMMANDS.get(name)
     if command is None:
         known = ", ".join(f"/{each}" for each in COMMANDS)
@@ -193,7 +195,7 @@ def _quit(chat: Chat, argument: str) -> str:
 
 
 def _change(chat: Chat, **fields: Any) -> None:
-    """Set, if the engine's parameters may be so. Raises InvalidRequest."""
+    """Changes a setting. Raises InvalidRequest if the value is not valid."""
     changed = replace(chat.settings, **fields)
     changed.params(0)
     chat.settings = changed
@@ -214,5 +216,5 @@ COMMANDS = {
 
 
 def names() -> Sequence[str]:
-    """All commands as they are typed."""
+    """Returns all commands as they are typed."""
     return [f"/{name}" for name in COMMANDS]

@@ -1,4 +1,4 @@
-"""Where a chat is read and written: a terminal, lines through a pipe, or lines of JSON."""
+"""Input and output of a chat: a terminal, lines through a pipe, or lines of JSON."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from foretoken.outputs import StreamPiece
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
-CONTINUED = "\\"  # at the end of a line: the message goes on in the next
+CONTINUED = "\\"  # at the end of a line: the message continues on the next
 
 
 class Screen(Protocol):
-    """What a chat shows. coloured: whether text looks different by origin."""
+    """Output of a chat. ``coloured`` is whether text is coloured by origin."""
 
     @property
     def coloured(self) -> bool: ...
 
     def welcome(self, text: str) -> None:
-        """What is talked to; messages can come."""
+        """Shows the models' names before the first message."""
         ...
 
     def answering(self, origins: Origins, rejected: bool) -> Callable[[StreamPiece], None]:
-        """An answer begins. -> to be called with its pieces"""
+        """Begins an answer. Returns a function to call with its pieces."""
         ...
 
     def answered(self, record: dict[str, Any], figures: str | None) -> None:
-        """It is over: what it was, and a line of figures where they are wanted."""
+        """Ends an answer, with a line of statistics if requested."""
         ...
 
     def notice(self, text: str) -> None:
-        """What a command has to say."""
+        """Shows the message of a command."""
         ...
 
     def error(self, error: ForetokenError) -> None:
-        """What was refused; the chat goes on."""
+        """Shows an error. The chat continues."""
         ...
 
 
 class TextScreen:
-    """Answers on standard output, coloured where there are colours; everything else on standard error."""
+    """Writes answers to standard output, with colours if it has them, and everything else to standard error."""
 
     def __init__(self, color: ColorMode) -> None:
         self._out, self._err = console(color), console(color, stderr=True)
@@ -83,7 +83,7 @@ class TextScreen:
 
 
 class JsonScreen:
-    """One JSON object a line on standard output: ``{"type": "answer" | "notice" | "error" | "ready", ..}``."""
+    """Writes one JSON object a line to standard output: ``{"type": "answer" | "notice" | "error" | "ready", ..}``."""
 
     coloured = False
 
@@ -107,9 +107,9 @@ class JsonScreen:
 
 
 def piped() -> Iterator[str]:
-    """Messages of standard input, one a line."""
+    """Yields messages of standard input, one a line."""
     waiting = ""
-    for line in iter(partial(standard_input, sys.stdin.readline), ""):  # at once, also from a pipe that stays open
+    for line in iter(partial(standard_input, sys.stdin.readline), ""):  # line by line, also from a pipe that stays open
         text = waiting + line.rstrip("\r\n")
         if text.endswith(CONTINUED):
             waiting = text.removesuffix(CONTINUED) + "\n"
@@ -121,7 +121,7 @@ def piped() -> Iterator[str]:
 
 
 def typed(commands: Sequence[str], color: ColorMode) -> Iterator[str]:
-    """Messages from whoever sits at the terminal; ends with Ctrl-D. Ctrl-C empties the line."""
+    """Yields messages typed in the terminal until Ctrl-D. Ctrl-C clears the line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.output import ColorDepth
@@ -147,7 +147,7 @@ def typed(commands: Sequence[str], color: ColorMode) -> Iterator[str]:
 
 
 def _bindings() -> Any:
-    """Enter sends, Esc-Enter or a trailing backslash begins another line."""
+    """Returns key bindings: Enter sends; Esc-Enter or a trailing backslash begins another line."""
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()
@@ -169,13 +169,13 @@ def _bindings() -> Any:
 
 
 def state_folder() -> Path:
-    """Where a history may be kept: $XDG_STATE_HOME/foretoken, else ~/.local/state/foretoken."""
+    """Returns the folder of the history: $XDG_STATE_HOME/foretoken, else ~/.local/state/foretoken."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "foretoken"
 
 
 def _history() -> History:
-    """On disk, for its user alone; in memory where there is no writing."""
+    """Returns the history: a file that only its user can read, or in memory if none can be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     file = state_folder() / "chat_history"
@@ -190,9 +190,9 @@ def _history() -> History:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C is only noted, so that it breaks into no round; yields what tells of it.
+    """Within the block, records the first Ctrl-C instead of interrupting a step. Yields a function that returns it.
 
-    A second one is a KeyboardInterrupt, for whatever does not ask.
+    A second Ctrl-C raises KeyboardInterrupt.
     """
     import signal
     import threading

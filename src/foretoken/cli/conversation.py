@@ -1,4 +1,4 @@
-"""What was said so far, as a prompt: through the tokenizer's chat template, and no longer than the model can read."""
+"""A conversation as a prompt: rendered by the chat template, and cut to the model's context length."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from foretoken.core.errors import InvalidRequest
 class Conversation:
     """The turns of one chat.
 
-    tokenizer: one with ``apply_chat_template``. template: Jinja that takes the place of the tokenizer's own.
-    max_length: tokens of prompt and answer together. model: for messages. Raises InvalidRequest without a template.
+    ``tokenizer`` has ``apply_chat_template``, ``template`` replaces its template, ``max_length`` is the number of
+    tokens of prompt and answer together, and ``model`` is a name for error messages.
+
+    Raises:
+        InvalidRequest: There is no template.
     """
 
     def __init__(self, tokenizer: Any, max_length: int, model: str, template: str | None = None) -> None:
@@ -24,11 +27,11 @@ class Conversation:
         self._tokenizer, self._max_length, self._template = tokenizer, max_length, template
         self.system: str | None = None
         self.turns: list[dict[str, str]] = []
-        self._from = 0  # turns before it no longer fit the model
+        self._from = 0  # earlier turns do not fit the context
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """All of it, in the form of OpenAI's messages; also what the model no longer sees."""
+        """All turns in OpenAI's format, including those that no longer fit the context."""
         return [*self._instructions, *self.turns]
 
     @property
@@ -36,10 +39,12 @@ class Conversation:
         return [{"role": "system", "content": self.system}] if self.system else []
 
     def ask(self, text: str, max_tokens: int) -> tuple[list[int], int]:
-        """Add a message. -> the prompt's token ids, how many of the oldest turns no longer fit from now on
+        """Adds a message. Returns the prompt's token ids, and how many more of the oldest turns do not fit.
 
-        Room is kept for ``max_tokens`` of answer, at most half of what the model holds. Raises InvalidRequest, and
-        leaves everything as it was, where the message alone is too long or the template refuses.
+        ``max_tokens`` are reserved for the answer, at most half of the context.
+
+        Raises:
+            InvalidRequest: The message alone is too long, or the template refuses it. The message is not added.
         """
         turns = [*self.turns, {"role": "user", "content": text}]
         first, room = self._from, self._max_length - min(max_tokens, self._max_length // 2)
@@ -56,16 +61,16 @@ class Conversation:
         return ids, dropped
 
     def answer(self, text: str) -> None:
-        """Add what came to the message that was last."""
+        """Adds the answer to the last message."""
         self.turns.append({"role": "assistant", "content": text})
 
     def withdraw(self) -> None:
-        """Forget the message that has no answer."""
+        """Removes the last message, which has no answer."""
         self.turns.pop()
         self._from = min(self._from, len(self.turns))
 
     def reset(self) -> None:
-        """Forget all turns; the system message stays."""
+        """Removes all turns but the system message."""
         self.turns, self._from = [], 0
 
     def _prompt(self, turns: list[dict[str, str]]) -> list[int]:
@@ -82,7 +87,7 @@ class Conversation:
 
 
 def read_template(file: Path | None) -> str | None:
-    """The template in ``file``. Raises InvalidRequest for what is not a text file."""
+    """Returns the template in ``file``. Raises InvalidRequest if it is not a text file."""
     if file is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""``foretoken convert``: heads in the form that another engine loads."""
+"""``foretoken convert``: writes heads in another engine's format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def convert(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DST whatever it holds.")] = False,
 ) -> None:
-    """Write heads in another engine's dialect; the tensors stay as they are, bit for bit."""
+    """Write heads in another engine's format. The tensors stay bit-equal."""
     from safetensors.torch import save_file
 
     from foretoken.core.errors import InvalidRequest
@@ -67,7 +67,7 @@ def _converted(source: Path, to: str, target: str | None) -> Written:
 
 
 def _taps(source: Path, target: str) -> tuple[int, ...]:
-    """The layers read, measured on the target, since config.json leaves them open."""
+    """Returns the target layers that the head reads, which config.json leaves open."""
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.models.heads.loading import load_eagle
     from foretoken.models.loading import load_model
@@ -77,7 +77,7 @@ def _taps(source: Path, target: str) -> tuple[int, ...]:
 
 
 def _vocabulary(target: str, dtype: torch.dtype) -> Tensor:
-    """The target's vocabulary head [V, H]; its embedding where the two are tied."""
+    """Returns the target's vocabulary head [V, H], or its embedding if the two are tied."""
     from foretoken.core.errors import ModelLoadError
     from foretoken.models.formats.checkpoint import open_weights, resolve
 

@@ -91,7 +91,7 @@ def _passes(
 
 
 def _keep(loaded: Loaded, found: Sequence[PassCost], notes: Console) -> None:
-    """For plans of the same checkpoint on this machine."""
+    """Saves measured costs for plans of the same checkpoint on this machine."""
     from foretoken.core.errors import WriteError
     from foretoken.plan.costs import known
 
@@ -172,7 +172,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def tracker(notes: Console, title: str) -> Callable[[Sequence[int]], Iterable[int]]:
-    """A progress bar, only where somebody watches."""
+    """Returns a wrapper of iterables that shows a progress bar on a terminal."""
     from rich.progress import track
 
     return lambda turns: track(turns, title, console=notes, disable=not notes.is_terminal)

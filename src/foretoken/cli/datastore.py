@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli.options import Json
 
-PIECE = 1 << 20  # characters that are read and tokenised together; a document of more is several
+PIECE = 1 << 20  # characters that are tokenized together; longer documents are split
 SUFFIXES = {".py", ".md", ".txt"}  # looked for in folders, as by ``foretoken train``
 
 
@@ -36,7 +36,7 @@ def build_datastore(
         writer = DatastoreWriter(folder, tokenizer)
         size, done = sum(file.stat().st_size for file in files), 0
         for texts in _batches(files):
-            # Not verbose: a document is longer than the model's positions, which deserves no warning here.
+            # verbose=False: documents may exceed the model's context length.
             for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
                 writer.add(ids)
             done += sum(len(text.encode()) for text in texts)
@@ -65,7 +65,7 @@ def _files(paths: list[Path]) -> list[Path]:
 
 
 def _batches(files: list[Path]) -> Iterator[list[str]]:
-    """Pieces of whole lines, in batches of some ``PIECE`` characters whatever the sizes of the files."""
+    """Yields pieces of whole lines, in batches of about ``PIECE`` characters."""
     from foretoken.core.errors import InvalidRequest
 
     batch: list[str] = []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Race:
-    """What is raced. ``size`` is the size the bundled target is widened to, or None for as it is."""
+    """Settings of the race. ``size`` is the size that the bundled target is widened to, or None."""
 
     size: str | None
     prompts: int
@@ -70,7 +70,7 @@ def demo(
 def _run(race: Race, show: Stage) -> list[Pair]:
     llm = _load(race, show)
     try:
-        for tokens in (0, race.speculative_tokens):  # both lanes meet caches, allocator and kernels warm
+        for tokens in (0, race.speculative_tokens):  # warms up both lanes
             llm.generate(FUNCTIONS[0], _params(race, tokens, max_tokens=8))
         chosen = FUNCTIONS[: race.prompts]
         return [_pair(llm, race, show, prompt, i, len(chosen)) for i, prompt in enumerate(chosen)]
@@ -98,7 +98,7 @@ def _load(race: Race, show: Stage) -> LLM:
 
 
 def _params(race: Race, speculative_tokens: int, max_tokens: int | None = None) -> Any:
-    """Both lanes ask for the same; a seed makes sampled texts comparable (the trajectory grade)."""
+    """Returns the parameters of both lanes. The seed makes sampled texts equal (trajectory grade)."""
     from foretoken import SamplingParams
 
     return SamplingParams(
@@ -124,7 +124,7 @@ def _pair(llm: LLM, race: Race, show: Stage, prompt: str, index: int, count: int
 
 
 def summarise(race: Race, pairs: list[Pair]) -> dict[str, Any]:
-    """Totals over all prompts; rates are sums over sums, prompts' passes included."""
+    """Returns totals over all prompts. Rates are total tokens over total seconds, prefill included."""
     from foretoken.bench.measure import Totals
 
     plain = Totals.of(pair.plain for pair in pairs)

@@ -1,4 +1,4 @@
-"""What commands read and write: standard input, and files whose places are checked before the work begins."""
+"""Input and output of commands: standard input, and files whose folders are checked before the work begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foretoken.core.errors import InvalidRequest, WriteError
 
 
 def standard_input(read: Callable[[], str]) -> str:
-    """What ``read`` reads of standard input. Raises InvalidRequest for bytes that are not text."""
+    """Returns what ``read`` reads of standard input. Raises InvalidRequest for bytes that are not text."""
     try:
         text = read()
         text.encode()  # half of a surrogate pair stands for a byte that could not be decoded
@@ -32,7 +32,7 @@ def _no_text(byte: int, position: int) -> InvalidRequest:
 
 
 def check_places(**files: Path | None) -> None:
-    """By the option's name. Raises WriteError where a file cannot be: minutes of work must not end in that."""
+    """Raises WriteError, before minutes of work, for a file that cannot be written. files: by the option's name."""
     for option, file in files.items():
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
             raise WriteError(f"--{option} {file}: expected the name of a file in a folder that exists")
@@ -53,7 +53,7 @@ def publish(record: Any, show: Callable[[], object], as_json: bool, output: Path
 
 
 def write_text(file: Path, text: str) -> None:
-    """UTF-8. Raises WriteError."""
+    """Writes text in UTF-8. Raises WriteError."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

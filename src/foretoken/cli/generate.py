@@ -1,4 +1,4 @@
-"""``foretoken generate``: one prompt, streamed, coloured by origin."""
+"""``foretoken generate``: completes one prompt, streamed and coloured by origin."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from foretoken.outputs import CompletionOutput, StreamPiece
     from foretoken.params import SamplingParams
 
-LOGPROBS = 5  # of the likeliest tokens, for the page
+LOGPROBS = 5  # of the most probable tokens, for the page
 
 
 def generate(
@@ -89,10 +89,17 @@ def generate(
     )
     text = standard_input(sys.stdin.read) if prompt == "-" else prompt
     llm = load(
-        model, draft_model, color, speculative_config=config, dtype=dtype, device=device, quantization=quantization,
-        max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
-        seed=secrets.randbits(63),  # the library's own seed would repeat itself
-    )  # fmt: skip
+        model,
+        draft_model,
+        color,
+        speculative_config=config,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        tensor_parallel_size=tensor_parallel_size,
+        seed=secrets.randbits(63),  # the library's default seed would repeat texts
+    )
     page = _Page(llm, text, params, html_file) if html_file is not None else None
     try:
         if as_json:
@@ -106,7 +113,7 @@ def generate(
 
 
 class _Page:
-    """Keeps what is streamed, and makes a page of it."""
+    """Collects the streamed pieces and writes a page of them."""
 
     def __init__(self, llm: LLM, prompt: str, params: SamplingParams, file: Path) -> None:
         from foretoken.report.trace import Tracer
@@ -123,15 +130,17 @@ class _Page:
         from foretoken.report.tokens import page
 
         facts = setting() | {
-            "model": self._llm.model, "draft_model": self._llm.draft_model,
-            "method": self._llm.speculative_config.method_in_force, "temperature": self._params.temperature,
+            "model": self._llm.model,
+            "draft_model": self._llm.draft_model,
+            "method": self._llm.speculative_config.method_in_force,
+            "temperature": self._params.temperature,
             "seed": self._params.seed,
-        }  # fmt: skip
+        }
         write_text(self._file, page([tracer.trace() for tracer in self._tracers], facts))
 
 
 def _complete(llm: LLM, prompt: str, params: SamplingParams, page: _Page | None) -> tuple[CompletionOutput, ...]:
-    """All of it at once, in order."""
+    """Returns all completions in order."""
     done: dict[int, CompletionOutput] = {}
     for piece in llm.stream(prompt, params):
         if page is not None:
@@ -151,7 +160,7 @@ def _text_of(file: Path) -> str:
 
 
 def speculative(text: str | None) -> dict[str, Any] | None:
-    """The configuration that a user wrote as JSON; None of nothing. Raises InvalidRequest."""
+    """Returns the configuration in a JSON text, or None. Raises InvalidRequest."""
     if text is None:
         return None
     from foretoken.core.errors import InvalidRequest
@@ -173,7 +182,7 @@ def speculative(text: str | None) -> dict[str, Any] | None:
 def _stream(
     llm: LLM, prompt: str, params: SamplingParams, color: ColorMode, stats: bool, page: _Page | None = None
 ) -> None:
-    """Print as it is accepted; several completions come one after another, each under its number."""
+    """Prints tokens as they are accepted. Several completions are printed one after another, each with its number."""
     from foretoken.cli.render import Origins, Span, Writer, summary
     from foretoken.cli.theme import console
 
@@ -204,7 +213,7 @@ def _stream(
 
 
 def _record(llm: LLM, outputs: tuple[CompletionOutput, ...]) -> dict[str, Any]:
-    """The first completion's fields beside the models' names; with --n above 1 all of them under ``outputs``."""
+    """Returns the models' names and the first completion's fields; with --n above 1 also all of them as ``outputs``."""
     rows = [
         {
             "text": output.text,

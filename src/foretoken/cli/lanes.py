@@ -1,4 +1,4 @@
-"""The demo's stage: two lanes that fill while they are measured, or plain blocks where there is no terminal."""
+"""Output of the demo: two lanes that fill while they are measured, or plain blocks without a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foretoken.outputs import StreamPiece
 
 NAMES = ("plain", "speculative")
 _NARROW = 90  # columns under which two lanes are not readable side by side
-_REFRESH = 0.1  # seconds; drawing is outside the measured time, but not outside the viewer's
+_REFRESH = 0.1  # seconds between redraws, which are not measured
 
 
 @dataclass
@@ -36,18 +36,18 @@ class Lane:
     _origins: Origins | None = None
 
     def begin(self, origins: Origins) -> None:
-        """Get ready for the first piece."""
+        """Prepares for the first piece."""
         self._origins = origins
 
     def push(self, piece: StreamPiece, seconds: float) -> None:
-        """Take a piece; ``seconds`` is the run's own clock."""
+        """Adds a piece. seconds: time of the run."""
         if self._origins is not None:
             self.spans += self._origins.push(piece)
         self.tokens += len(piece.token_ids)
         self.seconds = seconds
 
     def end(self, run: TimedCompletion) -> None:
-        """Keep the finished run."""
+        """Stores the finished run."""
         self.run, self.seconds = run, run.seconds
 
     @property
@@ -65,27 +65,27 @@ class Lane:
 
 
 class Stage(Protocol):
-    """Where the demo plays."""
+    """Output of the demo."""
 
     def say(self, text: str) -> None:
-        """A sentence on what happens."""
+        """Shows a sentence about what happens."""
         ...
 
     def status(self, text: str) -> AbstractContextManager[Any]:
-        """Show that something takes a while."""
+        """Shows that something takes a while."""
         ...
 
     def race(self, prompt: str, index: int, count: int, tokens: int) -> AbstractContextManager[tuple[Lane, Lane]]:
-        """The two lanes of one prompt."""
+        """Yields the two lanes of one prompt."""
         ...
 
     def result(self, record: dict[str, Any]) -> None:
-        """The figures at the end."""
+        """Shows the final figures."""
         ...
 
 
 def stage(console: Console, *, quiet: bool = False) -> Stage:
-    """Two live lanes on a wide terminal, blocks of text elsewhere, nothing but progress when ``quiet``."""
+    """Returns two live lanes on a wide terminal, blocks of text elsewhere, and only progress if ``quiet``."""
     if quiet:
         return Quiet(console)
     if console.file.isatty() and console.width >= _NARROW and console.color_system is not None:
@@ -94,7 +94,7 @@ def stage(console: Console, *, quiet: bool = False) -> Stage:
 
 
 class Quiet:
-    """Says nothing on standard output; a spinner where there is a terminal."""
+    """Writes nothing to standard output, and shows a spinner on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -188,7 +188,7 @@ class Lanes(Blocks):
 
 
 class _LiveLane(Lane):
-    """A lane that asks to be drawn now and then."""
+    """A lane that is redrawn from time to time."""
 
     draw: Any = None
     drawn: float = 0.0
@@ -202,7 +202,7 @@ class _LiveLane(Lane):
 
 
 def _panel(console: Console, lane: Lane, prompt: str, width: int, height: int) -> Panel:
-    """The end of prompt and completion, as many lines as fit."""
+    """Returns the last lines of prompt and completion that fit."""
     body = Text.assemble((prompt, "dim"), styled(lane.spans))
     body.expand_tabs(4)
     lines = body.wrap(console, width)[-height + 2 :]

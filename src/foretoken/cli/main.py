@@ -1,4 +1,4 @@
-"""The ``foretoken`` command: its subcommands, and how errors leave it."""
+"""The ``foretoken`` command: its subcommands, and its exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 
 
 class FiniteCommand(TyperCommand):
-    """A command whose numbers are finite: Python reads "nan" as a number, and no comparison with a bound fails it."""
+    """A command that refuses "nan" and "inf", which Python parses as numbers and typer's bounds do not catch."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Raises InvalidRequest."""
@@ -82,7 +82,7 @@ def root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 a refused request or error, 2 wrong usage, 130 Ctrl-C.
+    """Runs the command line and exits: 0 done, 1 a refused request or error, 2 wrong usage, 130 Ctrl-C.
 
     With FORETOKEN_DEBUG=1 errors keep their traceback.
     """
@@ -100,7 +100,7 @@ def _run(args: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader went away (``| head``): nothing is left to say, and flushing at exit must not complain.
+        # The reader ended (``| head``), and flushing at exit must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What several commands share: the options that say which model and how, and its loading."""
+"""Options that several commands share, and loading of the model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,14 @@ TensorParallel = Annotated[
 
 
 def _check(
-    dtype: str = "auto", quantization: str | None = None, backend: str = "auto", max_model_len: int | None = None,
-    tensor_parallel_size: int = 1, methods: Sequence[str | dict[str, Any]] = (), **others: Any,
-) -> None:  # fmt: skip
+    dtype: str = "auto",
+    quantization: str | None = None,
+    backend: str = "auto",
+    max_model_len: int | None = None,
+    tensor_parallel_size: int = 1,
+    methods: Sequence[str | dict[str, Any]] = (),
+    **others: Any,
+) -> None:
     from foretoken.core.checks import integer
     from foretoken.models.options import check_backend, check_dtype, check_quantization
     from foretoken.propose.methods import check_method
@@ -52,14 +57,14 @@ def _check(
 
 
 def following(tensor_parallel_size: int) -> bool:
-    """Whether this process is one of those that only do their part of the first one's passes."""
+    """Returns whether this process only computes its share of the first process's forward passes."""
     return tensor_parallel_size > 1 and os.environ.get("RANK", "0") != "0"
 
 
 def load(model: str | None, draft_model: str | None, color: ColorMode, **options: Any) -> LLM:
-    """The model and what ``options`` of ``LLM`` say, with a spinner on standard error.
+    """Loads an ``LLM`` with ``options``, showing a spinner on standard error.
 
-    Raises InvalidRequest, for wrong names and numbers before anything heavy is imported.
+    Raises InvalidRequest. Wrong names and numbers are refused before anything heavy is imported.
     """
     _check(**options)
     silent = following(options.get("tensor_parallel_size", 1))

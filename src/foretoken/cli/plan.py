@@ -1,4 +1,4 @@
-"""``foretoken plan``: what speculation would gain on this machine and this text, before anything is deployed."""
+"""``foretoken plan``: predicts the speedup of speculation on this machine and text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan(
         float | None, typer.Option(metavar="MS", help="What would drafting on a machine so far away gain? Simulated.")
     ] = None,
 ) -> None:
-    """Predict tokens per pass and speed-up of every way to speculate, and say which to take, if any.
+    """Predict tokens per step and speedup of every way to speculate, and recommend one, or none.
 
     The target writes a sample after the prompts; every candidate is judged on it, and steps are timed here.
     """
@@ -72,9 +72,17 @@ def plan(
         if rtt is not None:
             raise InvalidRequest("--rtt is answered for foretoken's own engine; leave it or --engine out")
         own = Options(
-            engine, engine_python, engine_args, engine_alone, tuple(dict.fromkeys(temperature or (0.0, 1.0))),
-            tuple(dict.fromkeys(batch or (1,))), max_tokens, top_p, dtype, quantization,
-        )  # fmt: skip
+            engine,
+            engine_python,
+            engine_args,
+            engine_alone,
+            tuple(dict.fromkeys(temperature or (0.0, 1.0))),
+            tuple(dict.fromkeys(batch or (1,))),
+            max_tokens,
+            top_p,
+            dtype,
+            quantization,
+        )
         named = _models(model, draft_model or [], heads or [], _VLLM_ROLES)
         plan_for(own, named, speculative_config or [], (prompts, count), (as_json, output, html_file), color)
         return
@@ -86,9 +94,12 @@ def plan(
 
     check_rtt(rtt, batch or (1,))
     settings = PlanSettings(
-        temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))), batches=tuple(dict.fromkeys(batch or (1,))),
-        max_tokens=max_tokens, turns=turns, top_p=top_p,
-    )  # fmt: skip
+        temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))),
+        batches=tuple(dict.fromkeys(batch or (1,))),
+        max_tokens=max_tokens,
+        turns=turns,
+        top_p=top_p,
+    )
     target, drafts, found_heads = _models(model, draft_model or [], heads or [])
     chosen = candidates(drafts, found_heads, [speculative(text) or {} for text in speculative_config or []])
     notes, console = wide_console(color, stderr=True), wide_console(color)
@@ -113,7 +124,7 @@ def plan(
 def _models(
     model: str | None, drafts: list[str], heads: list[str], bundled: Sequence[str] = _ROLES
 ) -> tuple[str, list[str], list[str]]:
-    """What was given, or the bundled models."""
+    """Returns the given models, or the bundled ones."""
     from foretoken import zoo
 
     if model is not None:
@@ -124,10 +135,15 @@ def _models(
 
 
 def _plan(
-    model: str, chosen: Sequence[Any], prompts: Path | None, count: int, settings: PlanSettings,
-    options: tuple[str, str | None], say: Say,
-) -> Plan:  # fmt: skip
-    """From options to a plan, with the setting and the costs of passes beside it."""
+    model: str,
+    chosen: Sequence[Any],
+    prompts: Path | None,
+    count: int,
+    settings: PlanSettings,
+    options: tuple[str, str | None],
+    say: Say,
+) -> Plan:
+    """Makes a plan, with the setting and the costs of passes."""
     from functools import cache
 
     import torch
@@ -154,7 +170,7 @@ def _plan(
     read = [reader.tokenize(text) for text in texts]
     written = _completions(prompts, len(read), tokenizer)
 
-    @cache  # two candidates with the same draft share its weights
+    @cache  # candidates with the same draft share its weights
     def load(other: str | Path) -> Model:
         return load_model(resolve(other), dtype=dtype)
 
@@ -174,7 +190,7 @@ def _plan(
 
 
 def _completions(prompts: Path | None, count: int, tokenizer: Any) -> list[list[int]] | None:
-    """Of the first ``count`` lines; None where they have none. Raises InvalidRequest where only some have one."""
+    """Returns completions of the first ``count`` lines, or None. Raises InvalidRequest if only some have one."""
     from foretoken.core.errors import InvalidRequest
 
     if prompts is None:

@@ -1,4 +1,4 @@
-"""``foretoken plan --engine vllm``: the plan for vLLM, measured on vLLM, in a process of its own environment."""
+"""``foretoken plan --engine vllm``: a plan for vLLM, measured on vLLM in its own environment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FREE: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
 def lanes(
     target: Path, drafts: Sequence[str], heads: Sequence[str], configs: Sequence[Mapping[str, Any]]
 ) -> list[VllmCandidate]:
-    """Drafts, heads in vLLM's dialect, what needs no model, and ``configs``, which are vLLM's own.
+    """Returns the candidates: drafts, heads in vLLM's format, methods without a model, and ``configs`` of vLLM.
 
     A configuration may hold "additional_config" beside vLLM's keys. Raises InvalidRequest or ModelLoadError.
     """
@@ -54,7 +54,7 @@ def lanes(
 
 
 def _head(folder: Path, target: Path) -> VllmCandidate:
-    """Written once for vLLM, into the cache. Raises InvalidRequest for heads that it does not load."""
+    """Returns a head, written once into the cache for vLLM. Raises InvalidRequest for heads that vLLM does not load."""
     from foretoken import zoo
     from foretoken.cli.convert import convert
     from foretoken.core.errors import InvalidRequest
@@ -68,14 +68,16 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     out = zoo.cache_folder() / "vllm" / f"{folder.name}-for-{target.name}"
     with redirect_stdout(sys.stderr):
         convert(folder, out, to="vllm", target=str(target), force=True)
-    heads = load_config(out).get("num_heads") if method == "medusa" else None  # one a position, so no deeper draft
+    heads = (
+        load_config(out).get("num_heads") if method == "medusa" else None
+    )  # one head per position bounds the draft length
     deepest = {"max_depth": heads} if heads else {}
     return VllmCandidate.of({"method": method, "model": str(out)}, f"{method} {folder.name}", **deepest)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says beside models and prompts."""
+    """Options of the command line beside models and prompts."""
 
     engine: str
     python: Path | None
@@ -89,7 +91,7 @@ class Options:
     quantization: str | None
 
     def bench(self, target: Path) -> Bench:
-        """Raises InvalidRequest for what is not known, or is vLLM's own to be told."""
+        """Returns the benchmark on vLLM. Raises InvalidRequest for options that do not apply to it."""
         from foretoken.core.errors import InvalidRequest
         from foretoken.plan.vllm.runs import Bench
 
@@ -103,9 +105,14 @@ class Options:
         arguments = _object("--engine-args", self.arguments) if self.arguments is not None else {}
         given = {} if self.dtype == "auto" else {"dtype": self.dtype}
         return Bench(
-            target=str(target), temperatures=self.temperatures, batches=self.batches, max_tokens=self.max_tokens,
-            python=self.python, engine=given | arguments, alone=self.alone,
-        )  # fmt: skip
+            target=str(target),
+            temperatures=self.temperatures,
+            batches=self.batches,
+            max_tokens=self.max_tokens,
+            python=self.python,
+            engine=given | arguments,
+            alone=self.alone,
+        )
 
 
 def plan_for(
@@ -135,7 +142,7 @@ def plan_for(
 
     target = resolve(models[0])
     bench = options.bench(target)
-    bench.command()  # whether vLLM is there is known before heads are written for it
+    bench.command()  # raises before heads are written if vLLM is missing
     chosen = lanes(target, models[1], models[2], [_object("--speculative-config", text) for text in configs])
     file, count = texts
     prompts = load_prompts(file, count) if file is not None else list(FUNCTIONS)[:count]
@@ -143,8 +150,15 @@ def plan_for(
     ids = [list(tokenizer(text, verbose=False)["input_ids"]) for text in prompts]
     notes = wide_console(color, stderr=True)
     with staged(notes) as say:
-        measured = runs(bench, chosen, ids, say, refused=lambda lane, error: notes.print(
-            f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True))  # fmt: skip
+        measured = runs(
+            bench,
+            chosen,
+            ids,
+            say,
+            refused=lambda lane, error: notes.print(
+                f"{error}; planned without it", style="yellow", markup=False, soft_wrap=True
+            ),
+        )
     facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
     source = f"{len(prompts)} of {file.name if file is not None else 'our own functions'}"
     found = vllm_plan(chosen, measured, setting=facts, prompts=source)
@@ -165,7 +179,7 @@ def plan_for(
 
 
 def _object(option: str, text: str) -> dict[str, Any]:
-    """What a user wrote as JSON. Raises InvalidRequest."""
+    """Returns the JSON object that an option has. Raises InvalidRequest."""
     from foretoken.core.errors import InvalidRequest
 
     try:

@@ -1,4 +1,4 @@
-"""Readers of ``StreamPiece``: who guessed which characters, and how that is put on a screen."""
+"""Shows ``StreamPiece``s: the origin of each character, and its style."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Origins:
     """Cuts the pieces of one completion into spans.
 
     A piece's text may lag behind its tokens (unfinished characters, a possible stop string), so the tokens'
-    texts wait in a queue until the stream gives them out.
+    texts wait in a queue until the stream emits them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
@@ -35,7 +35,7 @@ class Origins:
         self._waiting: deque[Span] = deque()
 
     def push(self, piece: StreamPiece) -> list[Span]:
-        """The spans of ``piece.text``; what was drafted in vain stands before the token that replaced it."""
+        """Returns the spans of ``piece.text``. Rejected tokens come before the token that replaced them."""
         for index, token in enumerate(piece.token_ids):
             origin = TokenOrigin.ACCEPTED if index < piece.step.accepted else TokenOrigin.TARGET
             self._waiting.append(Span(self._detokenizer.push(token), origin))
@@ -60,7 +60,7 @@ class Origins:
 
 
 def styled(spans: Iterable[Span], rejected: bool = True) -> Text:
-    """Spans as rich text; line breaks in rejected drafts are shown as a sign, so that they break nothing."""
+    """Returns spans as rich text. Line breaks in rejected drafts are shown as a sign."""
     text = Text()
     for span in spans:
         if span.origin is not TokenOrigin.REJECTED:
@@ -71,7 +71,7 @@ def styled(spans: Iterable[Span], rejected: bool = True) -> Text:
 
 
 def marked(spans: Iterable[Span]) -> str:
-    """Spans as plain text with marks; neighbours of one origin share a mark."""
+    """Returns spans as plain text with marks. Adjacent spans of one origin share a mark."""
     merged: list[Span] = []
     for span in spans:
         text = span.text.replace("\n", "⏎") if span.origin is TokenOrigin.REJECTED else span.text
@@ -83,7 +83,7 @@ def marked(spans: Iterable[Span]) -> str:
 
 
 def legend(coloured: bool) -> Text:
-    """What the colours, or the marks, mean."""
+    """Returns the meaning of the colours or marks."""
     words = {
         TokenOrigin.ACCEPTED: "draft, accepted",
         TokenOrigin.REJECTED: "draft, rejected",
@@ -96,7 +96,7 @@ def legend(coloured: bool) -> Text:
 
 
 class Writer:
-    """Streams spans to a console: styled where it has colours, byte for byte where it has not."""
+    """Streams spans to a console: styled if it has colours, otherwise unchanged."""
 
     def __init__(self, console: Console, *, rejected: bool = False) -> None:
         self._console, self._rejected = console, rejected
@@ -114,7 +114,7 @@ class Writer:
             self.at_line_start = plain.endswith("\n")
 
     def end_line(self) -> None:
-        """Begin a fresh line unless at the start of one."""
+        """Begins a new line unless at the start of one."""
         if not self.at_line_start:
             self._console.file.write("\n")
             self._console.file.flush()
@@ -122,7 +122,7 @@ class Writer:
 
 
 def summary(stats: Sequence[SpeculationStats], seconds: float) -> str:
-    """The line at the end: "128 tokens · 41.0 tok/s · mean acceptance 3.40 · 61 % of drafts accepted"."""
+    """Returns the line at the end: "128 tokens · 41.0 tok/s · mean acceptance 3.40 · 61 % of drafts accepted"."""
     tokens, drafts = sum(s.tokens for s in stats), sum(s.drafts for s in stats)
     accepted, drafted = sum(s.accepted for s in stats), sum(s.drafted for s in stats)
     parts = [f"{tokens} token{'s' if tokens != 1 else ''}"]

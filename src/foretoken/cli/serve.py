@@ -1,4 +1,4 @@
-"""``foretoken serve``: OpenAI's API and the playground, over one engine."""
+"""``foretoken serve``: OpenAI's API and the playground."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.serve.limits import ServerSettings
 
-METHODS = "prediction,ngram,suffix"  # cost nothing until a request asks for them
+METHODS = "prediction,ngram,suffix"  # take no memory until a request asks for them
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -69,14 +69,14 @@ def serve(
         list[str] | None,
         typer.Option(help="Host name that clients may use, such as a proxy's; may be repeated. [loopback's names]"),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that share a pass; more wait.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences in one forward pass; more wait.")] = 16,
     max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are told to try later.")] = 256,
     max_model_len: MaxModelLen = None,
     kv_cache_memory_bytes: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Bound for keys and values, such as 2GiB. [none]")
+        str | None, typer.Option(metavar="BYTES", help="Memory of the KV cache, such as 2GiB. [no limit]")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens that a round may read. [what the others hardly notice]")
+        int | None, typer.Option(min=1, help="Prompt tokens in one step. [limits the latency of others]")
     ] = None,
     max_body: Annotated[str, typer.Option(metavar="BYTES", help="Largest body of a request.")] = "4MiB",
     body_timeout: Annotated[float, typer.Option(min=0, help="Seconds in which a request's body has to arrive.")] = 60.0,
@@ -113,21 +113,33 @@ def serve(
         raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
     config = speculative(speculative_config)
     options = {
-        "enable_prefix_caching": True, "max_num_batched_tokens": max_num_batched_tokens or "auto",
-        "speculative_config": config, "methods": _others(methods, config), "dtype": dtype, "device": device,
-        "quantization": quantization, "backend": backend, "max_num_seqs": max_num_seqs,
+        "speculative_config": config,
+        "methods": _others(methods, config),
+        "dtype": dtype,
+        "device": device,
+        "quantization": quantization,
+        "backend": backend,
+        "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len,
         "kv_cache_memory_bytes": _bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes),
-        "tensor_parallel_size": tensor_parallel_size, "seed": secrets.randbits(63) if seed is None else seed,
-    }  # fmt: skip
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": max_num_batched_tokens or "auto",
+        "tensor_parallel_size": tensor_parallel_size,
+        "seed": secrets.randbits(63) if seed is None else seed,
+        "isolate_failures": True,
+    }
     served: dict[str, Any] = {
-        "model_names": tuple(served_model_name or [model or "foretoken"]), "api_keys": tuple(api_key or ()),
+        "model_names": tuple(served_model_name or [model or "foretoken"]),
+        "api_keys": tuple(api_key or ()),
+        "share_cache_across_keys": share_cache_across_keys,
         "chat_template": _text(chat_template) if chat_template is not None else None,
-        "origins": tuple(allow_origin or ()), "max_body": _bytes("--max-body", max_body),
-        "body_timeout": body_timeout, "timeout": request_timeout, "share_cache_across_keys": share_cache_across_keys,
-    }  # fmt: skip
+        "origins": tuple(allow_origin or ()),
+        "max_body": _bytes("--max-body", max_body),
+        "body_timeout": body_timeout,
+        "timeout": request_timeout,
+    }
     if following(tensor_parallel_size):
-        load(model, draft_model, ColorMode.AUTO, **options)  # ends this process with the first one
+        load(model, draft_model, ColorMode.AUTO, **options)  # returns when the first process ends
     with bind(host, port) as listening:
         hosts = allowed_hosts(host, listening.getsockname()[0], bool(api_key), allowed_host or ())
         settings = _settings(**served, hosts=hosts)
@@ -153,8 +165,6 @@ def _serve(
 
     worker = Worker(llm, max_waiting=max_waiting)
     app = create_app(worker, settings)
-    if (side_process := app.state.service.side_process) is not None:
-        side_process.start()  # before the first large body, which would wait for it
     server = Server(app, worker, drain_timeout, announce=lambda: _announce(settings, listening))
     server.run(sockets=[listening])
     if worker.dead is not None:
@@ -174,7 +184,7 @@ def _announce(settings: ServerSettings, listening: socket.socket) -> None:
 
 
 def _settings(**given: Any) -> ServerSettings:
-    """Raises ForetokenError where the server's packages are missing."""
+    """Returns the settings. Raises ForetokenError if the server's packages are missing."""
     try:
         from foretoken.serve.limits import ServerSettings
     except ImportError as error:
@@ -185,13 +195,13 @@ def _settings(**given: Any) -> ServerSettings:
 
 
 def _others(methods: str, config: dict[str, Any] | None) -> tuple[str, ...]:
-    """What requests may choose beside the usual method."""
+    """Returns the methods that requests may choose beside the default."""
     usual = (config or {}).get("method")
     return tuple(name for name in filter(None, map(str.strip, methods.split(","))) if name != usual)
 
 
 def _bytes(option: str, text: str | None) -> int | None:
-    """A size such as 2GiB, 512MB or 1000000; powers of 1024 in either spelling. Raises InvalidRequest."""
+    """Returns a size such as 2GiB, 512MB or 1000000 in bytes. Units are powers of 1024. Raises InvalidRequest."""
     if text is None:
         return None
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
@@ -209,7 +219,7 @@ def _text(file: Path) -> str:
 
 
 def _logging(level: str) -> None:
-    """Our own lines and uvicorn's complaints, to standard error."""
+    """Logs our messages, and uvicorn's warnings, to standard error."""
     from rich.logging import RichHandler
 
     handler = RichHandler(console=console(ColorMode.AUTO, stderr=True), show_path=False, log_time_format="%X")

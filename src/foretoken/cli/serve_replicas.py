@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def scale(
     replicas: int | None, max_replicas: int | None, ray_address: str | None, cpus: float | None, gpus: float | None
 ) -> dict[str, Any] | None:
-    """What was asked for, None for no replicas. Raises InvalidRequest where it contradicts itself."""
+    """Returns the scale, or None without replicas. Raises InvalidRequest for contradictory options."""
     options = {"most": max_replicas, "address": ray_address, "cpus": cpus, "gpus": gpus}
     given = {name: value for name, value in options.items() if value is not None}
     if given and replicas is None:
@@ -38,7 +38,10 @@ def serve_replicas(
     announce: Callable[[], None],
     verbose: bool,
 ) -> None:
-    """Start them, serve until told to end, end them. engine: of ``ReplicaConfig``. wanted: of ``ReplicaScale``."""
+    """Starts replicas, serves until the server is told to end, and ends them.
+
+    ``engine`` has arguments of ``ReplicaConfig``, ``wanted`` those of ``ReplicaScale``.
+    """
     deploy = _deploying(alone="address" not in wanted)
     from foretoken.serve.replicas.front import Front, create_front
     from foretoken.serve.replicas.replica import ReplicaConfig
@@ -54,7 +57,10 @@ def serve_replicas(
 
 
 def _deploying(alone: bool) -> ModuleType:
-    """``foretoken.serve.replicas.deploy``. alone: with a Ray of its own. Raises ForetokenError where Ray is missing."""
+    """Imports ``foretoken.serve.replicas.deploy``. Raises ForetokenError if Ray is missing.
+
+    ``alone`` is whether Ray gets a private cluster.
+    """
     from foretoken.serve.replicas.alone import keep_to_itself
 
     if alone:

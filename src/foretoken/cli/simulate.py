@@ -1,4 +1,4 @@
-"""``foretoken simulate``: what drafting and verifying on different workers would gain, before they are bought."""
+"""``foretoken simulate``: simulates drafting and verifying on different workers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
     from foretoken.plan.simulation.simulate import Setting, SimulationResult, Sweep
 
-UNITS = {"rtt": (1e3, " ms round trip"), "acceptance": (1.0, " acceptance"), "verifiers": (1.0, " target servers"),
-         "draft-ms": (1e3, " ms a draft step")}  # fmt: skip
+UNITS = {
+    "rtt": (1e3, " ms round trip"),
+    "acceptance": (1.0, " acceptance"),
+    "verifiers": (1.0, " target servers"),
+    "draft-ms": (1e3, " ms a draft step"),
+}
 
 
 class Varied(StrEnum):
-    """What ``--sweep`` varies."""
+    """Parameters that ``--sweep`` can vary."""
 
     RTT = "rtt"
     ACCEPTANCE = "acceptance"
@@ -55,7 +59,7 @@ def simulate(
 ) -> None:
     """Simulate speculation across workers: plain, sequential, distributed (DSI), parallel (PEARL), edge-cloud (DSD).
 
-    Says what each gains over plain decoding, and where pipelining starts to pay.
+    Reports the speedup of each over plain decoding, and where pipelining starts to pay.
     """
     check_places(output=output, html=html_file)
     from foretoken.plan.simulation.simulate import STRATEGIES, Setting, pays
@@ -63,9 +67,15 @@ def simulate(
     from foretoken.plan.simulation.simulate import sweep as swept
 
     setting = Setting(
-        target_ms / 1e3, draft_ms / 1e3, tuple(acceptance or (0.8,)), depth,
-        verifiers or _needed(target_ms, draft_ms, depth), rtt / 1e3, tokens, seed,
-    )  # fmt: skip
+        target_ms / 1e3,
+        draft_ms / 1e3,
+        tuple(acceptance or (0.8,)),
+        depth,
+        verifiers or _needed(target_ms, draft_ms, depth),
+        rtt / 1e3,
+        tokens,
+        seed,
+    )
     chosen = tuple(dict.fromkeys(strategy or STRATEGIES))
     console, found = wide_console(color), None
     outcomes: tuple[SimulationResult, ...] = ()
@@ -101,7 +111,7 @@ def _needed(target: float, draft: float, depth: int) -> int:
 
 
 def _values(sweep: Varied, text: str | None) -> list[float]:
-    """In the unit of the option; times as seconds. Raises InvalidRequest."""
+    """Returns the values of a sweep, times in seconds. Raises InvalidRequest."""
     from foretoken.core.errors import InvalidRequest
 
     if not text:
@@ -133,15 +143,22 @@ def _table(outcomes: Sequence[SimulationResult]) -> Table:
     best = max(outcomes, key=lambda one: one.over_plain)
     for one in outcomes:
         made.add_row(
-            one.strategy, f"{1e3 * one.seconds / one.tokens:.2f}", f"{one.over_plain:.2f}x", f"{one.over_si:.2f}x",
-            f"{one.drafting:.0%}", f"{one.verifying:.0%}", str(one.drafted), str(one.wasted), str(one.passes),
+            one.strategy,
+            f"{1e3 * one.seconds / one.tokens:.2f}",
+            f"{one.over_plain:.2f}x",
+            f"{one.over_si:.2f}x",
+            f"{one.drafting:.0%}",
+            f"{one.verifying:.0%}",
+            str(one.drafted),
+            str(one.wasted),
+            str(one.passes),
             style="bold green" if one is best else None,
-        )  # fmt: skip
+        )
     return made
 
 
 def _gains(found: Sweep) -> Table:
-    """Speed-ups over plain by the value that was varied."""
+    """Returns a table of speedups over plain decoding by the varied value."""
     from rich import box
     from rich.table import Table
 
@@ -156,11 +173,11 @@ def _gains(found: Sweep) -> Table:
 
 
 def _whether(outcomes: Sequence[SimulationResult]) -> str:
-    from foretoken.plan.simulation.simulate import min_speedup, pays
+    from foretoken.plan.simulation.simulate import pays, sequential_speedup
 
     best = pays(outcomes)
     if best is not None:
-        gain = best.over_plain / min_speedup(outcomes)
+        gain = best.over_plain / sequential_speedup(outcomes)
         return (
             f"Pipelining pays here: {best.strategy} is {best.over_plain:.2f}x plain, {gain:.2f}x the best that waits."
         )
@@ -168,7 +185,7 @@ def _whether(outcomes: Sequence[SimulationResult]) -> str:
 
 
 def _where(found: Sweep) -> str:
-    """From which value, or up to which, it pays: ranges of neighbouring values."""
+    """Returns a sentence with the ranges of values in which pipelining pays."""
     from foretoken.plan.simulation.simulate import pays
 
     scale, unit = UNITS[found.by]
@@ -191,7 +208,7 @@ def _where(found: Sweep) -> str:
 def _record(
     setting: Setting, repeats: int, verdict: str, outcomes: Sequence[SimulationResult], found: Sweep | None
 ) -> dict[str, Any]:
-    """What ``--json`` prints; times in seconds."""
+    """Returns the document that ``--json`` prints, with times in seconds."""
     from dataclasses import asdict
 
     return {

@@ -1,4 +1,4 @@
-"""How origins look, and when colours are used at all."""
+"""Styles of token origins, and consoles."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ColorMode(StrEnum):
 
 
 class TokenOrigin(StrEnum):
-    """Who a piece of text came from."""
+    """Origin of a piece of text."""
 
     ACCEPTED = "accepted"  # drafted, and accepted by the target
     REJECTED = "rejected"  # drafted, and not part of the text
-    TARGET = "target"  # the target's own: a correction, a bonus, or plain decoding
+    TARGET = "target"  # the target's own: a recovered token, a bonus token, or plain decoding
 
 
 STYLES = {TokenOrigin.ACCEPTED: "green", TokenOrigin.REJECTED: "strike dim", TokenOrigin.TARGET: "bold"}
@@ -36,7 +36,7 @@ MARKS = {TokenOrigin.ACCEPTED: ("«", "»"), TokenOrigin.REJECTED: ("~~", "~~"),
 
 
 def console(mode: ColorMode, *, stderr: bool = False) -> Console:
-    """A console on stdout (or stderr); its ``color_system`` is None where colours are not wanted."""
+    """Returns a console on stdout or stderr. Without colours its ``color_system`` is None."""
     from rich.console import Console
 
     if mode is ColorMode.ALWAYS:
@@ -47,7 +47,7 @@ def console(mode: ColorMode, *, stderr: bool = False) -> Console:
 
 
 def wide_console(mode: ColorMode, *, stderr: bool = False) -> Console:
-    """Returns a console for tables, which are folded in a terminal alone, so that other programs read whole lines."""
+    """Returns a console for tables. Only a terminal folds them, so that other programs read whole lines."""
     made = console(mode, stderr=stderr)
     if not made.is_terminal:
         made.width = _UNFOLDED
@@ -55,13 +55,13 @@ def wide_console(mode: ColorMode, *, stderr: bool = False) -> Console:
 
 
 def waiting(console: Console, text: str) -> AbstractContextManager[Any]:
-    """A spinner beside ``text``, only where somebody watches."""
+    """Returns a context with a spinner beside ``text``, on a terminal only."""
     return console.status(text) if console.file.isatty() else nullcontext()
 
 
 @contextmanager
 def staged(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """A bar, only where somebody watches: what is being done, and the share of the whole that is done."""
+    """Yields a function that shows the current stage and the finished share as a bar, on a terminal only."""
     if not console.is_terminal:
         yield lambda what, share: None
         return

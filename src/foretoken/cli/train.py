@@ -43,12 +43,27 @@ Size = Annotated[int | None, typer.Option(help="Instead of the bundled model's."
 
 @app.command()
 def target(
-    out: Out, corpus: Texts = None, steps: Steps = None, minutes: Minutes = None, batch: Batch = 14,
-    window: Window = 768, learning_rate: Rate = 3e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None,
-    layers: Size = None, heads: Size = None, kv_heads: Size = None, head_dim: Size = None, positions: Size = None,
-    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    out: Out,
+    corpus: Texts = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch: Batch = 14,
+    window: Window = 768,
+    learning_rate: Rate = 3e-3,
+    seed: Seed = 0,
+    hidden: Size = None,
+    intermediate: Size = None,
+    layers: Size = None,
+    heads: Size = None,
+    kv_heads: Size = None,
+    head_dim: Size = None,
+    positions: Size = None,
+    patience: Patience = None,
+    compile_model: Compile = None,
+    resume: Resume = False,
+    force: Force = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train a tokenizer and a small Llama from scratch (two hours on two cores for the bundled one)."""
     from foretoken.train.files import check_run
     from foretoken.train.target import TARGET_CONFIG, TARGET_SHAPE, train_target
@@ -61,18 +76,34 @@ def target(
 
 @app.command()
 def draft(
-    out: Out, target: MaybeTarget = None, model: Model = None, corpus: Texts = None, steps: Steps = None,
-    minutes: Minutes = None, batch: Batch = 8,
-    window: Window = 512, learning_rate: Rate = 4e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None,
-    layers: Size = None, heads: Size = None, kv_heads: Size = None, head_dim: Size = None, positions: Size = None,
+    out: Out,
+    target: MaybeTarget = None,
+    model: Model = None,
+    corpus: Texts = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch: Batch = 8,
+    window: Window = 512,
+    learning_rate: Rate = 4e-3,
+    seed: Seed = 0,
+    hidden: Size = None,
+    intermediate: Size = None,
+    layers: Size = None,
+    heads: Size = None,
+    kv_heads: Size = None,
+    head_dim: Size = None,
+    positions: Size = None,
     top: Annotated[int, typer.Option(help="Most likely tokens kept of the target's law.")] = 64,
     acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
     generate: Annotated[bool, typer.Option("--generate", help="Let the target continue half of the windows.")] = False,
     generated_share: Annotated[float | None, typer.Option(help="Or this share of them.")] = None,
     disk_gigabytes: Annotated[float, typer.Option(help="For the target's laws, during the run.")] = 2.0,
-    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    patience: Patience = None,
+    compile_model: Compile = None,
+    resume: Resume = False,
+    force: Force = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Distil a draft from TARGET (20 minutes on two cores for the bundled one)."""
     from foretoken.train.draft import DRAFT_CONFIG, DistillConfig, train_draft
     from foretoken.train.files import check_run
@@ -108,7 +139,7 @@ def card(
 
 
 def model_of(name: str | None) -> Path:
-    """The folder of the target: the bundled one when there is no name."""
+    """Returns the folder of the target, by default the bundled one."""
     from foretoken import zoo
     from foretoken.models.formats.checkpoint import resolve
 
@@ -116,17 +147,24 @@ def model_of(name: str | None) -> Path:
 
 
 def corpus_of(paths: list[Path] | None) -> Corpus:
-    """The user's files, or the standard library."""
+    """Returns the user's files, or the standard library."""
     from foretoken.train.data import from_files, standard_library
 
     return from_files(paths) if paths else standard_library()
 
 
 def config_of(
-    usual: TrainConfig, steps: int | None, minutes: float | None, batch: int, window: int, rate: float, seed: int,
-    compile_model: bool | None, patience: int | None = None,
-) -> TrainConfig:  # fmt: skip
-    """``usual`` with the options given. Raises InvalidRequest for both lengths."""
+    usual: TrainConfig,
+    steps: int | None,
+    minutes: float | None,
+    batch: int,
+    window: int,
+    rate: float,
+    seed: int,
+    compile_model: bool | None,
+    patience: int | None = None,
+) -> TrainConfig:
+    """Returns ``usual`` with the given options. Raises InvalidRequest if both lengths are given."""
     from dataclasses import replace
 
     from foretoken.core.errors import InvalidRequest
@@ -150,7 +188,7 @@ def config_of(
 
 
 def _shape(usual: Shape, *sizes: int | None) -> Shape:
-    """``sizes`` in the order of Shape's fields; None keeps the usual one."""
+    """Returns a shape with ``sizes``, in the order of its fields; None keeps the default."""
     from dataclasses import replace
 
     given = {name: size for name, size in zip(vars(usual), sizes, strict=True) if size is not None}
@@ -158,7 +196,7 @@ def _shape(usual: Shape, *sizes: int | None) -> Shape:
 
 
 def show(out: Path, figures: dict[str, float], as_json: bool) -> None:
-    """The last evaluation on stdout."""
+    """Prints the last evaluation."""
     import json
 
     if as_json:

@@ -1,4 +1,4 @@
-"""``foretoken train acceptance``: the head that tells a draft where to stop."""
+"""``foretoken train acceptance``: trains the head that decides where a draft stops."""
 
 from __future__ import annotations
 
@@ -21,30 +21,36 @@ from foretoken.cli.train import (
     corpus_of,
     model_of,
     show,
-)  # fmt: skip
+)
 
 __all__ = ["app"]
 
 
 @app.command()
 def acceptance(
-    out: Out, model: Model = None,
+    out: Out,
+    model: Model = None,
     draft_model: Annotated[
         str | None, typer.Option("--draft-model", help="Its draft: a folder or hub name; else the bundled one.")
     ] = None,
-    data: Texts = None, steps: Steps = None, minutes: Minutes = None,
+    data: Texts = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
     batch: Annotated[int, typer.Option(help="Places per step.")] = 512,
     window: Annotated[int, typer.Option(help="Tokens per window of text.")] = 256,
-    learning_rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 3e-3, seed: Seed = 0,
+    learning_rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 3e-3,
+    seed: Seed = 0,
     intermediate: Annotated[int, typer.Option(help="Units of the head.")] = 64,
     windows: Annotated[int, typer.Option(help="Of text, at most so many.")] = 256,
     generated_share: Annotated[float, typer.Option(help="Of the windows: written by the target.")] = 0.75,
     held_out: Annotated[int, typer.Option(help="Held-out windows at each of two temperatures.")] = 16,
     patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    resume: Resume = False, force: Force = False, as_json: Json = False,
-) -> None:  # fmt: skip
-    """Train a head that tells from a draft's hidden state where to stop (two minutes for the bundled pair)."""
+    resume: Resume = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train a head that decides from the draft's hidden state where to stop (two minutes for the bundled pair)."""
     from foretoken import zoo
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import resolve

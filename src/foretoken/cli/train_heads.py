@@ -1,4 +1,4 @@
-"""``foretoken train eagle3|medusa|blockwise|early-exit``: heads for a target, from text that the target writes."""
+"""``foretoken train eagle3|medusa|blockwise|early-exit``: trains heads for a target, on text that it generates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from foretoken.cli.train import (
     corpus_of,
     model_of,
     show,
-)  # fmt: skip
+)
 from foretoken.cli.train_acceptance import app
 
 __all__ = ["app"]
@@ -65,7 +65,7 @@ def _shared(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """The options that all heads share."""
+    """Options that all heads share."""
 
 
 def _eagle3(
@@ -119,9 +119,19 @@ def _run(role: str, own: dict[str, Any], given: dict[str, Any]) -> None:
     hold = given["hold"] if given["unfreeze"] else None
     out = check_run(given["out"], given["resume"], given["force"])
     figures = train_head(
-        role, out, model_of(given["model"]), corpus_of(given["data"]), settings, config, data, given["resume"],
-        given["device"], given["lessons"], hold, given["start"],
-    )  # fmt: skip
+        role,
+        out,
+        model_of(given["model"]),
+        corpus_of(given["data"]),
+        settings,
+        config,
+        data,
+        given["resume"],
+        given["device"],
+        given["lessons"],
+        hold,
+        given["start"],
+    )
     show(out, figures, given["as_json"])
 
 
@@ -135,7 +145,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _register(role: str, own: Callable[..., None]) -> None:
-    """A command with the role's own options and the shared ones."""
+    """Registers a command with the role's own options and the shared ones."""
     mine, shared = (inspect.signature(f, eval_str=True).parameters for f in (own, _shared))
 
     def command(**given: Any) -> None:

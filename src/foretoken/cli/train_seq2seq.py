@@ -23,7 +23,7 @@ from foretoken.cli.train import (
     config_of,
     corpus_of,
     show,
-)  # fmt: skip
+)
 from foretoken.cli.train_heads import app
 
 if TYPE_CHECKING:
@@ -37,12 +37,26 @@ Window = Annotated[int, typer.Option(help="Tokens of the longest row, on each si
 
 @app.command()
 def seq2seq(
-    out: Out, corpus: Texts = None, steps: Steps = None, minutes: Minutes = None, batch: Batch = 16,
-    window: Window = 176, learning_rate: Rate = 3e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None,
-    layers: Size = None, decoder_layers: Size = None, heads: Size = None, head_dim: Size = None,
-    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    out: Out,
+    corpus: Texts = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch: Batch = 16,
+    window: Window = 176,
+    learning_rate: Rate = 3e-3,
+    seed: Seed = 0,
+    hidden: Size = None,
+    intermediate: Size = None,
+    layers: Size = None,
+    decoder_layers: Size = None,
+    heads: Size = None,
+    head_dim: Size = None,
+    patience: Patience = None,
+    compile_model: Compile = None,
+    resume: Resume = False,
+    force: Force = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train a small T5 from scratch to mend broken Python (34 minutes on one core for the bundled one)."""
     from foretoken.train.files import check_run
     from foretoken.train.seq2seq import SEQ2SEQ_CONFIG, SEQ2SEQ_SHAPE, train_seq2seq
@@ -57,13 +71,26 @@ def seq2seq(
 def seq2seq_draft(
     out: Out,
     target: Annotated[Path | None, typer.Option(help="Folder of the target; else the bundled one.")] = None,
-    corpus: Texts = None, steps: Steps = None, minutes: Minutes = None, batch: Batch = 16, window: Window = 176,
-    learning_rate: Rate = 4e-3, seed: Seed = 0, hidden: Size = None, intermediate: Size = None, layers: Size = None,
-    decoder_layers: Size = None, heads: Size = None, head_dim: Size = None,
+    corpus: Texts = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    batch: Batch = 16,
+    window: Window = 176,
+    learning_rate: Rate = 4e-3,
+    seed: Seed = 0,
+    hidden: Size = None,
+    intermediate: Size = None,
+    layers: Size = None,
+    decoder_layers: Size = None,
+    heads: Size = None,
+    head_dim: Size = None,
     acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
-    patience: Patience = None, compile_model: Compile = None, resume: Resume = False, force: Force = False,
+    patience: Patience = None,
+    compile_model: Compile = None,
+    resume: Resume = False,
+    force: Force = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Distil a draft from a T5 trained by ``train seq2seq`` (20 minutes on one core for the bundled one)."""
     from foretoken import zoo
     from foretoken.train.files import check_run
@@ -92,7 +119,7 @@ def seq2seq_card(
 
 
 def _shape(usual: T5Shape, *sizes: int | None) -> T5Shape:
-    """``sizes`` in the order of T5Shape's options; None keeps the usual one."""
+    """Returns a shape with ``sizes``, in the order of its options; None keeps the default."""
     from dataclasses import replace
 
     names = ("d_model", "d_ff", "num_layers", "num_decoder_layers", "num_heads", "d_kv")

@@ -48,14 +48,20 @@ def widen(
             "a T5 has no key heads of its own and no heads that guess; leave --kv-heads and --head out"
         )
     chosen: dict[str, int | None] = {
-        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-    }  # fmt: skip
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
     if t5:
         chosen = {
-            "d_model": hidden, "d_ff": intermediate, "num_layers": layers, "num_decoder_layers": layers,
+            "d_model": hidden,
+            "d_ff": intermediate,
+            "num_layers": layers,
+            "num_decoder_layers": layers,
             "num_heads": heads,
-        }  # fmt: skip
+        }
     given = {name: value for name, value in chosen.items() if value is not None}
     shape = replace(shape, **given)
     result = up.widen_checkpoint(source, out, shape, seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -50,13 +50,8 @@ class Batch:
     contexts: Sequence[Context]
     caps: Sequence[int]
     allowed: float
-    own: list[int] = field(default_factory=list)
-    missed: list[float] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        """Number of requests."""
-        return len(self.contexts)
+    own: list[int]
+    missed: list[float]
 
 
 class Capped(Controller):
@@ -97,7 +92,7 @@ class Capped(Controller):
         if not holds:
             self._age, self._ids, self._caps = 0, ids, limits
             self._income = self.ledger.income(self.costs, len(ids)) if self.ledger else 0.0
-            self.held = self.decide(self._batch(contexts, limits))
+            self.held = self._decision(contexts, limits)
         elif not drafting and self._age % (self.tuning.rest + 1) and self.held.steps - self._age > self.tuning.awake:
             self.resting = True
             if self.ledger:
@@ -111,17 +106,11 @@ class Capped(Controller):
 
     def decide(self, batch: Batch) -> Decision:
         """Returns the budgets of a batch: as much of the constant length as the ledger allows, for all or for some."""
-        budgets = requested(batch.contexts, batch.caps)
-        if not batch.own:
-            return Decision(budgets, self.tuning.hold_none)
-        if not self.costs.ready:
-            budgets[batch.own[0]] = min(self.tuning.unknown, batch.caps[batch.own[0]]) if batch.allowed > 0.0 else 0
-            return Decision(budgets, 1)
         lengths = [batch.caps[i] for i in batch.own]
         owners, ranks = np.nonzero(np.arange(max(lengths)) < np.asarray(lengths)[:, None])
         drafting, catching_up = drafting_seconds(self.costs, owners, ranks, batch.missed)
-        worst = worst_case(self.costs, batch.size, drafting + catching_up)
-        count = affordable(worst, batch.allowed)
+        worst = worst_case(self.costs, len(batch.contexts), drafting + catching_up)
+        count, budgets = affordable(worst, batch.allowed), requested(batch.contexts, batch.caps)
         if not count:
             return Decision(budgets, self.steps_until(float(worst[0]), batch.allowed))
         for i, nodes in zip(batch.own, np.bincount(owners[:count], minlength=len(lengths)), strict=True):
@@ -134,12 +123,23 @@ class Capped(Controller):
             return self.tuning.hold_none
         return min(self.tuning.hold_none, max(1, math.ceil((seconds - allowed) / self._income)))
 
-    def _batch(self, contexts: Sequence[Context], limits: Sequence[int]) -> Batch:
-        allowed = self.ledger.cap(self.costs, len(contexts)) if self.ledger else math.inf
+    def _decision(self, contexts: Sequence[Context], limits: Sequence[int]) -> Decision:
+        """Returns ``decide``, or a first draft where the time of drafting is unknown."""
+        budgets, allowed = requested(contexts, limits), math.inf
+        if self.ledger:
+            allowed = self.ledger.cap(self.costs, len(contexts))
         own = [i for i, context in enumerate(contexts) if context.depth is None and limits[i] > 0]
+        if not own:
+            return Decision(budgets, self.tuning.hold_none)
         own.sort(key=lambda i: contexts[i].missed_tokens)
-        missed = [self.costs.missed_seconds(contexts[i].missed_tokens) for i in own]
-        return Batch(contexts, limits, allowed, own, missed)
+        if self.costs.ready:
+            missed = [self.costs.missed_seconds(contexts[i].missed_tokens) for i in own]
+            return self.decide(Batch(contexts, limits, allowed, own, missed))
+        first = next((i for i in own if contexts[i].generated), None)
+        if first is None or allowed <= 0.0:
+            return Decision(budgets, 1)
+        budgets[first] = min(self.tuning.unknown if self.ledger else self.tuning.trial, limits[first])
+        return Decision(budgets, 1, trial=contexts[first].id)
 
     def _holds(self, ids: list[int], limits: list[int]) -> bool:
         """Returns whether the last decision holds: its caps may only have become smaller, and leave room for it."""

@@ -18,12 +18,14 @@ class Candidates:
     """Requests whose draft length is decided.
 
     Attributes:
+        places: [N], index of each in its batch.
         caps: [N], maximum number of nodes of each.
         missed: [N], seconds in which the proposer would catch up on each.
         accepted: [N, R], probability that each node is accepted, by rank.
         exists: [N, R], probability that a draft has the node.
     """
 
+    places: Sequence[int]
     caps: Sequence[int]
     missed: Sequence[float]
     accepted: Array
@@ -35,18 +37,18 @@ class Allocation:
     """Draft lengths of candidates.
 
     Attributes:
-        lengths: Nodes of each.
+        lengths: Number of nodes by index in the batch, of those that draft.
         worst: Seconds that the step loses if all nodes are rejected; 0 where losses are not bounded.
         short: Seconds of the best allocation's worst case, if it would pay but loses more than is allowed, else 0.
     """
 
-    lengths: list[int]
+    lengths: dict[int, int]
     worst: float = 0.0
     short: float = 0.0
 
 
 def goodput(candidates: Candidates, batch: int, forced: int, costs: CostModel, allowed: float = math.inf) -> Allocation:
-    """Returns the draft lengths that maximize expected tokens per second; all 0 where drafting does not pay.
+    """Returns the draft lengths that maximize expected tokens per second, none where drafting does not pay.
 
     All pairs of a request and a rank are ordered by their probability of acceptance. Every number of them is evaluated,
     because cost curves are jagged: eight rows may cost as much as five, and nine twice as much.
@@ -58,7 +60,7 @@ def goodput(candidates: Candidates, batch: int, forced: int, costs: CostModel, a
         costs: Measured seconds.
         allowed: Seconds that the step may lose.
     """
-    accepted, exists, nothing = candidates.accepted, candidates.exists, [0] * len(candidates.caps)
+    accepted, exists = candidates.accepted, candidates.exists
     within = np.arange(accepted.shape[1]) < np.asarray(candidates.caps)[:, None]
     worth = np.minimum.accumulate(np.minimum(accepted / exists.clip(1e-9), 1.0), axis=1)
     order = np.argsort(-worth[within], kind="stable")
@@ -83,9 +85,8 @@ def goodput(candidates: Candidates, batch: int, forced: int, costs: CostModel, a
             short = float(losses[-1])
             count = best(limit) if limit else 0
         worst = float(losses[count - 1]) if count else 0.0
-    if not count:
-        return Allocation(nothing, short=short)
-    return Allocation(np.bincount(owners[:count], minlength=len(nothing)).tolist(), worst, short)
+    nodes = enumerate(np.bincount(owners[:count]).tolist())
+    return Allocation({candidates.places[i]: length for i, length in nodes if length}, worst, short)
 
 
 def promising(length: int, missed: float, batch: int, forced: int, costs: CostModel) -> bool:

@@ -14,6 +14,7 @@ from foretoken.control.memory import MemoryWatch
 from foretoken.control.survival import Survival, acceptance
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
+from foretoken.costs.curve import Array
 from foretoken.costs.model import CostModel
 
 
@@ -51,46 +52,30 @@ class Goodput(Capped):
         """Returns the budgets of a batch: those of ``goodput``, and a trial where one is due."""
         contexts, budgets, tuning = batch.contexts, requested(batch.contexts, batch.caps), self.tuning
         records = {i: self._record(contexts[i]) for i in batch.own}
-        if not batch.own:
-            return Decision(budgets, tuning.hold_none)
-        if not self.costs.ready:
-            return self._first_draft(batch, budgets)
-        forced = sum(budgets)
-        missed = {
-            i: seconds for i, seconds in zip(batch.own, batch.missed, strict=True) if self._welcome(batch, i, seconds)
-        }
-        payable = [i for i, seconds in missed.items() if seconds <= batch.allowed]
-        allocation = Allocation([])
-        if payable:
-            accepted, exists = acceptance([records[i].survival for i in payable])
-            caps, seconds = [batch.caps[i] for i in payable], [missed[i] for i in payable]
-            candidates = Candidates(caps, seconds, accepted, exists)
-            allocation = goodput(candidates, batch.size, forced, self.costs, batch.allowed)
-        for i, length in zip(payable, allocation.lengths, strict=True):
+        missed = {i: s for i, s in zip(batch.own, batch.missed, strict=True) if self._welcome(batch, i, s)}
+        allocation = self._allocate(batch, missed, sum(budgets))
+        for i, length in allocation.lengths.items():
             budgets[i] = length
         idle = {i: seconds for i, seconds in missed.items() if not budgets[i]}
-        place = self._due(batch, idle, forced + sum(allocation.lengths))
-        worst, short = allocation.worst, allocation.short
+        steps: float = tuning.hold if allocation.lengths else tuning.hold_none
+        if allocation.short:
+            steps = min(steps, self.steps_until(allocation.short, batch.allowed))
+        place = self._due(batch, idle, sum(budgets))
         if place is not None:
-            losses = worst + self._trial_losses(batch, place, missed[place])
+            losses = allocation.worst + self._trial_losses(batch, place, missed[place])
             if length := affordable(losses, batch.allowed):
                 budgets[place] = length
                 return Decision(budgets, 1, trial=contexts[place].id)
-            short = float(losses[0])
-        if not all(context.generated for context in contexts):
-            return Decision(budgets, 1)
-        steps: float = tuning.hold if any(allocation.lengths) else tuning.hold_none
-        if short:
-            steps = min(steps, self.steps_until(short, batch.allowed))
+            steps = min(steps, self.steps_until(float(losses[0]), batch.allowed))
         waits = [left for i in idle if (left := self._left(records[i])) > 0]  # the others wait for the ledger
-        return Decision(budgets, min([steps, *waits]), worst)
+        steps = min([steps, *waits]) if all(context.generated for context in contexts) else 1
+        return Decision(budgets, steps, allocation.worst)
 
     def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
         super().observe(contexts, steps)
-        for step in steps:
-            record = self._records.get(step.sequence)
-            if record is not None and step.position > 0 and step.budget:
-                self._learn(record, step)
+        for context, step in zip(contexts, steps, strict=True):
+            if context.depth is None and step.position > 0 and step.budget:
+                self._learn(self._record(context), step)
 
     def forget(self, context: Context) -> None:
         self._records.pop(context.id, None)
@@ -108,16 +93,23 @@ class Goodput(Capped):
         if batch.contexts[place].generated:
             return True
         added = self.costs.draft_seconds(batch.caps[place], 1) + missed
-        return added <= self.tuning.first_token * self.costs.plain_seconds(batch.size)
+        return added <= self.tuning.first_token * self.costs.plain_seconds(len(batch.contexts))
 
-    def _first_draft(self, batch: Batch, budgets: list[int]) -> Decision:
-        """Returns a trial that measures the time of drafting."""
-        place = next((i for i in batch.own if batch.contexts[i].generated), None)
-        if place is None or batch.allowed <= 0.0:
-            return Decision(budgets, 1)
-        length = self.tuning.unknown if self.ledger else self.tuning.trial
-        budgets[place] = min(length, batch.caps[place])
-        return Decision(budgets, 1, trial=batch.contexts[place].id)
+    def _allocate(self, batch: Batch, missed: dict[int, float], forced: int) -> Allocation:
+        """Returns ``goodput`` of the requests whose catching up can be paid for.
+
+        Args:
+            batch: The requests.
+            missed: Seconds of catching up of those that may draft, by index.
+            forced: Draft tokens that other requests asked for.
+        """
+        payable = [i for i, seconds in missed.items() if seconds <= batch.allowed]
+        if not payable:
+            return Allocation({}, short=min(missed.values(), default=0.0))
+        accepted, exists = acceptance([self._record(batch.contexts[i]).survival for i in payable])
+        caps, seconds = [batch.caps[i] for i in payable], [missed[i] for i in payable]
+        candidates = Candidates(payable, caps, seconds, accepted, exists)
+        return goodput(candidates, len(batch.contexts), forced, self.costs, batch.allowed)
 
     def _left(self, record: Record) -> int:
         """Returns the number of steps until a request's next trial."""
@@ -135,17 +127,19 @@ class Goodput(Capped):
         if not due:
             return None
         place = due[0]
-        if promising(batch.caps[place], idle[place], batch.size, drafted, self.costs):
+        if promising(batch.caps[place], idle[place], len(batch.contexts), drafted, self.costs):
             return place
         for i in due:  # the others missed more
             record = self._records[batch.contexts[i].id]
             record.since, record.wait = self.step, min(self.tuning.max_wait, 2 * record.wait)
         return None
 
-    def _trial_losses(self, batch: Batch, place: int, missed: float) -> np.ndarray:
+    def _trial_losses(self, batch: Batch, place: int, missed: float) -> Array:
         """Returns the seconds that trials of 1, 2, ... tokens lose if all are rejected."""
         depths = np.arange(1.0, min(self.tuning.trial, batch.caps[place]) + 1.0)
-        return worst_case(self.costs, batch.size, self.costs.draft_table(depths, np.ones(len(depths))) + missed)
+        return worst_case(
+            self.costs, len(batch.contexts), self.costs.draft_table(depths, np.ones(len(depths))) + missed
+        )
 
     def _learn(self, record: Record, step: StepOutput) -> None:
         """Learns from a draft of one request."""

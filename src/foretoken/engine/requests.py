@@ -17,7 +17,7 @@ from foretoken.engine.prompts import ContextLimit, Prompt, PromptTokenizer, Toke
 from foretoken.engine.sequence import Sequence as Running
 from foretoken.engine.sequence import TokenLogprobs
 from foretoken.engine.stopping import TextStopping
-from foretoken.engine.structured import Grammars, Restriction
+from foretoken.engine.structured import Grammars, IsolatedGrammars, Restriction
 from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
 from foretoken.params import SamplingParams
 
@@ -86,6 +86,7 @@ class RequestBuilder:
         start: See ``PromptTokenizer``.
         max_length: Context length. Longer texts end there with the reason "length". None is no limit.
         source_length: Maximum length of the encoder's input; 0 without an encoder.
+        isolate_grammars: Whether to compile grammars in processes of their own. See ``IsolatedGrammars``.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class RequestBuilder:
         start: Sequence[int] = (),
         max_length: int | None = None,
         source_length: int = 0,
+        isolate_grammars: bool = False,
     ) -> None:
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
         limit = None if max_length is None else ContextLimit(tokenizer, max_length)
@@ -105,7 +107,7 @@ class RequestBuilder:
         self.prompt_tokenizer = PromptTokenizer(tokenizer, vocab_size, tuple(start), limit, source_limit)
         self._methods, self._max_length = tuple(methods), max_length
         self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)
-        self.grammars = Grammars(tokenizer, vocab_size)
+        self.grammars = (IsolatedGrammars if isolate_grammars else Grammars)(tokenizer, vocab_size)
         self._requests, self._sequences = count(), count()  # a server builds requests in several threads
 
     @property

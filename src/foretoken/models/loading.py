@@ -15,7 +15,8 @@ from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import is_gguf, load_config, open_weights, resolve
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.memory import check_fits, weight_bytes
-from foretoken.models.formats.prequantized import check_prequantized
+from foretoken.models.formats.packed import PackedWeights
+from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization
 from foretoken.models.seq2seq.model import EncoderDecoder
@@ -65,12 +66,14 @@ def load_model(
 
         return ShardedModel.join(path, kind, where, tensor_parallel_size, weights.shapes, max_length)
     runtime = _runtime(config, path) if backend != "hf" else None
+    tensors = unpacked(weights, config) if runtime is not None else weights
     prequantized = runtime is not None and check_prequantized(config)
     scheme = Quantiser.of(quantization or ("int8" if prequantized else None))
-    needed = weight_bytes(weights.shapes, kind, None if scheme is None else scheme.weight_bits)
+    bits = tensors.bits if isinstance(tensors, PackedWeights) else None
+    needed = weight_bytes(tensors.shapes, kind, bits if scheme is None else scheme.weight_bits)
     check_fits(min(needed, weights.nbytes) if isinstance(weights, GGUFWeights) else needed, where, str(path))
     if runtime is not None:
-        return runtime(config, weights, kind, where, max_length, quantization)
+        return runtime(config, tensors, kind, where, max_length, quantization)
     if quantization is not None:
         raise InvalidRequest(
             f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "

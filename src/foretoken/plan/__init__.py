@@ -1,1 +1,1 @@
-"""What speculation would gain, before it is deployed: theory, measured costs, and a planner that joins them."""
+"""Predicts the speedup of speculative decoding from formulas, measured costs and a sample of the user's text."""

@@ -1,8 +1,8 @@
 """Predicts the speedup of every proposer, draft length, temperature and batch on the user's text and machine.
 
-Tokens per pass come from the target's own text (``sample``), step times from real steps (``rounds``). The speedup of
-decoding is tokens per pass over the step's time in plain steps. Intervals are for another run over as many requests of
-the same kind. They include the spread between requests twice, of the sample and of that run, and the spread of the
+Tokens per pass come from the target's own text (``sample``), step times from real steps (``step_timing``). The speedup
+of decoding is tokens per pass over the step's time in plain steps. Intervals are for another run over as many requests
+of the same kind. They include the spread between requests twice, of the sample and of that run, and the spread of the
 times. See ``statistics``.
 """
 
@@ -22,12 +22,20 @@ from foretoken.plan.candidates import Candidate
 from foretoken.plan.outcome import Plan, choices, mark_best
 from foretoken.plan.predictions import Place, lane_name, predicted_row, timed_depths
 from foretoken.plan.predictors import Predictor, fitted
-from foretoken.plan.rounds import OPEN, PrefillTiming, Visit, midway, plain_pass, reading, timed
 from foretoken.plan.rows import PlanRow
 from foretoken.plan.sample import Proposers, Sample, chain_of
+from foretoken.plan.step_times import MeasuredStepTimes, PassTimes
+from foretoken.plan.step_timing import (
+    MAX_OPEN,
+    PrefillTiming,
+    Visit,
+    halfway_prompts,
+    time_lanes,
+    time_plain_pass,
+    time_prefill,
+)
 from foretoken.plan.tally import AcceptanceEstimate
-from foretoken.plan.texts import SampledText, Start, contexts, write
-from foretoken.plan.times import PassTimes, Times
+from foretoken.plan.texts import Prompt, SampledText, contexts, write
 from foretoken.propose.base import Proposer
 from foretoken.speculation import SpeculativeConfig
 
@@ -40,7 +48,7 @@ Say = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What to plan for.
+    """Settings of a plan.
 
     Args:
         temperatures: Sampling temperatures.
@@ -89,7 +97,7 @@ class Planner:
 
     def plan(
         self,
-        prompts: Sequence[Start],
+        prompts: Sequence[Prompt],
         candidates: Sequence[Candidate],
         completions: Sequence[Sequence[int]] | None = None,
     ) -> Plan:
@@ -111,7 +119,7 @@ class Planner:
         progress = _Progress(self.say, self.settings, candidates)
         prefills = self._time_prefills(prompts, built, progress)
         for proposer in built.values():  # from here on each prompt's KV cache is computed once
-            split_kv_memory(self.target, proposer, None, True, OPEN)
+            split_kv_memory(self.target, proposer, None, True, MAX_OPEN)
         measurements: list[_Measurements] = []
         predictors: PredictorsByDraft = {}
         for temperature in self.settings.temperatures:
@@ -124,14 +132,14 @@ class Planner:
         return Plan(tuple(mark_best(rows)), tuple(choices(rows)), predictors)
 
     def _time_prefills(
-        self, prompts: Sequence[Start], proposers: Mapping[str, Proposer], progress: _Progress
+        self, prompts: Sequence[Prompt], proposers: Mapping[str, Proposer], progress: _Progress
     ) -> dict[int, PrefillTiming]:
         """Returns the time of prefill by batch."""
         law, result = self.settings.law(self.settings.temperatures[0]), {}
         for batch in self.settings.batches:
             progress.next(f"prefill, batch {batch}")
             together = [prompts[i % len(prompts)] for i in range(batch)]
-            result[batch] = reading(self.target, proposers, together, law)
+            result[batch] = time_prefill(self.target, proposers, together, law)
         return result
 
     def _measure(self, sample: Sample, candidates: Sequence[Candidate], progress: _Progress) -> _Measurements:
@@ -154,7 +162,9 @@ class Planner:
 
     def _time_plain(self, sample: Sample, result: _Measurements) -> None:
         for batch in self.settings.batches:
-            result.plain_passes[batch].append(plain_pass(self.target, midway(sample.texts, batch), sample.law))
+            result.plain_passes[batch].append(
+                time_plain_pass(self.target, halfway_prompts(sample.texts, batch), sample.law)
+            )
 
     def _rows(
         self,
@@ -172,14 +182,14 @@ class Planner:
         for temperature, each in zip(self.settings.temperatures, measurements, strict=True):
             tokens = fmean(len(text.tokens) for text in each.texts)
             for batch in self.settings.batches:
-                times = Times(each.visits[batch], batch, passes[batch])
+                times = MeasuredStepTimes(each.visits[batch], batch, passes[batch])
                 place = Place(temperature, batch, tokens, times, prefills[batch])
                 for candidate in candidates:
                     for depth in candidate.depths:
                         yield predicted_row(candidate, depth, place, each.estimates[candidate.name, depth])
 
     def _texts(
-        self, prompts: Sequence[Start], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]] | None, law: SamplingLaw
     ) -> list[SampledText]:
         """Returns the sample. Raises InvalidRequest if every text ends at its first token."""
         limit = self.settings.max_tokens
@@ -206,7 +216,7 @@ class Planner:
         what = f"steps at temperature {sample.law.temperature:g}, batch {batch}"
         progress.next(what, 0.0)
         tick = partial(self._tick, progress, what)
-        return timed(self.target, lanes, midway(sample.texts, batch), sample.law, turns, tick)
+        return time_lanes(self.target, lanes, halfway_prompts(sample.texts, batch), sample.law, turns, tick)
 
     def _tick(self, progress: _Progress, what: str, steps: int) -> None:
         progress.next(what, steps / self.settings.turns)

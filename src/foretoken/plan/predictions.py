@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.plan.candidates import Candidate
-from foretoken.plan.rounds import PrefillTiming
 from foretoken.plan.rows import PlanRow
 from foretoken.plan.statistics import ratio_interval
+from foretoken.plan.step_times import MeasuredStepTimes, StepTime
+from foretoken.plan.step_timing import PrefillTiming
 from foretoken.plan.tally import AcceptanceEstimate
-from foretoken.plan.times import RoundTime, Times
 
 LEVEL = 0.95
 _TIMED = (1, 2, 4, 6, 8)  # draft lengths that are timed where there are many; others are interpolated
@@ -28,7 +28,7 @@ def lane_name(candidate: Candidate, depth: int) -> str:
     return f"{candidate.name} @ {depth}"
 
 
-def _time(candidate: Candidate, depth: int, times: Times, estimate: AcceptanceEstimate) -> RoundTime:
+def _time(candidate: Candidate, depth: int, times: MeasuredStepTimes, estimate: AcceptanceEstimate) -> StepTime:
     """Returns the time of a step, interpolated where the draft length was not timed."""
     near = timed_depths(candidate.depths)
     if depth in near:
@@ -40,7 +40,7 @@ def _time(candidate: Candidate, depth: int, times: Times, estimate: AcceptanceEs
     def between(name: str) -> float:
         return float((1 - share) * getattr(ends[0], name) + share * getattr(ends[1], name))
 
-    return RoundTime(**{name: between(name) for name in RoundTime.__dataclass_fields__})
+    return StepTime(**{name: between(name) for name in StepTime.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Place:
     temperature: float
     batch: int
     tokens: float
-    times: Times
+    times: MeasuredStepTimes
     prefill: PrefillTiming
 
 

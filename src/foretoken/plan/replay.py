@@ -29,7 +29,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.stopping import Length
 from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.plan.tally import AcceptanceEstimate, StepTally
-from foretoken.plan.texts import BATCH, SampledText, Start, contexts, teacher_forced
+from foretoken.plan.texts import BATCH, Prompt, SampledText, contexts, teacher_forced
 from foretoken.propose.base import Proposer
 from foretoken.verify import Verifier, choose
 
@@ -162,7 +162,7 @@ def replay_estimate(
 
 def step_estimate(
     target: Model,
-    prompts: Sequence[Start],
+    prompts: Sequence[Prompt],
     proposer: Proposer,
     law: Law,
     depth: int,

@@ -44,8 +44,8 @@ class PlanRow:
         step_seconds: Seconds of a decode step.
         draft_seconds: Seconds of drafting in a step.
         plain_seconds: Seconds of a plain step.
-        acceptance: By position. Of a plan for this engine the share of steps that accepted so deep; of a plan for vLLM
-            conditional on the positions before.
+        acceptance: By position. In a plan for this engine, the share of steps that accepted so deep. In a plan for
+            vLLM, conditional on the positions before.
         estimator: "distribution" (see ``chains``), "text" or "steps" (see ``replay``), "runs" (see ``vllm``).
         requests: Number of requests in the sample.
         best: Whether it is the fastest at its temperature and batch.

@@ -1,9 +1,9 @@
-"""Intervals that know that the tokens of one request belong together: requests are drawn, not tokens.
+"""Cluster-robust intervals: tokens of one request are correlated, so requests are the sampling unit.
 
-A ratio of sums over requests is estimated by the sums' ratio; its spread comes from leaving out one request at a time,
-the delete-one jackknife, which is the linearised, cluster-robust variance with each residual over 1 - its leverage.
-Student's t sets the width, with the degrees of freedom that requests of unequal length are worth (Satterthwaite's, as
-Bell and McCaffrey 2002 have them): n - 1 for equal ones, fewer where a long one dominates.
+A ratio of sums over requests is estimated by the ratio of the sums. Its variance is that of the delete-one jackknife,
+which is the linearised cluster-robust variance with each residual over 1 - its leverage. Student's t gives the width,
+with Satterthwaite's degrees of freedom for requests of unequal length (Bell and McCaffrey 2002): n - 1 for equal ones,
+fewer where a long one dominates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Reals = NDArray[np.float64]
 
 
 class Interval(NamedTuple):
-    """An estimate and where the truth lies at the level asked for; endless where one request is all there is."""
+    """An estimate and its confidence interval, which is infinite for one request."""
 
     estimate: float
     low: float
@@ -31,21 +31,28 @@ class Interval(NamedTuple):
 
 
 class UncertainValue(NamedTuple):
-    """An estimate, its standard error, and the degrees of freedom that the error itself rests on."""
+    """An estimate, its standard error, and the degrees of freedom of the standard error."""
 
     estimate: float
     error: float
     freedom: float
 
     def interval(self, level: float) -> Interval:
+        """Returns the confidence interval at ``level``."""
         half = student_quantile(0.5 + level / 2, self.freedom) * self.error if math.isfinite(self.error) else math.inf
         return Interval(self.estimate, self.estimate - half, self.estimate + half)
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], level: float = 0.95) -> Interval:
-    """sum(numerators) / sum(denominators), one of each for every request: tokens over rounds, say.
+    """Returns sum(numerators) / sum(denominators) with its interval.
 
-    Requests without a denominator and a numerator tell nothing and are left out.
+    Args:
+        numerators: One per request, for example tokens.
+        denominators: One per request, for example steps. Requests where both are 0 are left out.
+        level: Confidence level.
+
+    Raises:
+        InvalidRequest: The numbers of both differ, values are not finite, or denominators are negative or all 0.
     """
     number("level", level, 0.0, 1.0 - 1e-12)
     return _ratio(*_pairs(numerators, denominators)).interval(level)
@@ -59,10 +66,21 @@ def ratio_of_ratios(
     level: float = 0.95,
     paired: bool = True,
 ) -> Interval:
-    """(sum a / sum b) / (sum c / sum d), as a speed over another speed; all sums must be positive.
+    """Returns (sum a / sum b) / (sum c / sum d), for example a speed over another, with its interval.
 
-    paired: the same requests in the same order on both sides, so that what is hard for both cancels. Otherwise the two
-    sides are independent samples of any sizes (Welch). The interval is symmetric in the logarithm.
+    The interval is symmetric in the logarithm.
+
+    Args:
+        numerators: a, one per request.
+        denominators: b, one per request.
+        base_numerators: c, one per request.
+        base_denominators: d, one per request.
+        level: Confidence level.
+        paired: Both sides have the same requests in the same order, so that their common variation cancels. Otherwise
+            the sides are independent samples of any sizes (Welch).
+
+    Raises:
+        InvalidRequest: As ``ratio_interval``, or a sum is not positive.
     """
     number("level", level, 0.0, 1.0 - 1e-12)
     sides = _pairs(numerators, denominators), _pairs(base_numerators, base_denominators)
@@ -85,9 +103,10 @@ def ratio_of_ratios(
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """t with P(T <= t) = ``probability`` for Student's T.
+    """Returns t with P(T <= t) = ``probability`` for Student's t distribution.
 
-    Between whole degrees of freedom linear in their inverse, which is a trifle wide; under one, as one.
+    Fractional degrees of freedom are interpolated linearly in their inverse, which is slightly conservative. Fewer than
+    one counts as one.
     """
     number("probability", probability, 0.5, 1.0 - 1e-13)
     number("freedom", freedom, 0.0)
@@ -137,12 +156,12 @@ def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[
         )
     if bool((bottom < 0.0).any()) or not bottom.sum() > 0.0:
         raise InvalidRequest(f"denominators must not be negative and not all be 0, got {bottom.tolist()}")
-    told = (top != 0.0) | (bottom != 0.0)
-    return top[told], bottom[told]
+    used = (top != 0.0) | (bottom != 0.0)
+    return top[used], bottom[used]
 
 
 def _ratio(top: Reals, bottom: Reals) -> UncertainValue:
-    """R = sum y / sum x; leaving out request i moves it by -(y_i - R x_i) / (sum x - x_i)."""
+    """R = sum y / sum x. Leaving out request i changes it by -(y_i - R x_i) / (sum x - x_i)."""
     estimate = float(top.sum() / bottom.sum())
     others = bottom.sum() - bottom
     if len(top) < 2 or not others.min() > 0.0:
@@ -151,16 +170,16 @@ def _ratio(top: Reals, bottom: Reals) -> UncertainValue:
 
 
 def _jackknife(shifts: Reals) -> float:
-    """The standard error from what leaving out each request does to the estimate."""
+    """Returns the standard error from the changes of the estimate when each request is left out."""
     count = len(shifts)
     return float(np.sqrt((count - 1) / count * np.square(shifts).sum()))
 
 
 def _freedom(sizes: Reals) -> float:
-    """What the jackknife's variance is worth if requests' own ratios vary alike: 2 mean^2 / variance of it.
+    """Returns the degrees of freedom of the jackknife variance v, 2 E[v]^2 / Var[v], if requests' ratios vary alike.
 
-    With shares w, that variance is a quadratic form r' M' D M r in the ratios r, M = I - 1 w' and D the squared
-    w / (1 - w): tr(D M M')^2 / tr((D M M')^2).
+    With shares w, v is a quadratic form r' M' D M r in the ratios r, with M = I - 1 w' and D the diagonal of
+    (w / (1 - w))^2. Its degrees of freedom are tr(D M M')^2 / tr((D M M')^2).
     """
     share = sizes / sizes.sum()
     scale = np.square(share / (1.0 - share))
@@ -169,17 +188,17 @@ def _freedom(sizes: Reals) -> float:
 
 
 def _relative(spread: UncertainValue) -> UncertainValue:
-    """Of the logarithm."""
+    """Returns the logarithm of an uncertain value."""
     return UncertainValue(math.log(spread.estimate), spread.error / spread.estimate, spread.freedom)
 
 
 def _paired(a: Reals, b: Reals, c: Reals, d: Reals) -> UncertainValue:
-    """log of (sum a / sum b) / (sum c / sum d), leaving out one request on both sides at a time."""
-    told = (a != 0.0) | (b != 0.0) | (c != 0.0) | (d != 0.0)
-    columns = [column[told] for column in (a, b, c, d)]
+    """Returns log (sum a / sum b) / (sum c / sum d). The jackknife leaves out a request on both sides."""
+    used = (a != 0.0) | (b != 0.0) | (c != 0.0) | (d != 0.0)
+    columns = [column[used] for column in (a, b, c, d)]
     estimate = _log_ratio(*(column.sum() for column in columns))
     left = [column.sum() - column for column in columns]
-    if told.sum() < 2 or not all(bool((column > 0.0).all()) for column in left):
+    if used.sum() < 2 or not all(bool((column > 0.0).all()) for column in left):
         return UncertainValue(float(estimate), math.inf, 1)
     freedom = min(_freedom(columns[1]), _freedom(columns[3]))
     return UncertainValue(float(estimate), _jackknife(_log_ratio(*left) - estimate), freedom)
@@ -190,7 +209,7 @@ def _log_ratio(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 def _independent(one: UncertainValue, other: UncertainValue) -> UncertainValue:
-    """Of the difference, with Welch's and Satterthwaite's degrees of freedom."""
+    """Returns the difference, with the degrees of freedom of Welch and Satterthwaite."""
     parts = one.error**2, other.error**2
     total = sum(parts)
     if not math.isfinite(total) or total == 0.0:

@@ -41,7 +41,7 @@ class StepTally:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceEstimate:
-    """What one proposer at one draft length does on the sample.
+    """Tokens, steps and acceptance of one proposer at one draft length on the sample.
 
     Args:
         tallies: One per text.

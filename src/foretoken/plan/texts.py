@@ -19,7 +19,7 @@ from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
-Start = TokenizedPrompt | Sequence[int]
+Prompt = TokenizedPrompt | Sequence[int]
 """A tokenized prompt, or its token ids."""
 
 BATCH = 8  # sequences per pass where results do not depend on it
@@ -63,7 +63,7 @@ class SampledText:
         return TokenizedPrompt(None, [*self.prompt, *self.tokens[:count]], self.source)
 
 
-def contexts(prompts: Sequence[Start], law: Law, seed: int, first: int = 0) -> list[Context]:
+def contexts(prompts: Sequence[Prompt], law: Law, seed: int, first: int = 0) -> list[Context]:
     """Returns a context with its own random streams for each prompt. Ids count from ``first``."""
     result = []
     for i, prompt in enumerate(prompts):
@@ -76,7 +76,7 @@ def contexts(prompts: Sequence[Start], law: Law, seed: int, first: int = 0) -> l
 
 def write(
     target: Model,
-    prompts: Sequence[Start],
+    prompts: Sequence[Prompt],
     law: Law,
     limit: int,
     eos: Collection[int] = (),

@@ -1,1 +1,1 @@
-"""What was measured, as pages that open offline: the plan, the audit, the race, a text token by token."""
+"""HTML pages that open offline: plans, audits, races, simulations, and texts token by token."""

@@ -29,6 +29,8 @@ def page(plan: Mapping[str, Any]) -> str:
     """
     rows = mappings(plan.get("rows"))
     places = list(dict.fromkeys(map(_place, rows)))
+    conditional = plan.get("engine") == "vllm"  # see ``PlanRow.acceptance``
+    accepted = "accepted, given those before" if conditional else "share of steps accepted so deep"
     return document(
         "Speedup of speculation here",
         [
@@ -37,15 +39,15 @@ def page(plan: Mapping[str, Any]) -> str:
             section("Configuration to paste", *_pastes(record(plan.get("exports")))),
             *(_table([row for row in rows if _place(row) == place], place) for place in places),
             section("Drafting on another machine, simulated", *_remote_drafting(mappings(plan.get("remote_drafting")))),
-            section("Acceptance by position", grid(*(_positions(rows, p) for p in places))),
+            section("Acceptance by position", grid(*(_positions(rows, p, accepted) for p in places))),
             section("Cost of a forward pass", curves(record(plan.get("costs")))),
             section("Predictors of acceptance", *_predictors(mappings(plan.get("predictors")))),
             section("Predicted against measured", against(mappings(plan.get("measured")))),
         ],
         record(plan.get("setting")),
         lead="Speedups are over plain decoding on this machine, predicted from the target's own continuations of the "
-        "prompts and from timed decode steps. Of 100 further runs over as many requests, 95 should lie inside the "
-        "intervals.",
+        "prompts and from timed decode steps. The intervals should contain 95 of 100 "
+        "further runs over as many requests.",
         footer="tokens/pass: emitted tokens over target passes, the target's own token included. A speedup of 1 is "
         "plain decoding. Every configuration is exact: the text has the target's distribution.",
     )
@@ -183,8 +185,8 @@ def _pasted(engine: str, form: Any) -> Html:
     return join(paragraph(engine, note=True), element("pre", element("code", code), tabindex=0))
 
 
-def _positions(rows: Sequence[Row], place: Place) -> Html:
-    """Acceptance by position of every proposer's longest draft."""
+def _positions(rows: Sequence[Row], place: Place, label: str) -> Html:
+    """Acceptance by position of every proposer's longest draft. label: what the figures are."""
     deepest: dict[str, Row] = {}
     for row in rows:
         if _place(row) == place and _accepted(row):
@@ -197,8 +199,7 @@ def _positions(rows: Sequence[Row], place: Place) -> Html:
     ]
     if not series:
         return Html()
-    accepted = Axis("share of steps accepted so deep", zero=True, high=1.0)
-    return lines(_named(place).capitalize(), series, Axis("position in the draft"), accepted)
+    return lines(_named(place).capitalize(), series, Axis("position in the draft"), Axis(label, zero=True, high=1.0))
 
 
 def _accepted(row: Row) -> list[float]:

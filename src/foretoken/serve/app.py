@@ -49,7 +49,7 @@ B = TypeVar("B", bound=Generate)
 
 
 def playground() -> dict[str, Path]:
-    """The files of the page at the root, by their paths."""
+    """Returns the files of the playground by their URL paths."""
     files = {f"/{file.name}": file for file in sorted(PLAYGROUND.glob("*")) if file.is_file() and file.suffix != ".py"}
     if "/index.html" in files:
         files["/"] = files["/index.html"]
@@ -57,18 +57,20 @@ def playground() -> dict[str, Path]:
 
 
 def open_paths() -> frozenset[str]:
-    """What needs no key."""
+    """Returns the paths that need no API key."""
     return frozenset({"/health", *playground()})
 
 
 def create_app(worker: Worker, settings: ServerSettings | None = None) -> FastAPI:
-    """The server of one worker, which it starts and closes with itself."""
+    """Returns the app of a worker. Its lifespan starts and closes the worker."""
     settings = settings or ServerSettings()
     service = Service(worker, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        if service.side_process is not None:
+            service.side_process.start()  # before the first large body, which would wait for it
         yield
         worker.abandon()
         worker.close()
@@ -164,7 +166,7 @@ def _generating(service: Service) -> APIRouter:
 
     @router.post("/completions", responses={200: {"model": Completion, "content": _STREAM}}, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue a prompt, or several."""
+        """Continue one prompt or several."""
         prepared = await service.prepared(body, request)
         generation = await service.begin("cmpl", prepared)
         writer = CompletionWriter(prepared, service.token_text)
@@ -174,7 +176,7 @@ def _generating(service: Service) -> APIRouter:
         "/chat/completions", responses={200: {"model": ChatCompletion, "content": _STREAM}}, response_model=None
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
-        """The next message of a conversation."""
+        """Write the next message of a conversation."""
         prepared = await service.prepared(body, request)
         generation = await service.begin("chatcmpl", prepared)
         writer = ChatWriter(prepared, service.token_text)
@@ -221,17 +223,17 @@ def _listing(service: Service) -> APIRouter:
 
     @router.get("/v1/models", responses=_errors(401, 403))
     async def models() -> ModelList:
-        """What is served, and how it may speculate."""
+        """List the served models and their methods of speculation."""
         return {"object": "list", "data": [service.model(name) for name in service.settings.model_names]}
 
     @router.get("/v1/models/{name:path}", responses=_errors(401, 403, 404))
     async def model(name: str) -> ServedModel:
-        """One of them."""
+        """Describe one served model."""
         return service.model(name)
 
     @router.get("/health", responses=_errors(403, 503))
     async def health() -> Health:
-        """Whether requests are taken."""
+        """Tell whether requests are accepted."""
         if not service.worker.alive:
             raise ServerUnavailable("the engine is not running")
         if service.worker.draining:
@@ -242,13 +244,13 @@ def _listing(service: Service) -> APIRouter:
         "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_errors(401, 403)}
     )
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Return metrics for Prometheus."""
         body, kind = service.metrics.render()
         return Response(body, headers={"Content-Type": kind})
 
     @router.get("/version", responses=_errors(401, 403))
     async def version() -> Version:
-        """Of the server."""
+        """Return the version of the server."""
         return {"version": __version__}
 
     return router

@@ -10,26 +10,26 @@ from starlette.types import Message, Receive
 
 from foretoken.serve.errors import RETRY_SECONDS, ApiError
 
-_DISCARDED = 8  # times the limit are read and dropped, so that a client that sends first gets to read the answer
-_SMALL = 64 * 2**10  # bytes of a body that always find room
-_LARGE_BODIES = 64  # so many of the largest size may be in memory at once
+_DISCARDED = 8  # times the limit: read and dropped, for clients that read the answer only after they have sent the body
+_SMALL = 64 * 2**10  # bytes of each body that are not counted
+_LARGE_BODIES = 64  # number of bodies of the largest size that may be in memory at once
 
 
 class Bodies:
-    """Reads bodies of at most ``limit`` bytes that arrive within ``seconds``."""
+    """Reads bodies of at most ``limit`` bytes that arrive within ``seconds``, and bounds their memory together."""
 
     def __init__(self, limit: int, seconds: float) -> None:
         self._limit, self._seconds = limit, seconds
         self._free = _LARGE_BODIES * limit
 
     def check_announced(self, length: str | None) -> None:
-        """Raises ApiError for a Content-Length that is not even worth discarding."""
+        """Raises ApiError for a Content-Length so large that the body is not even discarded."""
         if length is not None and length.isdigit() and int(length) > _DISCARDED * self._limit:
             raise self._too_large()
 
     @asynccontextmanager
     async def read(self, receive: Receive) -> AsyncIterator[bytes | None]:
-        """Yields the body, or None where the client went away before its end. Its memory is counted until the exit.
+        """Yields the body, or None if the client disconnected before its end. Its memory is counted until the exit.
 
         Raises:
             ApiError: 413 too large, 408 too slow, 429 too many large bodies at once.
@@ -38,7 +38,7 @@ class Bodies:
         try:
             complete = await self._fill(buffer, receive)
             body, size = bytes(buffer), len(buffer)
-            buffer.clear()  # the app lives on with ``body`` alone
+            buffer.clear()  # frees the copy while the app runs
             yield body if complete else None
         finally:
             self._free += _counted(max(size, len(buffer)))
@@ -81,7 +81,7 @@ class Bodies:
 
 
 def _counted(size: int) -> int:
-    """Bytes of a body that count towards the memory of all."""
+    """Returns how many bytes of a body count towards the memory of all bodies."""
     return max(0, size - _SMALL)
 
 
@@ -92,7 +92,7 @@ def _crowded() -> ApiError:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives the whole body first, and then what ``receive`` gives."""
+    """Returns an ASGI ``receive`` that returns the whole body first, and then the messages of ``receive``."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:

@@ -1,4 +1,4 @@
-"""What clients may send to /v1/chat/completions."""
+"""The request body of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _TEXTS = first_wrong("a string with a string", lambda key, value: isinstance(key
 
 
 class FunctionCall(Loose):
-    """A function and its arguments, which are JSON in a string."""
+    """The name of a called function, and its arguments as JSON in a string."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Loose):
-    """What an assistant called."""
+    """A call that an assistant made."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -28,7 +28,7 @@ class ToolCall(Loose):
 
 
 class Message(Loose):
-    """One message. ``content`` is missing only beside tool calls."""
+    """One message. Only an assistant's message with tool calls may lack ``content``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -45,7 +45,7 @@ class Message(Loose):
 
 
 class Function(Body):
-    """A function that may be called. ``parameters``: a JSON schema; none: no arguments."""
+    """A function that may be called. ``parameters`` is a JSON schema; None means no arguments."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -54,27 +54,27 @@ class Function(Body):
 
 
 class Tool(Body):
-    """Only functions are served."""
+    """A tool. Functions are the only kind that is served."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Body):
-    """Which function."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(Body):
-    """The one tool that has to be called."""
+    """A value of ``tool_choice``: the tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class JsonSchema(Body):
-    """A schema and what it is called."""
+    """A named JSON schema."""
 
     model_config = ConfigDict(protected_namespaces=())
     name: str
@@ -85,12 +85,12 @@ class JsonSchema(Body):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        """``schema`` is a field's alias, and pydantic's own refusal of other fields will do."""
+        """Leaves the refusal of unknown fields to pydantic, because ``schema`` is a field's alias."""
         return data
 
 
 class TextFormat(Body):
-    """Whatever the model says."""
+    """Unrestricted text."""
 
     type: Literal["text"]
 
@@ -112,7 +112,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class ChatRequest(Generate):
-    """Body of POST /v1/chat/completions. Where OpenAI's fields change nothing that comes out, they are ignored."""
+    """Body of POST /v1/chat/completions. Fields of OpenAI that do not change the output are ignored."""
 
     refused: ClassVar[dict[str, str]] = {
         "audio": "only text comes out",
@@ -131,7 +131,7 @@ class ChatRequest(Generate):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     top_logprobs: Count | None = None
-    # accepted where they ask for nothing else than what is done
+    # accepted with the one value that is served
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     verbosity: Literal["medium"] | None = None
     # ignored

@@ -1,4 +1,4 @@
-"""Every error in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from foretoken.params import SamplingParams
 _log = logging.getLogger(__name__)
 
 INVALID, CONTEXT_LENGTH = "invalid_request_error", "context_length_exceeded"
-_LONGEST = 2000  # characters of a message; some repeat what was given
-RETRY_SECONDS = 1  # what Retry-After says: a place in the queue comes free with the next text that ends
+_LONGEST = 2000  # characters of a message, which may quote the request
+RETRY_SECONDS = 1  # value of Retry-After; the queue moves with every finished request
 
 _PARAMETERS = {f.name for f in fields(SamplingParams)}
 
 
 class Overloaded(ForetokenError):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class ServerUnavailable(ForetokenError):
-    """The server takes no requests: it is shutting down, or its engine is dead."""
+    """The server accepts no requests because it is shutting down or its engine has died."""
 
 
 class RequestFailed(ForetokenError):
@@ -39,7 +39,7 @@ class RequestFailed(ForetokenError):
 
 @dataclass(eq=False)
 class ApiError(ForetokenError):
-    """An answer that is an error. ``type`` None follows from the status."""
+    """An error answer. ``type`` None is derived from the status."""
 
     status: int
     message: str
@@ -52,7 +52,7 @@ class ApiError(ForetokenError):
         return self.message
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Returns OpenAI's error object."""
         kind = self.type or (INVALID if self.status < 500 else "server_error")
         message = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
@@ -62,7 +62,7 @@ class ApiError(ForetokenError):
 
 
 class RefusedBody(HTTPException):
-    """FastAPI passes on no other exception that is raised while a body is read."""
+    """Carries an error out of reading a body, where FastAPI passes on HTTPException only."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(400, str(reason))
@@ -70,12 +70,12 @@ class RefusedBody(HTTPException):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request cannot be honoured as given."""
+    """Returns a 400."""
     return ApiError(400, message, param=param, code=code)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What the client is told of an exception. Nothing of an unforeseen one but that it happened."""
+    """Returns the error answer to an exception. An unexpected one is logged, and its text is not sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
@@ -96,7 +96,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have ``app`` answer in OpenAI's shape whatever goes wrong."""
+    """Makes ``app`` answer every error in OpenAI's format."""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
@@ -123,7 +123,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Returns the first of pydantic's errors, the deepest where a value fits none of several types."""
+    """Returns the answer to pydantic's errors: the first field's, with all reasons if it fits none of several types."""
     first = errors[0]
     if first["type"] == "unknown_field":
         return invalid(first["msg"], param=first["ctx"]["name"])

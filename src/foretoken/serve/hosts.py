@@ -1,4 +1,4 @@
-"""Which ``Host`` headers a server answers.
+"""The ``Host`` headers that a server answers.
 
 A web page can point its own domain name at 127.0.0.1 and then talk to a server there as its own origin (DNS
 rebinding). The browser still sends the page's domain name as ``Host``, so a server on loopback refuses such names.
@@ -21,12 +21,12 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class AllowedHosts:
-    """``localhost``, the loopback addresses, and ``names``: host names, addresses, ``*.domain``, or ``*`` for any."""
+    """Allows ``localhost``, the loopback addresses, and ``names``: host names, addresses, ``*.domain``, or ``*``."""
 
     names: tuple[str, ...]
 
     def allows(self, header: str) -> bool:
-        """Whether a request with this ``Host`` header is answered. Any port is allowed."""
+        """Returns whether a request with this ``Host`` header is answered. Any port is allowed."""
         found = _HEADER.fullmatch(header.lower())
         if found is None or (found[1] is not None and _address(found[1]) is None):
             return "*" in self.names
@@ -43,8 +43,8 @@ class AllowedHosts:
 def allowed_hosts(host: str, bound: str, keys: bool, given: Sequence[str]) -> AllowedHosts | None:
     """Returns the hosts to check for, or None for no check.
 
-    A server on loopback without API keys is always checked. Elsewhere only ``given`` names ask for the check: the names
-    by which other machines reach this one are not known, and a web page on a foreign name has no key.
+    A server on loopback without API keys is always checked. Other servers are checked only if
+    ``given`` has names, because the names by which other machines reach them are not known.
 
     Args:
         host: what the user asked to listen on.
@@ -74,14 +74,14 @@ def _always_allowed(name: str) -> bool:
 
 
 def _normal(name: str) -> str:
-    """One spelling for each name and address."""
+    """Returns the canonical spelling of a name or address."""
     name = name.lower().removesuffix(".")
     address = _address(name)
     return name if address is None else str(address)
 
 
 def _address(text: str) -> _Address | None:
-    """The address that ``text`` spells, without an IPv6 zone; an IPv4 address inside of an IPv6 one as itself."""
+    """Returns the address in ``text`` without IPv6 zone, and the IPv4 address of an IPv4-mapped one."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:

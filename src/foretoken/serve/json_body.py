@@ -1,4 +1,4 @@
-"""Reads JSON bodies: refuses what would take long to read, and says what is wrong with what cannot be read."""
+"""Parses JSON bodies, refuses those that would take long, and says what is wrong with malformed ones."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from foretoken.serve.errors import invalid
 
-MAX_VALUES = 2**17  # arrays, objects and members of objects; strings and numbers in arrays take little time
+MAX_VALUES = 2**17  # arrays, objects and members of objects; other values take little time
 MAX_DEPTH = 128
-_LARGE = 2**16  # bytes that would hold up the event loop
+_LARGE = 2**16  # bytes that would block the event loop for too long
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read(body: bytes) -> Any:
-    """``parse``, in a thread where it takes long."""
+    """Runs ``parse``, in a thread if it takes long."""
     return parse(body) if len(body) < _LARGE else await asyncio.to_thread(parse, body)
 
 
@@ -44,7 +44,7 @@ def parse(body: bytes) -> Any:
 
 
 def _check_structure(body: bytes) -> None:
-    """Without parsing: what is outside of strings tells how much there is to build."""
+    """Raises ApiError for too many or too deeply nested values, counted outside of strings without parsing."""
     if max(body.count(b"["), body.count(b"{"), body.count(b":")) <= MAX_DEPTH:
         return
     outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
@@ -67,7 +67,7 @@ def _depth(outside: bytes) -> int:
 
 
 def _check_characters(value: Any) -> None:
-    """JSON can spell what is no text."""
+    """Raises ApiError for half of a surrogate pair, which JSON can spell but UTF-8 cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""What stands before every request: hosts, keys, sizes, how many at once; and a line for the log."""
+"""Checks before every request: host, API key, sizes and concurrency. Also logs each request."""
 
 from __future__ import annotations
 
@@ -19,24 +19,29 @@ from foretoken.serve.hosts import AllowedHosts
 
 _log = logging.getLogger(__name__)
 
-_CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, where keys are scopes of their own
+_CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, if keys have scopes
 MAX_HEADERS = 64 * 2**10  # bytes of a request's headers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How an app serves.
+    """Settings of an app.
 
-    model_names: what clients may call the model; the first is what answers say.
-    api_keys: any of them opens everything; without keys everything is open.
-    share_cache_across_keys: requests of different keys share the prefix cache and what proposers keep of earlier
-    requests. Otherwise each key is a scope of its own where there are several.
-    chat_template: a template in place of the tokenizer's own.
-    origins: pages of other origins that browsers may let use the API.
-    hosts: whose ``Host`` header is answered; None answers any.
-    max_body: bytes. max_n: completions of a prompt, candidates of best_of too. max_prompts: in one request.
-    body_timeout: seconds in which a body has to arrive.
-    max_concurrency: requests answered at once. timeout: seconds that a request may take, its wait included.
+    Args:
+        model_names: Names of the model. Answers have the first one.
+        api_keys: Keys, each of which opens everything. Without keys everything is open.
+        share_cache_across_keys: Whether requests of different keys share the prefix cache and the proposers' stores.
+            Otherwise each of several keys has its own scope.
+        chat_template: A template in place of the tokenizer's own.
+        origins: Other origins whose pages may use the API from a browser (CORS).
+        hosts: The ``Host`` headers that are answered; None answers any.
+        max_body: Bytes of a body.
+        body_timeout: Seconds in which a body must arrive.
+        max_n: Completions of a prompt, or candidates of best_of.
+        max_prompts: Prompts of one request.
+        max_logprobs: Log-probabilities per token.
+        max_concurrency: Requests that are answered at once.
+        timeout: Seconds that a request may take, its wait included.
     """
 
     model_names: Sequence[str] = ("foretoken",)
@@ -55,9 +60,9 @@ class ServerSettings:
 
 
 class LimitsMiddleware:
-    """ASGI middleware. ``open_paths`` need no key and are not counted.
+    """ASGI middleware. Requests to ``open_paths`` need no key and are not counted.
 
-    A request counts as being answered once its body is complete, so that slow senders keep nobody out.
+    A request counts towards ``max_concurrency`` once its body is complete, so that slow senders do not use it up.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, open_paths: frozenset[str]) -> None:
@@ -71,21 +76,21 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        watched, is_open = _Watched(scope, send), scope["path"] in self._open_paths
+        log, is_open = _ResponseLog(scope, send), scope["path"] in self._open_paths
         try:
             headers = Headers(scope=scope)
             self._check_head(headers)
             if is_open:
-                await self._app(scope, receive, watched.send)
+                await self._app(scope, receive, log.send)
             else:
-                await self._guarded(scope, headers, receive, watched.send)
+                await self._guarded(scope, headers, receive, log.send)
         except ApiError as refusal:
-            await refusal.response()(scope, receive, watched.send)
+            await refusal.response()(scope, receive, log.send)
         finally:
-            watched.log(logging.DEBUG if is_open else logging.INFO)
+            log.log(logging.DEBUG if is_open else logging.INFO)
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        """Raises ApiError where the app is not to see the request."""
+        """Passes a request to the app. Raises ApiError if it is refused."""
         key = self._key(headers)
         if self._keys and scope["method"] != "OPTIONS" and key is None:
             raise _wrong_key()
@@ -117,16 +122,16 @@ class LimitsMiddleware:
             raise ApiError(403, message, code="host_not_allowed")
 
     def _check_free(self) -> None:
-        most = self._settings.max_concurrency
-        if self._active >= most:
+        limit = self._settings.max_concurrency
+        if self._active >= limit:
             retry = {"Retry-After": str(RETRY_SECONDS)}
-            message = f"{most} requests are being answered, which is as many as may; try again later"
+            message = f"{limit} requests are being answered, which is as many as may; try again later"
             raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=retry)
 
     def _key(self, headers: Headers) -> bytes | None:
-        """The digest of the key that was sent, if it is one of ours.
+        """Returns the digest of the key in the request if it is valid.
 
-        Compared with every key in full, so that the time it takes tells nothing.
+        It is compared with every key in constant time, so that the time tells nothing about the keys.
         """
         scheme, _, given = headers.get("authorization", "").partition(" ")
         digest = _digest(given.strip().encode("latin-1"))
@@ -135,7 +140,7 @@ class LimitsMiddleware:
 
 
 def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
-    """Returns the salt of a request that asks for ``cache_salt``: where API keys are scopes, one within its key's."""
+    """Returns the salt of a request that asks for ``cache_salt``: within its key's scope, if keys have scopes."""
     client = scope.get("state", {}).get(_CLIENT)
     return cache_salt if client is None else _digest(json.dumps([client, cache_salt]).encode()).hex()
 
@@ -153,8 +158,8 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class _Watched:
-    """Notes how a request was answered."""
+class _ResponseLog:
+    """Records the status of the answer, for the log."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send

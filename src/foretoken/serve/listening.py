@@ -8,7 +8,7 @@ from foretoken.core.errors import ForetokenError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ForetokenError where there is none to be had."""
+    """Returns a listening socket. Raises ForetokenError if the address cannot be bound."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, socket.SOCK_STREAM)

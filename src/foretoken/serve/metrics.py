@@ -1,4 +1,4 @@
-"""What the server counts: a record of speculation for each request, and Prometheus metrics for all of them."""
+"""Statistics of the server: speculation of each request, and Prometheus metrics of all requests."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _HISTOGRAMS = {
     "request_prompt_tokens": ("Prompt tokens of finished requests.", _TOKENS),
     "request_generation_tokens": ("Generated tokens of finished requests.", _TOKENS),
 }
-_Values = dict[tuple[str, ...], float]  # by the values of a counter's labels, the model's name apart
-_REMEMBERED = 65_536  # sequences whose last step is known; those that were dropped unfinished leave in time
+_Values = dict[tuple[str, ...], float]  # by the values of a counter's labels, without the model's name
+_REMEMBERED = 65_536  # sequences whose last step is remembered; aborted ones are evicted in time
 
 
 class EngineUsage(Protocol):
-    """How full the engine is. ``kv_capacity`` 0: unbounded. Prefix queries and hits are counted in tokens."""
+    """Load of the engine. ``kv_capacity`` 0 is unbounded. Prefix queries and hits are counted in tokens."""
 
     @property
     def running(self) -> int: ...
@@ -56,12 +56,13 @@ class EngineUsage(Protocol):
 
 @dataclass(slots=True)
 class SpeculationRecord:
-    """One request's speculation, as load generators read it; a reader of ``StepOutput``.
+    """Statistics of one request's speculation, in vLLM's format.
 
-    num_spec_tokens: draft tokens a step that were configured, where that is known; a longer draft raises it.
+    Steps without a draft are left out. Accepted tokens are draft tokens that were emitted, without those that a stop
+    string cuts off an accepted block. Every node of a draft tree counts as drafted.
 
-    Steps without a draft are left out. Accepted are drafted tokens that were emitted:
-    what a stop string cuts off an accepted block does not count. Of a drafted tree every node counts as drafted.
+    Args:
+        num_spec_tokens: Configured draft tokens per step, if known. A longer draft raises it.
     """
 
     num_spec_tokens: int = 0
@@ -74,7 +75,7 @@ class SpeculationRecord:
             self._drafted.append(len(step.draft))
 
     def to_dict(self, detailed: bool = False) -> dict[str, Any]:
-        """The object ``metrics.speculative_decoding`` of a response; its names and meanings are vLLM's.
+        """Returns the object ``metrics.speculative_decoding`` of an answer, with vLLM's names and meanings.
 
         mean_acceptance_length: float, 1 + num_accepted_draft_tokens / num_spec_steps, the target's own token
           included; 1.0 without steps.
@@ -93,16 +94,16 @@ class SpeculationRecord:
         for k, j in zip(self._drafted, self._accepted, strict=True):
             by_length[k][j] += 1
         counts = Counter(self._accepted)
-        most = max(self.num_spec_tokens, longest)
+        longest = max(self.num_spec_tokens, longest)
         record: dict[str, Any] = {
             "mean_acceptance_length": 1.0 + accepted / steps if steps else 1.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "acceptance_histogram": [counts[j] for j in range(most + 1)],
+            "acceptance_histogram": [counts[j] for j in range(longest + 1)],
             "acceptance_histogram_by_draft_length": {str(k): row for k, row in by_length.items()},
             "num_spec_steps": steps,
             "num_draft_tokens": drafted,
             "num_accepted_draft_tokens": accepted,
-            "num_spec_tokens": most,
+            "num_spec_tokens": longest,
         }
         if detailed:
             record |= {"per_step_accepted": list(self._accepted), "per_step_drafted": list(self._drafted)}
@@ -111,7 +112,7 @@ class SpeculationRecord:
 
 @dataclass(slots=True)
 class _Histogram:
-    """Counts below each bound, the last without bound; cumulative only when shown."""
+    """Counts of values up to each bound; the last count has no bound. They are summed up when shown."""
 
     bounds: tuple[float, ...]
     total: float = 0.0
@@ -134,7 +135,7 @@ class _Histogram:
 
 @dataclass(slots=True)
 class _Speculation:
-    """Of one method: steps with a draft, and of these how many accepted j tokens, and judged j positions."""
+    """Counts of one method: steps with a draft, and how many of them accepted j tokens and verified j positions."""
 
     drafts: int = 0
     drafted: int = 0
@@ -151,13 +152,15 @@ class _Speculation:
 
 
 class Metrics(Collector):
-    """Prometheus metrics of one server, in a registry of its own; see docs/reference/metrics.md for each.
+    """Prometheus metrics of one server, in a registry of its own. docs/reference/metrics.md lists them.
 
-    model_name: the label on all of them. usage: how full the engine is, asked when the metrics are shown.
-    method_of: which method drafted a step, for the label ``method``; without it the label is empty.
-    clock: seconds that only grow.
+    The engine's thread counts and another thread reads; a lock makes each step atomic.
 
-    Counting happens in the engine's thread, showing in another; a lock keeps a step whole.
+    Args:
+        model_name: Label of all metrics.
+        usage: Returns the load of the engine. Called when metrics are read.
+        method_of: Returns the method that drafted in a step, for the label ``method``. Without it the label is empty.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -174,9 +177,9 @@ class Metrics(Collector):
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._speculation: dict[str, _Speculation] = defaultdict(_Speculation)
         if method_of is None:
-            self._speculation[""] = _Speculation()  # counters are there, at 0, before the first draft
+            self._speculation[""] = _Speculation()  # counters exist, at 0, before the first draft
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self._last: dict[int, float] = {}  # sequence -> when a step last gave it tokens, the latest last
+        self._last: dict[int, float] = {}  # time of each sequence's last tokens, the latest last
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -204,7 +207,7 @@ class Metrics(Collector):
                 del self._last[next(iter(self._last))]
 
     def on_first_token(self, seconds: float) -> None:
-        """A request's first token came, ``seconds`` after the request."""
+        """Counts a request's first token, ``seconds`` after its arrival."""
         with self._lock:
             self._histograms["time_to_first_token_seconds"].observe(seconds)
 
@@ -217,10 +220,14 @@ class Metrics(Collector):
         e2e_seconds: float,
         queue_seconds: float | None = None,
     ) -> None:
-        """A request is over; to be said once for each.
+        """Counts a finished request.
 
-        reason: one of ``FINISH_REASONS``. generation_tokens: of all its completions. queue_seconds: None if the engine
-        never took it up.
+        Args:
+            reason: One of ``FINISH_REASONS``.
+            prompt_tokens: Tokens of all prompts.
+            generation_tokens: Tokens of all completions.
+            e2e_seconds: Time since its arrival.
+            queue_seconds: Time in the queue; None if the engine never admitted it.
         """
         with self._lock:
             self._finished[reason] += 1
@@ -232,11 +239,11 @@ class Metrics(Collector):
                 self._histograms["request_queue_time_seconds"].observe(queue_seconds)
 
     def render(self) -> tuple[bytes, str]:
-        """The page for ``GET /metrics``, and its content type."""
+        """Returns the page of ``GET /metrics`` and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they stand; called by the registry."""
+        """Returns all metrics. Called by the registry."""
         usage = self._usage()
         with self._lock:
             families = [*self._engine(usage), *self._counted(), *self._speculated(), *self._distributions()]
@@ -244,13 +251,13 @@ class Metrics(Collector):
 
     def _engine(self, usage: EngineUsage) -> Iterator[Metric]:
         share = usage.kv_tokens / usage.kv_capacity if usage.kv_capacity else 0.0
-        yield self._gauge("num_requests_running", "Sequences in work.", usage.running)
-        yield self._gauge("num_requests_waiting", "Sequences that wait for a place.", usage.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the key/value memory in use, 1 is all of it.", share)
-        yield self._gauge("kv_cache_tokens", "Tokens whose keys and values are held.", usage.kv_tokens)
+        yield self._gauge("num_requests_running", "Running sequences.", usage.running)
+        yield self._gauge("num_requests_waiting", "Waiting sequences.", usage.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", share)
+        yield self._gauge("kv_cache_tokens", "Tokens in the KV cache.", usage.kv_tokens)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", {(): usage.prefix_queries})
-        yield self._counter("prefix_cache_hits", "Prompt tokens found computed already.", {(): usage.prefix_hits})
-        yield self._counter("num_preemptions", "Sequences put back to make room.", {(): usage.preemptions})
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", {(): usage.prefix_hits})
+        yield self._counter("num_preemptions", "Preempted sequences.", {(): usage.preemptions})
 
     def _counted(self) -> Iterator[Metric]:
         seconds: _Values = {(phase,): total for phase, total in self._seconds.items()}
@@ -294,5 +301,5 @@ class Metrics(Collector):
 
 
 def _reached(counts: Counter[int]) -> list[float]:
-    """From how often each depth was the last, how often each position was reached; position 0 is always told."""
+    """Returns how often each position was reached. counts: how often each number of positions was the last."""
     return [float(sum(n for j, n in counts.items() if j > i)) for i in range(max([1, *counts]))]

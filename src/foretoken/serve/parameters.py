@@ -1,4 +1,4 @@
-"""From a body to sampling parameters."""
+"""Converts request bodies to sampling parameters."""
 
 from __future__ import annotations
 
@@ -11,16 +11,38 @@ from foretoken.serve.errors import invalid
 from foretoken.serve.schema import Generate
 
 _SAME = (
-    "frequency_penalty", "presence_penalty", "seed", "stop", "temperature", "top_p", "bad_words", "ignore_eos",
-    "include_stop_str_in_output", "min_p", "min_tokens", "repetition_penalty", "skip_special_tokens", "stop_token_ids",
-    "top_k", "cache_salt", "exactness", "speculative_method", "speculative_tokens",
-)  # fmt: skip
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "temperature",
+    "top_p",
+    "bad_words",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "skip_special_tokens",
+    "stop_token_ids",
+    "top_k",
+    "cache_salt",
+    "exactness",
+    "speculative_method",
+    "speculative_tokens",
+)
 
 
 def sampling(body: Generate, structured: Mapping[str, Any] | None = None, **own: Any) -> SamplingParams:
-    """``own`` are parameters that the endpoints name differently. structured: in place of what the body asks for.
+    """Returns the sampling parameters of a request.
 
-    Raises InvalidRequest.
+    Args:
+        body: The request.
+        structured: Structured outputs in place of those in the body.
+        own: Parameters that the endpoints name differently.
+
+    Raises:
+        InvalidRequest: A parameter is not valid.
     """
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
@@ -33,7 +55,7 @@ def sampling(body: Generate, structured: Mapping[str, Any] | None = None, **own:
 
 
 def structured_outputs(body: Generate) -> dict[str, Any] | None:
-    """What the text has to be, by whichever name it was asked for. Raises ApiError for two of them."""
+    """Returns the structured outputs, which have several field names. Raises ApiError if two are given."""
     asked: dict[str, dict[str, Any]] = {}
     for kind in ("json", "regex", "choice", "grammar"):
         value = getattr(body, f"guided_{kind}")

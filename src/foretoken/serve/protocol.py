@@ -1,4 +1,4 @@
-"""HTTP on one connection: uvicorn's, with bounded headers."""
+"""uvicorn's HTTP protocol, with bounded headers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from foretoken.serve.limits import MAX_HEADERS
 
 
 class HttpProtocol(H11Protocol):
-    """Closes connections that send no whole request head in time, and answers malformed requests in OpenAI's shape.
+    """Closes connections whose request head does not arrive in time, and answers malformed requests as OpenAI does.
 
-    h11 rather than httptools: httptools keeps a header line of any length, h11 refuses one that exceeds
+    It uses h11 because httptools buffers a header line of any length, while h11 refuses one that exceeds
     ``h11_max_incomplete_event_size``.
     """
 
@@ -26,25 +26,25 @@ class HttpProtocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for a request."""
+        """Starts the timer of the request head."""
         super().connection_made(transport)
         self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stops the timer."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request. The rest of a body that nobody reads counts as waiting."""
+        """Starts the timer for the next request. It also runs while the rest of an unread body arrives."""
         self._wait_for_request()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Called while an h11.RemoteProtocolError is handled."""
+        """Answers a malformed request. Called while an h11.RemoteProtocolError is handled."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # an answer is on its way already
+            self.transport.close()  # an answer has begun
             return
         answer = _refusal(sys.exception())
         body = json.dumps(answer.body()).encode()

@@ -1,4 +1,4 @@
-"""What clients get, as types: OpenAI's objects with ``metrics`` beside them. Plain dictionaries at run time."""
+"""Types of answers: OpenAI's objects, with ``metrics`` added. They are plain dictionaries at run time."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionDetails(TypedDict):
-    """Tokens of the client's own prediction, never of a draft model's."""
+    """Accepted and rejected tokens of the client's own prediction, never of a draft model."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class PromptDetails(TypedDict):
-    """cached_tokens: of the prompt, found computed; known once its answer is whole."""
+    """``cached_tokens`` are prompt tokens in the prefix cache, known once the answer is complete."""
 
     cached_tokens: int
 
 
 class TokenUsage(TypedDict):
-    """Tokens."""
+    """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -48,13 +48,13 @@ class SpeculativeDecoding(TypedDict):
 
 
 class RequestMetrics(TypedDict):
-    """What was measured of the request."""
+    """Statistics of the request."""
 
     speculative_decoding: SpeculativeDecoding
 
 
 class CompletionLogprobs(TypedDict):
-    """The legacy form: parallel lists over tokens; the prompt's first token has no log-probability."""
+    """The legacy format: parallel lists over tokens. The first token of the prompt has no log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -63,7 +63,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """One completion. ``stop_reason``: the stop string or token id that hit, as in vLLM."""
+    """One completion. ``stop_reason`` is the stop string or token id that ended it, as in vLLM."""
 
     index: int
     text: str
@@ -85,7 +85,7 @@ class Completion(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """One of the likeliest tokens."""
+    """One of the most probable tokens."""
 
     token: str
     logprob: float
@@ -93,20 +93,20 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of the text, and the likeliest in its place."""
+    """A token of the text, and the most probable tokens at its place."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(TypedDict):
-    """Of the tokens of the text."""
+    """Log-probabilities of the tokens of the text."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class CalledFunction(TypedDict):
-    """``arguments`` are JSON in a string."""
+    """A called function. ``arguments`` is JSON in a string."""
 
     name: str
     arguments: str
@@ -121,7 +121,7 @@ class CalledTool(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """What the model said, or called."""
+    """The message that the model wrote: content, calls, or both."""
 
     role: Literal["assistant"]
     content: str | None
@@ -152,7 +152,7 @@ class ChatCompletion(TypedDict):
 
 
 class Speculation(TypedDict):
-    """Methods that ``speculative_method`` may name, and the one that drafts where it says nothing."""
+    """Methods that ``speculative_method`` may name, and the default one."""
 
     default: str
     methods: list[str]
@@ -177,7 +177,7 @@ class ModelList(TypedDict):
 
 
 class ErrorObject(TypedDict):
-    """What went wrong."""
+    """OpenAI's error object."""
 
     message: str
     type: str
@@ -186,7 +186,7 @@ class ErrorObject(TypedDict):
 
 
 class Error(TypedDict):
-    """Every answer that is not a success."""
+    """Answer of every request that fails."""
 
     error: ErrorObject
 

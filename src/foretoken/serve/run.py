@@ -1,4 +1,4 @@
-"""The app on a socket, and a graceful end."""
+"""Runs the app on a socket, and shuts it down gracefully."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from foretoken.serve.protocol import HttpProtocol
 
 _log = logging.getLogger(__name__)
 
-_LAST_WORDS = 5.0  # seconds for answers to be sent when requests have been ended
+_LAST_WORDS = 5.0  # seconds to send the answers of requests that were ended
 
 
 class Servable(Protocol):
-    """What a server asks of whoever answers: a ``Worker``, for instance."""
+    """What ``Server`` needs of the app's worker or front."""
 
     draining: bool
 
@@ -32,10 +32,13 @@ class Servable(Protocol):
 
 
 class Server(uvicorn.Server):
-    """Ends in two steps: told once, it refuses new requests and lets others finish; told twice, it stops.
+    """Shuts down in two steps: the first signal refuses new requests and lets others finish; the second stops at once.
 
-    drain_timeout: seconds for others to finish, after which they are ended with an error.
-    announce: called once requests are taken.
+    Args:
+        app: The app.
+        worker: Answers its requests.
+        drain_timeout: Seconds for running requests to finish. Then they end with an error.
+        announce: Called once requests are accepted.
     """
 
     def __init__(
@@ -55,24 +58,24 @@ class Server(uvicorn.Server):
         self._drained_by: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came."""
+        """Handles a signal."""
         if self._worker.draining:
             self.should_exit = self.force_exit = True
         else:
             self.drain()
 
     def drain(self) -> None:
-        """Refuse new requests from now on, and end when the others are done."""
+        """Refuses new requests from here on, and ends the server when the running ones are done."""
         self._drained_by = time.monotonic() + self._drain_timeout
         self._worker.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
+        """Starts to listen."""
         await super().startup(sockets)
         self._announce()
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn asks ten times a second whether to end."""
+        """Returns whether to end. uvicorn calls this ten times a second."""
         if self._drained_by is not None and (not self._worker.busy or time.monotonic() > self._drained_by):
             self._worker.abandon()
             self.should_exit = True

@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's fields, vLLM's beside them, and ours. Types are strict, unknown fields are errors."""
+"""Request bodies: OpenAI's fields, vLLM's and our own. Types are strict, and unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Choices = Annotated[int, Field(ge=1, le=MAX_N)]
 Object = dict[str, JsonValue]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-# Every list ends at its first wrong item: a million errors would take longer than a million items.
+# Validation stops at a list's first wrong item, because a million errors take longer than a million items.
 Strings = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
@@ -42,7 +42,7 @@ def _no_underflow(temperature: float) -> float:
 
 
 def first_wrong(expected: str, fits: Callable[[str, Any], bool]) -> BeforeValidator:
-    """A validator that ends a dict at its first wrong entry; ``fail_fast`` is for lists alone."""
+    """Returns a validator that stops at a dict's first wrong entry. Pydantic's ``fail_fast`` is for lists only."""
 
     def check(value: Any) -> Any:
         for key, item in value.items() if isinstance(value, dict) else ():
@@ -54,9 +54,10 @@ def first_wrong(expected: str, fits: Callable[[str, Any], bool]) -> BeforeValida
 
 
 class Body(BaseModel):
-    """Base of what is refused as a whole where it has a field that is not known.
+    """Base of objects in which an unknown field is an error.
 
-    refused: fields of OpenAI's that would change what comes out and are not served, and why.
+    Attributes:
+        refused: Fields of OpenAI that would change the output and are not served, with the reason.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -81,20 +82,20 @@ class Body(BaseModel):
 
 
 class Loose(BaseModel):
-    """Base of what clients send back as they got it: further fields are no concern of ours."""
+    """Base of objects that clients send back as they received them. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class TextPart(Loose):
-    """A piece of a message; only text is served."""
+    """A part of a message. Text is the only kind that is served."""
 
     type: Literal["text"]
     text: str
 
 
 def _only_text(content: Any) -> Any:
-    """Name the kind of a part that is not served, instead of saying how it differs from a text."""
+    """Raises an error that names the kind of a part that is not text."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
@@ -108,7 +109,13 @@ Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], Befo
 
 
 class StreamOptions(Body):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
+    """Options of a stream.
+
+    Args:
+        include_usage: Whether to send a last chunk with the usage.
+        continuous_usage_stats: Whether every chunk has the usage so far.
+        include_obfuscation: Accepted and ignored.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -116,7 +123,7 @@ class StreamOptions(Body):
 
 
 class PredictedContent(Body):
-    """OpenAI's predicted output: a text that the answer is expected to follow."""
+    """OpenAI's predicted output: a text that the answer is expected to resemble."""
 
     type: Literal["content"]
     content: Content
@@ -127,7 +134,7 @@ class PredictedContent(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's: what the text has to be, in exactly one way. whitespace: JSON may be spaced in any way."""
+    """vLLM's structured outputs, in exactly one of several forms. whitespace: whether JSON may have any whitespace."""
 
     json_: Annotated[Object | str | bool | None, Field(alias="json")] = None
     json_object: Literal[True] | None = None
@@ -139,7 +146,7 @@ class StructuredOutputs(Body):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        """``json`` is a field's alias, so the base's own check does not know it."""
+        """Checks the fields here, because the base class does not know the alias ``json``."""
         ways = ("json", "json_object", "regex", "choice", "grammar")
         if isinstance(data, dict):
             given = {key for key in data if data[key] is not None and key != "whitespace"}
@@ -154,14 +161,17 @@ _TOKEN = r"^[0-9]{1,9}$"
 _BIASES = first_wrong(
     f"a token id (pattern {_TOKEN}) with a number from -100 to 100",
     lambda key, bias: (
-        isinstance(key, str) and re.match(_TOKEN, key) is not None
-        and isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+        isinstance(key, str)
+        and re.match(_TOKEN, key) is not None
+        and isinstance(bias, int | float)
+        and not isinstance(bias, bool)
+        and -100 <= bias <= 100
     ),
-)  # fmt: skip
+)
 
 
 class Generate(Body):
-    """The fields that both endpoints have."""
+    """Fields of both endpoints."""
 
     model: str | None = None
     # OpenAI's

@@ -1,4 +1,4 @@
-"""``return_steps``: every round as the playground draws it."""
+"""The records of ``return_steps``, from which the playground draws every step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from foretoken.outputs import StreamPiece
 from foretoken.serve.token_text import TokenText
 
 
-def step_record(piece: StreamPiece, index: int, spelling: TokenText) -> dict[str, Any]:
-    """One round of one choice.
+def step_record(piece: StreamPiece, index: int, token_text: TokenText) -> dict[str, Any]:
+    """Returns one decode step of one choice.
 
-    draft: what was drafted, parents before children; a parent is an index into it, -1 the last committed token. p is
-    the target's law at the token, q what it was drafted with, null for a fixed candidate.
-    tokens: what was emitted, and whether it was an accepted guess or the target's own.
+    ``draft`` has the draft tokens, parents before children. A parent is an index into it; -1 is the last committed
+    token. p is the target's probability of the token, q the draft's, null for a fixed candidate. ``tokens`` has the
+    emitted tokens, each an accepted draft token or the target's own.
     """
     step, explained = piece.step, piece.explained
     accepted = set(step.verdict.path[: step.accepted])
@@ -25,7 +25,7 @@ def step_record(piece: StreamPiece, index: int, spelling: TokenText) -> dict[str
         "draft": [
             {
                 "token": step.draft.ids[node],
-                "text": spelling.text(step.draft.ids[node]),
+                "text": token_text.text(step.draft.ids[node]),
                 "parent": step.draft.parents[node],
                 "accepted": node in accepted,
                 "p": explained.p[node] if explained else None,
@@ -36,7 +36,7 @@ def step_record(piece: StreamPiece, index: int, spelling: TokenText) -> dict[str
         "tokens": [
             {
                 "token": token,
-                "text": spelling.text(token),
+                "text": token_text.text(token),
                 "origin": "accepted" if place < step.accepted else "target",
                 "p": explained.emitted_prob[place] if explained else None,
             }

@@ -1,6 +1,6 @@
-"""Function calls out of a model's text, as it comes.
+"""Parses function calls in a model's text while it is generated.
 
-Two ways to write them are read: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen) anywhere,
+Two formats are recognized: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen) anywhere,
 and bare JSON, ``{"name": ..., "parameters": {...}}``, that makes up the whole text (Llama 3), also several in a list.
 """
 
@@ -24,9 +24,11 @@ Delta = dict[str, Any]
 
 
 class ToolParser:
-    """Text in, OpenAI's deltas out: ``content`` and ``tool_calls``. What may become a call waits until that is sure.
+    """Turns text into OpenAI's deltas: ``content`` and ``tool_calls``. Text that may become a call is held back.
 
-    names: functions there are. bare: JSON without tags is calls in any case.
+    Args:
+        names: The functions that exist.
+        bare: Whether the text consists of calls in JSON without tags.
     """
 
     def __init__(self, names: Collection[str], bare: bool = False) -> None:
@@ -35,48 +37,48 @@ class ToolParser:
         self._held = ""
         self._call: _Call | None = None
         self._tagged = False
-        self._fresh = True  # nothing but space so far, so that bare JSON may begin
-        self._after = False  # behind a call, where space means nothing
+        self._fresh = True  # only whitespace so far, so bare JSON may begin
+        self._after = False  # behind a call, where whitespace is ignored
 
     def push(self, text: str) -> list[Delta]:
-        """What is certain now."""
+        """Returns the deltas that are certain after ``text``."""
         self._held += text
-        found: list[Delta] = []
-        while self._held and self._advance(found):
+        deltas: list[Delta] = []
+        while self._held and self._advance(deltas):
             pass
-        return found
+        return deltas
 
     def finish(self) -> list[Delta]:
-        """What was held back when the text ends."""
+        """Returns the deltas of the text that is still held back at the end."""
         held, call = self._held, self._call
         self._held, self._call = "", None
         if call is None:
             return [] if self._after and not held.strip(self._between) else _content(held)
         return [] if call.announced else _content((OPEN if self._tagged else "") + call.raw + held)
 
-    def _advance(self, found: list[Delta]) -> bool:
-        """Take in a part of what is held. -> whether there may be more to take in"""
+    def _advance(self, deltas: list[Delta]) -> bool:
+        """Consumes a part of the held text. Returns whether more may be consumed."""
         if self._call is not None:
-            return self._read_call(self._call, found)
+            return self._read_call(self._call, deltas)
         if self._fresh or self._after:
-            return self._begin(found)
+            return self._begin(deltas)
         before, tag, rest = self._held.partition(OPEN)
         if tag:
-            found += _content(before)
+            deltas += _content(before)
             self._enter(rest, tagged=True)
             return True
         keep = next((n for n in range(len(OPEN) - 1, 0, -1) if self._held.endswith(OPEN[:n])), 0)
-        found += _content(self._held[: len(self._held) - keep])
+        deltas += _content(self._held[: len(self._held) - keep])
         self._held = self._held[len(self._held) - keep :]
         return False
 
     @property
     def _between(self) -> str | None:
-        """Characters that mean nothing around a call."""
+        """Characters that are ignored around a call."""
         return " \r\n\t,;[]" if self._bare or (self._after and not self._tagged) else None
 
-    def _begin(self, found: list[Delta]) -> bool:
-        """Where a call may begin."""
+    def _begin(self, deltas: list[Delta]) -> bool:
+        """Consumes text at a place where a call may begin. Returns whether more may be consumed."""
         start = self._held.lstrip(self._between)
         if start.startswith(OPEN):
             self._enter(start[len(OPEN) :], tagged=True)
@@ -85,7 +87,7 @@ class ToolParser:
         elif start.startswith("{") and not (self._after and self._tagged):
             self._enter(start, tagged=False)
         elif any(tag.startswith(start) for tag in (OPEN, CLOSE)):
-            return False  # too little to tell
+            return False  # not enough text to decide
         else:
             self._fresh = self._after = False
         return True
@@ -94,22 +96,25 @@ class ToolParser:
         self._held, self._tagged, self._fresh, self._after = rest, tagged, False, False
         self._call = _Call(self.calls, self._names, strict=not (tagged or self._bare))
 
-    def _read_call(self, call: _Call, found: list[Delta]) -> bool:
-        self._held = call.push(self._held, found)
+    def _read_call(self, call: _Call, deltas: list[Delta]) -> bool:
+        self._held = call.push(self._held, deltas)
         if call.ended and call.announced:
             self.calls += 1
             self._call, self._after = None, True
-        elif call.ended:  # it was none
-            found += _content((OPEN if self._tagged else "") + call.raw)
+        elif call.ended:  # it is not a call
+            deltas += _content((OPEN if self._tagged else "") + call.raw)
             self._call = None
         return call.ended
 
 
 class _Call:
-    """One call's JSON object, character by character.
+    """Parses one call's JSON object, character by character.
 
-    raw: what it has seen. announced: its name is out. ended: the object is over, or cannot be a call.
-    strict: only functions that there are count, and only the keys of a call.
+    Attributes:
+        raw: The text consumed so far.
+        announced: Whether the name was sent.
+        ended: Whether the object is complete, or cannot be a call.
+        strict: Whether only existing functions and the keys of a call are accepted.
     """
 
     def __init__(self, index: int, names: Collection[str], strict: bool) -> None:
@@ -117,12 +122,12 @@ class _Call:
         self.raw, self.announced, self.ended = "", False, False
         self._begun, self._depth, self._quoted, self._escaped = False, 0, False, False
         self._key: str | None = None
-        self._part = ""  # of the key or the value that is being read
+        self._part = ""  # text of the current key or value
         self._name: str | None = None
-        self._arguments, self._given = "", 0  # and how much of them is out
+        self._arguments, self._given = "", 0  # and how many characters of them were sent
 
-    def push(self, text: str, found: list[Delta]) -> str:
-        """-> the text behind the object"""
+    def push(self, text: str, deltas: list[Delta]) -> str:
+        """Consumes ``text``. Returns the rest behind the object."""
         rest = ""
         for place, character in enumerate(text):
             self.raw += character
@@ -135,11 +140,11 @@ class _Call:
                 break
         if self._key in _ARGUMENTS and self._part.lstrip().startswith("{"):
             self._arguments = self._part.strip()
-        self._tell(found)
+        self._tell(deltas)
         return rest
 
     def _take(self, character: str) -> None:
-        """One character more. Raises ValueError where it is not a call's JSON."""
+        """Consumes one character. Raises ValueError if the text is not a call's JSON."""
         if self._quoted:
             self._quoted = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
@@ -180,20 +185,20 @@ class _Call:
             self._arguments = given if isinstance(given, str) else "{}"
         self._key, self._part = None, ""
 
-    def _tell(self, found: list[Delta]) -> None:
+    def _tell(self, deltas: list[Delta]) -> None:
         if self._name is None:
             return
         if not self.announced:
             self.announced = True
             function = {"name": self._name, "arguments": ""}
-            found.append(_delta(self._index, {"id": new_id(), "type": "function", "function": function}))
+            deltas.append(_delta(self._index, {"id": new_id(), "type": "function", "function": function}))
         if len(self._arguments) > self._given:
-            found.append(_delta(self._index, {"function": {"arguments": self._arguments[self._given :]}}))
+            deltas.append(_delta(self._index, {"function": {"arguments": self._arguments[self._given :]}}))
             self._given = len(self._arguments)
 
 
 def new_id() -> str:
-    """A call's identifier, as OpenAI's look."""
+    """Returns a new identifier of a call, in OpenAI's format."""
     return f"call_{uuid4().hex[:24]}"
 
 
@@ -206,7 +211,7 @@ def _delta(index: int, call: dict[str, Any]) -> Delta:
 
 
 def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """The message that the deltas of one answer add up to."""
+    """Returns the message that is the sum of an answer's deltas."""
     content: str | None = None
     calls: list[dict[str, Any]] = []
     for delta in deltas:
@@ -222,7 +227,7 @@ def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def forced(body: ChatRequest) -> dict[str, Any] | None:
-    """The JSON schema of the calls that ``tool_choice`` demands, None where it demands none. Raises ApiError."""
+    """Returns the JSON schema of the calls that ``tool_choice`` demands, None if it demands none. Raises ApiError."""
     tools, choice = body.tools or [], body.tool_choice
     if choice in (None, "none", "auto"):
         return None
@@ -251,7 +256,7 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
-    """Each tool's parameters as a definition; what they refer to moves with them."""
+    """Returns ``schema`` with each tool's parameters as a definition, to which their references are adapted."""
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     definitions = {}
     for tool in tools:
@@ -266,14 +271,15 @@ def _moved(schema: Any, place: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        key: place + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
         else _moved(value, place)
         for key, value in schema.items()
-    }  # fmt: skip
+    }
 
 
 def parsed_arguments(arguments: str) -> Any:
-    """As chat templates want them: an object where they are one. Raises InvalidRequest."""
+    """Returns a call's arguments as an object, as chat templates expect them. Raises InvalidRequest."""
     try:
         return cast("Any", json.loads(arguments)) if arguments.strip() else {}
     except ValueError as error:

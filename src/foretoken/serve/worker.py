@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, and how the event loop talks to it.
+"""Runs the engine in its own thread, and connects it to the event loop.
 
 The loop hands over requests by a queue; the thread hands back pieces, and wakes the loop once a step. Neither waits for
 the other.
@@ -21,36 +21,38 @@ from typing import Any, TypeVar
 import torch
 
 from foretoken.core.bad_words import BadWords
-from foretoken.core.context import Context
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError
 from foretoken.core.step import StepOutput
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.requests import Restrictions
-from foretoken.engine.structured import IsolatedGrammars
 from foretoken.llm import LLM
 from foretoken.params import SamplingParams
-from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.per_request import PREDICTION, PerRequestProposer
+from foretoken.propose.per_request import PREDICTION
 from foretoken.serve.errors import Overloaded, RequestFailed, ServerUnavailable
 from foretoken.serve.generation import BuiltRequest, Delivery, Generation, hand_over
 
 _log = logging.getLogger(__name__)
 
-LARGE_TEXT = 2**16  # characters that take noticeable time to tokenize
-IDLE_SECONDS = 1.0  # without work before the engine's books are checked
-COMPILE_PATIENCE = 30.0  # seconds that a request may wait for its grammar and bad words, those of others included
+LARGE_TEXT = 2**16  # characters; longer texts take noticeable time to tokenize
+IDLE_SECONDS = 1.0  # seconds without work before the engine's integrity is checked
+COMPILE_PATIENCE = 30.0  # seconds that a request may wait for its grammar and bad words, including those of others
 
 T = TypeVar("T")
 
 
 class Worker:
-    """Serves an ``LLM`` to event loops. Nobody else may use the ``LLM`` meanwhile.
+    """Serves an ``LLM`` to event loops. Nothing else may use the ``LLM`` meanwhile.
 
-    max_waiting: sequences that may wait beside those that share a pass.
-    listeners: called in the engine's thread with the steps of every round.
-    dead: what ended the engine's thread before its time.
+    Args:
+        llm: The model. A server opens it with ``isolate_failures``.
+        max_waiting: Number of sequences that may wait beside those in the batch.
+
+    Attributes:
+        listeners: Called in the engine's thread with the outputs of every decode step.
+        draining: Whether new requests are refused.
+        dead: The error that ended the engine's thread, or None.
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
@@ -64,22 +66,17 @@ class Worker:
         self._intake = ThreadPoolExecutor(1, "foretoken-intake")
         self._large_intake = ThreadPoolExecutor(1, "foretoken-large-intake")
         self._compilers = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4), "foretoken-compile")
-        self._grammars = llm.requests.grammars
-        if os.name == "posix":
-            llm.requests.grammars = IsolatedGrammars(llm.tokenizer, llm.target.vocab_size)
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
-        self._chooses = self.engine.proposer
-        self.engine.proposer = FallbackProposer(self._chooses)  # nobody fails because nobody drafts
-        # The engine's thread alone looks at these.
+        # Only the engine's thread uses these.
         self._assembler = Assembler(self.engine, llm.tokenizer)
         self._generations: dict[int, Generation] = {}  # by sequence
         self._methods: dict[int, str] = {}  # by sequence
-        self._fresh: list[Generation] = []  # not taken up yet
+        self._fresh: list[Generation] = []  # not admitted yet
 
     # the event loop's side
 
     def start(self) -> None:
-        """Begin; to be called once."""
+        """Starts the engine's thread. To be called once."""
         self._thread.start()
 
     @property
@@ -88,20 +85,22 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is open."""
+        """Whether any request is unfinished."""
         return bool(self._open)
 
     async def run_in_thread(self, work: Callable[[], T], size: int = 0) -> T:
-        """Do what takes longer than the loop may stand still, such as tokenizing a prompt.
+        """Returns the result of ``work`` that would block the event loop, such as tokenizing a prompt.
 
-        size: characters to tokenize. Large texts have a thread of their own, so that others do not wait for them.
+        Args:
+            work: What to do.
+            size: Number of characters to tokenize. Large texts have their own thread, so that others need not wait.
         """
         pool = self._large_intake if size > LARGE_TEXT else self._intake
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     @property
     def capacity(self) -> int:
-        """Sequences that may run or wait."""
+        """Number of sequences that may run or wait."""
         return self.engine.max_sequences + self.max_waiting
 
     async def submit(
@@ -126,36 +125,28 @@ class Worker:
         self._admit(len(prompts) * params.n)  # again: others came while the prompts were built
         context = built[0][1][0]
         configured = self.llm.speculative_config.tokens if context.depth is None else context.depth
-        predicted = len(context.prediction) if self.method(context) == PREDICTION else 0
+        predicted = len(context.prediction) if self.llm.method_of(context) == PREDICTION else 0
         generation = Generation(built, self._release, num_spec_tokens=configured, predicted_tokens=predicted, **options)
         self._open.add(generation)
         self._orders.put(lambda: self._add(generation))
         return generation
 
-    def method(self, context: Context) -> str:
-        """Which of ``llm.methods`` drafts for it."""
-        return self._chooses.of(context) if isinstance(self._chooses, PerRequestProposer) else self.llm.methods[0]
-
     def method_of(self, step: StepOutput) -> str:
-        """Which of them drafted it; for listeners, while they are told of it."""
+        """Returns the method that drafted in ``step``. Valid while listeners are called with it."""
         return self._methods.get(step.sequence, self.llm.methods[0])
 
     def abandon(self) -> None:
-        """End what is still open, for shutting down."""
+        """Ends unfinished requests, for shutting down."""
         for generation in list(self._open):
             generation.end(ServerUnavailable("the server shut down before the request was done"), abort=True)
 
     def close(self) -> None:
-        """Stop the thread after the round it is in, wait for it, and leave the engine as it was."""
+        """Stops the thread after its current step, and waits for it."""
         self._orders.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        self.engine.proposer = self._chooses
         for pool in (self._intake, self._large_intake, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
-        if self.llm.requests.grammars is not self._grammars:
-            self.llm.requests.grammars.close()
-            self.llm.requests.grammars = self._grammars
 
     def _admit(self, sequences: int) -> None:
         if self.dead is not None:
@@ -166,7 +157,7 @@ class Worker:
             raise Overloaded(f"the queue is full: {self.capacity} sequences may run or wait; try again later")
 
     async def _restrictions(self, params: SamplingParams, bad_words: BadWords | None) -> Restrictions:
-        """Compile what a request restricts its texts to, beside those that restrict nothing."""
+        """Returns the compiled restrictions of a request, without delaying requests that have none."""
         make = self.llm.requests.restrictions
         if params.structured_outputs is None and not params.bad_words:
             return make(params, bad_words)
@@ -194,17 +185,17 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._obey():
+            while self._run_orders():
                 if self.engine.busy:
-                    self._round()
+                    self._step()
         except Exception as error:
             _log.exception("the engine's thread ended")
             self.dead = error
             end = ServerUnavailable(f"the engine stopped working ({error})")
             self._deliver([(generation, end) for generation in set(self._generations.values())])
 
-    def _obey(self) -> bool:
-        """Carry out all orders; without work wait for one. -> False when told to stop"""
+    def _run_orders(self) -> bool:
+        """Carries out all orders, and waits for one if there is no work. Returns False after the order to stop."""
         checked = False
         while not self.engine.busy or not self._orders.empty():
             try:
@@ -218,12 +209,12 @@ class Worker:
             order()
         return True
 
-    def _round(self) -> None:
+    def _step(self) -> None:
         before, now = list(self.engine.running), time.monotonic()
         try:
             steps = self.engine.step()
         except Exception as error:
-            _log.exception("a round failed")
+            _log.exception("a step failed")
             running = [*before, *self.engine.running]
             self._fail(running or [sequence.context.id for sequence in self.engine.waiting], error)
             return
@@ -256,7 +247,7 @@ class Worker:
         return generation, replace(piece, step=_light(step))
 
     def _fail(self, sequences: Sequence[int], error: Exception) -> None:
-        """The requests of a round that failed are over; the others go on."""
+        """Ends the requests of a step that failed. The others continue."""
         failed = {self._generations[sequence] for sequence in sequences if sequence in self._generations}
         for generation in failed:
             self._drop(generation)
@@ -267,7 +258,7 @@ class Worker:
         try:
             for request, contexts in generation.built:
                 self._generations.update(dict.fromkeys(request.members, generation))
-                self._methods.update({context.id: self.method(context) for context in contexts})
+                self._methods.update({context.id: self.llm.method_of(context) for context in contexts})
                 self._assembler.add(request, contexts, generation.priority)
         except Exception as error:
             self._drop(generation)
@@ -285,20 +276,20 @@ class Worker:
             self.engine.finished.pop(member, None)
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
-        """Wake each loop once."""
+        """Hands pieces and errors over to their event loops, waking each loop once."""
         by_loop: defaultdict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
         for delivery in deliveries:
             by_loop[delivery[0].loop].append(delivery)
         for loop, batch in by_loop.items():
             try:
                 loop.call_soon_threadsafe(hand_over, batch)
-            except RuntimeError:  # the loop is closed, so nobody waits for this
+            except RuntimeError:  # the loop is closed, so nobody waits
                 for generation, _ in batch:
                     self._drop(generation)
 
 
 def _failure(error: Exception) -> Exception:
-    """What users caused they are told; anything else is ours."""
+    """Returns the error that the client is told. Unexpected errors are logged and become RequestFailed."""
     if isinstance(error, ForetokenError):
         return error
     _log.error("a request failed", exc_info=error)
@@ -308,5 +299,5 @@ def _failure(error: Exception) -> Exception:
 
 
 def _light(step: StepOutput) -> StepOutput:
-    """Without the law that the draft was drawn from, which can be a row of the vocabulary for each node."""
+    """Returns ``step`` without the draft's distribution, which can have a row of the vocabulary for each node."""
     return replace(step, draft=Draft(torch.tensor(step.draft.ids, dtype=torch.int64), step.draft.parents))

@@ -31,7 +31,7 @@ OPERATIONS_AND_SPEED = [
 @pytest.mark.parametrize("alpha, gamma, operations, speed", OPERATIONS_AND_SPEED)
 def test_operations_and_speed_of_leviathan(alpha, gamma, operations, speed):
     assert theory.operations(alpha, gamma) == pytest.approx(operations, abs=0.005)
-    assert theory.speed_up(theory.tokens_per_pass(alpha, gamma), gamma, 0.0) == pytest.approx(speed, abs=0.005)
+    assert theory.speedup(theory.tokens_per_pass(alpha, gamma), gamma, 0.0) == pytest.approx(speed, abs=0.005)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_operations_and_speed_of_leviathan(alpha, gamma, operations, speed):
 def test_best_depth_where_a_draft_step_costs_a_twentieth(alpha, gamma, speed):
     best = theory.best_depth([alpha] * 40, 0.05)
     assert best.depth == gamma
-    assert best.speed_up == pytest.approx(speed, abs=0.005)
+    assert best.speedup == pytest.approx(speed, abs=0.005)
 
 
 # 2211.17192, expected improvement of T5-XXL: gamma, alpha, c, printed. Where the printed alpha and c give another digit
@@ -64,7 +64,7 @@ T5_XXL = [
 @pytest.mark.parametrize("gamma, alpha, c, printed, as_printed", T5_XXL)
 def test_expected_improvement_of_leviathan(gamma, alpha, c, printed, as_printed):
     def speed(alpha: float, c: float) -> float:
-        return theory.speed_up(theory.tokens_per_pass(alpha, gamma), gamma, c)
+        return theory.speedup(theory.tokens_per_pass(alpha, gamma), gamma, c)
 
     assert (round(speed(alpha, c), 1) == printed) is as_printed
     assert speed(alpha - 0.005, c + 0.005) - 0.05 <= printed <= speed(alpha + 0.005, c - 0.005) + 0.05
@@ -83,7 +83,7 @@ def test_sums_are_the_closed_forms(a, g):
 
 @relaxed
 @given(chances)
-def test_mean_and_variance_by_enumerating_rounds(chances):
+def test_mean_and_variance_by_enumerating_steps(chances):
     def run(streams: Branching) -> int:
         stream = streams.private(1, 0)  # type: ignore[arg-type]
         for position, chance in enumerate(chances):
@@ -108,19 +108,19 @@ def test_a_draft_that_is_always_right_yields_all_and_never_varies():
 
 def test_a_measured_curve_may_be_jagged_and_every_depth_is_checked():
     curve = {1: 10.0, 2: 11.0, 3: 19.0, 4: 20.0, 5: 12.0, 6: 30.0}
-    speeds = [found.speed_up for found in theory.depths([0.6] * 5, 0.05, curve.__getitem__)]
+    speeds = [found.speedup for found in theory.depths([0.6] * 5, 0.05, curve.__getitem__)]
     assert speeds[0] == 1.0
     assert speeds[1] > speeds[2] < speeds[4]
     best = theory.best_depth([0.6] * 5, 0.05, curve.__getitem__)
     assert best.depth == 4
-    assert best.speed_up == pytest.approx(best.tokens / (4 * 0.05 + 1.2))
+    assert best.speedup == pytest.approx(best.tokens / (4 * 0.05 + 1.2))
 
 
 @relaxed
 @given(st.floats(0, 1), st.floats(0, 1.5))
 def test_a_flat_pass_pays_exactly_where_alpha_exceeds_the_cost(alpha, c):
     best = theory.best_depth([alpha] * 6, c)
-    assert best.speed_up >= theory.least_speed_up(alpha, c) - 1e-12
+    assert best.speedup >= theory.min_speedup(alpha, c) - 1e-12
     assert (best.depth > 0) <= (alpha > c)
     assert (alpha > c + 1e-9) <= (best.depth > 0)
 
@@ -135,8 +135,8 @@ def test_operations_count_the_drafts_own():
         lambda: theory.tokens_per_pass(1.2, 3),
         lambda: theory.tokens_per_pass(0.5, -1),
         lambda: theory.expected_tokens([0.5, -0.1]),
-        lambda: theory.speed_up(2.0, 3, -0.1),
-        lambda: theory.speed_up(2.0, 3, 0.1, lambda rows: 0.0),
+        lambda: theory.speedup(2.0, 3, -0.1),
+        lambda: theory.speedup(2.0, 3, 0.1, lambda rows: 0.0),
         lambda: theory.conditional_acceptance([1, 2], [3]),
         lambda: theory.conditional_acceptance([4], [3]),
         lambda: theory.text_survival(torch.ones(3), torch.ones(2), 2),
@@ -172,24 +172,24 @@ def test_nothing_judged_is_no_estimate():
 
 @pytest.mark.parametrize("rejection", ["token", "block"])
 @pytest.mark.parametrize("seed", range(2))
-def test_survival_and_rounds_given_the_text_are_unbiased(rejection, seed):
+def test_survival_and_steps_given_the_text_are_unbiased(rejection, seed):
     length, depth, vocab = 4, 3, 2
     p, q = table(vocab, seed=seed, sharpness=1.5), table(vocab, seed=50 + seed, sharpness=1.5)
     pair = Pair(p, drawn(q), rejection=rejection, budget=lambda generated: depth)
-    first, rounds = torch.zeros(depth, dtype=torch.float64), 0.0
+    first, steps = torch.zeros(depth, dtype=torch.float64), 0.0
     for text in product(range(vocab), repeat=length):
         laws = [[float(m((*PROMPT, *text[:t])).softmax(-1)[text[t]]) for t in range(length)] for m in (p, q)]
         reach = theory.text_survival(*map(torch.tensor, laws), depth, block=rejection == "block")
         mass = torch.tensor(laws[0], dtype=torch.float64).prod()
         first += mass * reach[0]
-        rounds += float(mass) * theory.text_steps(reach)
+        steps += float(mass) * theory.text_steps(reach)
     law = outcomes(lambda streams: len(pair.emit((), streams)), position=0)
     survived = [sum(chance for n, chance in law.items() if n > k) for k in range(1, depth + 1)]
     assert first.tolist() == pytest.approx(survived, abs=1e-6)
-    assert rounds == pytest.approx(expected_rounds(pair, length), abs=1e-6)
+    assert steps == pytest.approx(expected_steps(pair, length), abs=1e-6)
 
 
-def expected_rounds(pair: Pair, length: int) -> float:
+def expected_steps(pair: Pair, length: int) -> float:
     """Rounds until ``length`` tokens are there, by following every text through production."""
     waiting: list[dict[tuple[int, ...], float]] = [{} for _ in range(length)]
     waiting[0][()] = 1.0
@@ -204,7 +204,7 @@ def expected_rounds(pair: Pair, length: int) -> float:
     return total
 
 
-def test_a_text_both_models_agree_on_takes_its_length_over_a_full_round():
+def test_a_text_both_models_agree_on_takes_its_length_over_a_full_step():
     same = torch.rand(12, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.05
     reach = theory.text_survival(same, same, 3)
     assert theory.text_steps(reach) == 3.0
@@ -213,12 +213,12 @@ def test_a_text_both_models_agree_on_takes_its_length_over_a_full_round():
 
 
 def test_correlated_acceptance_is_not_what_its_mean_says():
-    """Half of the text is easy and half impossible: rounds of the mean chance would be fewer than there are."""
+    """Half of the text is easy and half impossible: steps of the mean chance would be fewer than there are."""
     p = torch.full((200,), 0.5)
     q = torch.cat([p[:100], torch.zeros(100)])
-    rounds = theory.text_steps(theory.text_survival(p, q, 4))
-    assert rounds == pytest.approx(100 / 5 + 100, abs=1)
-    assert 200 / rounds < theory.tokens_per_pass(0.5, 4)
+    steps = theory.text_steps(theory.text_survival(p, q, 4))
+    assert steps == pytest.approx(100 / 5 + 100, abs=1)
+    assert 200 / steps < theory.tokens_per_pass(0.5, 4)
 
 
 def test_block_toy_of_the_paper_on_its_own_texts():

@@ -1,26 +1,33 @@
-"""Checkpoints that are already quantized to int8, as compressed-tensors and torchao write them.
+"""Checkpoints that are already quantized, as compressed-tensors, torchao, AWQ and GPTQ tools write them.
 
-Supported are symmetric int8 weights with one scale per output channel, and activations that are quantized dynamically
-and symmetrically row by row: compressed-tensors (``int-quantized``, as llm-compressor saves W8A8) and torchao
-(``Int8DynamicActivationInt8WeightConfig`` version 2, per row). Matrices that were not quantized stay as they are.
+Codes of four or eight bits in groups are in ``packed.py``. Supported are also symmetric int8 weights with one scale per
+output channel, and activations that are quantized dynamically and symmetrically row by row: compressed-tensors
+(``int-quantized``, as llm-compressor saves W8A8) and torchao (``Int8DynamicActivationInt8WeightConfig`` version 2, per
+row). Matrices that were not quantized stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.schema import Schema, parse
+from foretoken.core.schema import MAX_INT, Schema, parse
+from foretoken.models.formats.checkpoint import Weights
+from foretoken.models.formats.gguf.weights import GGUFWeights
+from foretoken.models.formats.packed import PackedSettings, PackedWeights
 from foretoken.models.formats.quantize import Int8
 
 SUPPORTED = (
     "supported are int8 weights with a symmetric scale per channel and dynamic symmetric int8 activations per token, "
-    "saved by compressed-tensors (int-quantized) or torchao (Int8DynamicActivationInt8WeightConfig, PerRow)"
+    "saved by compressed-tensors (int-quantized) or torchao (Int8DynamicActivationInt8WeightConfig, PerRow), and "
+    "weights of 4 or 8 bits in groups, saved by compressed-tensors (pack-quantized), AWQ (gemm) or GPTQ"
 )
+_OTHER = ("kv_cache_scheme", "sparsity_config", "transform_config")
+_WHERE = "config.json's quantization_config"
 
 
 class QuantizationGroup(Schema):
@@ -39,23 +46,81 @@ class Quantization(Schema):
     config_groups: dict[str, QuantizationGroup] | None = None
 
 
+class PackedQuantization(Schema):
+    """The ``quantization_config`` of AWQ and GPTQ."""
+
+    bits: int | None = None
+    w_bit: int | None = None
+    group_size: int | None = None
+    q_group_size: int | None = None
+    version: str | None = None
+    checkpoint_format: str | None = None
+
+
 def check_prequantized(config: Mapping[str, Any]) -> bool:
-    """Returns whether the checkpoint's weights are quantized.
+    """Returns whether the checkpoint's weights are int8 with a scale per channel.
 
     Raises:
         ModelLoadError: they are quantized in a way that is not supported.
     """
     settings = config.get("quantization_config")
-    if not settings:
+    if not settings or packed_settings(config) is not None:
         return False
-    method = parse(Quantization, settings, "config.json's quantization_config").quant_method
+    method = parse(Quantization, settings, _WHERE).quant_method
     checks = {"compressed-tensors": _compressed_tensors, "torchao": _torchao}
     unsupported = checks[method](settings) if method in checks else f"{method}"
     if unsupported is not None:
-        raise ModelLoadError(
-            f"the checkpoint is quantised in a way that is not computed here ({unsupported}); {SUPPORTED}"
-        )
+        raise _refused(unsupported)
     return True
+
+
+def packed_settings(config: Mapping[str, Any]) -> PackedSettings | None:
+    """Returns how the checkpoint packs its matrices; None if it does not.
+
+    Raises:
+        ModelLoadError: they are packed in a way that is not supported.
+    """
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    quantization = parse(Quantization, settings, _WHERE)
+    method = quantization.quant_method
+    if method == "mxfp4":
+        return PackedSettings("mxfp4", group=32)
+    if method == "compressed-tensors":
+        groups = list((quantization.config_groups or {}).values())
+        formats = {group.format or quantization.format for group in groups}
+        return _pack_quantized(groups, settings) if formats == {"pack-quantized"} else None
+    if method not in ("awq", "gptq"):
+        return None
+    s = parse(PackedQuantization, settings, _WHERE)
+    bits = s.bits if s.bits is not None else s.w_bit or 4
+    group = s.group_size if s.group_size is not None else s.q_group_size or 128
+    if group != -1 and not 1 <= group <= MAX_INT:
+        raise _refused(f"groups of {group}")
+    if method == "awq":
+        if (s.version or "gemm").lower() != "gemm" or bits != 4:
+            raise _refused(f"AWQ's layout {s.version} with {bits} bits")
+        return PackedSettings("awq", 4, group)
+    layout = s.checkpoint_format or "gptq"
+    if layout not in ("gptq", "gptq_v2") or bits not in (4, 8):
+        raise _refused(f"GPTQ's layout {layout} with {bits} bits")
+    return PackedSettings("gptq", bits, group, zero_shift=int(layout == "gptq"))
+
+
+def unpacked(weights: Weights | GGUFWeights, config: Mapping[str, Any]) -> Weights | GGUFWeights | PackedWeights:
+    """Returns the tensors of a checkpoint with packed matrices under plain names.
+
+    Raises:
+        ModelLoadError: they are packed in a way that is not supported, or are damaged.
+    """
+    settings = packed_settings(config)
+    if settings is None:
+        return weights
+    result = PackedWeights(weights, weights.shapes, settings)
+    if not result.packed:
+        raise _refused(f"{settings.method} without packed matrices")
+    return result
 
 
 def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:
@@ -79,6 +144,40 @@ def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:
     return Int8(values, scales.to(torch.float32, copy=True).flatten())
 
 
+def _refused(what: str) -> ModelLoadError:
+    return ModelLoadError(f"the checkpoint is quantised in a way that is not computed here ({what}); {SUPPORTED}")
+
+
+def _pack_quantized(groups: Sequence[QuantizationGroup], settings: Mapping[str, Any]) -> PackedSettings:
+    """Returns the settings of compressed-tensors' ``pack-quantized``. Raises ModelLoadError for others."""
+    if other := next((key for key in _OTHER if settings.get(key)), None):
+        raise _refused(other)
+    schemes = {_scheme(group) for group in groups}
+    if len(schemes) > 1:
+        raise _refused("several groups of different settings")
+    return schemes.pop()
+
+
+def _scheme(group: QuantizationGroup) -> PackedSettings:
+    weights = group.weights or {}
+    bits, strategy, size = (weights.get(key) for key in ("num_bits", "strategy", "group_size"))
+    if group.input_activations:
+        raise _refused("format pack-quantized with quantised activations")
+    if (
+        weights.get("type", "int") != "int"
+        or bits not in (4, 8)
+        or isinstance(bits, float)
+        or strategy not in ("group", "channel")
+    ):
+        raise _refused(f"weights with type {weights.get('type')}, num_bits {bits}, strategy {strategy}")
+    symmetric = weights.get("symmetric") is not False
+    if strategy == "channel":
+        return PackedSettings("compressed-tensors", bits, symmetric=symmetric)
+    if not isinstance(size, int) or not 1 <= size <= MAX_INT:
+        raise _refused(f"groups of {size}")
+    return PackedSettings("compressed-tensors", bits, size, symmetric=symmetric)
+
+
 def _compressed_tensors(settings: Mapping[str, Any]) -> str | None:
     """Returns the setting that is not supported; None if all are."""
     groups = list((settings.get("config_groups") or {}).values())
@@ -94,7 +193,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> str | None:
                     return f"{part} with {key} {scheme.get(key)}"
         if group.get("output_activations"):
             return "quantised output activations"
-    return next((key for key in ("kv_cache_scheme", "sparsity_config", "transform_config") if settings.get(key)), None)
+    return next((key for key in _OTHER if settings.get(key)), None)
 
 
 def _torchao(settings: Mapping[str, Any]) -> str | None:

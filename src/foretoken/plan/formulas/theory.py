@@ -60,7 +60,7 @@ def variance(chances: Sequence[float]) -> float:
     return max(0.0, sum((2 * k + 1) * s for k, s in enumerate(reach)) - sum(reach) ** 2)
 
 
-def speed_up(tokens: float, depth: int, draft_cost: float, curve: Curve = flat) -> float:
+def speedup(tokens: float, depth: int, draft_cost: float, curve: Curve = flat) -> float:
     """S = E[N] / (depth c + T(depth+1) / T(1)), over plain decoding (2211.17192, theorem 3.8, where T is flat).
 
     Throughput is E[N] / E[T]. For steps of varying length use means here, never ratios of single steps.
@@ -80,7 +80,7 @@ def speed_up(tokens: float, depth: int, draft_cost: float, curve: Curve = flat) 
     return tokens / (depth * draft_cost + verified / single)
 
 
-def least_speed_up(alpha: float, draft_cost: float) -> float:
+def min_speedup(alpha: float, draft_cost: float) -> float:
     """Lower bound on the best depth's speedup: (1 + alpha) / (1 + c) if alpha > c, else 1 (2211.17192, corollary 3.9).
 
     Under a flat curve no depth helps where alpha <= c.
@@ -108,7 +108,7 @@ class Depth:
 
     depth: int
     tokens: float
-    speed_up: float
+    speedup: float
 
 
 def depths(chances: Sequence[float], draft_cost: float, curve: Curve = flat) -> list[Depth]:
@@ -116,19 +116,19 @@ def depths(chances: Sequence[float], draft_cost: float, curve: Curve = flat) -> 
 
     Args:
         chances: By position. ``[alpha] * limit`` where all are the same.
-        draft_cost: See ``speed_up``.
-        curve: See ``speed_up``.
+        draft_cost: See ``speedup``.
+        curve: See ``speedup``.
     """
     result = []
     for depth in range(len(chances) + 1):
         tokens = expected_tokens(chances[:depth])
-        result.append(Depth(depth, tokens, speed_up(tokens, depth, draft_cost, curve)))
+        result.append(Depth(depth, tokens, speedup(tokens, depth, draft_cost, curve)))
     return result
 
 
 def best_depth(chances: Sequence[float], draft_cost: float, curve: Curve = flat) -> Depth:
     """Returns the fastest depth, the shallowest of equals. All are checked, because measured curves are jagged."""
-    return max(depths(chances, draft_cost, curve), key=lambda depth: depth.speed_up)
+    return max(depths(chances, draft_cost, curve), key=lambda depth: depth.speedup)
 
 
 def conditional_acceptance(accepted: Sequence[int], drafted: Sequence[int]) -> float | None:

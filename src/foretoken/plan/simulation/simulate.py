@@ -161,7 +161,7 @@ def varied(setting: Setting, by: str, value: float) -> Setting:
     return replace(setting, **{SWEEPS[by]: changed})
 
 
-def min_speedup(outcomes: Iterable[SimulationResult]) -> float:
+def sequential_speedup(outcomes: Iterable[SimulationResult]) -> float:
     """Returns the speedup over plain decoding that a pipeline must exceed: that of the best strategy without one.
 
     Plain decoding and sequential speculation count even if they are not among ``outcomes``.
@@ -171,10 +171,10 @@ def min_speedup(outcomes: Iterable[SimulationResult]) -> float:
 
 
 def pays(outcomes: Sequence[SimulationResult]) -> SimulationResult | None:
-    """Returns the fastest pipelined result if it exceeds ``min_speedup`` by ``MARGIN``, else None."""
+    """Returns the fastest pipelined result if it exceeds ``sequential_speedup`` by ``MARGIN``, else None."""
     pipelined = [one for one in outcomes if one.strategy in PIPELINED]
     best = max(pipelined, key=lambda one: one.over_plain, default=None)
-    return best if best is not None and best.over_plain > MARGIN * min_speedup(outcomes) else None
+    return best if best is not None and best.over_plain > MARGIN * sequential_speedup(outcomes) else None
 
 
 def _run(setting: Setting, name: str) -> SimulationResult:

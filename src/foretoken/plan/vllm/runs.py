@@ -30,7 +30,7 @@ class PromptCompleter(Protocol):
     def close(self) -> None: ...
 
 
-Start = Callable[[VllmCandidate | None], PromptCompleter]
+StartProcess = Callable[[VllmCandidate | None], PromptCompleter]
 """Starts the process of a lane, None for plain decoding."""
 
 
@@ -44,7 +44,7 @@ class VllmProcess(PeerWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured, and where.
+    """Settings of the measurement.
 
     Args:
         target: A folder, or a name that vLLM knows.
@@ -117,7 +117,7 @@ def runs(
     lanes: Sequence[VllmCandidate],
     prompts: Sequence[Sequence[int]],
     say: Say = lambda what, share: None,
-    start: Start | None = None,
+    start: StartProcess | None = None,
     refused: Callable[[VllmCandidate, PeerError], None] | None = None,
 ) -> list[VllmRun]:
     """As ``answers``, summed up. Also raises InvalidRequest where nothing was decoded."""
@@ -129,13 +129,13 @@ def answers(
     lanes: Sequence[VllmCandidate],
     prompts: Sequence[Sequence[int]],
     say: Say = lambda what, share: None,
-    start: Start | None = None,
+    start: StartProcess | None = None,
     refused: Callable[[VllmCandidate, PeerError], None] | None = None,
 ) -> list[Answers]:
     """Runs every lane at its draft lengths, each beside plain decoding.
 
     Args:
-        bench: What is measured.
+        bench: Settings of the measurement.
         lanes: Candidates.
         prompts: Token ids.
         say: Reports progress.
@@ -177,7 +177,7 @@ class _Session:
     bench: Bench
     prompts: Sequence[Sequence[int]]
     say: Say
-    start: Start
+    start: StartProcess
 
     def measure(self, lane: VllmCandidate, plain: PromptCompleter | None, shares: tuple[float, float]) -> list[Answers]:
         """Runs one lane, alternating with ``plain``. shares: progress when its process starts, and when it runs."""

@@ -1,1 +1,1 @@
-"""Several engines behind one API: replicas on Ray Serve, and the front that forwards requests to them."""
+"""Several engines behind one API: replicas on Ray Serve, and a front that forwards requests to them."""

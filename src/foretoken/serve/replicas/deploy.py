@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: to start them, to ask them, to end them."""
+"""Starts, calls and ends replicas on Ray Serve."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from starlette.types import Message
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports of use; before Ray is imported
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports; set before Ray is imported
 
 import ray
 from ray import serve
@@ -32,10 +32,10 @@ from foretoken.serve.replicas.scale import ReplicaScale, share
 _log = logging.getLogger(__name__)
 
 _NAME = "Replica"
-_PATIENCE = 10.0  # seconds for all replicas to tell their figures
-_ASIDE = 16  # calls that a replica takes beside its requests, so that one that is full still tells its figures
-_HEALTH_SECONDS = 2.0  # between looks at a replica
-_UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 120.0  # that requests have to ask for more, or for fewer
+_PATIENCE = 10.0  # seconds for all replicas to return their metrics
+_ASIDE = 16  # concurrent calls of a replica beside its requests, so that a full one still returns its metrics
+_HEALTH_SECONDS = 2.0  # between health checks of a replica
+_UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 120.0  # for which the load must ask for more, or for fewer
 
 
 class RayReplicas:
@@ -46,7 +46,7 @@ class RayReplicas:
         self._streaming = handle.options(method_name="respond", stream=True)
 
     async def respond(self, request: Forwarded) -> AsyncGenerator[Message, None]:
-        """See ``Replicas``. Waits while no replica has room."""
+        """See ``Replicas``. Waits while all replicas are full."""
         answer: Any = self._streaming.remote(request)
         done = False
         try:
@@ -84,10 +84,17 @@ def replicas(
     starting: AbstractContextManager[Any] | None = None,
     verbose: bool = False,
 ) -> Iterator[RayReplicas]:
-    """Run them. drain_timeout: seconds that a replica which is no longer needed has to finish.
+    """Runs replicas within the ``with`` block.
 
-    starting: to be in until they answer. verbose: show what they log.
-    Raises ForetokenError where there is no cluster, or the model cannot be loaded.
+    Args:
+        engine: Configuration of each replica.
+        scale: Number of replicas, and their resources.
+        drain_timeout: Seconds for a replica that is no longer needed to finish.
+        starting: Context that is left when the replicas answer.
+        verbose: Whether to show their logs.
+
+    Raises:
+        ForetokenError: There is no cluster, or the model cannot be loaded.
     """
     mine = not ray.is_initialized()
     app = f"foretoken-{uuid4().hex[:8]}"
@@ -102,7 +109,7 @@ def replicas(
         if ray.is_initialized() and not (mine and scale.address is None):
             serve.delete(app)
         if mine:
-            ray.shutdown()  # a Ray of its own ends with it, and all that runs there
+            ray.shutdown()  # ends a private cluster with everything that runs on it
 
 
 def _connect(address: str | None, verbose: bool) -> None:
@@ -119,7 +126,7 @@ def _connect(address: str | None, verbose: bool) -> None:
 
 def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, app: str) -> DeploymentHandle[Any]:
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-    # One more pass waits in the engine, where priorities count; the rest at the front, for whoever is free first.
+    # One more batch waits in the engine, where priorities count; the rest waits at the front for any free replica.
     most = 2 * engine.seats
     options: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.ceiling > scale.replicas:
@@ -147,7 +154,7 @@ def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, ap
         logging_config=LoggingConfig(enable_access_log=False),
         **options,
     )(Replica)
-    # Requests come through the front, so Ray Serve needs no proxies of its own.
+    # Requests come through the front, so Ray Serve needs no proxies.
     serve.start(proxy_location=ProxyLocation.Disabled, http_options=HTTPOptions(host="127.0.0.1"))
     try:
         return serve.run(deployment.bind(engine), name=app, route_prefix=None)
@@ -156,7 +163,7 @@ def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, ap
 
 
 def _reason(app: str, error: Exception) -> str:
-    """Why replicas could not start: a replica's own words, out of the traceback that Ray Serve keeps of it."""
+    """Returns why replicas could not start: a replica's error message, taken from Ray Serve's traceback."""
     found = serve.status().applications.get(app)
     told = [deployment.message for deployment in found.deployments.values()] if found is not None else []
     words = re.findall(r"(?:^|\s)(?:\w+\.)*\w+(?:Error|Request|Exception): (.+)$", "\n".join(told), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""A request on its way from the front to a replica, and what the front has to know of it."""
+"""A request that the front forwards to a replica, and the front's view of its body."""
 
 from __future__ import annotations
 
@@ -14,16 +14,26 @@ from foretoken.serve.errors import ApiError
 from foretoken.serve.json_body import read
 from foretoken.serve.limits import effective_salt
 
-BLOCK = 256  # characters; about the 64 tokens of a page of the prefix cache
-BLOCKS = 128  # of a prompt at most are compared
+BLOCK = 256  # characters; about the 64 tokens of a KV block
+BLOCKS = 128  # maximum number that is compared
 
-_KEPT = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers", "client",
-         "server")  # fmt: skip
+_KEPT = (
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "root_path",
+    "headers",
+    "client",
+    "server",
+)
 
 
 @dataclass(eq=False)
 class ReplicaLost(ForetokenError):
-    """A replica ended, or its engine did, before it had answered. ``replica``: its name, where that is known."""
+    """A replica or its engine ended before it had answered. ``replica`` is its name, if known."""
 
     message: str
     replica: str = ""
@@ -34,11 +44,13 @@ class ReplicaLost(ForetokenError):
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What a replica gets.
+    """A request as a replica receives it.
 
-    scope: ASGI's, without what belongs to the front's own connection.
-    beginnings: see the function; for whoever chooses the replica.
-    avoid: names of replicas that were lost over this request.
+    Args:
+        scope: The ASGI scope, without entries of the front's own connection.
+        body: The body.
+        beginnings: Result of the function ``beginnings``, by which the replica is chosen.
+        avoid: Names of replicas that were lost with this request.
     """
 
     scope: dict[str, Any]
@@ -54,7 +66,7 @@ class Forwarded:
 
 
 async def parse(body: bytes) -> dict[str, Any]:
-    """The body as far as the front looks into it. Empty where it is no JSON object: the replica will say so."""
+    """Returns the parsed body; empty if it is no JSON object, which the replica will report."""
     try:
         found = await read(body)
     except ApiError:
@@ -63,9 +75,9 @@ async def parse(body: bytes) -> dict[str, Any]:
 
 
 def beginnings(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[int, ...]:
-    """One hash for each leading block of the prompt, of the salt and all that comes before the block's end.
+    """Returns a hash of each prefix of the prompt that ends with a block, together with the salt.
 
-    Two prompts have as many of them in common as they have leading blocks in common. Valid within this process.
+    Two prompts share as many hashes as they share leading blocks. Valid within this process.
     """
     text, found, last = _prompt(body), [], hash(cache_salt)
     for end in range(BLOCK, min(len(text), BLOCK * BLOCKS) + 1, BLOCK):
@@ -75,7 +87,7 @@ def beginnings(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[
 
 
 def _prompt(body: Mapping[str, Any]) -> str:
-    """Of several prompts the first. Tools come before messages, as chat templates have it."""
+    """Returns the first prompt as text. Tools come before messages, as in chat templates."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -87,10 +99,10 @@ def _prompt(body: Mapping[str, Any]) -> str:
 
 
 def repeatable(body: Mapping[str, Any]) -> bool:
-    """Whether another replica would stream the same text again, and nothing but text.
+    """Returns whether another replica would stream the same text, and only text.
 
-    True for the greedy law and for the trajectory grade, where a text depends on the request alone. Tool calls have
-    identifiers of their own, and log-probabilities and rounds come by chunks that another replica would cut elsewhere.
+    True for greedy decoding and the trajectory grade, where the text depends on the request alone. False with tool
+    calls, whose identifiers differ, and with log-probabilities and steps, whose chunks differ.
     """
     grade = body.get("exactness")
     greedy = body.get("temperature") == 0 and grade != "lossy-typical"

@@ -1,8 +1,8 @@
-"""The front: one address before several replicas. It forwards requests as they are, and answers as they come.
+"""The front: one address for several replicas. It forwards requests and answers unchanged.
 
-A replica that is lost takes no request with it. Where the client has nothing yet, another replica is asked. A stream
-whose text depends on the request alone is told again by another replica, and goes on where it stopped. Any other stream
-ends with an error event.
+A lost replica fails no request whose answer has not begun: another replica is asked. A stream whose text depends on the
+request alone is generated again by another replica and continues where it stopped. Any other stream ends with an error
+event.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _log = logging.getLogger(__name__)
 
 
 class Replicas(Protocol):
-    """Those who answer."""
+    """The replicas, as the front uses them."""
 
     def respond(self, request: Forwarded) -> AsyncGenerator[Message, None]:
-        """See ``Replica.respond``, of one of them. Raises ReplicaLost also where the replica's process ended."""
+        """Runs ``Replica.respond`` on one of them. Raises ReplicaLost also if the replica's process ended."""
         ...
 
     async def metrics(self) -> Sequence[tuple[str, Any]]:
-        """See ``Replica.metrics``, of all that answer; none where none does."""
+        """Returns ``Replica.metrics`` of all replicas that answer."""
         ...
 
 
 class Front:
-    """Requests that are on their way. ``draining``: refuse new ones. ``abandon`` ends those that are left."""
+    """Forwards requests. ``draining`` refuses new ones, and ``abandon`` ends the others."""
 
     def __init__(self, replicas: Replicas, settings: ServerSettings) -> None:
         self.draining = False
@@ -53,16 +53,16 @@ class Front:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is open."""
+        """Whether any request is unfinished."""
         return bool(self._relays)
 
     def abandon(self) -> None:
-        """End what is still open, for shutting down."""
+        """Ends unfinished requests, for shutting down."""
         for relay in list(self._relays):
             relay.end(ServerUnavailable("the server shut down before the request was done"))
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, as ASGI has it. Raises ApiError, Unavailable or TimeoutError where nothing was sent yet."""
+        """Forwards one ASGI request. Raises ApiError, ServerUnavailable or TimeoutError if nothing was sent yet."""
         body = await _read(receive)
         if self.draining and scope["method"] == "POST":
             raise ServerUnavailable("the server is shutting down; ask another one")
@@ -73,13 +73,13 @@ class Front:
         try:
             await cancel_on_disconnect(receive, relay.run())
         except ApiError as error:
-            if error.status != 499:  # gone: nobody will read it
+            if error.status != 499:  # the client disconnected
                 raise
         finally:
             self._relays.discard(relay)
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are taken: 200 while one replica answers."""
+        """Tells whether requests are accepted: 200 while one replica answers."""
         if self.draining:
             raise ServerUnavailable("the server is shutting down")
         if not await self._replicas.metrics():
@@ -87,13 +87,13 @@ class Front:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
+        """Returns metrics for Prometheus."""
         body, kind = Gathered(dict(await self._replicas.metrics()), self.failovers).render()
         return Response(body, headers={"Content-Type": kind})
 
 
 def create_front(front: Front, settings: ServerSettings) -> FastAPI:
-    """Its app: keys, bodies and numbers of requests are judged here, all else by the replicas."""
+    """Returns the front's app. It checks keys, bodies and concurrency; replicas check everything else."""
     app = FastAPI(title="Foretoken", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.front = front
     add_handlers(app)
@@ -109,7 +109,7 @@ def create_front(front: Front, settings: ServerSettings) -> FastAPI:
 
 
 class _Forwarding:
-    """What no route of the front's own takes."""
+    """Forwards requests that no route of the front handles."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -122,7 +122,7 @@ class _Forwarding:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body."""
+    """Returns the whole body."""
     parts, more = [], True
     while more:
         message = await receive()

@@ -1,4 +1,4 @@
-"""The metrics of all replicas on one page, each line labelled with its replica."""
+"""The metrics of all replicas on one page, labelled by replica."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from foretoken.serve.metrics import PREFIX
 
 
 class Gathered(Collector):
-    """families: of each replica, by its name. failovers: requests that went on elsewhere, by how they came out."""
+    """Collects metrics.
+
+    Args:
+        families: Metrics of each replica by its name.
+        failovers: Number of requests that continued on another replica, by outcome.
+    """
 
     def __init__(self, families: Mapping[str, Iterable[Metric]], failovers: Mapping[str, int]) -> None:
         self._families, self._failovers = families, failovers
 
     def collect(self) -> Iterator[Metric]:
-        """All families, each once."""
+        """Returns every family once."""
         yield GaugeMetricFamily(PREFIX + "replicas", "Replicas that answer.", value=len(self._families))
         failovers = CounterMetricFamily(
             PREFIX + "failovers", "Requests whose replica was lost, by what became of them.", labels=["outcome"]
@@ -30,7 +35,7 @@ class Gathered(Collector):
         yield from _merged(self._families)
 
     def render(self) -> tuple[bytes, str]:
-        """The page, and its content type."""
+        """Returns the page and its content type."""
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry), CONTENT_TYPE_LATEST

@@ -1,4 +1,4 @@
-"""One request between its client and the replicas, whichever of them lives long enough to answer it."""
+"""Relays one request between its client and the replicas, and asks another replica if one is lost."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from foretoken.serve.replicas.replay import Different, Replay, Transcript, event
 
 _log = logging.getLogger(__name__)
 
-LOSSES = 4  # replicas that one request may cost before it is refused: it may be what ends them
-GRACE = 10.0  # seconds beyond the request's own limit, which its replica keeps
+LOSSES = 4  # lost replicas after which a request is refused, because it may be the cause
+GRACE = 10.0  # seconds beyond the request's own limit, which its replica enforces
 RETRIED, REPLAYED, BROKEN = OUTCOMES = ("retried", "replayed", "broken")
-HEADER = b"x-foretoken-replica"  # names who answered
+HEADER = b"x-foretoken-replica"  # names the replica that answered
 
 
 class Relay:
-    """``run`` it once.
+    """Relays one request. ``run`` is called once.
 
-    respond: asks a replica. parsed: the request's body. timeout: seconds that the request may take.
-    failovers: counted by ``OUTCOMES``.
+    ``respond`` asks a replica, ``parsed`` is the request's body, ``timeout`` the seconds that it may take, and
+    ``failovers`` counts the ``OUTCOMES``.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Relay:
         self._ended: Exception | None = None
 
     def end(self, error: Exception) -> None:
-        """Answer with ``error`` instead, or close the stream with it."""
+        """Ends the request: answers with ``error``, or closes the stream with it."""
         self._ended = error
         if self._task is not None:
             self._task.cancel()
 
     async def run(self) -> None:
-        """Until the answer is sent. Raises ApiError, Unavailable or TimeoutError where nothing was sent yet."""
+        """Runs until the answer is sent. Raises ApiError, ServerUnavailable or TimeoutError if nothing was sent yet."""
         self._task = asyncio.current_task()
         try:
             async with asyncio.timeout(self._timeout + GRACE):
@@ -71,7 +71,7 @@ class Relay:
             await self._give_up(error)
 
     async def _attempt(self) -> None:
-        """Ask one replica. Sets ``_over`` once the client has all of it."""
+        """Asks one replica. Sets ``_over`` when the whole answer is sent."""
         again = self._streaming
         replay = self._transcript.replay() if again and self._transcript is not None else None
         request = replace(self._request, avoid=frozenset(self._lost))
@@ -88,7 +88,7 @@ class Relay:
                 self._failovers[REPLAYED if again else RETRIED] += 1
 
     async def _begin(self, messages: AsyncIterator[Message]) -> bool:
-        """Nothing was sent yet. What is no stream is sent when it is whole."""
+        """Begins the answer. One that is no stream is sent when it is complete."""
         kept: list[Message] = []
         async for message in messages:
             self._replica = message.pop("replica")
@@ -106,11 +106,11 @@ class Relay:
         raise ReplicaLost("a replica ended without an answer", self._replica)
 
     async def _go_on(self, messages: AsyncIterator[Message], replay: Replay) -> bool:
-        """Behind what was sent."""
+        """Continues behind the part that was sent."""
         async for message in messages:
             self._replica = message.pop("replica")
             if message["type"] == "http.response.start":
-                if message["status"] != 200:  # full, for instance
+                if message["status"] != 200:  # such as a full queue
                     await asyncio.sleep(RETRY_SECONDS)
                     return False
                 continue

@@ -1,4 +1,4 @@
-"""A stream that goes on after its replica was lost: the same text told again, without what the client has already."""
+"""Continues a stream after its replica was lost: the text is generated again, and the part already sent is cut."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _HEAD, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 
 class Different(Exception):
-    """The text told again is not the one that was begun."""
+    """The text that was generated again differs from the text that was sent."""
 
 
 @dataclass
 class _Told:
-    """Of one choice. again: characters that the replay has come to."""
+    """State of one choice. ``again`` counts the characters of the replay."""
 
     text: str = ""
     opened: bool = False
@@ -25,22 +25,22 @@ class _Told:
 
 
 class Transcript:
-    """What a client was sent of one stream of events, of either endpoint."""
+    """The events of a stream that were sent to the client, of either endpoint."""
 
     def __init__(self) -> None:
         self._sent: list[bytes] = []
 
     def note(self, body: bytes) -> None:
-        """It was sent: one event or several, whole."""
+        """Records one or more whole events that were sent."""
         self._sent.append(body)
 
     def replay(self) -> Replay:
-        """For a stream that tells the same from its start."""
+        """Returns the replay for a stream that begins the same text again."""
         return Replay(b"".join(self._sent))
 
 
 class Replay:
-    """Cuts out of a stream told again what was ``sent`` before; identifier and time stay those of the first telling."""
+    """Cuts the part that was ``sent`` from a repeated stream, and keeps the identifier and time of the first stream."""
 
     def __init__(self, sent: bytes) -> None:
         self._head: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class Replay:
             self._note(data)
 
     def rest(self, body: bytes) -> bytes:
-        """What of these events the client does not have yet. Raises Different."""
+        """Returns the part of these events that was not sent yet. Raises Different."""
         return b"".join(event(found) if isinstance(found, dict) else _HEAD + found + _END for found in self._left(body))
 
     def _note(self, data: bytes) -> None:
@@ -83,7 +83,7 @@ class Replay:
         return left
 
     def _is_news(self, choice: dict[str, Any]) -> bool:
-        """Whether anything is left of it; takes out of its text what is not."""
+        """Returns whether anything of a choice is new, and cuts the rest from its text."""
         told, (text, opens, ends) = self._told[choice["index"]], _parts(choice)
         known = told.text[told.again : told.again + len(text)]
         told.again += len(text)
@@ -96,7 +96,7 @@ class Replay:
 
 
 def event(data: Any) -> bytes:
-    """As the server writes it: ASCII, without spaces."""
+    """Returns an event as the server writes it: ASCII, without spaces."""
     return _HEAD + json.dumps(data, separators=(",", ":")).encode() + _END
 
 
@@ -105,7 +105,7 @@ def _events(body: bytes) -> list[bytes]:
 
 
 def _parts(choice: dict[str, Any]) -> tuple[str, bool, bool]:
-    """Its text, whether it opens the choice, whether it ends it."""
+    """Returns a choice's text, whether it opens the choice, and whether it ends it."""
     return _place(choice).get(_name(choice)) or "", "role" in _place(choice), choice.get("finish_reason") is not None
 
 

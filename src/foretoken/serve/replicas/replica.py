@@ -1,4 +1,4 @@
-"""One replica: an engine with its worker and app, as a process of its own that is handed requests."""
+"""One replica: an engine with its worker and app in its own process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ _NO_BOUND = 2**31  # the front counts requests
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """How a replica is made. options: of ``LLM``. created: when the model began to be served, in Unix seconds."""
+    """Configuration of a replica.
+
+    Args:
+        model: See ``LLM``.
+        draft_model: See ``LLM``.
+        options: Further arguments of ``LLM``.
+        settings: Settings of the app.
+        max_waiting: See ``Worker``.
+        created: Unix time at which the model began to be served.
+    """
 
     model: str | None = None
     draft_model: str | None = None
@@ -36,20 +45,20 @@ class ReplicaConfig:
 
     @property
     def seats(self) -> int:
-        """Sequences that share a pass."""
+        """Number of sequences in one forward pass."""
         return int(self.options.get("max_num_seqs", 16))
 
     @property
     def max_requests(self) -> int:
-        """Sequences that may be in work or wait."""
+        """Number of sequences that may run or wait."""
         return self.seats + self.max_waiting
 
 
 class Replica:
-    """Answers what the front forwards. ``name`` tells it from the others.
+    """Answers requests that the front forwards. ``name`` is unique among replicas.
 
-    Its app is the server's own, so that answers are the same byte for byte; keys are checked here again, but pages of
-    other origins are the front's concern.
+    It has the server's own app, so that answers are equal byte for byte. Keys are checked here again; CORS is left to
+    the front.
     """
 
     def __init__(self, engine: ReplicaConfig, name: str | None = None) -> None:
@@ -63,9 +72,10 @@ class Replica:
         self.worker.start()
 
     async def respond(self, request: Forwarded) -> AsyncIterator[Message]:
-        """ASGI's messages of the answer, the first with the replica's name. Closed early, the request is cancelled.
+        """Yields the ASGI messages of the answer, with the replica's name. Closing it early cancels the request.
 
-        Raises ReplicaLost once the engine is dead: what the app says of that is not the answer to the request.
+        Raises:
+            ReplicaLost: The engine is dead, so that the app's answer must not be sent.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         answering = asyncio.create_task(self._answer(request, messages))
@@ -79,12 +89,12 @@ class Replica:
             await asyncio.gather(answering, return_exceptions=True)
 
     async def metrics(self) -> tuple[str, list[Metric]]:
-        """Its name, and all that Prometheus is told of it. Raises ReplicaLost once the engine is dead."""
+        """Returns its name and its metrics. Raises ReplicaLost if the engine is dead."""
         await self.check_health()
         return self.name, list(self._service.metrics.collect())
 
     async def check_health(self) -> None:
-        """Ray Serve replaces a replica where this raises."""
+        """Raises ReplicaLost if the engine is dead. Ray Serve then replaces the replica."""
         if not self.worker.alive:
             raise ReplicaLost("the engine is not running", self.name)
 
@@ -94,7 +104,7 @@ class Replica:
         async def receive() -> Message:
             if unread:
                 return unread.pop()
-            await asyncio.Event().wait()  # that the client went away is told by cancelling
+            await asyncio.Event().wait()  # a disconnect cancels this task
             raise AssertionError
 
         try:
@@ -112,5 +122,5 @@ def _own_name() -> str:
 
 
 def _seed(seed: int, name: str) -> int:
-    """Another for each replica: requests without a seed of their own must not draw the same numbers side by side."""
+    """Returns a seed for each replica, so that requests without a seed draw different numbers on each."""
     return derived_seed(SeedDomain.REPLICA, seed, name)

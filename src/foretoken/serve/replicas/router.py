@@ -1,4 +1,4 @@
-"""``routing``, where Ray Serve asks for it."""
+"""Ray Serve's interface to ``routing``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foretoken.serve.replicas.routing import Beginnings, Ledger, ranked
 
 
 class PrefixRouter(RequestRouter):
-    """Runs in the front's process, which is the only client of its replicas."""
+    """Chooses replicas. It runs in the front's process, which is their only client."""
 
     def initialize_state(self, slack: int = 4, most: int = 32, **kwargs: Any) -> None:
         """slack: see ``routing``. most: requests that a replica may have in work."""
@@ -21,11 +21,11 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Those that have room, each a rank of its own; none for now where all are full."""
+        """Returns the replicas that are not full, each as its own rank; none if all are full."""
         request = None if pending_request is None else _forwarded(pending_request)
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # wait a little before the next try, if all are full
+            pending_request.routing_context.should_backoff = True  # wait before the next try if all are full
         if request is not None and len(by_id) > 1:
             avoided = {name: r for name, r in by_id.items() if name.unique_id not in request.avoid}
             by_id = avoided or by_id
@@ -35,7 +35,7 @@ class PrefixRouter(RequestRouter):
         return [[by_id[name]] for name in ranked(load, known, self._slack)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """It went there."""
+        """Records the replica that a request was sent to."""
         request = _forwarded(pending_request)
         if request is not None:
             self._beginnings.note(request.beginnings, replica_id)
@@ -44,7 +44,7 @@ class PrefixRouter(RequestRouter):
         result.add_done_callback(lambda _: self._ledger.remove(replica_id, number))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """These are all."""
+        """Forgets replicas that ended."""
         for gone in set(self.curr_replicas) - {replica.replica_id for replica in replicas}:
             self._beginnings.forget(gone)
             self._ledger.forget(gone)

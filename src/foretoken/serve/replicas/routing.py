@@ -1,8 +1,7 @@
-"""Which replica gets a request: the one that has read the prompt's beginning, unless it is much busier.
+"""Chooses the replica of a request: the one with the longest prefix-cache hit, unless it is much busier.
 
-How many tokens of a prompt a replica finds computed depends on what it read before, so prompts that begin alike belong
-together. But a free seat is worth more than a beginning: only replicas within ``slack`` requests of the least busy one
-are chosen by what they know.
+Prompts with a common prefix should go to one replica. But a free place is worth more than a cache hit: only replicas
+within ``slack`` requests of the least busy one are compared by their hits.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from typing import TypeVar
 
 R = TypeVar("R", bound=Hashable)
 
-REMEMBERED = 65_536  # blocks of prompts, the latest; some 16 million characters
+REMEMBERED = 65_536  # latest blocks of prompts; about 16 million characters
 
 
 class Beginnings:
-    """Who has read which blocks of prompts, as far as is remembered; blocks as ``forwarded.beginnings`` names them."""
+    """Remembers which replicas prefilled which blocks of prompts. Blocks are results of ``forwarded.beginnings``."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
         self._readers: OrderedDict[int, set[Hashable]] = OrderedDict()  # the latest block last
 
     def note(self, beginnings: Sequence[int], reader: Hashable) -> None:
-        """``reader`` reads a prompt that begins so."""
+        """Records that ``reader`` prefills a prompt with these blocks."""
         for block in beginnings:
             self._readers.setdefault(block, set()).add(reader)
             self._readers.move_to_end(block)
@@ -33,20 +32,23 @@ class Beginnings:
             self._readers.popitem(last=False)
 
     def known(self, beginnings: Sequence[int], reader: Hashable) -> int:
-        """How many of these blocks, from the first on without a gap, the reader has read."""
+        """Returns how many of these blocks, counted from the first without a gap, the reader has prefilled."""
         for count, block in enumerate(beginnings):
             if reader not in self._readers.get(block, ()):
                 return count
         return len(beginnings)
 
     def forget(self, reader: Hashable) -> None:
-        """It is no more."""
+        """Forgets a replica that ended."""
         for readers in self._readers.values():
             readers.discard(reader)
 
 
 def ranked(load: Mapping[R, int], known: Mapping[R, int], slack: int) -> list[R]:
-    """Replicas, the best first. load: requests each has. known: blocks of the prompt that each has read."""
+    """Returns replicas, the best first.
+
+    ``load`` is the number of requests of each, ``known`` the number of the prompt's blocks that each has prefilled.
+    """
     least = min(load.values(), default=0)
 
     def key(replica: R) -> tuple[bool, int, int, float]:
@@ -57,7 +59,7 @@ def ranked(load: Mapping[R, int], known: Mapping[R, int], slack: int) -> list[R]
 
 
 class Ledger:
-    """Requests that each replica has in work; from several threads."""
+    """Counts the running requests of each replica. Thread-safe."""
 
     def __init__(self) -> None:
         self._open: defaultdict[Hashable, set[str]] = defaultdict(set)

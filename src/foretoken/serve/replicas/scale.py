@@ -1,4 +1,4 @@
-"""How many replicas there are, and what each has of the machines."""
+"""The number of replicas and their resources."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from foretoken.core.errors import InvalidRequest
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaScale:
-    """How many replicas, and where.
+    """The number of replicas and their resources.
 
-    replicas: to begin with, and the fewest. most: None for no more; else as many as requests ask for.
-    address: of a Ray cluster; None starts one on this machine alone.
-    cpus: cores of each replica; None divides those there are. gpus: of each.
+    ``replicas`` is the number to begin with, and the smallest. ``most`` is the largest; None keeps the number fixed.
+    ``address`` is that of a Ray cluster; None starts one on this machine. ``cpus`` are the cores of each replica; None
+    divides all cores. ``gpus`` are those of each replica.
     """
 
     replicas: int
@@ -31,14 +31,15 @@ class ReplicaScale:
 
     @property
     def ceiling(self) -> int:
-        """The most there may be."""
+        """The largest number of replicas."""
         return self.most or self.replicas
 
 
 def share(nodes: Sequence[float], count: int) -> float:
-    """The most cores each of ``count`` replicas can have on nodes of so many; whole ones where there are enough.
+    """Returns the largest number of cores for each of ``count`` replicas; whole cores if there are enough.
 
-    Raises InvalidRequest where there are no cores.
+    Raises:
+        InvalidRequest: There are no cores.
     """
     sizes = {cores / k for cores in nodes for k in range(1, count + 1) if cores > 0}
     fitting = [size for size in sizes if sum(int(cores / size + 1e-9) for cores in nodes) >= count]

@@ -1,0 +1,136 @@
+"""Every benchmark runs for a few seconds on the bundled pair, so that none breaks unseen. Figures mean nothing here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from foretoken import zoo
+from foretoken.bench.peers.registry import PEERS
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+NGRAM = """--config '{"method": "ngram", "num_speculative_tokens": 4}'"""
+COMMANDS = {
+    "acceptance": '--config \'{"method": "ngram"}\' --count 1 --tokens 8 --nodes 4 --temperature 0 --batch 1',
+    "adaptive": "--small --depth 2 --count 1 --tokens 8 --crowd 2 --repeats 1",
+    "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
+    "deciding": "--batch 1 --tokens 8 --repeats 1",
+    "editing": f"--dtype float32 {NGRAM} --turns 1 --tasks 1",
+    "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer",
+    "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
+    "laws": "--rows 3 --vocabulary 512 --repeats 4",
+    "mixture": "--target TARGET --count 1 --tokens 8 --repeats 1",
+    "never_slower": "--small --proposer wrong --text code --temperature 0 --batch 1 --tokens 8 --requests 1 "
+    "--repeats 1",
+    "planner": "--small --count 2 --unseen 1 --max-tokens 8 --temperature 0 --batch 1 --depth 2 --nodes 8 --turns 3",
+    "request_fuzz": "--pairs 4 --dtype float32 --no-heads",
+    "structured": "--requests 2 --max-tokens 40",
+    "suffix_store": "--tokens 2000 --bound 1000 --length 100 --follows 2",
+    "two_workers": "--small --count 1 --tokens 8 --repeats 1 --transport thread",
+}
+"""Short forms of the benchmarks that take ``--output``, by module."""
+ELSEWHERE = {
+    "attacks": "tests/serve/test_attacks.py",
+    "attackers": "its attacks",
+    "clients": "imported by serving and attacks",
+    "prompts": "imported by the others",
+    "replicas": "tests/serve/test_replicas.py kills one under load",
+}
+
+
+def call(name: str, arguments: list[str]) -> str:
+    """Runs the benchmark in this process and returns what it printed."""
+    app = typer.Typer()
+    app.command()(importlib.import_module(name).main)
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder, with two prompts in it."""
+    monkeypatch.chdir(tmp_path)
+    prompts = "".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):", "import"))
+    (tmp_path / "prompts.jsonl").write_text(prompts, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder):
+    models = {"TARGET": str(zoo.path("target")), "SEQ2SEQ": str(zoo.path("seq2seq-target"))}
+    words = [models.get(word, word) for word in shlex.split(COMMANDS[name])]
+    assert call(name, [*words, "--output", "result.json"])
+    assert json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_memory_pressure_runs_in_a_process_of_its_own():
+    """It limits its own address space."""
+    words = "--batch 2 --length 64 --tokens 16 --depth 2"
+    done = subprocess.run(
+        [sys.executable, FOLDER / "memory_pressure.py", *words.split()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "|" in done.stdout
+
+
+@pytest.mark.slow
+def test_serving_measures_throughput():
+    words = "throughput --small --concurrency 2 --tokens 8 --repeats 1"
+    done = subprocess.run(
+        [sys.executable, FOLDER / "serving.py", *words.split()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'ratios': [" in done.stdout
+
+
+@pytest.mark.slow
+def test_shift_follows_a_draft_that_learns(monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys, "argv", ["shift.py", "--to", "prose", "--blocks", "1", "--requests", "2", "--max-tokens", "16"]
+    )
+    importlib.import_module("shift").main()
+    assert "updates" in capsys.readouterr().out
+
+
+def test_families_says_which_runtime_serves_a_family():
+    families = importlib.import_module("families")
+    assert families.family("llama", "LlamaForCausalLM").runtime == "own"
+    assert families.family("gpt2", "GPT2LMHeadModel").runtime == "transformers"
+    assert families.family("bloom", "BloomForCausalLM").runtime == ""
+
+
+def test_mutants_are_listed():
+    assert "mutant" in call("mutants", ["--list"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PEERS["vllm"].python.exists(), reason="vLLM is set up here")
+@pytest.mark.parametrize(
+    "name, words",
+    [("vllm_heads", "--count 1 --max-tokens 2"), ("vllm_plan", "--count 4"), ("vllm_proposer", "--count 1")],
+)
+def test_benchmarks_of_vllm_say_that_it_is_missing(name, words):
+    app = typer.Typer()
+    app.command()(importlib.import_module(name).main)
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code != 0
+    assert "vllm" in f"{result.output} {result.exception}"
+
+
+def test_every_benchmark_is_tested():
+    text = Path(__file__).read_text(encoding="utf-8")
+    for file in FOLDER.glob("*.py"):
+        elsewhere = file.stem in ELSEWHERE
+        assert elsewhere or re.search(rf'["/]{file.stem}(\.py)?"', text), file.name
