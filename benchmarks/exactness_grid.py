@@ -1,7 +1,8 @@
 """Is the text the same whatever speculates? Every proposer, depth and batch against plain decoding.
 
 Greedy and the trajectory grade at temperature 1, in float32, bfloat16 and with int8 and int4 weights. Where the
-runner promises independent rows, texts must be equal byte for byte; elsewhere each one that is not is looked at: does a tie explain it?
+runner promises independent rows, texts must be equal byte for byte; elsewhere each one that is not is looked at: does a
+tie explain it?
 """
 
 from __future__ import annotations
