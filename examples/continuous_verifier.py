@@ -1,16 +1,16 @@
 """Real values instead of tokens: a drafted series against an autoregressive Gaussian target.
 
-The rule is token rejection's (2211.17192) with densities for probabilities: x ~ q stands with min(1, p(x) / q(x)), so
-with 1 - TV(p, q), the most that any rule can accept of one value. What takes a refused value's place:
+The rule is token rejection's (2211.17192) with densities for probabilities: x ~ q is accepted with probability
+min(1, p(x) / q(x)), on average 1 - TV(p, q), the maximum of any rule for one value. A rejected value is replaced by:
 
 * equal scales: its reflection about the hyperplane midway between the two means, which is exact as it stands and keeps
   close to what was drafted (reflection-maximal coupling; Bou-Rabee, Eberle and Zimmer, Annals of Applied Probability
   2020, section 2.3). With xi = (x - m) / s and e the direction of (m - mu) / s:
       y = mu + s (xi - 2 <e, xi> e);        in one dimension y = mu + m - x
   Its density is q(x(y)) (1 - min(1, p(x(y)) / q(x(y)))) = (p(y) - q(y))+, since the reflection swaps p and q.
-  The chance to stand is 2 Phi(-|(m - mu) / s| / 2).
-* other scales: y ~ p until one stands with 1 - min(1, q(y) / p(y)), a draw from norm((p - q)+). A refusal needs 1 / TV
-  draws on average and comes with probability TV: one a value over all.
+  The probability to be accepted is 2 Phi(-|(m - mu) / s| / 2).
+* other scales: y ~ p until one is accepted with 1 - min(1, q(y) / p(y)), a draw from norm((p - q)+). A rejection takes
+  1 / TV draws on average and has probability TV: one draw per value over all.
 
 Here p is N(mu, sigma^2) and q is N(m, s^2), diagonal where a value has several coordinates.
 """
@@ -34,7 +34,7 @@ Reals = NDArray[np.float64]
 class RealStream(Protocol):
     """The randomness that a series is drafted and verified with; a quadrature can stand in for it.
 
-    ``index`` addresses the draw within the round; a ``bernoulli`` and a ``normal`` may share one.
+    ``index`` addresses the draw within the step; a ``bernoulli`` and a ``normal`` may share one.
     """
 
     def bernoulli(self, p: float, index: int) -> bool:
@@ -48,7 +48,7 @@ class RealStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SeededReals:
-    """Numbers of one round that begins after ``position`` values, for one purpose alone: the same address, the same
+    """Numbers of the step that begins after ``position`` values, for one purpose alone: the same address, the same
     numbers, as with ``Streams``.
     """
 
@@ -114,14 +114,14 @@ class SeriesDraft:
 class Origin(StrEnum):
     """Where the target's own value came from."""
 
-    BONUS = "bonus"  # every drafted value stands
-    REFLECTED = "reflected"  # the refused value, mirrored
+    BONUS = "bonus"  # every drafted value is accepted
+    REFLECTED = "reflected"  # the reflection of the rejected value
     RESIDUAL = "residual"  # drawn from norm((p - q)+)
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesVerdict:
-    """``accepted``: how many drafted values stand. ``value`` [d]: the one that the target always adds."""
+    """``accepted``: number of accepted draft values. ``value`` [d]: the one that the target always adds."""
 
     accepted: int
     value: Reals
@@ -131,8 +131,8 @@ class SeriesVerdict:
 def verify(draft: SeriesDraft, target: Gaussians, stream: RealStream) -> SeriesVerdict:
     """The first ``accepted`` drafted values and then ``value`` have the target's law.
 
-    target: n + 1 rows, row i the law after the first i drafted values. stream: of ``Purpose.VERIFY``; values are judged
-    at indices 0 to n - 1, the bonus is drawn at n, the residual above it.
+    target: n + 1 rows, row i the distribution after the first i draft values. stream: of ``Purpose.VERIFY``; values are
+    verified at indices 0 to n - 1, the bonus is drawn at n, the residual above it.
     Raises ValueError if the rows do not fit the draft.
     """
     n = len(draft)
@@ -147,7 +147,7 @@ def verify(draft: SeriesDraft, target: Gaussians, stream: RealStream) -> SeriesV
 
 
 def overlap(p: Gaussians, q: Gaussians, row: int) -> float:
-    """1 - TV of two rows of equal scales, the chance that a drafted value stands: 2 Phi(-|z| / 2)."""
+    """1 - TV of two rows of equal scales, the probability that a draft value is accepted: 2 Phi(-|z| / 2)."""
     if not np.array_equal(p.scales[row], q.scales[row]):
         raise ValueError("the closed form is that of equal scales")
     z = (p.means[row] - q.means[row]) / p.scales[row]
@@ -171,7 +171,7 @@ def _reflect(p: Gaussians, q: Gaussians, row: int, value: Reals) -> Reals:
 
 
 def _residual(p: Gaussians, q: Gaussians, row: int, stream: RealStream, first: int) -> Reals:
-    """y ~ p until one stands with 1 - min(1, q / p); attempt k uses index ``first + k``."""
+    """y ~ p until one is accepted with 1 - min(1, q / p); attempt k uses index ``first + k``."""
     for index in count(first):
         value = p.draw(row, stream, index)
         if stream.bernoulli(-math.expm1(min(0.0, q.log_density(row, value) - p.log_density(row, value))), index):

@@ -1,4 +1,4 @@
-"""Images as pixel tokens: a coarse draft guesses the next pixels of a digit, a network decides, exactly.
+"""Images as pixel tokens: a coarse draft proposes the next pixels of a digit, a network verifies them.
 
     .venv/bin/python examples/digits.py --picture docs/img/digits.png
 
@@ -76,9 +76,9 @@ def inputs(images: Tensor, at: Tensor) -> Tensor:
 
 
 class PixelModel(Model):
-    """A network of two hidden layers over the image so far, as a target: no keys and values to keep.
+    """A network of two hidden layers over the image so far, as a target. It needs no KV cache.
 
-    float64, so that no text depends on how many rows share a pass but by rounding in the sixteenth digit.
+    float64, so that the number of rows in a pass changes only the sixteenth digit.
     weights: matrices [in + 1, out], biases as their last row. Class tokens have probability 0.
     """
 
@@ -193,7 +193,7 @@ class CoarseDraft(Proposer):
         return [self._one(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def _one(self, context: Context, budget: int) -> Draft:
-        """A chain; its law is the very rows that it was drawn from, after the request's parameters."""
+        """Returns a chain with the distributions that it was drawn from, after the request's parameters."""
         shared = context.exactness is Exactness.TRAJECTORY
         position = context.generated
         stream = context.streams.shared(position) if shared else context.streams.private(Purpose.DRAFT, position)
@@ -247,7 +247,7 @@ def sample(
 
 
 def report(name: str, drawings: list[Drawing], steps: list[StepOutput]) -> None:
-    """What it saved."""
+    """Prints forward passes and accepted draft tokens."""
     pixels, passes = sum(len(d.accepted) for d in drawings), sum(d.steps for d in drawings)
     accepted, drafted = sum(step.accepted for step in steps), sum(len(step.draft) for step in steps)
     print(
@@ -255,11 +255,11 @@ def report(name: str, drawings: list[Drawing], steps: list[StepOutput]) -> None:
         f"{pixels / passes:.2f} pixels a pass"
     )
     if drafted:
-        print(f"  {accepted} of {drafted} guesses stand, those after a refused one counted too")
+        print(f"  {accepted} of {drafted} draft tokens accepted, those after a rejected one counted too")
 
 
 def draw(picture: Path, real: Tensor, drawings: list[Drawing]) -> None:
-    """A row of images of the data, then rows of drawings, each row a second time in colours that say who drew.
+    """A row of images of the data, then rows of drawings, each row a second time coloured by the origin of the pixels.
 
     real: [columns, 64]. drawings: whole rows of ``columns``.
     """
@@ -272,7 +272,7 @@ def draw(picture: Path, real: Tensor, drawings: list[Drawing]) -> None:
     rows: list[tuple[str, list[Any]]] = [("data", [_ink(image) for image in real.tolist()])]
     for start in range(0, len(drawings), columns):
         line = drawings[start : start + columns]
-        rows += [("drawn", [_ink(d.pixels) for d in line]), ("by whom", [_ink(d.pixels, d.accepted) for d in line])]
+        rows += [("drawn", [_ink(d.pixels) for d in line]), ("origin", [_ink(d.pixels, d.accepted) for d in line])]
     figure, grid = plt.subplots(
         len(rows), columns, figsize=(0.8 * columns, 0.8 * len(rows) + 0.4), layout="constrained"
     )
@@ -283,7 +283,7 @@ def draw(picture: Path, real: Tensor, drawings: list[Drawing]) -> None:
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_color("#cccccc")
     share = sum(sum(d.accepted) for d in drawings) / sum(len(d.accepted) for d in drawings)
-    figure.suptitle(f"green: the draft's guess stood ({share:.0%} of pixels); orange: the target's own", fontsize=9)
+    figure.suptitle(f"green: accepted draft tokens ({share:.0%} of pixels); orange: the target's own", fontsize=9)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
@@ -293,9 +293,9 @@ def _ink(levels: Sequence[int], accepted: Sequence[bool] | None = None) -> Any:
     ink = torch.tensor(levels).view(SIDE, SIDE, 1) / (LEVELS - 1)
     if accepted is None:
         return (1 - ink).expand(-1, -1, 3).numpy()
-    stood = torch.tensor(accepted).view(SIDE, SIDE, 1)
-    paper = torch.where(stood, torch.tensor([0.86, 0.95, 0.88]), torch.tensor([1.0, 0.88, 0.74]))
-    dark = torch.where(stood, torch.tensor([0.03, 0.36, 0.20]), torch.tensor([0.60, 0.24, 0.0]))
+    green = torch.tensor(accepted).view(SIDE, SIDE, 1)
+    paper = torch.where(green, torch.tensor([0.86, 0.95, 0.88]), torch.tensor([1.0, 0.88, 0.74]))
+    dark = torch.where(green, torch.tensor([0.03, 0.36, 0.20]), torch.tensor([0.60, 0.24, 0.0]))
     return (paper * (1 - ink) + dark * ink).numpy()
 
 
@@ -306,7 +306,7 @@ def nats(logits: Tensor, images: Tensor) -> float:
 
 def main(
     copies: Annotated[int, typer.Option(help="images of each class")] = 10,
-    depth: Annotated[int, typer.Option(help="guesses a round")] = 8,
+    depth: Annotated[int, typer.Option(help="draft tokens a step")] = 8,
     epochs: Annotated[int, typer.Option(help="times the network sees the data")] = 16,
     picture: Annotated[Path | None, typer.Option(help="where a picture is written")] = None,
     seed: Annotated[int, typer.Option(help="of the images")] = 7,

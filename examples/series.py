@@ -1,4 +1,4 @@
-"""A continuous series: an AR model of four lags drafts, a network over two days of values decides, exactly.
+"""A continuous series: an AR model of four lags drafts, a network over two days of values verifies.
 
     .venv/bin/python examples/series.py --picture docs/img/series.png
 
@@ -105,15 +105,15 @@ def fit_target(series: Reals, steps: int = 1500, seed: int = 1) -> Forecaster:
     def means(past: Reals) -> Reals:
         with torch.no_grad():
             bent = network(torch.from_numpy(past - middle)).numpy()
-        found: Reals = middle + (past - middle) @ linear + bent
-        return found
+        result: Reals = middle + (past - middle) @ linear + bent
+        return result
 
     return Forecaster(means, scale)
 
 
 @dataclass(frozen=True)
-class Round:
-    """What happened after ``position`` values: the guesses, their verdict, and the target's rows."""
+class ForecastStep:
+    """The decode step after ``position`` values: the draft, its verdict, and the target's rows."""
 
     position: int
     draft: SeriesDraft
@@ -121,11 +121,11 @@ class Round:
     target: Gaussians
 
 
-def next_round(past: Reals, target: Forecaster, draft: Forecaster, streams: Streams, position: int, depth: int,
-               own_scale: bool = False) -> Round:  # fmt: skip
-    """Guess ``depth`` values one by one, score them in one pass of the target, judge.
+def decode_step(past: Reals, target: Forecaster, draft: Forecaster, streams: Streams, position: int, depth: int,
+               own_scale: bool = False) -> ForecastStep:  # fmt: skip
+    """Drafts ``depth`` values one by one, computes the target's rows in one pass, and verifies.
 
-    own_scale: draw with the draft's scale and not with the target's: refused values are then drawn anew.
+    own_scale: sample with the draft's scale instead of the target's. Rejected values are then resampled.
     """
     numbers = SeededReals(streams, Purpose.DRAFT, position)
     known, means = past[-WINDOW:], np.empty((0, 1))
@@ -135,46 +135,48 @@ def next_round(past: Reals, target: Forecaster, draft: Forecaster, streams: Stre
         means = np.vstack([means, row.means])
         known = np.append(known, row.draw(0, numbers, i))
     values = known[len(known) - depth :, None]
-    guess = SeriesDraft(values, Gaussians(means, np.full_like(means, scale)))
+    drafted = SeriesDraft(values, Gaussians(means, np.full_like(means, scale)))
     rows = target.rows(np.lib.stride_tricks.sliding_window_view(known, WINDOW)[-depth - 1 :])
-    return Round(position, guess, verify(guess, rows, SeededReals(streams, Purpose.VERIFY, position)), rows)
+    return ForecastStep(position, drafted, verify(drafted, rows, SeededReals(streams, Purpose.VERIFY, position)), rows)
 
 
 def forecast(past: Reals, length: int, target: Forecaster, draft: Forecaster, seed: int, depth: int,
-             own_scale: bool = False) -> tuple[Reals, list[Round]]:  # fmt: skip
-    """One possible future of ``length`` values, drawn from the target's law in rounds; depth 0 is plain sampling."""
-    future, rounds, streams = np.empty(0), list[Round](), Streams(seed)
+             own_scale: bool = False) -> tuple[Reals, list[ForecastStep]]:  # fmt: skip
+    """Samples ``length`` future values, and returns the decode steps too. depth 0 is plain sampling."""
+    future, steps, streams = np.empty(0), list[ForecastStep](), Streams(seed)
     while len(future) < length:
-        room = min(depth, length - len(future) - 1)
+        budget = min(depth, length - len(future) - 1)
         known = np.concatenate([past, future])
-        one = next_round(known, target, draft, streams, len(future), room, own_scale)
+        one = decode_step(known, target, draft, streams, len(future), budget, own_scale)
         future = np.concatenate([future, one.draft.values[: one.verdict.accepted, 0], one.verdict.value])
-        rounds.append(one)
-    return future, rounds
+        steps.append(one)
+    return future, steps
 
 
-def report(name: str, values: int, rounds: list[Round]) -> None:
-    """What it saved."""
-    passes, accepted = len(rounds), sum(r.verdict.accepted for r in rounds)
-    judged = sum(min(r.verdict.accepted + 1, len(r.draft)) for r in rounds)
+def report(name: str, values: int, steps: list[ForecastStep]) -> None:
+    """Prints forward passes and accepted values."""
+    passes, accepted = len(steps), sum(s.verdict.accepted for s in steps)
+    verified = sum(min(s.verdict.accepted + 1, len(s.draft)) for s in steps)
     print(f"{name}: {passes} passes for {values} values, {1 - passes / values:.0%} saved, {values / passes:.2f} a pass")
-    if judged:
-        kinds = ", ".join(f"{sum(r.verdict.origin is origin for r in rounds)} {origin}" for origin in Origin)
-        print(f"  {accepted} guesses stand, {accepted / judged:.0%} of those judged; the target's own: {kinds}")
+    if verified:
+        kinds = ", ".join(f"{sum(s.verdict.origin is origin for s in steps)} {origin}" for origin in Origin)
+        print(
+            f"  {accepted} draft values accepted, {accepted / verified:.0%} of the verified; the target's own: {kinds}"
+        )
 
 
 LOOKS: dict[str, dict[str, Any]] = {
-    "guess that stood": {"color": "#2a9d5c", "marker": "o", "s": 34},
-    "refused guess": {"facecolors": "white", "edgecolors": "#d1495b", "marker": "o", "s": 34},
-    "its mirror image": {"color": "#d1495b", "marker": "D", "s": 30},
-    "guess after a refused one": {"facecolors": "white", "edgecolors": "#bbbbbb", "marker": "o", "s": 18},
-    "the target's own, all guesses stood": {"color": "#1b5e9c", "marker": "s", "s": 32},
+    "accepted draft value": {"color": "#2a9d5c", "marker": "o", "s": 34},
+    "rejected draft value": {"facecolors": "white", "edgecolors": "#d1495b", "marker": "o", "s": 34},
+    "its reflection": {"color": "#d1495b", "marker": "D", "s": 30},
+    "draft value after a rejected one": {"facecolors": "white", "edgecolors": "#bbbbbb", "marker": "o", "s": 18},
+    "bonus value": {"color": "#1b5e9c", "marker": "s", "s": 32},
 }
 BAND = "#dfe7f1"
 
 
-def draw(picture: Path, past: Reals, future: Reals, rounds: list[Round], others: Reals, shown: int = 30) -> None:
-    """The future among others, [futures, hours], and below its first ``shown`` hours with their rounds."""
+def draw(picture: Path, past: Reals, future: Reals, steps: list[ForecastStep], others: Reals, shown: int = 30) -> None:
+    """The future among others, [futures, hours], and below its first ``shown`` hours by decode step."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -187,10 +189,10 @@ def draw(picture: Path, past: Reals, future: Reals, rounds: list[Round], others:
     wide.plot(np.arange(-len(past), 1), [*past, future[0]], color="#777777", lw=1, label="what was seen")
     wide.plot(hours, future, color="#1b5e9c", lw=1.3, label="one of them")
     wide.axvspan(-0.5, shown - 0.5, color="#f7f0e0", lw=0, zorder=0)
-    wide.text(shown / 2 - 0.5, low.min() - 0.9, "below, round by round", ha="center", fontsize=8, color="#8a7340")
+    wide.text(shown / 2 - 0.5, low.min() - 0.9, "below, step by step", ha="center", fontsize=8, color="#8a7340")
     wide.set_ylim(low.min() - 1.2, high.max() + 2.0)
     wide.legend(loc="upper left", fontsize=8, ncols=3, frameon=False)
-    _draw_rounds(near, future, rounds, shown)
+    _draw_steps(near, future, steps, shown)
     near.set_xlabel("hours ahead")
     for axes in (wide, near):
         axes.set_ylabel("value")
@@ -199,12 +201,12 @@ def draw(picture: Path, past: Reals, future: Reals, rounds: list[Round], others:
     plt.close(figure)
 
 
-def _draw_rounds(axes: Any, future: Reals, rounds: list[Round], shown: int) -> None:
-    """Band, guesses and verdicts of the rounds that end within ``shown`` hours; dotted lines part them."""
+def _draw_steps(axes: Any, future: Reals, steps: list[ForecastStep], shown: int) -> None:
+    """Band, draft values and verdicts of the steps that end within ``shown`` hours, with dotted lines between."""
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in LOOKS}
-    stood, refused, mirrored, unread, bonus = points.values()
+    accepted, rejected, reflected, dropped, bonus = points.values()
     end = 0
-    for one in rounds:
+    for one in steps:
         at, own, value = one.position, one.position + one.verdict.accepted, float(one.verdict.value[0])
         if own >= shown:
             break
@@ -213,16 +215,16 @@ def _draw_rounds(axes: Any, future: Reals, rounds: list[Round], shown: int) -> N
             axes.fill_between(
                 at + i + np.array([-0.42, 0.42]), middle - spread, middle + spread, color=BAND, lw=0, zorder=0
             )
-        guesses = [(at + i, float(guess)) for i, guess in enumerate(one.draft.values[:, 0])]
-        stood += guesses[: own - at]
-        unread += [guess for guess in guesses[own - at + 1 :] if guess[0] < shown]
+        drafted = [(at + i, float(x)) for i, x in enumerate(one.draft.values[:, 0])]
+        accepted += drafted[: own - at]
+        dropped += [point for point in drafted[own - at + 1 :] if point[0] < shown]
         if one.verdict.origin is Origin.BONUS:
             bonus.append((own, value))
         else:
-            refused.append(guesses[own - at])
-            mirrored.append((own, value))
+            rejected.append(drafted[own - at])
+            reflected.append((own, value))
             arrow = {"arrowstyle": "->", "color": "#d1495b", "lw": 1.2}
-            axes.annotate("", (own, value), guesses[own - at], arrowprops=arrow, zorder=2)
+            axes.annotate("", (own, value), drafted[own - at], arrowprops=arrow, zorder=2)
         axes.axvline(own + 0.5, color="#bbbbbb", lw=0.8, ls=":", zorder=0)
         end = own + 1
     axes.plot(np.arange(end), future[:end], color="#999999", lw=0.8, zorder=1)
@@ -238,7 +240,7 @@ def _draw_rounds(axes: Any, future: Reals, rounds: list[Round], shown: int) -> N
 def main(
     futures: Annotated[int, typer.Option(help="how many futures are drawn")] = 100,
     length: Annotated[int, typer.Option(help="hours ahead")] = 96,
-    depth: Annotated[int, typer.Option(help="guesses a round")] = 5,
+    depth: Annotated[int, typer.Option(help="draft values a step")] = 5,
     picture: Annotated[Path | None, typer.Option(help="where a picture is written")] = None,
     seed: Annotated[int, typer.Option(help="of the futures")] = 7,
 ) -> None:
@@ -254,15 +256,15 @@ def main(
         ("plain", 0, False), ("drafted with the target's scale", depth, False), ("with the draft's own", depth, True),
     ):  # fmt: skip
         drawn = [forecast(past, length, target, draft, random_seed_from(seed, i), k, own_scale) for i in range(futures)]
-        report(name, futures * length, [r for _, rounds in drawn for r in rounds])
+        report(name, futures * length, [s for _, steps in drawn for s in steps])
         ends = np.array([future[-1] for future, _ in drawn])
         print(
             f"  the value {length} hours ahead: {ends.mean():.2f} ± {ends.std() / len(ends) ** 0.5:.2f}, "
             f"deviation {ends.std():.2f}"
         )
         if picture is not None and k and not own_scale:
-            future, rounds = drawn[0]
-            draw(picture, past[-72:], future, rounds, np.array([f for f, _ in drawn]))
+            future, steps = drawn[0]
+            draw(picture, past[-72:], future, steps, np.array([f for f, _ in drawn]))
             print(f"  picture: {picture}")
 
 

@@ -16,6 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken; before torch is 
 import pytest
 import torch
 
+from foretoken.core.files import cache_folder
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.target import Shape, new_model, save
 
@@ -35,6 +36,18 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache folder of the test's own. Compiled kernels are shared: compiling them takes half a minute."""
+    kernels = cache_folder() / "native"
+    kernels.mkdir(parents=True, exist_ok=True)
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "native").symlink_to(kernels, target_is_directory=True)
+    monkeypatch.setenv("FORETOKEN_CACHE", str(folder))
+    return folder
 
 
 class Pair(NamedTuple):

@@ -41,6 +41,7 @@ def careless(law, exactness):
     return verify
 
 
+@pytest.mark.slow
 def test_a_wrong_verifier_is_a_bug():
     check = greedy(work(subject(drafting(strength=0.9), rule=careless)))
     assert check.outcome is CheckOutcome.FAILED

@@ -17,6 +17,7 @@ from foretoken.core.errors import InvalidRequest
 PROMPTS = ["0123", "45", "678901", "2"]
 
 
+@pytest.mark.slow
 def test_an_honest_engine():
     seen = []
     found = audit(subject(), PROMPTS, budget=4.0, watch=lambda name, share: seen.append((name, share)))
@@ -29,12 +30,14 @@ def test_an_honest_engine():
     assert record["outcome"] == found.outcome and len(record["checks"]) == len(SHARES)
 
 
+@pytest.mark.slow
 def test_a_wrong_one():
     found = audit(subject(drafting(strength=0.9), rule=RULES["rejects whenever p < q"]), PROMPTS, budget=3.0)
     assert found.outcome is CheckOutcome.FAILED
     assert "sampled distribution" in found.summary and found.summary.endswith("failed")
 
 
+@pytest.mark.slow
 def test_an_llm(tiny_pair):
     found = audit(LLM(tiny_pair.target, tiny_pair.draft, max_model_len=256), ["def f(", "x = 1"], budget=3.0)
     assert not any(check.outcome is CheckOutcome.FAILED for check in found.checks), found.to_dict()

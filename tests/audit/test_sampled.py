@@ -29,6 +29,7 @@ TOKENS = 4096
 
 
 @pytest.mark.parametrize("proposer", HONEST)
+@pytest.mark.slow
 def test_an_honest_engine_passes(proposer):
     check, tally = sampled(work(subject(HONEST[proposer]())), max_tokens=1024)
     assert check.outcome is CheckOutcome.PASSED, check.evidence
@@ -43,6 +44,7 @@ def test_seeded_texts_follow_the_law():
 
 
 @pytest.mark.parametrize("error", mutants.RULES)
+@pytest.mark.slow
 def test_a_wrong_rule_fails(error):
     draft = drafting(strength=mutants.STRENGTHS.get(error, 0.5))
     wrong = subject(draft, rule=mutants.RULES[error])

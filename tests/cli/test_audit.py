@@ -9,6 +9,7 @@ import pytest
 from foretoken.audit import Audit, Check, CheckOutcome
 
 
+@pytest.mark.slow
 def test_audit(run, pair, tmp_path):
     file = tmp_path / "audit.json"
     result = run("audit", "--budget", "2s", "--no-float32", "--output", str(file))
@@ -22,6 +23,7 @@ def test_audit(run, pair, tmp_path):
     assert "\x1b" not in result.out and result.err == ""
 
 
+@pytest.mark.slow
 def test_transformers(run, pair):
     lookup = ("--speculative-config", '{"method": "ngram"}')
     result = run("audit", "--engine", "transformers", *lookup, "--budget", "2s", "--temperature", "0.8")

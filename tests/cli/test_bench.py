@@ -16,15 +16,15 @@ REQUIRED = {
 
 
 @pytest.fixture
-def nowhere(monkeypatch, tmp_path):
+def nowhere(monkeypatch, tmp_path, own_cache):
     monkeypatch.setattr(registry, "folder", lambda: tmp_path / "peers")
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
 
 
 def short(pair) -> tuple[str, ...]:
     return ("--target", str(pair.target), "--draft", str(pair.draft), "--count", "2", "--max-tokens", "8")
 
 
+@pytest.mark.slow
 def test_race(run, tiny_pair, nowhere, tmp_path):
     """Ours and transformers, each in a process of its own; a peer that is not set up is one line."""
     files = tmp_path / "race.json", tmp_path / "race.html"
@@ -48,6 +48,7 @@ def test_race(run, tiny_pair, nowhere, tmp_path):
     assert files[1].read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.slow
 def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
     file = tmp_path / "race.json"
     result = run(
@@ -89,6 +90,7 @@ def test_rows_must_be_numbers(run, tiny_pair):
     assert result.code == 1 and "--rows must be whole numbers" in result.err
 
 
+@pytest.mark.slow
 def test_costs(run, tiny_pair):
     models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
     small = ("--rows", "1,2", "--context", "16,32", "--turns", "2")
@@ -99,6 +101,7 @@ def test_costs(run, tiny_pair):
     assert result.err == ""
 
 
+@pytest.mark.slow
 def test_costs_as_json(run, tiny_pair):
     models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
     record = json.loads(run("bench", "costs", *models, "--parts", "steps", "--json").out)

@@ -8,8 +8,7 @@ import pytest
 
 
 @pytest.fixture
-def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+def cache(own_cache, tmp_path):
     return tmp_path
 
 
@@ -20,6 +19,7 @@ def short(tiny_pair) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_to_do(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     result = run(
@@ -93,6 +93,7 @@ def test_where_no_file_can_be_is_said_before_any_work(command, run, tmp_path):
     assert result.out == ""
 
 
+@pytest.mark.slow
 def test_drafting_on_another_machine_is_foretold_beside_it(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     command = (*short(tiny_pair), "--temperature", "0", "--rtt", "5")

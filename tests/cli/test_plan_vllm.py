@@ -74,10 +74,9 @@ class LLM:
 
 
 @pytest.fixture
-def cache(monkeypatch, tmp_path):
+def cache(monkeypatch, tmp_path, own_cache):
     (tmp_path / "vllm.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 

@@ -73,6 +73,7 @@ def test_single_probabilities_equal_those_of_rows(vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"top_p": 0.8}, {"top_k": 40}, {"min_p": 0.01, "temperature": 0.7}])
+@pytest.mark.slow
 def test_bits_depend_on_the_row_alone(parameters: dict[str, float]) -> None:
     law = SamplingLaw(**parameters)  # type: ignore[arg-type]
     wide = torch.empty(9, 151_968)

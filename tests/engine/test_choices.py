@@ -58,6 +58,7 @@ def found(mask: torch.Tensor | None) -> set[int] | None:
 
 @settings(deadline=None)
 @given(WORDS, st.data())
+@pytest.mark.slow
 def test_masks_are_those_of_a_search_through_all(texts, data):
     grammar, tokens = Choices(texts, TOKENS).follow([END]), [5, 5]
     for _ in range(8):
@@ -113,6 +114,7 @@ def pair() -> LLM:
 
 
 @pytest.mark.parametrize("depth", [0, 5])
+@pytest.mark.slow
 def test_a_hundred_thousand_choices(pair, depth):
     texts = [f"item {i:05} größe 🙂" for i in range(100_000)]
     params = SamplingParams(structured_outputs={"choice": texts}, max_tokens=60, seed=3, speculative_tokens=depth, n=2)

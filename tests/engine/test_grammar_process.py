@@ -32,6 +32,7 @@ def server() -> Iterator[GrammarServer]:
 
 
 @pytest.mark.parametrize("wanted", [SLOW_TO_COMPILE, DEEP], ids=["slow", "overflows the stack"])
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_refused(server, wanted):
     with pytest.raises(InvalidRequest, match=r"cannot be compiled within 0.3 s and 512 MiB, or are nested too deeply"):
         server.compile(wanted)

@@ -233,6 +233,7 @@ def alone() -> list[str]:
     {"max_num_batched_tokens": 37, "enable_prefix_caching": True, "kv_cache_memory_bytes": 16_000_000,
      "max_num_seqs": 4, "speculative_config": {"method": "eagle3", "num_speculative_tokens": 5}},
 ], ids=["pieces", "memory", "methods", "head"])  # fmt: skip
+@pytest.mark.slow
 def test_real_texts_do_not_depend_on_how_they_were_scheduled(alone, options):
     llm = LLM(dtype="float32", max_model_len=512, **options)
     for _ in range(2):

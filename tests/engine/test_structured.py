@@ -149,6 +149,7 @@ def test_a_stop_id_comes_only_where_the_text_is_complete(grammars, pair):
 @settings(deadline=None, max_examples=50)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_masks_of_any_tree_in_any_order(grammars, local, kind, data):
     """Committed and drafted tokens as a random run asks for them, some paths refused, against fresh matchers."""
     grammar = grammars.new(KINDS[kind], [END])
@@ -223,6 +224,7 @@ def spelled(grammars: Grammars, text: str) -> list[int]:
     return [token for char in text for token in grammars._tokenizer.encode(char, add_special_tokens=False)]
 
 
+@pytest.mark.slow
 def test_many_alternatives_are_followed_to_their_end(grammars):
     """They are more than llguidance takes by default, whose error must not be taken for a refusal."""
     each = [

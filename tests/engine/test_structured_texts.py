@@ -60,6 +60,7 @@ def test_every_text_that_ended_is_valid(drafts, request):
         jsonschema.Draft202012Validator(schema).validate(json.loads(output.outputs[0].text))
 
 
+@pytest.mark.slow
 def test_one_text_per_seed_for_every_proposer(pair, tree):
     others = [LLM(zoo.path("target"), speculative_config={"method": m}, dtype="float32") for m in ("ngram", "suffix")]
     top_k = {"method": "draft_model", "model": str(zoo.path("draft")), "tree": "top_k", "num_speculative_tokens": 6}

@@ -121,6 +121,7 @@ def reference(length: int) -> dict[Text, float]:
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.slow
 def test_law_of_the_engine(name, steady):
     """Enumerated with a controller that has learned from some requests already."""
     learned = CONTROLLERS[name]()

@@ -51,17 +51,20 @@ def holds(proposer: str, grade: Exactness, law: str) -> None:
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.slow
 def test_texts_follow_the_targets_law(proposer):
     holds(proposer, Exactness.DISTRIBUTION, "plain")
 
 
 @pytest.mark.parametrize("proposer", [name for name in PROPOSERS if not name.startswith("drawn tree")])
+@pytest.mark.slow
 def test_texts_of_the_trajectory_grade_follow_it_too(proposer):
     """Where a tree's candidates are to be drawn, this grade ranks them: one of them stands for all."""
     holds(proposer, Exactness.TRAJECTORY, "plain")
 
 
 @pytest.mark.parametrize("grade", [Exactness.DISTRIBUTION, Exactness.TRAJECTORY])
+@pytest.mark.slow
 def test_texts_follow_it_with_filters_and_penalties(grade):
     holds("draft, block", grade, "filters and penalties")
 

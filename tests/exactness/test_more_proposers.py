@@ -90,6 +90,7 @@ def texts(proposer: Proposer, grade: Exactness, count: int, batch: int, law: str
 
 
 @pytest.mark.parametrize("proposer", ["shared tokens", "mixture"])
+@pytest.mark.slow
 def test_texts_follow_the_targets_law(proposer: str) -> None:
     draws = draws_needed(DELTA, cells=VOCAB**LENGTH)
     drawn = Counter(texts(PROPOSERS[proposer](), Exactness.DISTRIBUTION, draws, batch=64))
@@ -100,6 +101,7 @@ def test_texts_follow_the_targets_law(proposer: str) -> None:
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.slow
 def test_one_text_per_seed(proposer: str, law: str) -> None:
     plain = texts(Proposer(), Exactness.TRAJECTORY, 10, 1, law)
     for batch in (1, 8):

@@ -119,6 +119,7 @@ def test_dropping_the_draft_is_caught(rejection, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_one_text_per_seed_up_to_the_error(case):
     target, law = CASES[case]
 

@@ -83,6 +83,7 @@ kinds = pytest.mark.parametrize("replace", [True, False], ids=["i.i.d.", "withou
 @trees
 @kinds
 @pytest.mark.parametrize("widths", [(2,), (3,), (2, 1), (1, 2)])
+@pytest.mark.slow
 def test_drawn_tree(pair, rejection, replace, widths):
     p, q = PAIRS[pair](3)
     assert Pair(p, drawn_tree(q, widths, replace), rejection=rejection).gap(length=3) < LIMIT
@@ -107,6 +108,7 @@ SHAPES = {
 @trees
 @kinds
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.slow
 def test_drawn_tree_of_any_shape_decided_before_its_draws(shape, replace, rejection):
     p, q = unlike(3, zeros=0.2)
     assert Pair(p, shaped_tree(q, SHAPES[shape], replace), rejection=rejection).gap(length=3) < LIMIT
@@ -131,6 +133,7 @@ def test_drawn_tree_under_sampling_parameters(law, replace, rejection):
 
 
 @trees
+@pytest.mark.slow
 def test_drawn_tree_with_an_end_inside(rejection):
     p, q = unlike(3)
     cut = lambda text, added: added[: added.index(1) + 1] if 1 in added else added  # noqa: E731
@@ -154,6 +157,7 @@ def test_traversal_of_a_chain_is_block_verification_number_for_number(pair, repl
 
 @pairs
 @pytest.mark.parametrize("widths", [(1,), (2,), (3,), (2, 2), (3, 1)])
+@pytest.mark.slow
 def test_top_plus_tree(pair, widths):
     p, q = PAIRS[pair](4)
     assert Pair(p, top_plus_tree(q, widths)).gap(length=len(widths) + 1) < LIMIT

@@ -1,4 +1,4 @@
-"""The examples beyond text: they run, their law is the target's, and a seed's image is the same with any draft."""
+"""The examples beyond text: their distribution is the target's, and a seed's image is the same with any draft."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled
 from foretoken.core.streams import random_seed_from
 from foretoken.propose.base import Proposer
+
+pytestmark = pytest.mark.slow
 
 ALPHA = 1e-3  # of each test of a law; seeds are fixed
 
@@ -153,20 +155,20 @@ def test_futures_follow_the_targets_law(pair, own_scale):
     assert stats.ks_2samp(np.array(plain)[:, -1], np.array(drawn)[:, -1]).pvalue > ALPHA
 
 
-def test_rounds_add_up_and_a_seed_has_one_future(pair):
+def test_steps_add_up_and_a_seed_has_one_future(pair):
     past, target, draft = pair
-    future, rounds = series.forecast(past, 24, target, draft, 1, 5)
+    future, steps = series.forecast(past, 24, target, draft, 1, 5)
     again, _ = series.forecast(past, 24, target, draft, 1, 5)
     assert np.array_equal(future, again)
-    assert len(future) == 24 == sum(one.verdict.accepted + 1 for one in rounds)
-    assert [one.position for one in rounds[1:]] == list(
-        itertools.accumulate(one.verdict.accepted + 1 for one in rounds[:-1])
+    assert len(future) == 24 == sum(one.verdict.accepted + 1 for one in steps)
+    assert [one.position for one in steps[1:]] == list(
+        itertools.accumulate(one.verdict.accepted + 1 for one in steps[:-1])
     )
-    assert {one.verdict.origin for one in rounds} == {Origin.BONUS, Origin.REFLECTED}
+    assert {one.verdict.origin for one in steps} == {Origin.BONUS, Origin.REFLECTED}
 
 
 def test_a_picture_of_a_series_is_drawn(pair, tmp_path):
     past, target, draft = pair
-    future, rounds = series.forecast(past, 24, target, draft, 1, 5)
-    series.draw(tmp_path / "series.png", past[-24:], future, rounds, np.stack([future, future]))
+    future, steps = series.forecast(past, 24, target, draft, 1, 5)
+    series.draw(tmp_path / "series.png", past[-24:], future, steps, np.stack([future, future]))
     assert (tmp_path / "series.png").stat().st_size > 1000

@@ -222,6 +222,7 @@ def p_values(series: np.ndarray) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.slow
 def test_trajectories_follow_the_targets_law(name):
     drawn = [sample(DRAFTS[name], random_seed_from(5, i)) for i in range(DRAWS)]
     found = p_values(np.array([series for series, _ in drawn]))

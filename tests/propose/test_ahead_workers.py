@@ -78,6 +78,7 @@ def test_a_thread_gives_the_text_of_one_worker(tiny_pair: Any, one_worker: Any) 
 
 
 @pytest.mark.parametrize("method", ["vocabulary", "ngram", "suffix"])
+@pytest.mark.slow
 def test_other_methods_draft_the_same_remotely(tiny_pair: Any, method: str) -> None:
     own = {"method": method} | ({"model": str(tiny_pair.draft)} if method == "vocabulary" else {})
     there = opened(tiny_pair, {"method": "remote", "member": own, "transport": "thread"})
@@ -95,6 +96,7 @@ def test_a_mixture_may_have_a_remote_member(tiny_pair: Any, one_worker: Any) -> 
     }
 
 
+@pytest.mark.slow
 def test_a_process_gives_the_text_of_one_worker_and_may_die(
     tiny_pair: Any, one_worker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,6 +116,7 @@ def test_a_process_gives_the_text_of_one_worker_and_may_die(
     endpoint.close()
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_engine(tiny_pair: Any) -> None:
     llm = remote_llm(tiny_pair)
     process = remote_of(llm).endpoint.process  # type: ignore[attr-defined]

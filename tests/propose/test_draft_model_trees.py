@@ -46,6 +46,7 @@ def texts(llm: LLM, nodes: int, prompts: tuple[str, ...], **params: Any) -> list
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("params", [{"temperature": 0.8, "seed": 1}, {"temperature": 0.0}], ids=["seeded", "greedy"])
+@pytest.mark.slow
 def test_texts_do_not_depend_on_the_draft(dtype: str, params: dict[str, Any]) -> None:
     llm = bundled(dtype)
     if not can_pack(llm.target.dtype, llm.target.device):
@@ -58,6 +59,7 @@ def test_texts_do_not_depend_on_the_draft(dtype: str, params: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 2}], ids=["greedy", "seeded"])
+@pytest.mark.slow
 def test_trees_accept_more_than_chains_of_the_same_size(params: dict[str, Any]) -> None:
     llm = bundled("float32")
 

@@ -135,6 +135,7 @@ TOY = ToyModel(3, order=2, seed=9, sharpness=1.0)
 
 
 @pytest.mark.parametrize("tree", ["chain", "top_k", "sampled", "greedy_multi"])
+@pytest.mark.slow
 def test_texts_follow_the_targets_distribution(tree: TreeKind, tmp_path: Path) -> None:
     length, prompt = 4, list(PROMPT)
     proposer = eagle(tmp_path, EagleConfig(num_steps=2, top_k=2, tree=tree), 3, 8, draft_vocab=2)
@@ -197,6 +198,7 @@ def test_heads_of_another_target_are_refused(tiny_pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.slow
 def test_heads_in_the_targets_folder_are_found_and_change_nothing(version, tiny_pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     target = tmp_path / "target"
     target.mkdir()
@@ -230,6 +232,7 @@ def bundled(**options: object) -> LLM:
     return LLM(dtype="float32", speculative_config=HEAD, max_model_len=1024, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_prefix_cache_hit_covers_the_head_too() -> None:
     """Each turn reads only what is new of it, and is drafted for as if all had been read."""
     kept, whole = bundled(enable_prefix_caching=True, max_num_batched_tokens=48), bundled()
@@ -247,6 +250,7 @@ def test_a_prefix_cache_hit_covers_the_head_too() -> None:
     kept.engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_cached_prefix_without_head_states_is_computed_again() -> None:
     llm = bundled(enable_prefix_caching=True, methods=["ngram"])
     if not llm.engine.target.enable_prefix_cache(2**30):

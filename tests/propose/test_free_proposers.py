@@ -63,6 +63,7 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 
 @pytest.mark.parametrize("name", PROPOSERS)
 @pytest.mark.parametrize("grade, temperature", [(Exactness.TRAJECTORY, 1.0), (Exactness.DISTRIBUTION, 0.0)])
+@pytest.mark.slow
 def test_the_text_does_not_depend_on_the_proposer_or_the_batch(name, grade, temperature):
     plain = run(Proposer(), 1, grade, temperature)
     for batch, depth in ((1, 8), (8, 8), (8, 1), (8, 40)):

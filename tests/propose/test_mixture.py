@@ -311,6 +311,7 @@ def test_pace_before_anything_is_known() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.slow
 def test_one_text_with_the_bundled_models(temperature: float) -> None:
     members = [
         {"method": "suffix"},

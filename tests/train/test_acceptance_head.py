@@ -94,6 +94,7 @@ def test_trained_stored_and_used(tiny_pair: Any, corpus: Corpus, tmp_path: Path)
     assert output.stats.drafted < 6 * output.stats.steps
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_the_same(
     tiny_pair: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def texts(corpus: Corpus, tmp_path: Path) -> Path:
     return tmp_path / "texts"
 
 
+@pytest.mark.slow
 def test_target_draft_card_and_scale_up(texts: Path, tmp_path: Path) -> None:
     target, draft, wide = tmp_path / "t", tmp_path / "d", tmp_path / "w"
     out = json.loads(invoke("train", "target", target, "--corpus", texts, *RUN, "--json").stdout)
@@ -48,6 +49,7 @@ def test_target_draft_card_and_scale_up(texts: Path, tmp_path: Path) -> None:
     assert json.loads(invoke("widen", target, wide, *sizes, "--json").stdout)["parameters"] > 20_000
 
 
+@pytest.mark.slow
 def test_heads_and_their_cards(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_card, "_PROMPTS", 2)
     monkeypatch.setattr(head_card, "_TOKENS", 8)

@@ -12,6 +12,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.train.data import from_files, held_out_batches, standard_library, train_tokenizer, windows
 
 
+@pytest.mark.slow
 def test_standard_library_is_split_the_same_way_each_time_and_leaves_tests_out() -> None:
     first, second = standard_library(), standard_library()
     assert first == second

@@ -63,6 +63,7 @@ def test_every_head_is_trained_and_stored(role: str, target: Path, corpus: Corpu
     assert facts["parameters"] == sum(t.numel() for t in tensors.values() if t.is_floating_point())
 
 
+@pytest.mark.slow
 def test_the_formats_are_those_that_proposers_read(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     for role in SETTINGS:
         train(role, tmp_path / role, target, corpus, lessons=tmp_path / "lessons")
@@ -80,6 +81,7 @@ def test_the_formats_are_those_that_proposers_read(target: Path, corpus: Corpus,
     assert json.loads((tmp_path / "early-exit" / "config.json").read_text())["exit_layer"] == 2
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_a_resumed_run_ends_the_same(
     target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +141,7 @@ def test_a_head_goes_on_from_an_earlier_one_whose_vocabulary_may_differ(
         train("medusa", tmp_path / "m", target, corpus, start=tmp_path / "first")
 
 
+@pytest.mark.slow
 def test_an_unfrozen_target_learns_and_is_held(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     before = {f.name: f.read_bytes() for f in target.iterdir()}
     figures = train("medusa", tmp_path / "m", target, corpus, hold=10.0)
@@ -160,6 +163,7 @@ def test_patience_ends_a_run_with_its_best_weights(
     assert (figures["step"], figures["length_greedy"]) == (2, 1.9)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_refused(
     target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

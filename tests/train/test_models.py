@@ -62,6 +62,7 @@ def test_a_full_disk_at_the_end_keeps_the_checkpoint(
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_draft_is_distilled_and_described(target: Path, corpus: Corpus) -> None:
     out = target.with_name("tiny-draft")
     figures = train_draft(out, target, corpus, TINY, STEPS, False, DistillConfig(top=16, generated_share=0.25))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from foretoken.train import processes
@@ -42,6 +43,7 @@ def batches(each, rank):  # type: ignore[no-untyped-def]
         yield whole[rank * each : (rank + 1) * each]
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one_with_both_their_batches(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

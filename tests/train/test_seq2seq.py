@@ -49,6 +49,7 @@ def test_a_target_loads_as_an_ordinary_checkpoint(target: Path, corpus: Corpus) 
     assert facts["parameters"] == model.num_parameters()
 
 
+@pytest.mark.slow
 def test_what_is_loaded_computes_what_was_trained(corpus: Corpus, tmp_path: Path, monkeypatch: Any) -> None:
     made: list[Any] = []
 
@@ -69,6 +70,7 @@ def test_what_is_loaded_computes_what_was_trained(corpus: Corpus, tmp_path: Path
             assert (logits_of(model.float().eval(), batch) - logits_of(again, batch)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_draft_is_distilled_and_both_are_described(target: Path, corpus: Corpus) -> None:
     out = target.with_name("tiny-repair-draft")
     figures = train_seq2seq_draft(out, target, corpus, replace(TINY, d_model=16), STEPS)
@@ -84,6 +86,7 @@ def test_a_draft_is_distilled_and_both_are_described(target: Path, corpus: Corpu
     assert not list(target.parent.glob("*checkpoint*"))
 
 
+@pytest.mark.slow
 def test_training_resumes(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
@@ -129,6 +132,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, corpus: Corpus) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_commands(corpus: Corpus, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()

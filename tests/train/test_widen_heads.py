@@ -67,6 +67,7 @@ def test_eagle(embedding: bool, folders: tuple[Path, Path], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("own", [0, 1, 3])
 @pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.slow
 def test_medusa(own: int, layers: int, folders: tuple[Path, Path], tmp_path: Path) -> None:
     targets = [load_model(folder, F32, "cpu") for folder in folders]
     config, tensors = tiny.medusa(hidden=32, vocab=targets[0].vocab_size, own=own, layers=layers)

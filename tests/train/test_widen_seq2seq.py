@@ -44,6 +44,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("wide", [WIDE, replace(WIDE, num_heads=4, d_ff=63), SMALL])
+@pytest.mark.slow
 def test_a_widened_t5_computes_the_same(tokenizer: Any, tmp_path: Path, wide: T5Shape, tied: bool) -> None:
     narrow = source(tmp_path / "narrow", tokenizer, tied)
     result = up.widen_checkpoint(narrow, tmp_path / "wide", wide)
