@@ -283,6 +283,7 @@ def test_chat_needs_a_template(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.slow
 def test_an_int8_target_is_exact_with_respect_to_itself(llm: LLM, tiny_pair: Any) -> None:
     """Another target than the plain one, and one text for each seed whatever is proposed."""
     int8 = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", quantization="int8")
