@@ -15,6 +15,7 @@ from foretoken import LLM, SamplingParams
 
 from .models.heads import tiny as heads
 from .models.seq2seq import tiny as seq2seq
+from .models.test_packed import save_packed
 from .models.test_quantize import COMPRESSED, TORCHAO, store
 from .models.tiny import ARCHITECTURES, Tiny
 from .propose.stopping.heads import random_head
@@ -89,6 +90,9 @@ def kinds(root: Path, target: Path, vocab: int) -> Iterator[Kind]:
         tiny = ARCHITECTURES["llama"]
         Tiny(tiny.family, {**tiny.config, **sizes}).save(root / name)
         store(root / name, settings)
+        yield Kind(name, root / name, "target", within="quantization_config")
+    for name in ("gptq", "awq", "compressed w4 32 zeros"):
+        save_packed(name, root / f"{name} dequantized", root / name, **sizes)
         yield Kind(name, root / name, "target", within="quantization_config")
     tiny = ARCHITECTURES["llama"]
     Tiny(tiny.family, {**tiny.config, **sizes}).build().save_pretrained(root / "sharded", max_shard_size="20KB")

@@ -20,7 +20,7 @@ from foretoken.models.formats.packed import PackedSettings, PackedWeights
 from foretoken.models.formats.prequantized import packed_settings, unpacked
 from foretoken.models.loading import load_model
 
-from .tiny import ARCHITECTURES
+from .tiny import ARCHITECTURES, Tiny
 
 OUT, IN = 48, 256
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's pack(): the output whose code is in each four bits of a word
@@ -205,24 +205,8 @@ def test_a_packed_checkpoint_computes_as_its_dequantized_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exactly with torch's operators, which dequantize the matrices; compiled kernels also quantize activations."""
-    tiny = ARCHITECTURES["llama"]
-    dense = type(tiny)(tiny.family, {**tiny.config, "hidden_size": 256, "intermediate_size": 512}).save(
-        tmp_path / "dense"
-    )
-    folder = tmp_path / "packed"
-    folder.mkdir()
-    tensors, stored = load_file(dense / "model.safetensors"), {}
-    config = json.loads((dense / "config.json").read_text())
-    for seed, key in enumerate(sorted(tensors)):
-        if not key.endswith("_proj.weight"):
-            stored[key] = tensors[key]
-            continue
-        parts, settings, tensors[key] = LAYOUTS[name](*tensors[key].shape, seed)
-        stored |= {part.replace("m.", key.removesuffix("weight"), 1): tensor for part, tensor in parts.items()}
-        config["quantization_config"] = settings
-    save_file(tensors, dense / "model.safetensors")
-    save_file(stored, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    dense, folder = tmp_path / "dense", tmp_path / "packed"
+    tensors, config = save_packed(name, dense, folder)
     compiled = logits(folder)
     monkeypatch.setenv(SWITCH, "0")
     expected = logits(dense)
@@ -230,6 +214,30 @@ def test_a_packed_checkpoint_computes_as_its_dequantized_one(
     assert (compiled - expected).abs().mean() < 0.12 * expected.std()
     weights = unpacked(open_weights(folder), config)
     assert set(weights) == set(tensors) and dict(weights.shapes) == {n: tuple(t.shape) for n, t in tensors.items()}
+
+
+def save_packed(name: str, dense: Path, folder: Path, **more: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Writes a tiny checkpoint dequantized to ``dense`` and packed to ``folder``, with ``more`` settings.
+
+    Returns:
+        The dequantized tensors and the packed checkpoint's config.json.
+    """
+    tiny = ARCHITECTURES["llama"]
+    Tiny(tiny.family, {**tiny.config, "hidden_size": 256, "intermediate_size": 512, **more}).save(dense)
+    folder.mkdir()
+    tensors, stored = load_file(dense / "model.safetensors"), {}
+    config = json.loads((dense / "config.json").read_text())
+    for seed, key in enumerate(sorted(tensors)):
+        if not key.endswith("_proj.weight"):
+            stored[key] = tensors[key]
+            continue
+        rows, columns = tensors[key].shape
+        parts, config["quantization_config"], tensors[key] = LAYOUTS[name](rows, columns, seed)
+        stored |= {part.replace("m.", key.removesuffix("weight"), 1): tensor for part, tensor in parts.items()}
+    save_file(tensors, dense / "model.safetensors")
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors, config
 
 
 def logits(folder: Path) -> Tensor:

@@ -132,7 +132,7 @@ def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:
     if f"{name}._weight_qdata" in weights:
         values, scales = weights[f"{name}._weight_qdata"], weights.get(f"{name}._weight_scale")
         offset = weights.get(f"{name}._weight_zero_point")
-    elif f"{name}.weight_scale" in weights:
+    elif f"{name}.weight_scale" in weights and f"{name}.weight" in weights:
         values, scales = weights[f"{name}.weight"], weights[f"{name}.weight_scale"]
         offset = weights.get(f"{name}.weight_zero_point")
     else:

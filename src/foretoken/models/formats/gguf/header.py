@@ -114,7 +114,7 @@ class Header:
         with _mapped(self.path) as content:
             cursor = _Cursor(self.path, content, stored.start)
             if stored.kind == _T.STRING:
-                return [cursor.string() for _ in range(stored.count)]
+                return cursor.strings(stored.count)
             return cursor.numbers(stored.kind, stored.count)
 
 
@@ -242,6 +242,14 @@ class _Cursor:
         except UnicodeDecodeError:
             raise _damaged(self.path, f"the string at byte {start} is not UTF-8") from None
 
+    def strings(self, count: int) -> list[str]:
+        """Reads strings that were moved over before."""
+        content = self._content
+        try:
+            return [content[self.at - length : self.at].decode("utf-8") for length in self._lengths(count)]
+        except UnicodeDecodeError:
+            raise _damaged(self.path, f"a string before byte {self.at} is not UTF-8") from None
+
     def _array(self) -> StoredArray:
         kind, count = self.kind(), self.number(_T.UINT64)
         start = self.at
@@ -250,11 +258,22 @@ class _Cursor:
         if kind != _T.STRING:
             self._skip(count * struct.calcsize(_FORMATS[kind]))
             return StoredArray(kind, count, start)
-        if count * 8 > self._size - start:
-            raise self._short()
-        for _ in range(count):
-            self._skip(self.number(_T.UINT64))
+        for _ in self._lengths(count):
+            pass
         return StoredArray(kind, count, start)
+
+    def _lengths(self, count: int) -> Iterator[int]:
+        """Moves over ``count`` strings, and yields the length of each behind its last byte. Vocabularies are long."""
+        at, last, content, read = self.at, self._size - 8, self._content, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at > last:
+                raise self._short()
+            (length,) = read(content, at)
+            at += 8 + length
+            self.at = at
+            yield length
+        if at > self._size:
+            raise self._short()
 
     def _skip(self, length: int) -> int:
         """Moves on by ``length`` bytes, and returns where it was."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
@@ -44,38 +46,37 @@ def gguf_tokenizer(header: Header) -> PlainTokenizer:
         Exception: its vocabulary is damaged; tokenizers raises no narrower class.
     """
     vocabulary = _Vocabulary.read(header)
+    end = vocabulary.token(header, "eos")
+    return PlainTokenizer(_built(header, vocabulary), end, partial(_transformers_tokenizer, header.path))
+
+
+def _built(header: Header, vocabulary: _Vocabulary) -> Tokenizer:
+    """Returns the file's tokenizer. Raises ModelLoadError for one of an unknown kind."""
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
-        spec = _byte_level(vocabulary, header)
-    elif kind == "llama":
-        spec = _sentencepiece(vocabulary, header)
-    else:
-        raise ModelLoadError(
-            f"{header.path} has a tokenizer of the kind {shortened(kind)}; known are 'gpt2' and 'llama'; pass "
-            "tokenizer= with the folder or hub id of the original checkpoint"
-        )
-    names = {name: vocabulary.token(header, key) for name, key in _SPECIAL.items()}
-    template = header.metadata.get("tokenizer.chat_template")
-    text = json.dumps(spec)
-    full = partial(_transformers_tokenizer, text, names, template if isinstance(template, str) else None)
-    return PlainTokenizer(Tokenizer.from_str(text), names["eos_token"], full)
+        return _byte_level(vocabulary, header)
+    if kind == "llama":
+        return _sentencepiece(vocabulary, header)
+    raise ModelLoadError(
+        f"{header.path} has a tokenizer of the kind {shortened(kind)}; known are 'gpt2' and 'llama'; pass tokenizer= "
+        "with the folder or hub id of the original checkpoint"
+    )
 
 
-def _transformers_tokenizer(text: str, names: Mapping[str, str | None], template: str | None) -> Any:
-    """Returns the tokenizer as a class of transformers.
-
-    Args:
-        text: The content of tokenizer.json.
-        names: Special tokens.
-        template: The chat template.
-    """
+def _transformers_tokenizer(path: Path) -> Any:
+    """Returns a file's tokenizer as a class of transformers."""
     from transformers import PreTrainedTokenizerFast
 
-    special = {name: token for name, token in names.items() if token is not None}
+    header = Header.read(path)
+    vocabulary = _Vocabulary.read(header)
+    names = {name: vocabulary.token(header, key) for name, key in _SPECIAL.items()}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(text), clean_up_tokenization_spaces=False, **special
+        tokenizer_object=_built(header, vocabulary),
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in names.items() if token is not None},
     )
-    tokenizer.chat_template = template
+    template = header.metadata.get("tokenizer.chat_template")
+    tokenizer.chat_template = template if isinstance(template, str) else None
     return tokenizer
 
 
@@ -107,25 +108,20 @@ class _Vocabulary:
         padding = {i for i, k in enumerate(self.kinds) if k == _UNUSED and self.tokens[i] == f"[PAD{i}]"}
         return {token: i for i, token in enumerate(self.tokens) if i not in padding}
 
-    def added(self, strips: bool = False) -> list[dict[str, Any]]:
-        """Returns the tokens that are never split, as tokenizer.json lists them.
+    def add_to(self, tokenizer: Tokenizer, strips: bool = False) -> None:
+        """Adds the tokens that are never split: control tokens as special ones, and user-defined ones.
 
         Args:
+            tokenizer: has all tokens in its model.
             strips: whether special tokens take the spaces behind them.
         """
-        return [
-            {
-                "id": i,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": strips and kind == _CONTROL and token not in _NOT_STRIPPED,
-                "normalized": False,
-                "special": kind == _CONTROL,
-            }
-            for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
-            if kind in (_CONTROL, _USER_DEFINED) and token
-        ]
+        control, own = (
+            [token for token, k in zip(self.tokens, self.kinds, strict=True) if k == kind and token]
+            for kind in (_CONTROL, _USER_DEFINED)
+        )
+        stripping = {token for token in control if strips and token not in _NOT_STRIPPED}
+        tokenizer.add_special_tokens([AddedToken(t, rstrip=t in stripping, normalized=False) for t in control])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in own])
 
     def token(self, header: Header, key: str) -> str | None:
         """Returns the text of the token that the file names for a purpose, such as ``eos``; None if it names none."""
@@ -137,8 +133,8 @@ class _Vocabulary:
         return self.tokens[i]
 
 
-def _byte_level(vocabulary: _Vocabulary, header: Header) -> dict[str, Any]:
-    """Returns the tokenizer.json of a byte-level BPE."""
+def _byte_level(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
+    """Returns a byte-level BPE."""
     name = header.metadata.get("tokenizer.ggml.pre")
     pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
@@ -146,18 +142,16 @@ def _byte_level(vocabulary: _Vocabulary, header: Header) -> dict[str, Any]:
             f"{header.path} splits text by the rule {shortened(name)}, which is not known; pass tokenizer= with the "
             "folder or hub id of the original checkpoint"
         )
-    merges = [merge.split(" ", 1) for merge in header.array("tokenizer.ggml.merges") or []]
-    model = {"ignore_merges": pre.ignore_merges, "byte_fallback": False, "fuse_unk": False, "unk_token": None}
-    return _specification(
-        vocabulary.ids(),
-        merges,
-        model,
-        added_tokens=vocabulary.added(),
+    merges = [tuple(merge.split(" ", 1)) for merge in header.array("tokenizer.ggml.merges") or []]
+    tokenizer = _with_parts(
         normalizer={"type": "NFC"} if pre.nfc else None,
         pre_tokenizer=_splits(pre),
         post_processor=_template(vocabulary, header, pre.bos),
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     )
+    tokenizer.model = BPE(vocabulary.ids(), merges, ignore_merges=pre.ignore_merges)
+    vocabulary.add_to(tokenizer)
+    return tokenizer
 
 
 def _splits(pre: PreTokenizer) -> dict[str, Any]:
@@ -169,8 +163,8 @@ def _splits(pre: PreTokenizer) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
 
 
-def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> dict[str, Any]:
-    """Returns the tokenizer.json of a SentencePiece BPE, as transformers converts it."""
+def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
+    """Returns a SentencePiece BPE, as transformers converts it."""
     architecture = str(header.metadata.get("general.architecture"))
     # llama.cpp stores the spaces of user-defined tokens as spaces, the checkpoint as SentencePiece does.
     spelled = [
@@ -183,8 +177,7 @@ def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> dict[str, Any]:
     if scores is None or len(scores) != len(spelled) or architecture.startswith("gemma"):
         scores = [-float(i) for i in range(len(spelled))]  # Gemma's pieces are merged in the order of their ids
     stored = header.array("tokenizer.ggml.merges")
-    merges = [merge.split(" ", 1) for merge in stored] if stored else list(_merges(vocabulary, ids, scores))
-    model = {"byte_fallback": True, "fuse_unk": True, "unk_token": vocabulary.token(header, "unknown")}
+    merges = [tuple(merge.split(" ", 1)) for merge in stored] if stored else list(_merges(vocabulary, ids, scores))
     prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     decoders = [
@@ -194,16 +187,15 @@ def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> dict[str, Any]:
         *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
     ]
     prepend = {"type": "Prepend", "prepend": _SPACE}
-    return _specification(
-        ids,
-        merges,
-        model,
-        added_tokens=vocabulary.added(strips=architecture == "phi3"),
+    tokenizer = _with_parts(
         normalizer={"type": "Sequence", "normalizers": [prepend, spaces]} if prefix else spaces,
         pre_tokenizer=None,
         post_processor=_template(vocabulary, header, True),
         decoder={"type": "Sequence", "decoders": decoders},
     )
+    tokenizer.model = BPE(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=vocabulary.token(header, "unknown"))
+    vocabulary.add_to(tokenizer, strips=architecture == "phi3")
+    return tokenizer
 
 
 def _merges(vocabulary: _Vocabulary, ids: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
@@ -253,10 +245,7 @@ def _template(vocabulary: _Vocabulary, header: Header, bos: bool) -> dict[str, A
     }
 
 
-def _specification(
-    ids: Mapping[str, int], merges: Sequence[Sequence[str]], model: Mapping[str, Any], **parts: Any
-) -> dict[str, Any]:
-    """Returns a tokenizer.json with a BPE model."""
-    empty = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
-    bpe = {"type": "BPE", **empty, **model, "vocab": dict(ids), "merges": [list(merge) for merge in merges]}
-    return {"version": "1.0", "truncation": None, "padding": None, **parts, "model": bpe}
+def _with_parts(**parts: Any) -> Tokenizer:
+    """Returns a tokenizer without tokens and with these parts, as tokenizer.json has them."""
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    return Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], **parts, "model": empty}))
