@@ -80,7 +80,7 @@ def main(
         rows += [{"proposer": name, "batch": size, **measure(llm, size, tokens, repeats)} for size in batch]
         llm.close()
     table = Table(box=box.MARKDOWN)
-    for column in ("proposer", "batch", "drafted a step and request", "deciding, µs a step", "share of a step"):
+    for column in ("proposer", "batch", "drafted per step and request", "deciding, µs per step", "share of a step"):
         table.add_column(column, justify="left" if column == "proposer" else "right")
     for row in rows:
         share = row["deciding_us"] / row["step_us"]

@@ -1,7 +1,8 @@
 """Is the text the same whatever speculates? Every proposer, depth and batch against plain decoding.
 
-Greedy and the trajectory grade at temperature 1, in float32, bfloat16 and with int8 weights. Where the runner promises
-independent rows, texts must be equal byte for byte; elsewhere each one that is not is looked at: does a tie explain it?
+Greedy and the trajectory grade at temperature 1, in float32, bfloat16 and with int8 and int4 weights. Where the
+runner promises independent rows, texts must be equal byte for byte; elsewhere each one that is not is looked at: does a
+tie explain it?
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS, load_prompts
 from foretoken.core.draft import Draft
 from foretoken.core.streams import SharedStream
+from foretoken.models.options import QUANTIZATIONS
 
 Config = dict[str, Any]  # a speculative_config; "model": "draft" is the bundled draft
 
@@ -141,8 +143,8 @@ def explain(llm: LLM, prompt: str, index: int, temperature: float, plain: Sequen
 
 def load(kind: str, **options: Any) -> LLM:
     """The bundled target in a dtype, or quantised by that name."""
-    if kind == "int8":
-        return LLM(zoo.path("target"), dtype="bfloat16", quantization="int8", **options)
+    if kind in QUANTIZATIONS:
+        return LLM(zoo.path("target"), dtype="bfloat16", quantization=kind, **options)
     return LLM(zoo.path("target"), dtype=kind, **options)
 
 
@@ -204,7 +206,7 @@ def main(
     prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
     count: Annotated[int, typer.Option(min=1)] = 50,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "bfloat16", "int8"],
+    dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "bfloat16", "int8", "int4"],
     depth: Annotated[list[int], typer.Option(min=1, help="Drafted tokens; may be repeated.")] = [1, 4, 8],
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
     config: Annotated[list[str] | None, typer.Option(help="JSON; may be repeated. [draft model and lookup]")] = None,

@@ -27,6 +27,7 @@ from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.errors import InvalidRequest
 from foretoken.engine.assemble import Assembler
 from foretoken.engine.requests import Request
+from foretoken.models.options import QUANTIZATIONS
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.target import Shape, new_model, save
 
@@ -266,9 +267,10 @@ class Arena:
 
     @staticmethod
     def open(name: str, target: Path, draft: Path, configs: Sequence[Config], kind: str) -> Arena:
-        """kind: "float32", "bfloat16", or "int8" for bfloat16 with int8 weights."""
-        options: dict[str, Any] = {"dtype": "bfloat16" if kind == "int8" else kind, "max_model_len": CONTEXT}
-        options["quantization"] = "int8" if kind == "int8" else None
+        """kind: "float32", "bfloat16", or "int8" or "int4" for bfloat16 with such weights."""
+        quantized = kind in QUANTIZATIONS
+        options: dict[str, Any] = {"dtype": "bfloat16" if quantized else kind, "max_model_len": CONTEXT}
+        options["quantization"] = kind if quantized else None
         plain = LLM(target, speculative_config={"method": "none"}, max_num_seqs=1, **options)
         tokens = CONTEXT + 64
         drafted: dict[str, LLM] = {}

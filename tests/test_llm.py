@@ -283,21 +283,25 @@ def test_chat_needs_a_template(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "hi"}])
 
 
-def test_an_int8_target_is_exact_with_respect_to_itself(llm: LLM, tiny_pair: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g128"])
+def test_a_quantized_target_is_exact_with_respect_to_itself(llm: LLM, tiny_pair: Any, scheme: str) -> None:
     """Another target than the plain one, and one text for each seed whatever is proposed."""
-    int8 = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", quantization="int8")
+    quantized = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", quantization=scheme)
     prompt = llm.tokenizer.encode(PROMPTS[0])
-    plain, quantised = (one.target.score([one.target.open(prompt)], [Draft.empty()])[0].logits for one in (llm, int8))
+    plain, quantised = (
+        one.target.score([one.target.open(prompt)], [Draft.empty()])[0].logits for one in (llm, quantized)
+    )
     assert not torch.equal(plain, quantised)
     for params in ({"temperature": 0.0}, {"seed": 5}):
-        expected = texts(int8, speculative_tokens=0, **params)
-        assert all(texts(int8, speculative_tokens=depth, **params) == expected for depth in (1, 4))
-        assert [texts(int8, p, **params)[0] for p in PROMPTS] == expected
+        expected = texts(quantized, speculative_tokens=0, **params)
+        assert all(texts(quantized, speculative_tokens=depth, **params) == expected for depth in (1, 4))
+        assert [texts(quantized, p, **params)[0] for p in PROMPTS] == expected
 
 
 def test_an_unknown_quantization_names_the_known(tiny_pair: Any) -> None:
-    with pytest.raises(ForetokenError, match=r"'int4' is not known; known: int8"):
-        LLM(tiny_pair.target, quantization="int4")
+    with pytest.raises(ForetokenError, match=r"'int3' is not known; known: int8, int4"):
+        LLM(tiny_pair.target, quantization="int3")
     with pytest.raises(ForetokenError, match="needs the native decoder"):
         LLM(tiny_pair.target, quantization="int8", backend="hf")
 

@@ -350,7 +350,7 @@ def test_a_fair_share_of_cores(nodes: list[float], count: int, each: float) -> N
         share([], count)
 
 
-@pytest.mark.parametrize("wrong", [{"most": 1}, {"cpus": 0.0}])
+@pytest.mark.parametrize("wrong", [{"max_replicas": 1}, {"cpus": 0.0}])
 def test_scales_that_are_none(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         ReplicaScale(replicas=2, **wrong)

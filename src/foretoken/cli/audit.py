@@ -71,14 +71,14 @@ def audit(
     with waiting(notes, f"loading {model or 'the bundled pair'}"):
         subject = _subject(engine, model, draft_model, speculative_config, dtype, seed)
     with staged(notes) as watch:
-        found = run(subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch)
-    record = found.to_dict()
+        result = run(subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch)
+    record = result.to_dict()
     if html_file is not None:
         from foretoken.report.audit import page
 
         write_text(html_file, page(record))
-    publish(record, lambda: _show(found, out), as_json, output)
-    raise typer.Exit(CODES[found.outcome])
+    publish(record, lambda: _show(result, out), as_json, output)
+    raise typer.Exit(CODES[result.outcome])
 
 
 def _subject(
@@ -110,18 +110,18 @@ def _seconds(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def _show(found: Audit, out: Console) -> None:
+def _show(result: Audit, out: Console) -> None:
     """Prints the subject, a line for each check, and the verdict."""
     from rich.text import Text
 
-    facts = (f"{key} {value}" for key, value in found.subject.items() if value is not None)
+    facts = (f"{key} {value}" for key, value in result.subject.items() if value is not None)
     out.print(Text(", ".join(facts), style="dim"), soft_wrap=True)
-    out.print(_table(found))
-    word = str(found.outcome)
-    out.print(Text(f"{word.upper()} in {found.seconds:.0f} s: {found.summary}", style=STYLES[word]), soft_wrap=True)
+    out.print(_table(result))
+    word = str(result.outcome)
+    out.print(Text(f"{word.upper()} in {result.seconds:.0f} s: {result.summary}", style=STYLES[word]), soft_wrap=True)
 
 
-def _table(found: Audit) -> Table:
+def _table(result: Audit) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -130,7 +130,7 @@ def _table(found: Audit) -> Table:
     for head in ("check", "verdict", "evidence"):
         table.add_column(head, no_wrap=head != "evidence", overflow="fold")
     table.add_column("s", justify="right")
-    for check in found.checks:
+    for check in result.checks:
         word = str(check.outcome)
         mark = Text(f"{MARKS[word]} {word}", style=STYLES[word])
         table.add_row(Text(check.name), mark, Text(check.evidence), f"{check.seconds:.0f}")

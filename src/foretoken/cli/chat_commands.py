@@ -83,8 +83,8 @@ def parse(text: str) -> tuple[str, str] | None:
 
     "/usr/bin" and "// a comment" are messages: a command is one word in lower case.
     """
-    found = _COMMAND.fullmatch(text)
-    return (found[1], (found[2] or "").strip()) if found else None
+    result = _COMMAND.fullmatch(text)
+    return (result[1], (result[2] or "").strip()) if result else None
 
 
 def run(chat: Chat, name: str, argument: str) -> str:

@@ -83,20 +83,20 @@ def _passes(
     from foretoken.bench.costs import Loaded, pass_costs
 
     loaded = Loaded.of(wide, quantization)
-    found = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
-    _keep(loaded, found, notes)
+    result = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
+    _keep(loaded, result, notes)
     title = f"\na pass of {wide.name}, {_precision(loaded)}, products read {loaded.weights_bytes / 1e6:.0f} MB"
-    facts = [asdict(cost) | {"over_floor": cost.over_floor, "over_read": cost.over_read} for cost in found]
-    return facts, [title + (f", batch {batch}" if batch > 1 else ""), tables.passes(found)]
+    facts = [asdict(cost) | {"over_floor": cost.over_floor, "over_read": cost.over_read} for cost in result]
+    return facts, [title + (f", batch {batch}" if batch > 1 else ""), tables.passes(result)]
 
 
-def _keep(loaded: Loaded, found: Sequence[PassCost], notes: Console) -> None:
+def _keep(loaded: Loaded, result: Sequence[PassCost], notes: Console) -> None:
     """Saves measured costs for plans of the same checkpoint on this machine."""
     from foretoken.core.errors import WriteError
     from foretoken.plan.costs import known
 
     try:
-        known(loaded).merged(found).save()
+        known(loaded).merged(result).save()
     except WriteError as error:
         notes.print(str(error), style="yellow", markup=False, soft_wrap=True)
 
@@ -111,9 +111,9 @@ def _transformers(folders: Sequence[Path], context: int, turns: int, notes: Cons
     from foretoken.bench import tables
     from foretoken.bench.costs import Loaded, step_cost
 
-    found = [step_cost(Loaded.of(f), context, turns, tracker(notes, f"a step of {f.name}")) for f in folders]
-    facts = [asdict(cost) | {"ratio": cost.ratio} for cost in found]
-    return facts, ["\none step: one row through Model.score, and transformers' module", tables.transformers(found)]
+    result = [step_cost(Loaded.of(f), context, turns, tracker(notes, f"a step of {f.name}")) for f in folders]
+    facts = [asdict(cost) | {"ratio": cost.ratio} for cost in result]
+    return facts, ["\none step: one row through Model.score, and transformers' module", tables.transformers(result)]
 
 
 def _steps(wide: Path, small: Path, quantization: str | None, max_tokens: int, notes: Console) -> tuple[Any, list[Any]]:
@@ -128,14 +128,14 @@ def _steps(wide: Path, small: Path, quantization: str | None, max_tokens: int, n
 
     options: dict[str, Any] = {"quantization": quantization} if quantization else {}
     llm = LLM(wide, small, **options)
-    found = {}
+    result = {}
     with waiting(notes, "steps"):
         for name, extra in {"temperature 0": {"temperature": 0.0}, "temperature 1": {}, "seeded": {"seed": 1}}.items():
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, speculative_tokens=4, **extra)  # type: ignore[arg-type]
             step_times(llm, FUNCTIONS[:1], params)
-            found[name] = step_times(llm, FUNCTIONS[:4], params)
-    facts = {name: asdict(r) | {"outside": r.outside, "per_step": r.per_step()} for name, r in found.items()}
-    return facts, ["\nthe parts of a step at draft length 4, ms", tables.breakdown(found)]
+            result[name] = step_times(llm, FUNCTIONS[:4], params)
+    facts = {name: asdict(r) | {"outside": r.outside, "per_step": r.per_step()} for name, r in result.items()}
+    return facts, ["\nthe parts of a step at draft length 4, ms", tables.breakdown(result)]
 
 
 def _startup(
@@ -151,11 +151,11 @@ def _startup(
     if quantization:
         options["quantization"] = quantization
     with waiting(notes, "starting fresh processes"):
-        found = [startup("bundled pair", {}, times)] if bundled else []
-        found.append(startup(wide.name, options, times))
-    return [asdict(each) for each in found], [
+        result = [startup("bundled pair", {}, times)] if bundled else []
+        result.append(startup(wide.name, options, times))
+    return [asdict(each) for each in result], [
         "\nfrom nothing to the first token, a fresh process",
-        tables.startups(found),
+        tables.startups(result),
     ]
 
 

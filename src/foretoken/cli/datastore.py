@@ -51,17 +51,17 @@ def build_datastore(
 def _files(paths: list[Path]) -> list[Path]:
     from foretoken.core.errors import InvalidRequest
 
-    found: list[Path] = []
+    result: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            result += sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         elif path.is_file():
-            found.append(path)
+            result.append(path)
         else:
             raise InvalidRequest(f"no such file or folder: {path}; pass text files or folders of them")
-    if not found:
+    if not result:
         raise InvalidRequest("the folders hold no .py, .md or .txt file; name the files themselves")
-    return found
+    return result
 
 
 def _batches(files: list[Path]) -> Iterator[list[str]]:

@@ -104,16 +104,16 @@ def plan(
     chosen = candidates(drafts, found_heads, [speculative(text) or {} for text in speculative_config or []])
     notes, console = wide_console(color, stderr=True), wide_console(color)
     with staged(notes) as say:
-        found = _plan(target, chosen, prompts, count, settings, (dtype, quantization), say)
+        result = _plan(target, chosen, prompts, count, settings, (dtype, quantization), say)
     if rtt is not None:
-        found = replace(found, remote_drafting=remote_drafting(found.rows, rtt / 1e3))
+        result = replace(result, remote_drafting=remote_drafting(result.rows, rtt / 1e3))
 
     def show() -> None:
-        for part in rendered(found):
+        for part in rendered(result):
             console.print(part, soft_wrap=not hasattr(part, "columns"))
-        console.print(", ".join(f"{key} {value}" for key, value in found.setting.items()), style="dim", markup=False)
+        console.print(", ".join(f"{key} {value}" for key, value in result.setting.items()), style="dim", markup=False)
 
-    record = found.to_dict()
+    record = result.to_dict()
     publish(record, show, as_json, output)
     if html_file is not None:
         from foretoken.report.plan import page
@@ -130,8 +130,8 @@ def _models(
     if model is not None:
         return model, drafts, heads
     roles = {each.role for each in zoo.list_models()}
-    found = [str(zoo.path(role)) for role in bundled if role in roles]
-    return str(zoo.path("target")), drafts or [str(zoo.path("draft"))], heads or found
+    result = [str(zoo.path(role)) for role in bundled if role in roles]
+    return str(zoo.path("target")), drafts or [str(zoo.path("draft"))], heads or result
 
 
 def _plan(
@@ -176,13 +176,13 @@ def _plan(
 
     build = Builder(target, tokenizer, path, load).build
     planner = Planner(target, build, settings, eos_ids(path, tokenizer, target.vocab_size), say)
-    found = planner.plan(read, chosen, written)
+    result = planner.plan(read, chosen, written)
     say("passes by rows", 1.0)
     where = prompts.name if prompts is not None else "our own functions"
     drafts = {str(c.config["model"]): None for c in chosen if c.method == "draft_model" and c.config.get("model")}
     loaded = [(path, target, quantization or ""), *((resolve(draft), load(resolve(draft)), "") for draft in drafts)]
     return replace(
-        found,
+        result,
         setting=setting() | {"target": path.name, "max_tokens": settings.max_tokens},
         prompts=f"{len(read)} of {where}",
         costs={folder.name: _passes(folder, each, kind) for folder, each, kind in loaded},

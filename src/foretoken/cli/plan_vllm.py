@@ -38,19 +38,19 @@ def lanes(
     from foretoken.models.formats.checkpoint import resolve
     from foretoken.plan.vllm.planning import VllmCandidate
 
-    found = [VllmCandidate.of({"method": "draft_model", "model": str(resolve(draft))}) for draft in drafts]
-    found += [_head(resolve(head), target) for head in heads]
-    found += [VllmCandidate.of(config, name, additional) for name, config, additional in _FREE]
+    result = [VllmCandidate.of({"method": "draft_model", "model": str(resolve(draft))}) for draft in drafts]
+    result += [_head(resolve(head), target) for head in heads]
+    result += [VllmCandidate.of(config, name, additional) for name, config, additional in _FREE]
     for given in configs:
         own = dict(given)
         additional = own.pop("additional_config", {})
         details = [json.dumps(value) for value in additional.values()]
-        found.append(
+        result.append(
             VllmCandidate.of(own, " ".join([str(own.get("method")), str(own.get("model", "")), *details]), additional)
         )
-    if len({lane.name for lane in found}) < len(found):
+    if len({lane.name for lane in result}) < len(result):
         raise InvalidRequest("two of the ways to speculate are the same; leave one of them out")
-    return found
+    return result
 
 
 def _head(folder: Path, target: Path) -> VllmCandidate:
@@ -161,16 +161,16 @@ def plan_for(
         )
     facts = setting() | {"engine": "vllm", "target": target.name, "max_tokens": bench.max_tokens}
     source = f"{len(prompts)} of {file.name if file is not None else 'our own functions'}"
-    found = vllm_plan(chosen, measured, setting=facts, prompts=source)
+    result = vllm_plan(chosen, measured, setting=facts, prompts=source)
     console = wide_console(color)
 
     def show() -> None:
-        for part in rendered(found, lambda plan: _pastes(plan, chosen)):
+        for part in rendered(result, lambda plan: _pastes(plan, chosen)):
             console.print(part, soft_wrap=not hasattr(part, "columns"))
         console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
 
     as_json, output, html_file = files
-    whole = record(found, chosen, measured)
+    whole = record(result, chosen, measured)
     publish(whole, show, as_json, output)
     if html_file is not None:
         from foretoken.report.plan import page
@@ -183,12 +183,12 @@ def _object(option: str, text: str) -> dict[str, Any]:
     from foretoken.core.errors import InvalidRequest
 
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except ValueError as error:
         raise InvalidRequest(f"{option} is not JSON ({error}); expected a JSON object") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise InvalidRequest(f"{option} must be a JSON object, got {text}")
-    return found
+    return result
 
 
 def _pastes(plan: Plan, known: Sequence[VllmCandidate]) -> Iterator[Text]:

@@ -204,8 +204,8 @@ def _bytes(option: str, text: str | None) -> int | None:
     """Returns a size such as 2GiB, 512MB or 1000000 in bytes. Units are powers of 1024. Raises InvalidRequest."""
     if text is None:
         return None
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    result = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
+    size = int(float(result[1]) * _UNITS[result[2]]) if result else 0
     if size < 1:
         raise InvalidRequest(f"{option} must be a size such as 2GiB or 512MiB, got {text!r}")
     return size

@@ -20,7 +20,7 @@ def scale(
     replicas: int | None, max_replicas: int | None, ray_address: str | None, cpus: float | None, gpus: float | None
 ) -> dict[str, Any] | None:
     """Returns the scale, or None without replicas. Raises InvalidRequest for contradictory options."""
-    options = {"most": max_replicas, "address": ray_address, "cpus": cpus, "gpus": gpus}
+    options = {"max_replicas": max_replicas, "address": ray_address, "cpus": cpus, "gpus": gpus}
     given = {name: value for name, value in options.items() if value is not None}
     if given and replicas is None:
         raise InvalidRequest("--max-replicas, --ray-address, --replica-cpus and --replica-gpus need --replicas")

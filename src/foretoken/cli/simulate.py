@@ -77,22 +77,22 @@ def simulate(
         seed,
     )
     chosen = tuple(dict.fromkeys(strategy or STRATEGIES))
-    console, found = wide_console(color), None
+    console, result = wide_console(color), None
     outcomes: tuple[SimulationResult, ...] = ()
     if sweep is not None:
-        found = swept(setting, sweep.value, _values(sweep, values), chosen, repeats)
-        table = _gains(found)
+        result = swept(setting, sweep.value, _values(sweep, values), chosen, repeats)
+        table = _gains(result)
     else:
         outcomes = simulated(setting, chosen, repeats)
         table = _table(outcomes)
-    verdict = _where(found) if found is not None else _whether(outcomes)
+    verdict = _where(result) if result is not None else _whether(outcomes)
 
     def show() -> None:
         console.print(table)
         console.print(verdict, style="bold", soft_wrap=True)
 
-    made: dict[str, Any] = _record(setting, repeats, verdict, outcomes, found)
-    made["pays"] = any(pays(each) for each in (found.outcomes if found is not None else (outcomes,)))
+    made: dict[str, Any] = _record(setting, repeats, verdict, outcomes, result)
+    made["pays"] = any(pays(each) for each in (result.outcomes if result is not None else (outcomes,)))
     publish(made, show, as_json, output)
     if html_file is not None:
         from foretoken.report.simulate import page
@@ -122,14 +122,14 @@ def _values(sweep: Varied, text: str | None) -> list[float]:
             steps = int(count) - 1
             if steps < 1:
                 raise ValueError
-            found = [float(low) + (float(high) - float(low)) * at / steps for at in range(steps + 1)]
+            result = [float(low) + (float(high) - float(low)) * at / steps for at in range(steps + 1)]
         else:
-            found = [float(each) for each in text.split(",")]
+            result = [float(each) for each in text.split(",")]
     except ValueError:
         raise InvalidRequest(
             f"--values {text}: expected FROM:TO:COUNT, COUNT at least 2, or a list of numbers"
         ) from None
-    return [value / UNITS[sweep.value][0] for value in found]
+    return [value / UNITS[sweep.value][0] for value in result]
 
 
 def _table(outcomes: Sequence[SimulationResult]) -> Table:
@@ -157,17 +157,17 @@ def _table(outcomes: Sequence[SimulationResult]) -> Table:
     return made
 
 
-def _gains(found: Sweep) -> Table:
+def _gains(result: Sweep) -> Table:
     """Returns a table of speedups over plain decoding by the varied value."""
     from rich import box
     from rich.table import Table
 
-    scale, unit = UNITS[found.by]
+    scale, unit = UNITS[result.by]
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column(unit.strip(), justify="right")
-    for one in found.outcomes[0]:
+    for one in result.outcomes[0]:
         made.add_column(f"{one.strategy} over plain", justify="right", no_wrap=True)
-    for value, each in zip(found.values, found.outcomes, strict=True):
+    for value, each in zip(result.values, result.outcomes, strict=True):
         made.add_row(f"{value * scale:g}", *(f"{one.over_plain:.2f}x" for one in each))
     return made
 
@@ -184,12 +184,12 @@ def _whether(outcomes: Sequence[SimulationResult]) -> str:
     return "Pipelining does not pay here: nothing that overlaps drafting and verifying beats the best that waits."
 
 
-def _where(found: Sweep) -> str:
+def _where(result: Sweep) -> str:
     """Returns a sentence with the ranges of values in which pipelining pays."""
     from foretoken.plan.simulation.simulate import pays
 
-    scale, unit = UNITS[found.by]
-    pairs = sorted(zip(found.values, found.outcomes, strict=True), key=lambda pair: pair[0])
+    scale, unit = UNITS[result.by]
+    pairs = sorted(zip(result.values, result.outcomes, strict=True), key=lambda pair: pair[0])
     spans: list[tuple[float, float]] = []
     open_ = False
     for value, each in pairs:
@@ -206,7 +206,7 @@ def _where(found: Sweep) -> str:
 
 
 def _record(
-    setting: Setting, repeats: int, verdict: str, outcomes: Sequence[SimulationResult], found: Sweep | None
+    setting: Setting, repeats: int, verdict: str, outcomes: Sequence[SimulationResult], result: Sweep | None
 ) -> dict[str, Any]:
     """Returns the document that ``--json`` prints, with times in seconds."""
     from dataclasses import asdict
@@ -215,5 +215,5 @@ def _record(
         "setting": asdict(setting) | {"repeats": repeats, "unit": "seconds"},
         "verdict": verdict,
         "outcomes": [asdict(one) for one in outcomes],
-        "sweep": found.to_dict() if found is not None else None,
+        "sweep": result.to_dict() if result is not None else None,
     }

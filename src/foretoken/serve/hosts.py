@@ -27,10 +27,10 @@ class AllowedHosts:
 
     def allows(self, header: str) -> bool:
         """Returns whether a request with this ``Host`` header is answered. Any port is allowed."""
-        found = _HEADER.fullmatch(header.lower())
-        if found is None or (found[1] is not None and _address(found[1]) is None):
+        match = _HEADER.fullmatch(header.lower())
+        if match is None or (match[1] is not None and _address(match[1]) is None):
             return "*" in self.names
-        host = _normal(found[1] or found[2])
+        host = _normal(match[1] or match[2])
         address = _address(host)
         if host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback):
             return True

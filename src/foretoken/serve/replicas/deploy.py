@@ -96,19 +96,19 @@ def replicas(
     Raises:
         ForetokenError: There is no cluster, or the model cannot be loaded.
     """
-    mine = not ray.is_initialized()
+    owns_ray = not ray.is_initialized()
     app = f"foretoken-{uuid4().hex[:8]}"
     try:
         with starting or nullcontext():
-            if mine:
+            if owns_ray:
                 _connect(scale.address, verbose)
             logging.getLogger("ray.serve").addFilter(lambda record: verbose or record.levelno >= logging.ERROR)
             handle = _deploy(engine, scale, drain_timeout, app)
         yield RayReplicas(handle)
     finally:
-        if ray.is_initialized() and not (mine and scale.address is None):
+        if ray.is_initialized() and not (owns_ray and scale.address is None):
             serve.delete(app)
-        if mine:
+        if owns_ray:
             ray.shutdown()  # ends a private cluster with everything that runs on it
 
 
@@ -127,7 +127,7 @@ def _connect(address: str | None, verbose: bool) -> None:
 def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, app: str) -> DeploymentHandle[Any]:
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     # One more batch waits in the engine, where priorities count; the rest waits at the front for any free replica.
-    most = 2 * engine.seats
+    max_requests = 2 * engine.seats
     options: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.ceiling > scale.replicas:
         options = {
@@ -142,10 +142,10 @@ def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, ap
     deployment = serve.deployment(
         name=_NAME,
         ray_actor_options={"num_cpus": scale.cpus or share(nodes, scale.ceiling), "num_gpus": scale.gpus},
-        max_ongoing_requests=most + _ASIDE,
+        max_ongoing_requests=max_requests + _ASIDE,
         request_router_config={
             "request_router_class": PrefixRouter,
-            "request_router_kwargs": {"slack": max(1, engine.seats // 4), "most": most},
+            "request_router_kwargs": {"slack": max(1, engine.seats // 4), "max_requests": max_requests},
         },
         health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_wait_loop_s=0.2,
@@ -164,7 +164,7 @@ def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, ap
 
 def _reason(app: str, error: Exception) -> str:
     """Returns why replicas could not start: a replica's error message, taken from Ray Serve's traceback."""
-    found = serve.status().applications.get(app)
-    told = [deployment.message for deployment in found.deployments.values()] if found is not None else []
+    status = serve.status().applications.get(app)
+    told = [deployment.message for deployment in status.deployments.values()] if status is not None else []
     words = re.findall(r"(?:^|\s)(?:\w+\.)*\w+(?:Error|Request|Exception): (.+)$", "\n".join(told), re.MULTILINE)
     return f"the replicas could not start: {words[-1] if words else error}"

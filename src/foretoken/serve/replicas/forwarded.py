@@ -68,10 +68,10 @@ class Forwarded:
 async def parse(body: bytes) -> dict[str, Any]:
     """Returns the parsed body; empty if it is no JSON object, which the replica will report."""
     try:
-        found = await read(body)
+        value = await read(body)
     except ApiError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def beginnings(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[int, ...]:
@@ -79,11 +79,11 @@ def beginnings(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[
 
     Two prompts share as many hashes as they share leading blocks. Valid within this process.
     """
-    text, found, last = _prompt(body), [], hash(cache_salt)
+    text, hashes, last = _prompt(body), [], hash(cache_salt)
     for end in range(BLOCK, min(len(text), BLOCK * BLOCKS) + 1, BLOCK):
         last = hash((last, text[end - BLOCK : end]))
-        found.append(last)
-    return tuple(found)
+        hashes.append(last)
+    return tuple(hashes)
 
 
 def _prompt(body: Mapping[str, Any]) -> str:

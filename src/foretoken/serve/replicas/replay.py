@@ -51,7 +51,7 @@ class Replay:
 
     def rest(self, body: bytes) -> bytes:
         """Returns the part of these events that was not sent yet. Raises Different."""
-        return b"".join(event(found) if isinstance(found, dict) else _HEAD + found + _END for found in self._left(body))
+        return b"".join(event(part) if isinstance(part, dict) else _HEAD + part + _END for part in self._left(body))
 
     def _note(self, data: bytes) -> None:
         if data == _DONE:
@@ -110,8 +110,8 @@ def _parts(choice: dict[str, Any]) -> tuple[str, bool, bool]:
 
 
 def _place(choice: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = choice.get("delta", choice)
-    return found
+    part: dict[str, Any] = choice.get("delta", choice)
+    return part
 
 
 def _name(choice: dict[str, Any]) -> str:

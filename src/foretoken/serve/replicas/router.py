@@ -13,9 +13,9 @@ from foretoken.serve.replicas.routing import Beginnings, Ledger, ranked
 class PrefixRouter(RequestRouter):
     """Chooses replicas. It runs in the front's process, which is their only client."""
 
-    def initialize_state(self, slack: int = 4, most: int = 32, **kwargs: Any) -> None:
-        """slack: see ``routing``. most: requests that a replica may have in work."""
-        self._slack, self._most = slack, most
+    def initialize_state(self, slack: int = 4, max_requests: int = 32, **kwargs: Any) -> None:
+        """slack: see ``routing``. max_requests: requests that a replica may have in work."""
+        self._slack, self._max_requests = slack, max_requests
         self._beginnings, self._ledger = Beginnings(), Ledger()
 
     async def choose_replicas(
@@ -30,7 +30,7 @@ class PrefixRouter(RequestRouter):
             avoided = {name: r for name, r in by_id.items() if name.unique_id not in request.avoid}
             by_id = avoided or by_id
         blocks = request.beginnings if request is not None else ()
-        load = {name: count for name in by_id if (count := self._ledger.load(name)) < self._most}
+        load = {name: count for name in by_id if (count := self._ledger.load(name)) < self._max_requests}
         known = {name: self._beginnings.known(blocks, name) for name in load}
         return [[by_id[name]] for name in ranked(load, known, self._slack)]
 

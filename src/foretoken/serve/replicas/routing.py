@@ -71,8 +71,8 @@ class Ledger:
         self._open[replica].discard(request)
 
     def load(self, replica: Hashable) -> int:
-        found = self._open.get(replica)
-        return len(found) if found is not None else 0
+        requests = self._open.get(replica)
+        return len(requests) if requests is not None else 0
 
     def forget(self, replica: Hashable) -> None:
         self._open.pop(replica, None)

@@ -12,27 +12,27 @@ from foretoken.core.errors import InvalidRequest
 class ReplicaScale:
     """The number of replicas and their resources.
 
-    ``replicas`` is the number to begin with, and the smallest. ``most`` is the largest; None keeps the number fixed.
+    ``replicas`` is the number to begin with, and the smallest. ``max_replicas`` is the largest; None keeps it fixed.
     ``address`` is that of a Ray cluster; None starts one on this machine. ``cpus`` are the cores of each replica; None
     divides all cores. ``gpus`` are those of each replica.
     """
 
     replicas: int
-    most: int | None = None
+    max_replicas: int | None = None
     address: str | None = None
     cpus: float | None = None
     gpus: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.most is not None and self.most < self.replicas:
-            raise InvalidRequest(f"max_replicas ({self.most}) must be at least replicas ({self.replicas})")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidRequest(f"max_replicas ({self.max_replicas}) must be at least replicas ({self.replicas})")
         if self.cpus is not None and self.cpus <= 0:
             raise InvalidRequest(f"replica_cpus must be more than 0, got {self.cpus}")
 
     @property
     def ceiling(self) -> int:
         """The largest number of replicas."""
-        return self.most or self.replicas
+        return self.max_replicas or self.replicas
 
 
 def share(nodes: Sequence[float], count: int) -> float:
