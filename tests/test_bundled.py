@@ -49,6 +49,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(str(c.get(k, "")) for k in ("method", "tree")))
+@pytest.mark.slow
 def test_every_proposer_writes_the_same_text(config: dict[str, Any], plain_text: dict[float, list[Any]]) -> None:
     llm = LLM(zoo.path("target"), speculative_config=config, dtype="float32")
     if not llm.target.batch_invariant:

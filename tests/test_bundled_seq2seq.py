@@ -26,6 +26,7 @@ def texts(llm: LLM, prompts: list[list[int]], temperature: float, **params: Any)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_one_text_for_a_seed_alone_and_together(dtype: str) -> None:
     plain = LLM(zoo.path("seq2seq-target"), speculative_config={"method": "none"}, dtype=dtype)
     if not plain.target.batch_invariant:

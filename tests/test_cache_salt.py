@@ -43,6 +43,7 @@ def paths(drafts: list[Draft], length: int) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
 def test_no_round_shows_the_text_of_another_salt(tiny_pair: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A mixture drafts what the measured times of passes allow; here as much as fits, so that runs can be compared.
     monkeypatch.setattr(

@@ -76,6 +76,7 @@ def test_python_runs(block, capsys):
 
 
 @pytest.mark.parametrize("line", [c for c in commands() if re.search(r"(^|\| )foretoken ", c)])
+@pytest.mark.slow
 def test_foretoken_commands_run(line, monkeypatch, capsys):
     *before, command = line.split(" | ")
     if before:

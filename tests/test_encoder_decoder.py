@@ -76,6 +76,7 @@ def texts(model: LLM, prompts: Any, **params: Any) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in model.generate(prompts, settings)]
 
 
+@pytest.mark.slow
 def test_the_same_text_whatever_proposes_alone_and_together(folders: Folders) -> None:
     plain = llm(folders, {"method": "none"})
     expected = {t: [texts(plain, source, temperature=t)[0] for source in SOURCES] for t in (0.0, 1.0)}
@@ -86,6 +87,7 @@ def test_the_same_text_whatever_proposes_alone_and_together(folders: Folders) ->
             assert texts(model, SOURCES[1], temperature=temperature) == alone[1:2], config
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_transformers(folders: Folders, tokenizer: Any) -> None:
     from transformers import AutoModelForSeq2SeqLM
 
@@ -131,6 +133,7 @@ def test_pairs_of_two_kinds_are_refused(folders: Folders, tiny_pair: Any) -> Non
         LLM(folders.target, speculative_config={"method": "vocabulary", "model": str(tiny_pair.draft)})
 
 
+@pytest.mark.slow
 def test_memory_runs_short_and_nothing_is_lost(folders: Folders) -> None:
     """Sources count, too: with so little room sequences are set aside, and their texts are the same."""
     plain = llm(folders, {"method": "none"}, max_model_len=80)
@@ -171,6 +174,7 @@ def reference(target: Model, law: SamplingLaw) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
+@pytest.mark.slow
 def test_drawn_texts_follow_the_targets_law(toys: tuple[Model, Model], tree: str) -> None:
     target, draft = toys
     law = SamplingLaw(temperature=1.5)
@@ -191,6 +195,7 @@ def test_drawn_texts_follow_the_targets_law(toys: tuple[Model, Model], tree: str
 # planned and audited
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_a_run_shows(folders: Folders) -> None:
     from foretoken.engine.prompts import PromptTokenizer
     from foretoken.llm import start_ids

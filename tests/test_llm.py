@@ -283,6 +283,7 @@ def test_chat_needs_a_template(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g128"])
 def test_a_quantized_target_is_exact_with_respect_to_itself(llm: LLM, tiny_pair: Any, scheme: str) -> None:
     """Another target than the plain one, and one text for each seed whatever is proposed."""

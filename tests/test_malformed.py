@@ -89,6 +89,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_every_field_of_every_configuration(
     checkpoints: dict[str, Kind], tiny_pair: Any, tmp_path: Path, name: str
 ) -> None:

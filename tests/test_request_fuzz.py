@@ -24,6 +24,7 @@ def fuzz() -> ModuleType:
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.slow
 def test_random_requests_are_the_same_drafted_and_plain(fuzz: Any, kind: str, tmp_path: Path):
     pair, counts = fuzz.Pair(tmp_path), Counter()
     configs = [fuzz.TINY[0], fuzz.TINY[3], fuzz.TINY[-1]]

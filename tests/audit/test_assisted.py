@@ -46,6 +46,7 @@ def test_the_same_seed_is_the_same_text_and_leaves_torch_alone(assisted):
     assert torch.allclose(assisted.logits([1, 2, 3], first.tokens), first.rows, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_it_passes_as_it_comes(assisted):
     short = replace(work(assisted), deadline=0.0)
     assert greedy(short).outcome is CheckOutcome.PASSED

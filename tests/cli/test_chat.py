@@ -199,7 +199,7 @@ def test_methods_among_those_loaded():
     session = fake("ngram", "suffix")
     assert carry_out(session, "method", "suffix") == "speculation: on, method suffix"
     assert session.settings.params(0).speculative_method == "suffix"
-    assert carry_out(session, "speculative", "3") == "speculation: 3 tokens a round, method suffix"
+    assert carry_out(session, "speculative", "3") == "speculation: 3 tokens a step, method suffix"
     with pytest.raises(InvalidRequest, match="loaded: ngram, suffix"):
         carry_out(session, "method", "eagle3")
     assert "no method is loaded" in carry_out(fake(), "speculative", "")

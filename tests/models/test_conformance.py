@@ -109,6 +109,7 @@ def test_ragged_batch_with_drafts_of_all_sizes(pair: Pair) -> None:
         pair.model.close(handle)
 
 
+@pytest.mark.slow
 def test_prompt_longer_than_one_prefill_pass(pair: Pair) -> None:
     handles = [pair.model.open(text(300, 30)), pair.model.open(text(4, 31))]
     drafts = [Draft.chain(text(2, 32)), Draft.chain(text(3, 33))]
@@ -117,6 +118,7 @@ def test_prompt_longer_than_one_prefill_pass(pair: Pair) -> None:
         pair.model.close(handle)
 
 
+@pytest.mark.slow
 def test_taps_are_transformers_hidden_states(pair: Pair) -> None:
     layers = list(range(pair.model.num_layers + 1))
     handles = [pair.model.open(text(5, 40)), pair.model.open(text(300, 41))]

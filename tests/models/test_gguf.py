@@ -28,6 +28,7 @@ from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.grouped import flat
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.student import Student
 
 from .gguf_files import FAMILIES, random_blocks, tiny_checkpoint, write_both
 from .test_native import needs_kernels
@@ -184,6 +185,13 @@ def test_a_file_runs_on_the_native_decoder_only(tmp_path: Path) -> None:
     file, _ = write_both(tiny_checkpoint("qwen2"), "qwen2", tmp_path, K.Q8_0)
     with pytest.raises(InvalidRequest, match="native decoder"):
         load_model(file, backend="hf")
+
+
+def test_a_draft_in_a_file_does_not_learn(tmp_path: Path) -> None:
+    module = AutoModelForCausalLM.from_pretrained(zoo.path("draft"), dtype=torch.float32)
+    file, _ = write_both(module, "llama", tmp_path, K.Q8_0)
+    with pytest.raises(ModelLoadError, match="GGUF file, which cannot be trained further"):
+        Student(file, load_model(zoo.path("draft")), 1e-3, 1)
 
 
 def test_weights_are_not_kept_in_memory_twice(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def neighbours(model: Decoder, length: int) -> tuple[list[Handle], list[Draft]]:
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (8, 1)])
 @pytest.mark.parametrize("length", [3, 300])
+@pytest.mark.slow
 def test_chains_equal_plain_decoding(kind: str, heads: tuple[int, int], length: int) -> None:
     model = decoder(kind, *heads)
     prompt, continuation = tokens(length), tokens(17, seed=9)
@@ -116,6 +117,7 @@ def test_chains_equal_plain_decoding(kind: str, heads: tuple[int, int], length: 
 
 
 @pytest.mark.parametrize("other", [5, 300, 1200])
+@pytest.mark.slow
 def test_other_sequences_change_no_bit(kind: str, other: int) -> None:
     model = decoder(kind)
     prompt, continuation = tokens(100), tokens(5, seed=9)

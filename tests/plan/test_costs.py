@@ -46,6 +46,7 @@ def test_the_nearest_context_counts():
     assert costs.seconds(1, context=3000) == pytest.approx(0.050)
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once(tiny_pair, cache, monkeypatch):
     loaded = Loaded.of(tiny_pair.target)
     first = measured(loaded, rows=(1, 2), contexts=(16,), batches=(1, 2), turns=2)

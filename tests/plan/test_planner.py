@@ -312,6 +312,7 @@ def test_a_drawn_tree_is_compared_with_a_chain_on_the_same_texts():
     assert spread(tree) == pytest.approx(math.sqrt(2) * spread(replace(tree, draws=1)))
 
 
+@pytest.mark.slow
 def test_a_drawn_tree_gets_what_it_has_in_the_long_run():
     prompts = [[i % 6, (5 * i) % 6, 1] for i in range(12)]
     config = DraftModelConfig(tree="sampled", num_steps=4)

@@ -81,6 +81,7 @@ def test_chains_at_temperature_0_are_counted_exactly():
 
 @pytest.mark.parametrize("law", [WARM, PENALISED], ids=["plain", "penalised"])
 @pytest.mark.parametrize("rejection", ["token", "block"])
+@pytest.mark.slow
 def test_the_distribution_of_steps_is_the_engines(law, rejection):
     """The same ratio from texts written plainly and from real steps, within their joint error."""
     prompts = [PROMPTS[i % 12] for i in range(140)]

@@ -52,6 +52,7 @@ def test_client_gone_before_the_answer(server: Running) -> None:
     assert 'finished_reason="abort"' in httpx.get(f"{server.url}/metrics").text
 
 
+@pytest.mark.slow
 def test_slow_reader(server: Running, text_alone: str) -> None:
     """Its request ends and others are served while it does not read; what it reads at last is whole."""
     large = {"n": 8, "max_tokens": 250, "logprobs": 20, "return_steps": True, "speculative_tokens": 0}

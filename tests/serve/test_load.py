@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import httpx
+import pytest
 from tests.serve.conftest import PATIENCE, running
 
 from foretoken import LLM, SamplingParams
@@ -23,6 +24,7 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 MORE = ("prompt", "stream", "speculative_method")
 
 
+@pytest.mark.slow
 def test_each_text_is_its_own() -> None:
     rng = random.Random(4)
     bodies = [

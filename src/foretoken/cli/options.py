@@ -15,8 +15,8 @@ from foretoken.cli.theme import ColorMode, console, waiting
 if TYPE_CHECKING:
     from foretoken.llm import LLM
 
-Target = Annotated[str | None, typer.Option(help="Target model: a folder or hub name. [bundled target]")]
-DraftModel = Annotated[str | None, typer.Option(help="Draft model: a folder or hub name.")]
+Target = Annotated[str | None, typer.Option(help="Target model: a folder, GGUF file or hub name. [bundled target]")]
+DraftModel = Annotated[str | None, typer.Option(help="Draft model: a folder, GGUF file or hub name.")]
 Speculation = Annotated[str | None, typer.Option(metavar="JSON", help='For instance \'{"method": "ngram"}\'.')]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

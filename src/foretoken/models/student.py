@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
-from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.checkpoint import is_gguf, load_config, open_weights
 
 _FLOOR = 1e-6
 _COMPANIONS = (".json", ".jinja", ".txt", ".model")
@@ -67,6 +67,8 @@ def _load(path: Path) -> Any:
     """Returns the transformers module of a checkpoint in float32. Raises ModelLoadError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if is_gguf(path):
+        raise ModelLoadError(f"the draft {path} is a GGUF file, which cannot be trained further; take safetensors")
     weights = {name: tensor.float() for name, tensor in open_weights(path).items()}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

@@ -21,6 +21,7 @@ def paces(setting: Setting, strategies=STRATEGIES) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("alpha, ratio, depth, rtt", list(product((0.3, 0.7, 0.9), (4.1, 8.1), (1, 4), (0.0, 0.04))))
+@pytest.mark.slow
 def test_the_simulator_agrees_with_the_closed_forms(alpha, ratio, depth, rtt):
     draft = TARGET / ratio
     servers = pipelines.servers_needed(TARGET + rtt, draft, depth)
@@ -67,6 +68,7 @@ def test_servers_help_until_none_has_to_wait():
 
 
 @pytest.mark.parametrize("ratio", [3.0, 5.0, 10.0])
+@pytest.mark.slow
 def test_pearl_s_best_draft_length_is_the_ratio_of_the_speeds(ratio):
     at = {depth: pipelines.parallel_seconds(0.9, depth, TARGET, TARGET / ratio) for depth in range(1, 25)}
     assert min(at, key=at.__getitem__) == ratio
