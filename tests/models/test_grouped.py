@@ -13,7 +13,7 @@ from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.grouped import CENTRE, Grouped, GroupLayout, Groups, TwoLevels, joinable, quantise_groups
-from foretoken.models.formats.quantize import Quantiser
+from foretoken.models.formats.quantize import Matrix, Quantiser
 from foretoken.models.formats.weights import Ends, Layers, Source
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
@@ -53,7 +53,7 @@ def random_matrix(name: str, half: bool = True, outputs: int = OUTPUTS, inputs: 
     return Grouped.of(Groups(codes, numbers(), numbers() if layout.offsets else None), layout)
 
 
-def runner_with(head: Grouped, embedding: torch.Tensor | Grouped) -> NativeRunner:
+def runner_with(head: Matrix, embedding: torch.Tensor | Grouped) -> NativeRunner:
     """A decoder's runner with this vocabulary head and embedding."""
     architecture = Architecture.of(CONFIG, None)
     source = Source(weights(), architecture, torch.float32)
@@ -83,6 +83,20 @@ def test_the_product_of_every_layout_is_that_of_float64(name: str, half: bool) -
     assert (ours - reference).abs().max() < 1e-5 * reference.abs().max()
     for rows in range(1, 19):
         assert torch.equal(runner.unembed(x[:rows]), ours[:rows]), rows
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scheme", [Quantiser(8), Quantiser(4, 32)])
+def test_a_row_that_is_not_finite_stays_so_alone(scheme: Quantiser, value: float) -> None:
+    head = scheme(weights()["model.embed_tokens.weight"])
+    runner = runner_with(head, torch.zeros(OUTPUTS, INPUTS))
+    x = torch.randn(6, INPUTS)
+    whole = runner.unembed(x).clone()
+    x[3, 17] = value
+    rows = runner.unembed(x)
+    assert not rows[3].isfinite().any()
+    assert torch.equal(rows[[0, 1, 2, 4, 5]], whole[[0, 1, 2, 4, 5]])
 
 
 @needs_kernels

@@ -99,8 +99,8 @@ inline void encode_groups(const Matrix& w, const float* row, int64_t count, Word
                                  : _mm512_maskz_loadu_ps(left > 0 ? (__mmask16)((1u << left) - 1) : 0, row + i);
         };
         __m512 most = _mm512_setzero_ps();
-        for (int64_t i = first; i < last; i += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(load(i)));
-        const float top = _mm512_reduce_max_ps(most), scale = top > 0.0f ? top / 127.0f : 1.0f;
+        for (int64_t i = first; i < last; i += LANES) most = larger(most, _mm512_abs_ps(load(i)));
+        const float top = largest(most), scale = top == 0.0f ? 1.0f : top / 127.0f;
         const __m512 inverse = _mm512_set1_ps(1.0f / scale);
         __m512i total = _mm512_setzero_si512();
         for (int64_t i = first; i < last; i += LANES) {

@@ -121,6 +121,15 @@ inline __m512 finite(__m512 x) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(x), most, _CMP_LE_OQ), x);
 }
 
+// The larger of each pair, NaN if either is: a row with NaN must not become a row of finite numbers.
+inline __m512 larger(__m512 a, __m512 b) {
+    return _mm512_mask_mov_ps(_mm512_max_ps(a, b), _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q), _mm512_add_ps(a, b));
+}
+
+inline float largest(__m512 v) {
+    return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) ? NAN : _mm512_reduce_max_ps(v);
+}
+
 // Stores sixteen floats as words of a kind; `at` counts elements. For INT8, which needs a scale per row, see `encode`.
 template <Kind kind>
 inline void put(Word* words, int64_t at, __m512 v) {
@@ -146,9 +155,9 @@ inline float encode(const float* row, int64_t count, Word* words) {
         return 1.0f;
     } else {
         __m512 most = _mm512_setzero_ps();
-        for (int64_t i = 0; i < count; i += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(row + i)));
-        float top = _mm512_reduce_max_ps(most);
-        float scale = top > 0.0f ? top / 127.0f : 1.0f;
+        for (int64_t i = 0; i < count; i += LANES) most = larger(most, _mm512_abs_ps(_mm512_loadu_ps(row + i)));
+        float top = largest(most);
+        float scale = top == 0.0f ? 1.0f : top / 127.0f;
         __m512 inverse = _mm512_set1_ps(1.0f / scale);
         for (int64_t i = 0; i < count; i += LANES) {
             __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(row + i), inverse));
