@@ -74,7 +74,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Vocabulary:
+class _DraftVocabulary:
     """The part of the target that a proposer without a model needs."""
 
     vocab_size: int
@@ -259,7 +259,7 @@ def _built(options: Mapping[str, Any], depth: int, vocab_size: int) -> Any:
     config = dict(_chained({**options, "method": method}, depth))
     if method == "mixture":
         config["members"] = [_chained(member, depth) for member in members]
-    target = cast("Model", _Vocabulary(vocab_size))
+    target = cast("Model", _DraftVocabulary(vocab_size))
     return Builder(target, None, None, _no_model).build(SpeculativeConfig.of(config))
 
 

@@ -26,7 +26,7 @@ from foretoken.serve.replicas.front import Front, create_front
 from foretoken.serve.replicas.gathered import Gathered
 from foretoken.serve.replicas.relay import LOSSES
 from foretoken.serve.replicas.replica import Replica, ReplicaConfig, _seed
-from foretoken.serve.replicas.routing import Beginnings, Ledger, ranked
+from foretoken.serve.replicas.routing import Beginnings, ReplicaLoad, ranked
 from foretoken.serve.replicas.scale import ReplicaScale, share
 
 SYSTEM = "You are brief. " * 100
@@ -97,7 +97,7 @@ def test_who_is_asked_first() -> None:
 
 
 def test_ledger() -> None:
-    ledger = Ledger()
+    ledger = ReplicaLoad()
     ledger.add("a", "1")
     ledger.add("a", "2")
     ledger.remove("a", "1")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.cli.files import standard_input
-from foretoken.cli.render import Origins, Writer, legend
+from foretoken.cli.render import Origins, TextWriter, legend
 from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import ForetokenError
 from foretoken.outputs import StreamPiece
@@ -55,7 +55,7 @@ class TextScreen:
 
     def __init__(self, color: ColorMode) -> None:
         self._out, self._err = console(color), console(color, stderr=True)
-        self._writer = Writer(self._out)
+        self._writer = TextWriter(self._out)
 
     @property
     def coloured(self) -> bool:
@@ -67,7 +67,7 @@ class TextScreen:
             self._err.print(legend(True))
 
     def answering(self, origins: Origins, rejected: bool) -> Callable[[StreamPiece], None]:
-        self._writer = Writer(self._out, rejected=rejected)
+        self._writer = TextWriter(self._out, rejected=rejected)
         return lambda piece: self._writer.write(origins.push(piece))
 
     def answered(self, record: dict[str, Any], figures: str | None) -> None:

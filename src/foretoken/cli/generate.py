@@ -183,11 +183,11 @@ def _stream(
     llm: LLM, prompt: str, params: SamplingParams, color: ColorMode, stats: bool, page: _Page | None = None
 ) -> None:
     """Prints tokens as they are accepted. Several completions are printed one after another, each with its number."""
-    from foretoken.cli.render import Origins, Span, Writer, summary
+    from foretoken.cli.render import Origins, Span, TextWriter, summary
     from foretoken.cli.theme import console
 
     out = console(color)
-    writer = Writer(out)
+    writer = TextWriter(out)
     origins = [Origins(llm.tokenizer, llm.tokenizer.encode(prompt)) for _ in range(params.n)]
     later: dict[int, list[Span]] = {index: [] for index in range(1, params.n)}
     done: list[CompletionOutput] = []

@@ -95,7 +95,7 @@ def legend(coloured: bool) -> Text:
     return Text("   ").join(parts)
 
 
-class Writer:
+class TextWriter:
     """Streams spans to a console: styled if it has colours, otherwise unchanged."""
 
     def __init__(self, console: Console, *, rejected: bool = False) -> None:

@@ -14,7 +14,7 @@ from foretoken.costs.model import CostModel
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class LengthCandidates:
     """Requests whose draft length is decided.
 
     Attributes:
@@ -47,7 +47,9 @@ class Allocation:
     short: float = 0.0
 
 
-def goodput(candidates: Candidates, batch: int, forced: int, costs: CostModel, allowed: float = math.inf) -> Allocation:
+def goodput(
+    candidates: LengthCandidates, batch: int, forced: int, costs: CostModel, allowed: float = math.inf
+) -> Allocation:
     """Returns the draft lengths that maximize expected tokens per second, none where drafting does not pay.
 
     All pairs of a request and a rank are ordered by their probability of acceptance. Every number of them is evaluated,

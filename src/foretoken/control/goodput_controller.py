@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foretoken.control.capped import Batch, Capped, Decision, affordable, requested, worst_case
-from foretoken.control.goodput import Allocation, Candidates, goodput, promising
+from foretoken.control.goodput import Allocation, LengthCandidates, goodput, promising
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.control.survival import Survival, acceptance
@@ -108,7 +108,7 @@ class Goodput(Capped):
             return Allocation({}, short=min(missed.values(), default=0.0))
         accepted, exists = acceptance([self._record(batch.contexts[i]).survival for i in payable])
         caps, seconds = [batch.caps[i] for i in payable], [missed[i] for i in payable]
-        candidates = Candidates(payable, caps, seconds, accepted, exists)
+        candidates = LengthCandidates(payable, caps, seconds, accepted, exists)
         return goodput(candidates, len(batch.contexts), forced, self.costs, batch.allowed)
 
     def _left(self, record: Record) -> int:

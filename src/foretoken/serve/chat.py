@@ -15,7 +15,7 @@ from foretoken.serve.tools import Delta, ToolParser, message_of
 
 
 class ChatWriter:
-    """See ``Writer``."""
+    """See ``ResponseWriter``."""
 
     object = "chat.completion.chunk"
 
@@ -25,7 +25,7 @@ class ChatWriter:
         self._waiting: list[list[Any]] = [[] for _ in self._parsers]
 
     def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> ChatCompletion:
-        """See ``Writer``."""
+        """See ``ResponseWriter``."""
         return {
             "id": generation.id,
             "object": "chat.completion",
@@ -37,7 +37,7 @@ class ChatWriter:
         }
 
     def choices(self, number: int, piece: StreamPiece) -> list[dict[str, Any]]:
-        """See ``Writer``. The role, the content, the calls and the finish reason have chunks of their own."""
+        """See ``ResponseWriter``. The role, the content, the calls and the finish reason have chunks of their own."""
         parser, waiting = self._parsers[number], self._waiting[number]
         waiting += self._logprobs(piece.token_ids, piece.logprobs)
         deltas = parser.push(piece.text)
@@ -57,7 +57,7 @@ class ChatWriter:
         return choices
 
     def silent(self, number: int) -> dict[str, Any]:
-        """See ``Writer``."""
+        """See ``ResponseWriter``."""
         return {"index": number, "delta": {}, "logprobs": None, "finish_reason": None}
 
     def _choice(self, number: int, final: StreamPiece) -> ChatChoice:

@@ -14,7 +14,7 @@ from foretoken.serve.token_text import LegacyLogprobs, TokenText
 
 
 class CompletionWriter:
-    """See ``Writer``."""
+    """See ``ResponseWriter``."""
 
     object = "text_completion"
 
@@ -26,7 +26,7 @@ class CompletionWriter:
         self._waiting: list[list[StreamPiece]] = [[] for _ in range(count)]
 
     def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> Completion:
-        """See ``Writer``. Of ``best_of`` candidates those with the highest log-probability per token are chosen."""
+        """See ``ResponseWriter``. Of ``best_of`` texts those with the highest log-probability per token are chosen."""
         n = self._body.n or 1
         choices: list[CompletionChoice] = []
         for start in range(0, len(finals), self._per_prompt):
@@ -49,7 +49,7 @@ class CompletionWriter:
         }
 
     def choices(self, number: int, piece: StreamPiece) -> list[dict[str, Any]]:
-        """See ``Writer``."""
+        """See ``ResponseWriter``."""
         waiting = self._waiting[number]
         waiting.append(piece)
         first = piece.step.position == 0
@@ -63,7 +63,7 @@ class CompletionWriter:
         return [cast("dict[str, Any]", self._choice(number, text, tokens, logprobs, piece, start))]
 
     def silent(self, number: int) -> dict[str, Any]:
-        """See ``Writer``."""
+        """See ``ResponseWriter``."""
         return {"index": number, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def _choice(

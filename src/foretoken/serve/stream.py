@@ -24,7 +24,7 @@ _DONE = b"data: [DONE]\n\n"
 _GRACE = 10.0  # seconds for a client to read what is left once its request is over
 
 
-class Writer(Protocol):
+class ResponseWriter(Protocol):
     """Writes the answers of one endpoint to one request.
 
     Attributes:
@@ -47,7 +47,7 @@ class Writer(Protocol):
 
 
 async def respond(
-    body: Generate, generation: Generation, writer: Writer, token_text: TokenText, receive: Receive
+    body: Generate, generation: Generation, writer: ResponseWriter, token_text: TokenText, receive: Receive
 ) -> Response:
     """Answers a request, as one object or as a stream.
 
@@ -106,7 +106,7 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    body: Generate, generation: Generation, first: StreamPiece, writer: Writer, token_text: TokenText
+    body: Generate, generation: Generation, first: StreamPiece, writer: ResponseWriter, token_text: TokenText
 ) -> AsyncIterator[bytes]:
     """Yields chunks as events, the usage and the end mark; after an error the error, and no end mark."""
     options = body.stream_options

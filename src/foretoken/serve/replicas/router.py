@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from foretoken.serve.replicas.forwarded import Forwarded
-from foretoken.serve.replicas.routing import Beginnings, Ledger, ranked
+from foretoken.serve.replicas.routing import Beginnings, ReplicaLoad, ranked
 
 
 class PrefixRouter(RequestRouter):
@@ -16,7 +16,7 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, slack: int = 4, max_requests: int = 32, **kwargs: Any) -> None:
         """slack: see ``routing``. max_requests: requests that a replica may have in work."""
         self._slack, self._max_requests = slack, max_requests
-        self._beginnings, self._ledger = Beginnings(), Ledger()
+        self._beginnings, self._ledger = Beginnings(), ReplicaLoad()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

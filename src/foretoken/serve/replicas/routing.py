@@ -58,7 +58,7 @@ def ranked(load: Mapping[R, int], known: Mapping[R, int], slack: int) -> list[R]
     return sorted(load, key=key)
 
 
-class Ledger:
+class ReplicaLoad:
     """Counts the running requests of each replica. Thread-safe."""
 
     def __init__(self) -> None:
