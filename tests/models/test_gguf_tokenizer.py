@@ -274,3 +274,13 @@ def test_what_cannot_be_built_is_refused(model: str, settings: dict[str, Any], m
     file = written(tmp_path / "model.gguf", model, ["a", "b", "ab"], [1, 1, 1], **settings)
     with pytest.raises(ModelLoadError, match=message):
         load_tokenizer(file)
+
+
+@pytest.mark.parametrize("architecture, spaces", [("phi3", 1), ("llama", 3)])
+def test_special_tokens_of_phi_3_take_the_spaces_behind_them(architecture: str, spaces: int, tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "▁", "x", "<|end|>"]
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.NORMAL, TokenType.NORMAL, TokenType.CONTROL]
+    settings = {"scores": [0.0] * 5, "bos_token_id": 1, "unknown_token_id": 0, "architecture": architecture}
+    ours = load_tokenizer(written(tmp_path / "model.gguf", "llama", tokens, kinds, **settings))
+    assert ours.encode("<|end|>  x", add_special_tokens=False) == [4, *[2] * spaces, 3]
+    assert ours.encode("<s>x", add_special_tokens=False) == [1, 2, 3]

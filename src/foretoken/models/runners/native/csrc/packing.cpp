@@ -7,6 +7,17 @@
 
 namespace {
 
+// Packs the codes of one output and group: word k of its vectors holds four codes of a byte, or of half a byte twice.
+template <int BITS>
+void pack_codes(const uint8_t* codes, int64_t count, Word* to) {
+    for (int64_t k = 0; k * 4 < count; k++) {
+        Word word = 0;
+        std::memcpy(&word, codes + k * 4, std::min<int64_t>(4, count - k * 4));
+        if (BITS == 8) to[k * LANES] = word;
+        else to[k / 2 * LANES] |= word << (k % 2 * 4);
+    }
+}
+
 template <class V>
 void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t* const* parts, int64_t rows,
                  int64_t inputs, const Matrix& w, int64_t first, int64_t step, int threads) {
@@ -27,13 +38,8 @@ void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t*
                     if (V::scales == TWO_LEVELS)
                         ((int8_t*)at.parts)[side * at.layout.parts + number] = parts[side][row * groups + g];
                 }
-                uint8_t* bytes = (uint8_t*)at.codes + place % BLOCKS * at.layout.codes / BLOCKS + lane * 4;
-                for (int64_t i = 0; i < w.group && g * w.group + i < inputs; i++) {
-                    const uint8_t code = codes[row * inputs + g * w.group + i];
-                    const int64_t word = i / 4;
-                    if (V::bits == 4) bytes[word / 2 * 64 + i % 4] |= code << (word % 2 * 4);
-                    else bytes[word * 64 + i % 4] = code;
-                }
+                pack_codes<V::bits>(codes + row * inputs + g * w.group, std::min<int64_t>(w.group, inputs - g * w.group),
+                                    (Word*)at.codes + place % BLOCKS * at.layout.codes / BLOCKS / 4 + lane);
             }
         }
 }
