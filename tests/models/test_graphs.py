@@ -18,6 +18,7 @@ from foretoken.models.base import Handle, Scores
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.formats.quantize import Quantiser
 from foretoken.models.formats.weights import Layers, Source, read_ends
 from foretoken.models.runners import choose, graphs
 from foretoken.models.runners.graphs import Bucket, GraphRunner, States, ancestors
@@ -96,7 +97,7 @@ class Two:
             )
         assert isinstance(self.plain.runner, TorchRunner)
         architecture = Architecture.of(load_config(path))
-        source = Source(open_weights(path), architecture, dtype, quantise)
+        source = Source(open_weights(path), architecture, dtype, Quantiser(8) if quantise else None)
         self.runner = self.graphed.runner = GraphRunner(
             architecture, Layers(source), read_ends(source), dtype, CPU, capture=self._recorder, **options
         )
@@ -213,7 +214,7 @@ def test_trees_beyond_one_word(two: Two, size: int) -> None:
 def test_captured_work_never_needs_the_host(name: str, quantise: bool, tmp_path: Path) -> None:
     path = ARCHITECTURES[name].save(tmp_path)
     architecture = Architecture.of(load_config(path))
-    source = Source(open_weights(path), architecture, torch.float16, quantise)
+    source = Source(open_weights(path), architecture, torch.float16, Quantiser(8) if quantise else None)
     runner = GraphRunner(architecture, Layers(source), read_ends(source), torch.float16, META, capture=Guarded)
     assert [runner.acquire(), runner.acquire()] == [(0, 0), (1, 0)]
     result = runner.run(plan((0, 300, 1, deep_tree(9, 1)), (1, 7, 1, CHAIN)), (0, 1), True)
