@@ -23,7 +23,8 @@ class Kind(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
-    GROUPED = 3  # the first of the kinds with scales in groups of inputs; see ``grouped_kind``
+    PACKED = 3  # bfloat16 in 12 bits
+    GROUPED = 4  # the first of the kinds with scales in groups of inputs; see ``grouped_kind``
 
 
 class ScaleKind(IntEnum):

@@ -15,10 +15,11 @@ from foretoken.core.native.build import require
 from foretoken.models.formats.grouped import Grouped, TwoLevels, strips
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
-from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix
+from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Exponents, Matrix
 from foretoken.models.runners.native.build import VNNI, Kind, ScaleKind, grouped_kind
 
 WORD = 4  # bytes
+MAX_RAW = 0.1  # share of steps with a rare exponent up to which a matrix is stored in 12 bits
 KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16, torch.int8: Kind.INT8}
 
 
@@ -43,6 +44,12 @@ class Arena:
         self._held.append((address, size))
         return int(address)
 
+    def free(self, address: int) -> None:
+        """Frees memory that ``allocate`` returned."""
+        held = next(item for item in self._held if item[0] == address)
+        self._held.remove(held)
+        self.library.foretoken_free(*held)
+
 
 def _free(library: ctypes.CDLL, held: list[tuple[int, int]]) -> None:
     for address, size in held:
@@ -54,10 +61,16 @@ class Packed:
     """A packed matrix, and the tensors that it points to, which must outlive it."""
 
     matrix: Matrix
-    held: tuple[Tensor, ...]
+    held: tuple[object, ...]
 
 
-def pack(arena: Arena, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Packed:
+def pack(
+    arena: Arena,
+    parts: Sequence[AnyMatrix],
+    bias: Tensor | None = None,
+    interleave: bool = False,
+    compress: bool = False,
+) -> Packed:
     """Packs matrices [out, in] with the same inputs into one.
 
     Args:
@@ -66,6 +79,7 @@ def pack(arena: Arena, parts: Sequence[AnyMatrix], bias: Tensor | None = None, i
             have multiples of sixteen outputs.
         bias: [out]; only if the parts are not interleaved.
         interleave: whether blocks of sixteen outputs alternate between the parts; otherwise the parts are concatenated.
+        compress: whether bfloat16 is stored in 12 bits, without loss, if its exponents allow it.
 
     Raises:
         KernelsUnavailable: the parts are quantized, and the processor has no instruction for sums of int8.
@@ -75,12 +89,15 @@ def pack(arena: Arena, parts: Sequence[AnyMatrix], bias: Tensor | None = None, i
     places = _places(blocks, interleave)
     grouped = [part for part in parts if isinstance(part, Grouped)]
     held: dict[str, Tensor] = {}
+    exponents: tuple[object, ...] = ()
     if grouped:
         require(VNNI)
         matrix = _pack_groups(arena, grouped, outputs, places)
     else:
         values = [part.values if isinstance(part, Int8) else part for part in parts if not isinstance(part, Grouped)]
         matrix = _pack_words(arena, values, outputs, places)
+        if compress and matrix.kind == Kind.BFLOAT16:
+            exponents = _compress(arena, matrix)
     if bias is not None:
         held["bias"] = _by_output([bias.float()], outputs, False)
     quantised = [part for part in parts if isinstance(part, Int8)]
@@ -90,7 +107,7 @@ def pack(arena: Arena, parts: Sequence[AnyMatrix], bias: Tensor | None = None, i
         held["sums"] = _by_output([_sums(part.values) for part in quantised], outputs, interleave)
     for name, tensor in held.items():
         setattr(matrix, name, tensor.data_ptr())
-    return Packed(matrix, tuple(held.values()))
+    return Packed(matrix, (*held.values(), *exponents))
 
 
 def _places(blocks: Sequence[int], interleave: bool) -> list[tuple[int, int]]:
@@ -113,6 +130,35 @@ def _pack_words(arena: Arena, parts: Sequence[Tensor], outputs: int, places: Seq
         source = whole.data_ptr(), whole.shape[0], inputs // per_word
         arena.library.foretoken_pack(*source, matrix.data, steps, start, step, torch.get_num_threads())
     return matrix
+
+
+def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
+    """Stores a packed bfloat16 matrix in 12 bits, if few of its steps have a rare exponent; see csrc/packed.hpp.
+
+    Returns:
+        What the matrix points to; empty if it stays as it is.
+    """
+    threads, units = torch.get_num_threads(), matrix.units
+    counts = torch.zeros(256, dtype=torch.int64)
+    words = units * UNIT * matrix.steps
+    arena.library.foretoken_count_exponents(matrix.data, 2 * words, counts.data_ptr(), threads)
+    common = counts.topk(16).indices
+    codes = torch.full((256,), 255, dtype=torch.uint8)
+    codes[common] = torch.arange(16, dtype=torch.uint8)
+    raw = torch.zeros(units, dtype=torch.int32)
+    arena.library.foretoken_count_raw(matrix, codes.data_ptr(), raw.data_ptr(), threads)
+    total = int(raw.sum())
+    if total > MAX_RAW * units * matrix.steps:
+        return ()
+    starts = F.pad(raw.cumsum(0, dtype=torch.int32), (1, 0)).contiguous()
+    steps, kept = torch.zeros(max(total, 1), dtype=torch.int32), torch.zeros(max(total, 1), UNIT, dtype=torch.int32)
+    table = (ctypes.c_uint16 * 32)(*[int(exponent) << 7 for exponent in common.tolist() * 2])
+    exponents = Exponents(table, starts.data_ptr(), steps.data_ptr(), kept.data_ptr())
+    data = arena.allocate(words * WORD * 3 // 4)
+    arena.library.foretoken_pack_exponents(matrix, codes.data_ptr(), data, exponents, threads)
+    arena.free(matrix.data)
+    matrix.data, matrix.kind, matrix.exponents = data, Kind.PACKED, ctypes.addressof(exponents)
+    return exponents, starts, steps, kept
 
 
 def _pack_groups(arena: Arena, parts: Sequence[Grouped], outputs: int, places: Sequence[tuple[int, int]]) -> Matrix:

@@ -40,6 +40,7 @@ class NativeRunner(DecoderOnly):
         ends: embedding, last norm and vocabulary head.
         dtype: float32 or bfloat16.
         entry: how a model that takes features begins; None for an ordinary decoder.
+        compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
 
     Raises:
         KernelsUnavailable: the kernels do not support the processor or the model.
@@ -55,6 +56,7 @@ class NativeRunner(DecoderOnly):
         ends: Ends,
         dtype: torch.dtype,
         entry: Entry | None = None,
+        compress: bool = False,
     ) -> None:
         a = self._architecture = architecture
         if dtype not in (torch.float32, torch.bfloat16):
@@ -70,6 +72,7 @@ class NativeRunner(DecoderOnly):
         self._arena = Arena(packing_library())
         self._held: list[object] = []  # tensors and structures that the specification points to
         self._kinds: set[int] = set()
+        self._compress = compress
         self._spec = self._describe(layers, ends, dtype, entry or Entry())
         self._library = library(self._kinds, KINDS[dtype])
         self._workspace = self._library.foretoken_open()
@@ -236,7 +239,7 @@ class NativeRunner(DecoderOnly):
         )
 
     def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
-        packed = pack(self._arena, _one_layout(parts), bias, interleave)
+        packed = pack(self._arena, _one_layout(parts), bias, interleave, self._compress)
         self._kinds.add(packed.matrix.kind)
         self._held.extend(packed.held)
         return packed.matrix

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "grouped.hpp"
+#include "packed.hpp"
 
 // Rows of words with a fixed stride, and beside each row the scales that its kind has.
 struct Input {
@@ -12,7 +12,7 @@ struct Input {
     int64_t stride, scale_stride;
 };
 
-constexpr bool is_float(Kind kind) { return kind == F32 || kind == BF16; }
+constexpr bool is_float(Kind kind) { return kind == F32 || kind == BF16 || kind == PACKED; }
 constexpr bool is_grouped(int kind) { return kind >= GROUPED; }
 constexpr int KIND_COUNT = GROUPED + 12;
 inline bool is_float(const Matrix& w) { return is_float((Kind)w.kind); }
@@ -33,6 +33,8 @@ inline void multiply(const Matrix& w, const Input& x, int rows, int thread, int 
     by_kind(w, [&](auto kind) {
         if constexpr (is_grouped(kind()))
             grouped_product<Variant<kind()>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, thread, threads, store);
+        else if constexpr (kind() == PACKED)
+            packed_product(w, x.words, x.stride, rows, thread, threads, store);
         else
             product<(Kind)kind()>(w, x.words, x.stride, x.scales, rows, thread, threads, store);
     });

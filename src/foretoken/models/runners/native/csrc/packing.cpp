@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "grouped.hpp"
+#include "packed.hpp"
 
 namespace {
 
@@ -16,6 +16,20 @@ void pack_codes(const uint8_t* codes, int64_t count, Word* to) {
         if (BITS == 8) to[k * LANES] = word;
         else to[k / 2 * LANES] |= word << (k % 2 * 4);
     }
+}
+
+// The 32 bf16 numbers of one block in one step.
+const uint16_t* step_numbers(const Matrix& w, int64_t unit, int64_t k, int block) {
+    return (const uint16_t*)(w.data + ((unit * BLOCKS + block) * w.steps + k) * LANES);
+}
+
+bool has_codes(const Matrix& w, int64_t unit, int64_t k, const uint8_t* codes) {
+    for (int block = 0; block < BLOCKS; block++) {
+        const uint16_t* numbers = step_numbers(w, unit, k, block);
+        for (int i = 0; i < 32; i++)
+            if (codes[numbers[i] >> 7 & 255] == 255) return false;
+    }
+    return true;
 }
 
 template <class V>
@@ -72,6 +86,51 @@ void foretoken_pack(const Word* source, int64_t rows, int64_t words, Word* packe
                 const Word* from = source + (block * LANES + lane) * words;
                 for (int64_t i = k; i < std::min(k + LANES, words); i++) to[i * LANES + lane] = from[i];
             }
+    }
+}
+
+// Adds up how often each exponent occurs in `count` bf16 numbers.
+void foretoken_count_exponents(const uint16_t* numbers, int64_t count, int64_t* counts, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t own[256] = {};
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; i++) own[numbers[i] >> 7 & 255]++;
+#pragma omp critical
+        for (int e = 0; e < 256; e++) counts[e] += own[e];
+    }
+}
+
+// Counts the steps of each unit of a bf16 matrix with an exponent that has no code (255). counts: [units].
+void foretoken_count_raw(const Matrix* from, const uint8_t* codes, int32_t* counts, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t unit = 0; unit < from->units; unit++) {
+        counts[unit] = 0;
+        for (int64_t k = 0; k < from->steps; k++) counts[unit] += !has_codes(*from, unit, k, codes);
+    }
+}
+
+// Stores a bf16 matrix in 12 bits. `exponents` has room for the raw steps, and `from` is filled.
+void foretoken_pack_exponents(const Matrix* from, const uint8_t* codes, uint8_t* to, const Exponents* exponents,
+                              int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t unit = 0; unit < from->units; unit++) {
+        int32_t raw = exponents->from[unit];
+        for (int64_t k = 0; k < from->steps; k++) {
+            uint8_t* pair = to + (unit * from->steps + k) / 2 * PAIR_BYTES;
+            const bool coded = has_codes(*from, unit, k, codes);
+            for (int block = 0; block < BLOCKS; block++) {
+                const uint16_t* numbers = step_numbers(*from, unit, k, block);
+                if (!coded)
+                    std::memcpy((Word*)exponents->words + ((int64_t)raw * BLOCKS + block) * LANES, numbers, 64);
+                for (int i = 0; i < 32; i++) {
+                    pair[k % 2 * 64 + block * 32 + i] = (uint8_t)(numbers[i] >> 8 & 128 | numbers[i] & 127);
+                    const uint8_t code = codes[numbers[i] >> 7 & 255];
+                    pair[128 + k % 2 * 32 + i] |= (code & 15) << (4 * block);
+                }
+            }
+            if (!coded) ((int32_t*)exponents->steps)[raw++] = (int32_t)k;
+        }
     }
 }
 

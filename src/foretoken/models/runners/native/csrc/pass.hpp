@@ -195,6 +195,11 @@ struct Pass {
     }
 
     const Word* unpack(int token) {
+        if (m.table.kind == PACKED) {
+            unpack_exponents(m.table, token, std::min<int64_t>(m.table.steps, width / 2), own);
+            for (int64_t k = m.table.steps; k < width / 2; k++) own[k] = 0;
+            return own;
+        }
         const Word* lane = m.table.data + token / LANES * m.table.steps * LANES + token % LANES;
         for (int64_t k = 0; k < width / per_word(kv); k++) own[k] = k < m.table.steps ? lane[k * LANES] : 0;
         return own;

@@ -30,6 +30,8 @@ constexpr int tallest(Kind kind) {
 
 constexpr int GROUP_META = 3;     // floats per group of an activation row (grouped.hpp)
 
+struct Exponents;
+
 struct Matrix {
     const Word* data;        // [blocks][steps][16], or [units][groups] records; 64-byte aligned
     const float* scales;     // [outputs]; null unless int8
@@ -43,6 +45,7 @@ struct Matrix {
     int32_t record_groups;   // groups of a record
     int32_t zero;            // is subtracted from every level
     uint8_t levels[16];      // levels of the codes of four bits
+    const Exponents* exponents;  // of weights stored in 12 bits (packed.hpp), else null
 
     int64_t groups() const { return group ? steps * 4 / group : 0; }
     int64_t records() const { return groups() / record_groups; }
@@ -84,9 +87,11 @@ constexpr int few_rows(Kind kind) { return kind == INT8 ? 2 : 4; }
 
 inline void ask(const void* line) { _mm_prefetch((const char*)line, _MM_HINT_T0); }
 
-// Tile `number` of the `count` tiles of a unit.
+// Tile `number` of the `count` tiles of a unit, and what comes next in memory: `words` words per step, or null for the next unit.
 struct TileOf {
     int number, count;
+    const Word* next = nullptr;
+    int64_t words = BLOCKS * LANES;
 };
 
 // One unit times `R` rows in registers. Calls store(row, unit, low, high) with sixteen and sixteen outputs. The step is not
@@ -109,11 +114,12 @@ inline void register_tile(const Matrix& w, const Word* x, int64_t stride, const 
             sums[r][1] = U::add(sums[r][1], b, value);
         }
     };
-    if (tile.count > 1) {
-        const int64_t words = BLOCKS * LANES, share = (words + tile.count - 1) / tile.count;  // words per step
-        const Word* part = next + w.steps * words * tile.number / tile.count;
+    if (tile.count > 1 || tile.next) {
+        const int64_t share = (tile.words + tile.count - 1) / tile.count;  // words per step
+        const Word* part = (tile.next ? tile.next : next) + w.steps * tile.words * tile.number / tile.count;
         for (int64_t k = 0; k < w.steps; k++) {
             ask(part + k * share);
+            if (share > LANES) ask(part + k * share + LANES);
             step(k);
         }
     } else {

@@ -10,12 +10,13 @@
 #include <cstdint>
 #include <cstring>
 
-// From GROUPED on: codes of four and eight bits with scales in groups of inputs (grouped.hpp).
-enum Kind : int { F32 = 0, BF16 = 1, INT8 = 2, GROUPED = 3 };
+// PACKED: bfloat16 stored in 12 bits (packed.hpp). From GROUPED on: codes of four and eight bits with scales in groups of
+// inputs (grouped.hpp).
+enum Kind : int { F32 = 0, BF16 = 1, INT8 = 2, PACKED = 3, GROUPED = 4 };
 
 constexpr int LANES = 16;
 
-constexpr int per_word(Kind kind) { return kind == F32 ? 1 : kind == BF16 ? 2 : 4; }
+constexpr int per_word(Kind kind) { return kind == F32 ? 1 : kind == BF16 || kind == PACKED ? 2 : 4; }
 
 using Word = uint32_t;
 
