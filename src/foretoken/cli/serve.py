@@ -180,7 +180,9 @@ def _announce(settings: ServerSettings, listening: socket.socket) -> None:
     out.print(f"{escape(settings.model_names[0])} at [bold]http://{escape(shown)}:{port}/v1[/bold]")
     out.print(f"playground at [bold]http://{escape(shown)}:{port}/[/bold]; Ctrl-C ends")
     if not ipaddress.ip_address(host.partition("%")[0]).is_loopback and not settings.api_keys:
-        out.print("warning: whoever reaches this machine can use the model; --api-key asks for a key", style="yellow")
+        out.print(
+            "warning: anyone who reaches this machine can use the model; --api-key asks for a key", style="yellow"
+        )
 
 
 def _settings(**given: Any) -> ServerSettings:

@@ -146,14 +146,14 @@ def _numbers(text: str) -> list[int]:
 
 def _register(role: str, own: Callable[..., None]) -> None:
     """Registers a command with the role's own options and the shared ones."""
-    mine, shared = (inspect.signature(f, eval_str=True).parameters for f in (own, _shared))
+    own_options, shared = (inspect.signature(f, eval_str=True).parameters for f in (own, _shared))
 
     def command(**given: Any) -> None:
-        _run(role, {name: given[name] for name in mine}, {name: given[name] for name in shared})
+        _run(role, {name: given[name] for name in own_options}, {name: given[name] for name in shared})
 
     positional = [p for p in shared.values() if p.default is p.empty]
     optional = [p for p in shared.values() if p.default is not p.empty]
-    listed = [p.replace(kind=p.KEYWORD_ONLY) for p in (*positional, *mine.values(), *optional)]
+    listed = [p.replace(kind=p.KEYWORD_ONLY) for p in (*positional, *own_options.values(), *optional)]
     command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in listed}
     command.__doc__ = own.__doc__

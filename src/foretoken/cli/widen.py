@@ -44,9 +44,7 @@ def widen(
     t5 = config["model_type"] == "t5"
     shape: Any = up.like(size or ("t5-large" if t5 else "0.7b"), config["head_dim"], config["model_type"])
     if t5 and (kv_heads or head):
-        raise InvalidRequest(
-            "a T5 has no key heads of its own and no heads that guess; leave --kv-heads and --head out"
-        )
+        raise InvalidRequest("a T5 has no key heads of its own and no drafting heads; leave --kv-heads and --head out")
     chosen: dict[str, int | None] = {
         "hidden_size": hidden,
         "intermediate_size": intermediate,

@@ -241,7 +241,7 @@ class Engine:
         scores: list[Scores],
         clock: _Clock,
     ) -> list[StepOutput]:
-        """Emits and commits tokens, and passes the step to those who learn from it. Returns the outputs."""
+        """Emits and commits tokens, and passes the step to all parts that learn from it. Returns the outputs."""
         emitted = [
             self._emit(sequence, draft, verdict, score)
             for sequence, draft, verdict, score in zip(ready, drafts, verdicts, scores, strict=True)

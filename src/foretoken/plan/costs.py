@@ -43,11 +43,11 @@ def measured(
         track: Wraps the turns for progress.
     """
     costs = known(loaded)
-    found: list[PassCost] = []
+    results: list[PassCost] = []
     for context, batch in costs.lacks(rows, contexts, batches):
-        found += pass_costs(loaded, rows, [context], turns, batch, track)
-    if found:
-        costs = costs.merged(found)
+        results += pass_costs(loaded, rows, [context], turns, batch, track)
+    if results:
+        costs = costs.merged(results)
         with suppress(WriteError):  # measured all the same
             costs.save()
     return costs

@@ -1,1 +1,1 @@
-"""Who is raced: what each can do, where it is installed, and the processes that ask it."""
+"""The systems of the race: what each supports, where it is installed, and the processes that run it."""

@@ -24,7 +24,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
     pipeline = genai.LLMPipeline(setup.target, "CPU", scheduler_config=scheduler, **precision, **drafting)
 
     class Streamer(genai.StreamerBase):
-        """Called once a round, with the round's tokens."""
+        """Called once per decode step, with the step's tokens."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -59,7 +59,7 @@ async function meet() {
   $("method").disabled = !options.length;
   if (!options.length) $("method").append(el("option", { value: "" }, "none loaded"));
   if (served.max_model_len) $("max-tokens").max = served.max_model_len;
-  $("about").textContent = `${served.id}: a cheap draft guesses, the target checks, the text stays the target’s own.`;
+  $("about").textContent = `${served.id}: a cheap draft proposes, the target verifies, the text stays the target’s own.`;
 }
 
 /** One lane, live. */

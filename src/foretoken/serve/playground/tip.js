@@ -74,7 +74,7 @@ function entry({ text, token, origin, p, q, why, step }) {
 
 function law(name, whose, value) {
   const known = value !== null && value !== undefined;
-  const unknown = name === "q" ? "none: the guess is fixed, not drawn" : "not told";
+  const unknown = name === "q" ? "none: the draft token is fixed, not sampled" : "not told";
   const bar = el("span", { class: `law law-${name}` });
   bar.style.setProperty("--share", known ? value : 0);
   return [

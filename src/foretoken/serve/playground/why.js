@@ -16,7 +16,7 @@ export function whyEmitted(token, grade) {
   if (!draft.length) return "Nothing was drafted for this place: the target’s own token.";
   const wrong = refused(draft)[0];
   if (wrong === undefined) return "Bonus: the draft stood to its end, and the same pass gave one token more.";
-  return `Correction: the guess ${quote(draft[wrong].text)} was refused, and the target put its own token there.`;
+  return `Correction: the draft token ${quote(draft[wrong].text)} was rejected, and the target put its own token there.`;
 }
 
 function whyAccepted({ p, q }, grade) {
@@ -37,7 +37,7 @@ function whyAccepted({ p, q }, grade) {
 export function whyRefused(index, step, grade) {
   const { parent, p, q } = step.draft[index];
   const path = step.draft.findLastIndex((node) => node.accepted);
-  if (parent >= 0 && !step.draft[parent].accepted) return "Never judged: it hangs below a guess that was refused.";
+  if (parent >= 0 && !step.draft[parent].accepted) return "Never judged: it hangs below a draft token that was refused.";
   if (parent !== path) return "Not taken: another branch of the tree was.";
   if (step.tokens.at(-1)?.origin === "accepted") return "Not taken: the text ended before it.";
   if (grade === "greedy") return "Refused: the target’s likeliest token is another one.";

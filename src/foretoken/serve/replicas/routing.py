@@ -49,10 +49,10 @@ def ranked(load: Mapping[R, int], known: Mapping[R, int], slack: int) -> list[R]
 
     ``load`` is the number of requests of each, ``known`` the number of the prompt's blocks that each has prefilled.
     """
-    least = min(load.values(), default=0)
+    lowest = min(load.values(), default=0)
 
     def key(replica: R) -> tuple[bool, int, int, float]:
-        far = load[replica] > least + slack
+        far = load[replica] > lowest + slack
         return far, 0 if far else -known[replica], load[replica], random.random()
 
     return sorted(load, key=key)
