@@ -118,11 +118,7 @@ class ProcessFollower:
         except OSError:  # the grammar's process is dead
             reply = None
         if reply is None:
-            raise InvalidRequest(
-                "structured_outputs cannot be followed any further: it takes more than "
-                f"{self._limits.mask_seconds:g} s to find the next tokens, {self._limits.token_seconds:g} s on average "
-                f"or {self._limits.memory_bytes >> 20} MiB; make the grammar simpler"
-            )
+            raise _too_slow(self._limits)
         self._reset, self._fresh = False, []
         if reply[:1] == _REFUSED:
             raise InvalidRequest(reply[1:].decode())
@@ -148,7 +144,7 @@ def main(descriptor: int) -> None:
 
         def compile_spec() -> None:
             try:
-                compiled.append(LocalGrammar(tokenizer, spec))
+                compiled.append(_followable(LocalGrammar(tokenizer, spec), limits))
             except InvalidRequest as error:
                 compiled.append(error)
 
@@ -163,6 +159,22 @@ def main(descriptor: int) -> None:
         fork_for_each(connection, lambda connection: _follow(connection, grammar.follower(), limits))
 
     fork_for_each(connection, serve)
+
+
+def _followable(grammar: LocalGrammar, limits: GrammarLimits) -> LocalGrammar:
+    """Returns the grammar. Raises InvalidRequest if its first mask takes too long, before a decode step waits for it."""
+    started = time.thread_time()
+    grammar.follower().allowed(())
+    if time.thread_time() - started > limits.mask_seconds:
+        raise _too_slow(limits)
+    return grammar
+
+
+def _too_slow(limits: GrammarLimits) -> InvalidRequest:
+    return InvalidRequest(
+        f"structured_outputs cannot be followed any further: it takes more than {limits.mask_seconds:g} s to find the "
+        f"next tokens, {limits.token_seconds:g} s on average or {limits.memory_bytes >> 20} MiB; make the grammar simpler"
+    )
 
 
 def _follow(connection: Connection, follower: MatcherFollower, limits: GrammarLimits) -> None:
