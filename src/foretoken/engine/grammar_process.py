@@ -162,7 +162,7 @@ def main(descriptor: int) -> None:
 
 
 def _followable(grammar: LocalGrammar, limits: GrammarLimits) -> LocalGrammar:
-    """Returns the grammar. Raises InvalidRequest if its first mask takes too long, before a decode step waits for it."""
+    """Returns the grammar. Raises InvalidRequest if its first mask takes too long, before a step waits for it."""
     started = time.thread_time()
     grammar.follower().allowed(())
     if time.thread_time() - started > limits.mask_seconds:
@@ -173,7 +173,8 @@ def _followable(grammar: LocalGrammar, limits: GrammarLimits) -> LocalGrammar:
 def _too_slow(limits: GrammarLimits) -> InvalidRequest:
     return InvalidRequest(
         f"structured_outputs cannot be followed any further: it takes more than {limits.mask_seconds:g} s to find the "
-        f"next tokens, {limits.token_seconds:g} s on average or {limits.memory_bytes >> 20} MiB; make the grammar simpler"
+        f"next tokens, {limits.token_seconds:g} s on average or {limits.memory_bytes >> 20} MiB; make the grammar "
+        "simpler"
     )
 
 
