@@ -142,7 +142,7 @@ def explain(llm: LLM, prompt: str, index: int, temperature: float, plain: Sequen
 
 
 def load(kind: str, **options: Any) -> LLM:
-    """The bundled target in a dtype, or quantised by that name."""
+    """The bundled target in a dtype, or quantized by that name."""
     if kind in QUANTIZATIONS:
         return LLM(zoo.path("target"), dtype="bfloat16", quantization=kind, **options)
     return LLM(zoo.path("target"), dtype=kind, **options)

@@ -17,7 +17,7 @@ from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.propose.base import Proposer
 from foretoken.verify import Rule, typical
-from foretoken.verify.residual import excess, normalised
+from foretoken.verify.residual import excess, normalized
 from foretoken.verify.rows import dense
 
 
@@ -40,7 +40,7 @@ RULES: dict[str, Rule] = {
     "one number for accept and residual": planted(sequential(decide=shared_number)),
     "reseeded for every accept": planted(sequential(decide=lambda s, p, child, depth: s.bernoulli(p, index=0))),
     "rejects whenever p < q": planted(sequential(accept=lambda p, q: float(p >= q))),
-    "draws its residual unnormalised by siblings": planted(sequential(reject=lambda p, q: normalised(p + q))),
+    "draws its residual unnormalized by siblings": planted(sequential(reject=lambda p, q: normalized(p + q))),
     "block stops at the first failure": planted(lambda d, p, s: rounds.block_stops_at_first_failure(d, dense(p), s)),
     "block without exit weight": planted(lambda d, p, s: rounds.block_without_exit_weight(d, dense(p), s)),
     "typical acceptance": planted(typical.verify),

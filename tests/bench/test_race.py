@@ -181,8 +181,8 @@ def test_who_cannot_race_says_so_in_one_line(installed):
     assert {e.system for e in entering.peers(replace(PAIRING, batch=8), [{}], wanted, said.append)} == {"vllm"}
     assert [line.split()[0] for line in said] == ["transformers", "openvino"]
     said.clear()
-    quantised = entering.peers(replace(PAIRING, quantization="int8"), [{}], wanted, said.append)
-    assert {(e.system, e.setup.target, e.setup.draft) for e in quantised if e.depth} == {
+    quantized = entering.peers(replace(PAIRING, quantization="int8"), [{}], wanted, said.append)
+    assert {(e.system, e.setup.target, e.setup.draft) for e in quantized if e.depth} == {
         ("openvino", "target-int8", "draft-fp16")
     }
     assert [line.split()[0] for line in said] == ["transformers", "vllm"]

@@ -40,7 +40,7 @@ def support(law: SamplingLaw, logits: Tensor = LOGITS) -> list[int]:
     return found
 
 
-def test_a_row_is_restricted_and_normalised():
+def test_a_row_is_restricted_and_normalized():
     probs = SamplingLaw(grammar=Only({1, 4})).probs(LOGITS, HERE)[0]
     expected = LOGITS.softmax(-1)[0, [1, 4]]
     torch.testing.assert_close(probs[[1, 4]], expected / expected.sum())

@@ -104,7 +104,7 @@ LAW = torch.tensor([0.5, 0.0, 0.25, 0.15, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["private", "race"])
 def test_categorical_draws_have_the_given_law(kind, dtype):
-    weights = LAW.to(dtype) * 3  # need not be normalised
+    weights = LAW.to(dtype) * 3  # need not be normalized
     of = (lambda i: Streams(i).private(Purpose.DRAFT, 3)) if kind == "private" else (lambda i: Streams(i).shared(3))
     counts = Counter(of(i).categorical(weights, 1) for i in range(DRAWS))
     assert counts[1] == 0

@@ -160,7 +160,7 @@ def test_threads_that_build_at_once_share_no_number(builder, monkeypatch):
 # Bad words
 
 
-def test_bad_words_are_tokenised_at_the_start_of_a_text_and_after_a_space(builder, tokenizer):
+def test_bad_words_are_tokenized_at_the_start_of_a_text_and_after_a_space(builder, tokenizer):
     words = ["return", " größe", "🙂 b", *(f"word{i}" for i in range(3_000))]
     _, contexts = builder.build("a", SamplingParams(bad_words=words, n=2))
     each = [tokenizer.encode(v, add_special_tokens=False) for w in words for v in (w.strip(), " " + w.strip())]

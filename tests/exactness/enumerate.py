@@ -171,7 +171,7 @@ def exact_law(emit: Round, length: int, ended: Callable[[Text], bool] = lambda t
 def autoregressive_law(
     row: Callable[[Text], Tensor], length: int, ended: Callable[[Text], bool] = lambda text: False
 ) -> Law:
-    """The law of plain decoding: the product of ``row(text so far)``, each [V], normalised."""
+    """The law of plain decoding: the product of ``row(text so far)``, each [V], normalized."""
     law: Law = {(): 1.0}
     for _ in range(length):
         longer: Law = {}

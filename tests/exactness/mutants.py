@@ -190,7 +190,7 @@ def block_stops_at_first_failure(draft: Draft, probs: Tensor, stream: Stream) ->
 
 def block_without_exit_weight(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
     """Block verification with h_i = Z_i, the 1 - w_i forgotten."""
-    return _block(draft, probs, stream, normaliser=lambda mass, w: 1.0)
+    return _block(draft, probs, stream, normalizer=lambda mass, w: 1.0)
 
 
 def _block(
@@ -198,7 +198,7 @@ def _block(
     probs: Tensor,
     stream: Stream,
     breaks: bool = False,
-    normaliser: Callable[[float, float], float] = lambda mass, w: mass + (1.0 - w),
+    normalizer: Callable[[float, float], float] = lambda mass, w: mass + (1.0 - w),
 ) -> Verdict:
     q, n, w = drawn_rows(draft, probs), len(draft), [1.0]
     for i, token in enumerate(draft.ids):
@@ -206,7 +206,7 @@ def _block(
     tau = 0
     for i in range(1, n + 1):
         mass = excess(probs[i], q[i], w[i])[1] if i < n else 0.0
-        below = normaliser(mass, w[i])
+        below = normalizer(mass, w[i])
         if stream.bernoulli(w[n] if i == n else (mass / below if below > 0.0 else 1.0), index=i):
             tau = i
         elif breaks:
@@ -278,7 +278,7 @@ def traversal_rule(
 
 
 def removed_by_subtraction(q: Tensor, tokens: list[int]) -> Tensor:
-    """q without ``tokens``, renormalised by 1 - q[tokens] in float32: for a sharp q, rounding over rounding."""
+    """q without ``tokens``, renormalized by 1 - q[tokens] in float32: for a sharp q, rounding over rounding."""
     left = q.double().clone()
     left[tokens] = 0.0
     mass = float(1.0 - q[tokens].float().sum())

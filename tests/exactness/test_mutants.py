@@ -24,7 +24,7 @@ LIMIT = 1e-12
 P, Q = table(3, seed=31, sharpness=1.5), table(3, seed=32, sharpness=1.5)
 TOKEN = Pair(P, drawn(Q), rejection="token", budget=lambda g: 2)
 BLOCK = Pair(P, drawn(Q), rejection="block", budget=lambda g: 2)
-PENALISED = SamplingLaw(temperature=0.7, top_p=0.9, frequency_penalty=1.0)
+PENALIZED = SamplingLaw(temperature=0.7, top_p=0.9, frequency_penalty=1.0)
 
 
 def caught(honest: Pair, mutant: Pair, least: float = 0.01, length: int = 3) -> None:
@@ -84,12 +84,12 @@ def test_drawn_tokens_dropped_at_a_grammar_violation(rejection):
 
 
 def test_target_rows_without_the_sampling_parameters():
-    honest = replace(BLOCK, law=PENALISED)
+    honest = replace(BLOCK, law=PENALIZED)
     caught(honest, replace(honest, target_rows=mutants.rows_without_parameters))
 
 
 def test_bonus_row_without_its_processors():
-    honest = replace(BLOCK, law=PENALISED)
+    honest = replace(BLOCK, law=PENALIZED)
     caught(honest, replace(honest, target_rows=mutants.bonus_without_parameters))
 
 

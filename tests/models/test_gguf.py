@@ -54,7 +54,7 @@ def test_a_quantized_type_equals_the_reference_bit_for_bit(kind: K) -> None:
     assert groups.codes.shape == (48, 512) and flat(groups.scales).shape == (48, 512 // layout.group)
     assert (groups.offsets is not None) == layout.offsets
     assert int(groups.codes.max()) < 2**layout.bits
-    assert torch.equal(groups.dequantised(layout).view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(groups.dequantize(layout).view(torch.int32), expected.view(torch.int32))
 
 
 def test_all_types_of_the_issue_are_read() -> None:
@@ -123,7 +123,7 @@ def test_every_tensor_equals_the_checkpoint(kind: K, tmp_path: Path) -> None:
     grouped = weights.grouped("model.layers.0.self_attn.q_proj.weight")
     assert (grouped is None) == (kind not in LAYOUTS)
     if grouped is not None:
-        part = grouped.rows(17, 90).dequantised(grouped.layout)
+        part = grouped.rows(17, 90).dequantize(grouped.layout)
         assert torch.equal(part, expected["model.layers.0.self_attn.q_proj.weight"][17:90])
 
 

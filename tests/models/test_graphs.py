@@ -18,7 +18,7 @@ from foretoken.models.base import Handle, Scores
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import load_config, open_weights
-from foretoken.models.formats.quantize import Quantiser
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Layers, Source, read_ends
 from foretoken.models.runners import choose, graphs
 from foretoken.models.runners.graphs import Bucket, GraphRunner, States, ancestors
@@ -88,16 +88,16 @@ class Guarded(Recorder):
 class Two:
     """The same model on the torch runner and on graphs, taken through the same calls."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, quantise: bool = False, **options: Any) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, quantize: bool = False, **options: Any) -> None:
         self.recorders: list[Recorder] = []
         with only_runner("torch"):
             self.plain, self.graphed = (
-                Decoder(load_config(path), open_weights(path), dtype, CPU, None, "int8" if quantise else None)
+                Decoder(load_config(path), open_weights(path), dtype, CPU, None, "int8" if quantize else None)
                 for _ in "ab"
             )
         assert isinstance(self.plain.runner, TorchRunner)
         architecture = Architecture.of(load_config(path))
-        source = Source(open_weights(path), architecture, dtype, Quantiser(8) if quantise else None)
+        source = Source(open_weights(path), architecture, dtype, Quantizer(8) if quantize else None)
         self.runner = self.graphed.runner = GraphRunner(
             architecture, Layers(source), read_ends(source), dtype, CPU, capture=self._recorder, **options
         )
@@ -185,15 +185,15 @@ def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype, quantise, tolerance",
+    "dtype, quantize, tolerance",
     [(torch.float16, False, 0.02), (torch.bfloat16, False, 0.2), (torch.float32, True, 1e-4)],
     ids=["float16", "bfloat16", "int8"],
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_all_dtypes_equal_the_torch_runner(
-    name: str, dtype: torch.dtype, quantise: bool, tolerance: float, tmp_path: Path
+    name: str, dtype: torch.dtype, quantize: bool, tolerance: float, tmp_path: Path
 ) -> None:
-    two = Two(ARCHITECTURES[name].save(tmp_path), dtype, quantise)
+    two = Two(ARCHITECTURES[name].save(tmp_path), dtype, quantize)
     two.tolerance = tolerance
     run_steps(two)
 
@@ -209,12 +209,12 @@ def test_trees_beyond_one_word(two: Two, size: int) -> None:
     two.score(pairs, [grown, Draft.chain(text(2, 5))])
 
 
-@pytest.mark.parametrize("quantise", [False, True], ids=["float16", "int8"])
+@pytest.mark.parametrize("quantize", [False, True], ids=["float16", "int8"])
 @pytest.mark.parametrize("name", NATIVE)
-def test_captured_work_never_needs_the_host(name: str, quantise: bool, tmp_path: Path) -> None:
+def test_captured_work_never_needs_the_host(name: str, quantize: bool, tmp_path: Path) -> None:
     path = ARCHITECTURES[name].save(tmp_path)
     architecture = Architecture.of(load_config(path))
-    source = Source(open_weights(path), architecture, torch.float16, Quantiser(8) if quantise else None)
+    source = Source(open_weights(path), architecture, torch.float16, Quantizer(8) if quantize else None)
     runner = GraphRunner(architecture, Layers(source), read_ends(source), torch.float16, META, capture=Guarded)
     assert [runner.acquire(), runner.acquire()] == [(0, 0), (1, 0)]
     result = runner.run(plan((0, 300, 1, deep_tree(9, 1)), (1, 7, 1, CHAIN)), (0, 1), True)

@@ -12,8 +12,8 @@ from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.grouped import CENTRE, Grouped, GroupLayout, Groups, TwoLevels, joinable, quantise_groups
-from foretoken.models.formats.quantize import Matrix, Quantiser
+from foretoken.models.formats.grouped import CENTRE, Grouped, GroupLayout, Groups, TwoLevels, joinable, quantize_groups
+from foretoken.models.formats.quantize import Matrix, Quantizer
 from foretoken.models.formats.weights import Ends, Layers, Source
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
@@ -68,7 +68,7 @@ def expected(x: torch.Tensor, matrix: Grouped) -> torch.Tensor:
     largest = parts.abs().amax(-1, keepdim=True)
     scales = torch.where(largest > 0, largest / 127, 1.0)
     rounded = ((parts * (1 / scales)).round() * scales).flatten(1)[:, :INPUTS]
-    return rounded.double() @ matrix.dequantised().double().T
+    return rounded.double() @ matrix.dequantize().double().T
 
 
 @needs_kernels
@@ -87,8 +87,8 @@ def test_the_product_of_every_layout_is_that_of_float64(name: str, half: bool) -
 
 @needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("scheme", [Quantiser(8), Quantiser(4, 32)])
-def test_a_row_that_is_not_finite_stays_so_alone(scheme: Quantiser, value: float) -> None:
+@pytest.mark.parametrize("scheme", [Quantizer(8), Quantizer(4, 32)])
+def test_a_row_that_is_not_finite_stays_so_alone(scheme: Quantizer, value: float) -> None:
     head = scheme(weights()["model.embed_tokens.weight"])
     runner = runner_with(head, torch.zeros(OUTPUTS, INPUTS))
     x = torch.randn(6, INPUTS)
@@ -106,7 +106,7 @@ def test_rows_of_a_quantized_embedding_are_those_of_its_floats(name: str, tied: 
     matrix, head = random_matrix(name), random_matrix("Q8_0")
     plan = PassPlan.of([Handle(0, [3, 130, 17, 64], 0)], [Draft.empty()], [0])
     results = []
-    for embedding in (matrix, matrix.dequantised()):
+    for embedding in (matrix, matrix.dequantize()):
         runner = runner_with(matrix if tied else head, embedding)
         runner.acquire()
         result = runner.run(plan, (0,), logits=True)
@@ -121,38 +121,38 @@ def test_joined_layouts_hold_the_same_weights(first: str, second: str) -> None:
     joined = joinable(parts)
     assert len({part.layout for part in joined}) == 1
     for before, after in zip(parts, joined, strict=True):
-        assert torch.equal(after.dequantised(), before.dequantised())
-    assert torch.equal(Grouped.cat(parts).dequantised(), torch.cat([part.dequantised() for part in parts]))
+        assert torch.equal(after.dequantize(), before.dequantize())
+    assert torch.equal(Grouped.cat(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
-def test_quantised_groups_are_near_the_weight(group: int) -> None:
+def test_quantized_groups_are_near_the_weight(group: int) -> None:
     weight = torch.randn(50, 200)
     weight[3, :group] = 0
-    matrix = quantise_groups(weight, group)
-    error = (matrix.dequantised() - weight).abs()
+    matrix = quantize_groups(weight, group)
+    error = (matrix.dequantize() - weight).abs()
     scales = matrix.rows(0, 50).scales.abs().repeat_interleave(group, 1)[:, :200]
     assert (error <= 0.51 * scales + 1e-3).float().mean() > 0.9  # the largest of the other sign may be clipped
     assert (error <= 1.01 * scales + 1e-3).all()
-    assert torch.equal(matrix.part(10, 30).dequantised(), matrix.dequantised()[10:30])
+    assert torch.equal(matrix.part(10, 30).dequantize(), matrix.dequantize()[10:30])
 
 
 @pytest.mark.parametrize(
     "name, scheme",
-    [("int8", Quantiser(8)), ("int4", Quantiser(4, 32)), ("int4-g64", Quantiser(4, 64)), (None, None)],
+    [("int8", Quantizer(8)), ("int4", Quantizer(4, 32)), ("int4-g64", Quantizer(4, 64)), (None, None)],
 )
-def test_schemes_by_name(name: str | None, scheme: Quantiser | None) -> None:
-    assert Quantiser.of(name) == scheme
+def test_schemes_by_name(name: str | None, scheme: Quantizer | None) -> None:
+    assert Quantizer.of(name) == scheme
 
 
 @needs_kernels
-def test_int4_computes_the_dequantised_model() -> None:
+def test_int4_computes_the_dequantized_model() -> None:
     """The compiled int4 model is near the float32 model that holds the same weights: activations have eight bits."""
     tensors, tied = weights(), dict(CONFIG, tie_word_embeddings=False)
-    head = quantise_groups(tensors["model.embed_tokens.weight"], 32).dequantised()
+    head = quantize_groups(tensors["model.embed_tokens.weight"], 32).dequantize()
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and "embed" not in name:
-            tensors[name] = quantise_groups(tensor, 32).dequantised()
+            tensors[name] = quantize_groups(tensor, 32).dequantize()
     reference = Decoder(tied, {**tensors, "lm_head.weight": head}, torch.float32, torch.device("cpu"))
     ours = Decoder(CONFIG, weights(), torch.float32, torch.device("cpu"), quantization="int4")
     tokens = list(range(3, 40))

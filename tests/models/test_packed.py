@@ -161,8 +161,8 @@ def test_values_equal_the_reference_bit_for_bit(name: str) -> None:
     assert (grouped is None) == (name == "gptq desc_act")
     if grouped is not None:
         assert grouped.shape == (OUT, IN) and grouped.layout.group <= 128
-        assert torch.equal(grouped.dequantised(), expected)
-        assert torch.equal(grouped.rows(5, 31).dequantised(grouped.layout), expected[5:31])
+        assert torch.equal(grouped.dequantize(), expected)
+        assert torch.equal(grouped.rows(5, 31).dequantize(grouped.layout), expected[5:31])
         centred = "symmetric" in name or name == "mxfp4"
         assert grouped.layout.offsets != centred
 
@@ -189,7 +189,7 @@ def test_groups_of_any_length_stay_exact(columns: int, group: int) -> None:
     grouped = weights.grouped("m.weight")
     assert (grouped is None) == (group == 40)
     if grouped is not None:
-        assert grouped.layout.group in (128, 160) and torch.equal(grouped.dequantised(), packed[2])
+        assert grouped.layout.group in (128, 160) and torch.equal(grouped.dequantize(), packed[2])
 
 
 def test_scales_of_32_bits_with_zeros_are_not_grouped() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
-from foretoken.models.formats.quantize import Int8, quantise, quantise_rows
+from foretoken.models.formats.quantize import Int8, quantize, quantize_rows
 from foretoken.models.loading import load_model
 from foretoken.models.runners.linear import Int8Linear, Linear, can_pack_int8, exact_product
 
@@ -62,7 +62,7 @@ def store(path: Path, settings: dict[str, Any], skip: tuple[str, ...] = ("lm_hea
         module = name.removesuffix(".weight")
         if any(part in module for part in skip):
             continue
-        int8 = quantise(tensors.pop(name))
+        int8 = quantize(tensors.pop(name))
         scales = int8.scales[:, None].contiguous()
         if settings["quant_method"] == "torchao":
             zeros = torch.zeros(scales.shape, dtype=torch.int8)
@@ -87,25 +87,25 @@ def logits(model: Model) -> torch.Tensor:
 
 def test_channels_are_scaled_by_their_largest_weight() -> None:
     weight = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [254.0, 1.0, 3.0]])
-    int8 = quantise(weight)
+    int8 = quantize(weight)
     assert int8.values.tolist() == [[64, -127, 32], [0, 0, 0], [127, 0, 2]]  # halves go to the even neighbour
     assert torch.allclose(int8.scales[[0, 2]], torch.tensor([2 / 127, 2.0]))
-    assert torch.isfinite(int8.dequantised()).all()
+    assert torch.isfinite(int8.dequantize()).all()
 
 
 def test_the_error_is_at_most_half_a_step() -> None:
-    weight = numbers(2100, 33)  # more rows than are quantised at once
-    int8 = quantise(weight)
-    assert ((int8.dequantised() - weight).abs() <= int8.scales[:, None] * 0.5001).all()
-    values, scales = quantise_rows(weight.bfloat16())
+    weight = numbers(2100, 33)  # more rows than are quantized at once
+    int8 = quantize(weight)
+    assert ((int8.dequantize() - weight).abs() <= int8.scales[:, None] * 0.5001).all()
+    values, scales = quantize_rows(weight.bfloat16())
     assert values.dtype == torch.int8 and scales.shape == (2100, 1)
 
 
 def test_stacking_keeps_each_channel() -> None:
-    first, second = quantise(numbers(3, 8)), quantise(numbers(5, 8, seed=1))
+    first, second = quantize(numbers(3, 8)), quantize(numbers(5, 8, seed=1))
     both = Int8.cat([first, second])
     assert both.shape == (8, 8)
-    assert torch.equal(both.dequantised(), torch.cat([first.dequantised(), second.dequantised()]))
+    assert torch.equal(both.dequantize(), torch.cat([first.dequantize(), second.dequantize()]))
 
 
 @pytest.mark.parametrize("shape", [(96, 64), (37, 50), (101, 2048), (64, 3000)])
@@ -113,15 +113,15 @@ def test_stacking_keeps_each_channel() -> None:
 def test_rows_are_bit_equal_over_row_counts_and_kernels(shape: tuple[int, int], dtype: torch.dtype) -> None:
     if not can_pack_int8(CPU):
         pytest.skip("this machine has no exact packed int8 products")
-    weight, bias = quantise(numbers(*shape) * 0.1), numbers(shape[0]).to(dtype)
+    weight, bias = quantize(numbers(*shape) * 0.1), numbers(shape[0]).to(dtype)
     product, x = Int8Linear(weight, bias), numbers(70, shape[1], seed=3).to(dtype)
     whole = product(x)
     for rows in (1, 2, 3, 8, 17, 33, 64):
         assert torch.equal(product(x[:rows]), whole[:rows]), rows
-    values, scales = quantise_rows(x)
+    values, scales = quantize_rows(x)
     exact = torch.addcmul(bias.float(), exact_product(values, weight.values) * weight.scales, scales)
     assert torch.equal(exact.to(dtype), whole)
-    plain = Linear(weight.dequantised().to(dtype), bias)(x)
+    plain = Linear(weight.dequantize().to(dtype), bias)(x)
     assert (plain.float() - whole.float()).abs().max() < 0.05 * plain.float().std()
 
 
@@ -156,7 +156,7 @@ def test_models_that_cannot_be_quantized_are_refused(llama: Path, tmp_path: Path
         load_model(gpt2, "float32", "cpu", quantization="int8")
 
 
-# checkpoints quantised before
+# checkpoints quantized before
 
 
 @pytest.mark.parametrize("settings", [COMPRESSED, TORCHAO], ids=["compressed-tensors", "torchao"])
@@ -196,7 +196,7 @@ def test_other_compressed_tensors_are_refused(llama: Path, group: dict[str, Any]
         load_model(llama, "float32", "cpu")
 
 
-def test_other_quantisers_are_refused(llama: Path) -> None:
+def test_other_quantizers_are_refused(llama: Path) -> None:
     store(llama, COMPRESSED)
     config = json.loads((llama / "config.json").read_text())
     weight_only = {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}
@@ -226,5 +226,5 @@ def test_zero_points_and_partly_quantized_products_are_refused(llama: Path) -> N
     name = "model.layers.1.self_attn.v_proj"
     whole = {n: t for n, t in tensors.items() if not n.startswith(name)}
     save_file({**whole, f"{name}.weight": numbers(32, 64)}, file)
-    with pytest.raises(ModelLoadError, match=r"v_proj only some are quantised"):
+    with pytest.raises(ModelLoadError, match=r"v_proj only some are quantized"):
         load_model(llama, "float32", "cpu")

@@ -20,7 +20,7 @@ DRAFT = TARGET.perturbed(0.4)
 LIMIT = 24
 PROMPTS = [[i % 6, (i * 5 + 1) % 6, (i * i) % 6] for i in range(12)]
 GREEDY, WARM = SamplingLaw(temperature=0.0), SamplingLaw()
-PENALISED = SamplingLaw(temperature=0.8, top_k=4, frequency_penalty=0.3, repetition_penalty=1.2)
+PENALIZED = SamplingLaw(temperature=0.8, top_k=4, frequency_penalty=0.3, repetition_penalty=1.2)
 
 
 def both(text, law):
@@ -79,7 +79,7 @@ def test_chains_at_temperature_0_are_counted_exactly():
         assert sum(told_.sizes.values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("law", [WARM, PENALISED], ids=["plain", "penalised"])
+@pytest.mark.parametrize("law", [WARM, PENALIZED], ids=["plain", "penalized"])
 @pytest.mark.parametrize("rejection", ["token", "block"])
 @pytest.mark.slow
 def test_the_distribution_of_steps_is_the_engines(law, rejection):

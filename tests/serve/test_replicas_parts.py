@@ -21,12 +21,12 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli.main import main
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.replicas.forwarded import BLOCK, BLOCKS, Forwarded, ReplicaLost, beginnings, parse, repeatable
+from foretoken.serve.replicas.forwarded import BLOCK, BLOCKS, Forwarded, ReplicaLost, parse, prefix_hashes, repeatable
 from foretoken.serve.replicas.front import Front, create_front
 from foretoken.serve.replicas.gathered import Gathered
 from foretoken.serve.replicas.relay import LOSSES
 from foretoken.serve.replicas.replica import Replica, ReplicaConfig, _seed
-from foretoken.serve.replicas.routing import Beginnings, ReplicaLoad, ranked
+from foretoken.serve.replicas.routing import PrefilledBlocks, ReplicaLoad, ranked
 from foretoken.serve.replicas.scale import ReplicaScale, share
 
 SYSTEM = "You are brief. " * 100
@@ -50,34 +50,34 @@ def test_prompts_of_another_scope_have_no_beginning_in_common() -> None:
         replicas = Scripted(WHOLE)
         settings = ServerSettings(api_keys=keys, share_cache_across_keys=shared)
         asked(replicas, {**body, **extra}, settings, {"Authorization": f"Bearer {key}"})
-        return replicas.asked[0].beginnings
+        return replicas.asked[0].prefix_hashes
 
     assert sent("k") == sent("k") != () and not set(sent("k")) & set(sent("l"))
-    assert sent("k", True) == sent("l", True) == beginnings(body)
+    assert sent("k", True) == sent("l", True) == prefix_hashes(body)
     assert not set(sent("k")) & set(sent("k", cache_salt="s")) and sent("k", cache_salt=["s"]) == sent("k")
-    assert not set(beginnings(body, "s")) & set(beginnings(body, "t"))
+    assert not set(prefix_hashes(body, "s")) & set(prefix_hashes(body, "t"))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"\xff", b"[" * 100_000])
 def test_bodies_that_say_nothing(content: bytes) -> None:
-    assert asyncio.run(parse(content)) == {} and beginnings({}) == ()
+    assert asyncio.run(parse(content)) == {} and prefix_hashes({}) == ()
 
 
 def test_prompts_that_begin_alike() -> None:
-    one, two = beginnings({"prompt": SYSTEM + "one" * 100}), beginnings({"prompt": SYSTEM + "two" * 100})
+    one, two = prefix_hashes({"prompt": SYSTEM + "one" * 100}), prefix_hashes({"prompt": SYSTEM + "two" * 100})
     common = sum(a == b for a, b in zip(one, two, strict=True))
     assert common == len(SYSTEM) // BLOCK < len(one)
-    assert beginnings({"prompt": [SYSTEM + "one" * 100, "x"]}) == one
-    assert beginnings({"prompt": "x" * (BLOCK - 1)}) == () and len(beginnings({"prompt": "x" * 10**6})) == BLOCKS
+    assert prefix_hashes({"prompt": [SYSTEM + "one" * 100, "x"]}) == one
+    assert prefix_hashes({"prompt": "x" * (BLOCK - 1)}) == () and len(prefix_hashes({"prompt": "x" * 10**6})) == BLOCKS
     ids = list(range(500))
-    assert beginnings({"prompt": ids}) == beginnings({"prompt": [ids]}) != ()
+    assert prefix_hashes({"prompt": ids}) == prefix_hashes({"prompt": [ids]}) != ()
     chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}] for text in ("a", "b")]
-    first, second = (beginnings({"messages": chat}) for chat in chats)
-    assert first[:4] == second[:4] != beginnings({"messages": chats[0], "tools": [{"type": "function"}]})[:4]
+    first, second = (prefix_hashes({"messages": chat}) for chat in chats)
+    assert first[:4] == second[:4] != prefix_hashes({"messages": chats[0], "tools": [{"type": "function"}]})[:4]
 
 
 def test_beginnings_are_remembered_by_reader() -> None:
-    seen = Beginnings(remembered=4)
+    seen = PrefilledBlocks(remembered=4)
     seen.note((1, 2, 3), "a")
     seen.note((1, 2), "b")
     assert [seen.known((1, 2, 3, 4), name) for name in "abc"] == [3, 2, 0]

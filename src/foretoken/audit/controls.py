@@ -19,7 +19,7 @@ from foretoken.core.law import PointMass, ProposalLaw, Sampled, TopPlusSampled
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
 from foretoken.verify import Rule, Verifier, choose
-from foretoken.verify.residual import excess, normalised, ratio
+from foretoken.verify.residual import excess, normalized, ratio
 from foretoken.verify.rows import Probs
 
 Accept = Callable[[float, float], float]
@@ -97,12 +97,12 @@ def _law_of(draft: Draft, node: int, at: int, p: Tensor) -> Tensor:
     q = law.probs[node + 1].double().clone()
     if not isinstance(law, Sampled):
         q[tokens[:at]] = 0.0
-    return normalised(q)
+    return normalized(q)
 
 
 def tempered(power: float) -> Reshape:
     """Returns a function row -> norm(row ^ power), the distribution at another temperature."""
-    return lambda row: normalised(row**power)
+    return lambda row: normalized(row**power)
 
 
 def planted(verifier: Verifier) -> Rule:

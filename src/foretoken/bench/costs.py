@@ -18,7 +18,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.costs.measured import PassCost, TimeSpread
 from foretoken.models.base import Handle, Model
 from foretoken.models.formats.checkpoint import load_config
-from foretoken.models.formats.quantize import Quantiser
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.loading import load_model
 
 SMALL = 200_000_000  # bytes of weights below which a step is timed in bursts
@@ -50,7 +50,7 @@ class Loaded:
     @property
     def weights_bytes(self) -> int:
         """Bytes of weights that the matrix products of one pass read."""
-        scheme = Quantiser.of(self.quantization)
+        scheme = Quantizer.of(self.quantization)
         bits = 8 * self.model.dtype.itemsize if scheme is None else scheme.weight_bits
         return int(bits / 8 * sum(rows * columns for rows, columns in matrices(self.config)))
 

@@ -1,4 +1,4 @@
-"""``foretoken build-datastore``: tokenise files and sort them, for the retrieval method to draft from."""
+"""``foretoken build-datastore``: tokenize files and sort them, for the retrieval method to draft from."""
 
 from __future__ import annotations
 

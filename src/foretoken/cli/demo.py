@@ -58,7 +58,7 @@ def demo(
     race = Race(None if size.lower() == "none" else size, prompts, max_tokens, temperature, speculative_tokens)
     show = stage(console(color, stderr=as_json), quiet=as_json)
     pairs = _run(race, show)
-    record = summarise(race, pairs)
+    record = summarize(race, pairs)
     if as_json:
         print(json.dumps(record))
     else:
@@ -123,7 +123,7 @@ def _pair(llm: LLM, race: Race, show: Stage, prompt: str, index: int, count: int
     return Pair(*runs)
 
 
-def summarise(race: Race, pairs: list[Pair]) -> dict[str, Any]:
+def summarize(race: Race, pairs: list[Pair]) -> dict[str, Any]:
     """Returns totals over all prompts. Rates are total tokens over total seconds, prefill included."""
     from foretoken.bench.measure import Totals
 

@@ -70,10 +70,10 @@ class SamplingLaw:
     @property
     def needs_history(self) -> bool:
         """See ``Law``."""
-        return self.penalises or self._forbids
+        return self.penalizes or self._forbids
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """Whether any penalty is set."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
@@ -170,8 +170,8 @@ class SamplingLaw:
         if self.logit_bias:
             ids, values = zip(*self.logit_bias, strict=True)
             logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
-        if self.penalises:
-            self._penalise(logits, histories)
+        if self.penalizes:
+            self._penalize(logits, histories)
         return logits
 
     def _forbid(self, scores: Tensor, history: History) -> None:
@@ -200,7 +200,7 @@ class SamplingLaw:
             named = "bad_words and min_tokens" if allowed is None else "structured_outputs, bad_words and min_tokens"
             raise InvalidRequest(f"{named} together forbid every token at one place; allow at least one")
 
-    def _penalise(self, logits: Tensor, histories: Sequence[History]) -> None:
+    def _penalize(self, logits: Tensor, histories: Sequence[History]) -> None:
         counts: Counter[int] = Counter()
         seen: set[int] = set()
         base: History | None = None

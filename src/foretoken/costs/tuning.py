@@ -11,7 +11,7 @@ class Tuning:
 
     # Curves of seconds by size.
     memory: float = 24.0  # observations of a size that count; older ones fade, since machines and texts change
-    trusted: float = 4.0  # observations of a curve after which an outlier is recognised
+    trusted: float = 4.0  # observations of a curve after which an outlier is recognized
     clip: float = 1.5  # times the expected seconds: a longer observation counts as this, and halves the mean's weight
     row_share: float = 0.03  # of one row's time that a further row takes while one size is known; typical of CPUs
 

@@ -19,7 +19,7 @@ from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
 from foretoken.models.formats.prequantized import check_prequantized
-from foretoken.models.formats.quantize import Quantiser
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Layers, Source, read_ends
 from foretoken.models.options import check_quantization
 from foretoken.models.runners.base import Pass, Runner
@@ -60,7 +60,7 @@ class Decoder(Model):
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length = a.max_length
-        source = Source(weights, a, dtype, Quantiser.of(quantization))
+        source = Source(weights, a, dtype, Quantizer.of(quantization))
         self.runner: Runner = build_runner(a, Layers(source), read_ends(source), dtype, device)
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 

@@ -17,7 +17,7 @@ from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
-from foretoken.models.formats.quantize import Quantiser
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization
 from foretoken.models.seq2seq.model import EncoderDecoder
 
@@ -68,7 +68,7 @@ def load_model(
     runtime = _runtime(config, path) if backend != "hf" else None
     tensors = unpacked(weights, config) if runtime is not None else weights
     prequantized = runtime is not None and check_prequantized(config)
-    scheme = Quantiser.of(quantization or ("int8" if prequantized else None))
+    scheme = Quantizer.of(quantization or ("int8" if prequantized else None))
     bits = tensors.bits if isinstance(tensors, PackedWeights) else None
     needed = weight_bytes(tensors.shapes, kind, bits if scheme is None else scheme.weight_bits)
     check_fits(min(needed, weights.nbytes) if isinstance(weights, GGUFWeights) else needed, where, str(path))
@@ -77,7 +77,7 @@ def load_model(
     if quantization is not None:
         raise InvalidRequest(
             f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "
-            "would run on backend 'hf'; leave it out, or quantise the checkpoint with transformers"
+            "would run on backend 'hf'; leave it out, or quantize the checkpoint with transformers"
         )
     if backend == "native" or is_gguf(path):
         raise ModelLoadError(

@@ -84,7 +84,7 @@ class DraftingWorker:
     def __init__(
         self, proposer: Proposer, endpoint: WorkerEndpoint, ahead: int = 1, models: Sequence[Resumable] = ()
     ) -> None:
-        """Initialises the worker; ``run`` serves.
+        """Initializes the worker; ``run`` serves.
 
         Args:
             ahead: Decode steps that are drafted before their verdicts are known, 0 to wait for each.

@@ -3,7 +3,7 @@
 Repeated text is found by its left context, so the index sorts the positions of a text by the tokens that *precede*
 them: a suffix array of the reversed text. A binary search finds the positions whose context agrees longest with the end
 of the current text; the neighbours in the array are all occurrences of every shorter length, nearest first. Text that
-still grows is not sorted: one vectorised comparison scans it (100,000 tokens in about 60 us).
+still grows is not sorted: one vectorized comparison scans it (100,000 tokens in about 60 us).
 """
 
 from __future__ import annotations

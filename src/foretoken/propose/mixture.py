@@ -1,6 +1,6 @@
 """Several speculative methods, and for every step the one with the most expected tokens per second.
 
-This generalises the rule of ArcticInference. Free members (text and tables, no model) draft in every step, and their
+This generalizes the rule of ArcticInference. Free members (text and tables, no model) draft in every step, and their
 drafts are merged into one tree. All of them are scored on the text that followed, used or not: full information, unlike
 a bandit. A costly member drafts only if its expected tokens per second exceed those of the free tree, and as many nodes
 as pay for their rows by its acceptance so far. Its gain is learned by the number of tokens that the free tree promises,
@@ -149,7 +149,7 @@ class Mixture(Proposer):
     learns = True
 
     def __init__(self, members: Sequence[Member], costs: CostModel | None = None) -> None:
-        """Initialises the mixture. ``costs`` is the cost model, if it is shared with others."""
+        """Initializes the mixture. ``costs`` is the cost model, if it is shared with others."""
         costs = costs or CostModel()
         self.free = [member for member in members if member.free]
         self.costly = [member for member in members if not member.free]

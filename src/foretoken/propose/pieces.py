@@ -155,7 +155,7 @@ class Script:
         words = (i for i in range(latest, max(self._settled, latest - 2 * self._KEPT), -1) if self._begins_word(i))
         cut = next(words, latest)
         before = self.own.spell(self.ids[self._settled : cut])
-        # A tokenizer that normalises yields other bytes. Then the tail's ids become final.
+        # A tokenizer that normalizes yields other bytes. Then the tail's ids become final.
         self._settled, self._tail = (
             (cut, self._tail[len(before) :]) if self._tail.startswith(before) else (len(self.ids), b"")
         )

@@ -1,6 +1,6 @@
 """Trees of fixed candidates: grown level by level under a model, or cut from independent heads at once.
 
-The tree maximises E[accepted], the sum over nodes of the probability that the target's text passes through them. A
+The tree maximizes E[accepted], the sum over nodes of the probability that the target's text passes through them. A
 node's score is the log of the draft's estimate of it, the sum over its path. Scores only fall along a path, so the best
 nodes of a tree always contain their own ancestors.
 """

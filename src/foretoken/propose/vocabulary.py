@@ -157,7 +157,7 @@ class SharedTokenModel(Model):
     """A model presented with the target's vocabulary: logits are -inf for tokens that are not shared.
 
     Any drafter can use it: the distribution made of a row is the draft's, restricted to the shared tokens and
-    normalised (TLI, 2502.05202, algorithm 4).
+    normalized (TLI, 2502.05202, algorithm 4).
     """
 
     def __init__(self, model: Model, target: Pieces, draft: Pieces, vocab_size: int) -> None:

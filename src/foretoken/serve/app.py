@@ -101,7 +101,7 @@ def create_app(worker: Worker, settings: ServerSettings | None = None) -> FastAP
 
 
 class Service:
-    """What the routes of one app share."""
+    """The state that the routes of one app share."""
 
     def __init__(self, worker: Worker, settings: ServerSettings) -> None:
         self.worker, self.settings = worker, settings

@@ -10,7 +10,7 @@ from starlette.types import Message, Receive
 
 from foretoken.serve.errors import RETRY_SECONDS, ApiError
 
-_DISCARDED = 8  # times the limit: read and dropped, for clients that read the answer only after they have sent the body
+_DISCARDED = 8  # times the limit: is read and dropped, because many clients send a whole body before they read
 _SMALL = 64 * 2**10  # bytes of each body that are not counted
 _LARGE_BODIES = 64  # number of bodies of the largest size that may be in memory at once
 

@@ -37,7 +37,7 @@ class ChatWriter:
         }
 
     def choices(self, number: int, piece: StreamPiece) -> list[dict[str, Any]]:
-        """See ``ResponseWriter``. The role, the content, the calls and the finish reason have chunks of their own."""
+        """See ``ResponseWriter``. Role, content, calls and finish reason are sent in separate chunks."""
         parser, waiting = self._parsers[number], self._waiting[number]
         waiting += self._logprobs(piece.token_ids, piece.logprobs)
         deltas = parser.push(piece.text)
@@ -47,7 +47,9 @@ class ChatWriter:
         if piece.output is not None:
             reason = self._reason(parser, piece.output.finish_reason)
             choices.append(self.silent(number) | {"finish_reason": reason, "stop_reason": piece.output.stop_reason})
-        if choices and self._body.logprobs:  # log-probabilities come with the text of their tokens, or right behind
+        if (
+            choices and self._body.logprobs
+        ):  # log-probabilities are in the chunk of their tokens' text, or in a later one
             logprobs: ChatLogprobs = {"content": list(waiting), "refusal": None}
             choices[0]["logprobs"] = logprobs
             waiting.clear()
@@ -83,7 +85,10 @@ class ChatWriter:
         return list(chat_logprobs(self._token_text, tokens, entries or (), self._body.top_logprobs or 0))
 
     def _reason(self, parser: _TextParser | ToolParser, reason: str | None) -> str | None:
-        """Returns OpenAI's reason: "tool_calls" for calls, unless the client named the function, or they were cut."""
+        """Returns OpenAI's finish reason.
+
+        It is "tool_calls" after complete calls that the model chose; for a function that the client named it is "stop".
+        """
         named = isinstance(self._body.tool_choice, NamedTool)
         return "tool_calls" if reason == "stop" and parser.calls and not named else reason
 

@@ -54,7 +54,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool. Functions are the only kind that is served."""
+    """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -131,7 +131,7 @@ class ChatRequest(Generate):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     top_logprobs: Count | None = None
-    # accepted with the one value that is served
+    # accepted only with the supported value
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     verbosity: Literal["medium"] | None = None
     # ignored

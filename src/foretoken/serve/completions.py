@@ -26,7 +26,7 @@ class CompletionWriter:
         self._waiting: list[list[StreamPiece]] = [[] for _ in range(count)]
 
     def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> Completion:
-        """See ``ResponseWriter``. Of ``best_of`` texts those with the highest log-probability per token are chosen."""
+        """See ``ResponseWriter``. ``best_of`` returns the texts with the highest log-probability per token."""
         n = self._body.n or 1
         choices: list[CompletionChoice] = []
         for start in range(0, len(finals), self._per_prompt):

@@ -39,7 +39,7 @@ class RequestFailed(ForetokenError):
 
 @dataclass(eq=False)
 class ApiError(ForetokenError):
-    """An error answer. ``type`` None is derived from the status."""
+    """An error response. If ``type`` is None, it follows from the status."""
 
     status: int
     message: str
@@ -62,7 +62,7 @@ class ApiError(ForetokenError):
 
 
 class RefusedBody(HTTPException):
-    """Carries an error out of reading a body, where FastAPI passes on HTTPException only."""
+    """Wraps an ApiError that is raised while a body is read, because FastAPI lets only HTTPException through there."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(400, str(reason))
@@ -123,7 +123,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Returns the answer to pydantic's errors: the first field's, with all reasons if it fits none of several types."""
+    """Returns the response to pydantic's errors: those of the first wrong field, with the reason for each type."""
     first = errors[0]
     if first["type"] == "unknown_field":
         return invalid(first["msg"], param=first["ctx"]["name"])

@@ -40,9 +40,9 @@ class Generation:
         predicted_tokens: Number of tokens of the predicted output, if that is what drafts.
 
     Attributes:
-        shown: Whether the client gets what is generated, and has it counted.
+        shown: Whether the client gets the generated tokens; otherwise they are not counted either.
         arrived: When it was submitted, by ``time.monotonic``.
-        began: When the engine took it up.
+        began: When the engine admitted it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Generation:
             InvalidRequest: The engine refused the request.
             RequestFailed: The engine failed on it.
             ServerUnavailable: The server or its engine ended.
-            TimeoutError: The request takes longer than it may.
+            TimeoutError: The request exceeded its time limit.
         """
         async with asyncio.timeout_at(self.deadline):
             while not self._pieces and not self._over:
@@ -112,7 +112,7 @@ class Generation:
         return piece
 
     def push(self, piece: StreamPiece) -> None:
-        """Takes a piece that the engine made."""
+        """Adds a piece from the engine."""
         if self._over:
             return
         self._pieces.append(piece)
@@ -125,8 +125,8 @@ class Generation:
         """Ends it: no more pieces will come.
 
         Args:
-            error: Raised once the pieces that came are read.
-            abort: Whether the engine still works on it.
+            error: Raised to the reader after the pieces that have arrived.
+            abort: Whether the engine must stop working on it.
         """
         if not self._over:
             self._over, self._error = True, error
@@ -134,7 +134,7 @@ class Generation:
             self._release(self, abort)
 
     def close(self, reason: Literal["error", "abort"] = "abort") -> None:
-        """Drops what is left. ``reason`` is counted where it was not finished. Further calls do nothing."""
+        """Drops unread pieces, and counts an unfinished request under ``reason``. Further calls do nothing."""
         if self._closed:
             return
         self._closed = True

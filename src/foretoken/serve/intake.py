@@ -1,6 +1,6 @@
-"""From the body of a request to prompts and sampling parameters.
+"""Converts the body of a request to prompts and sampling parameters.
 
-The server does this in a thread, and for large bodies in a side process. This module must not import torch, so that the
+The server runs this in a thread, and for large bodies in a side process. This module must not import torch, so that the
 side process starts quickly.
 """
 
@@ -24,7 +24,7 @@ from foretoken.serve.tools import forced
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
-# What answering needs of a body. The rest has become prompts and parameters.
+# The fields of a body that are needed to answer. The other fields are in the prompts and parameters.
 _NEEDED = {
     *("model", "n", "best_of", "stream", "stream_options", "return_steps", "priority", "cache_salt"),
     *("logprobs", "top_logprobs", "echo", "tools", "tool_choice"),
@@ -35,7 +35,7 @@ B = TypeVar("B", bound=Generate)
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """text: to be echoed; empty where nothing is."""
+    """A tokenized prompt. text: the prompt, if the answer echoes it; else empty."""
 
     text: str
     ids: list[int]
@@ -51,7 +51,7 @@ class PreparedRequest(Generic[B]):
         params: Sampling parameters of all of them.
         max_tokens: Number of tokens to generate at most; 0 where only the prompt's log-probabilities are wanted.
         calls_only: Whether the text consists of function calls alone.
-        bad_words: The tokens of the bad words, where they are no longer in ``params``.
+        bad_words: The tokens of the bad words; None if ``params`` has the words themselves.
     """
 
     body: B
@@ -91,7 +91,7 @@ class Intake:
         return replace(prepared, params=replace(prepared.params, bad_words=None), bad_words=bad_words)
 
     def served_name(self, model: str | None) -> str:
-        """Returns what the answer calls the model. Raises a 404 for a model that is not served."""
+        """Returns the model's name in the answer. Raises a 404 ApiError for a model that is not served."""
         names = self.settings.model_names
         if model is not None and model not in names:
             message = f"the model {model!r} is not served here; served: {', '.join(names)}"
@@ -113,7 +113,7 @@ class Intake:
         params = sampling(
             body,
             n=candidates,
-            max_tokens=max(1, budget),  # with none at all there still are the prompt's log-probabilities
+            max_tokens=max(1, budget),  # at 0 only log-probabilities of the prompt are sent
             logprobs=0 if body.logprobs is None and candidates > n else body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
@@ -164,14 +164,14 @@ class Intake:
         return replace(params, prediction=self.tokenizer.prediction(params.prediction))
 
     def _budget(self, asked: int | None, prompt: Sequence[int], default: int | None = None) -> int:
-        """Returns how many tokens may be generated. Raises ApiError where they do not fit.
+        """Returns the maximum number of tokens to generate. Raises ApiError if they do not fit.
 
         Args:
-            asked: What the client asked for.
+            asked: The client's maximum, or None.
             prompt: The prompt's tokens.
-            default: Where the client asked for nothing; None is all that fit.
+            default: The maximum if the client gave none; None for as many as fit.
         """
-        before = self.tokenizer.start or prompt  # an encoder's input takes no place of the output's
+        before = self.tokenizer.start or prompt  # an encoder's input takes none of the output's length
         left = self.max_model_len - len(before)
         if left < 1 or (asked or 0) > left:
             more = "" if asked is None else f" and {asked} more were asked for"
@@ -183,7 +183,7 @@ class Intake:
         return min(left, default or left) if asked is None else asked
 
     def _check_counts(self, n: int, prompts: int, logprobs: int | None, name: str = "logprobs") -> None:
-        """Raises ApiError for more than the server was set up for. name: the field that holds ``logprobs``."""
+        """Raises ApiError for counts above the server's limits. name: the field that holds ``logprobs``."""
         limits = self.settings
         for value, limit, param in (
             (n, limits.max_n, "n"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from foretoken.serve.errors import invalid
 
-MAX_VALUES = 2**17  # arrays, objects and members of objects; other values take little time
+MAX_VALUES = 2**17  # arrays, objects and members of objects together; other values parse fast
 MAX_DEPTH = 128
 _LARGE = 2**16  # bytes that would block the event loop for too long
 
@@ -22,10 +22,10 @@ async def read(body: bytes) -> Any:
 
 
 def parse(body: bytes) -> Any:
-    """Returns the value that the JSON in ``body`` spells.
+    """Returns the value of the JSON in ``body``.
 
     Raises:
-        ApiError: 400, it is no JSON in UTF-8, holds half of a surrogate pair, or is too deep or too large to be read.
+        ApiError: 400, it is not JSON in UTF-8, holds half of a surrogate pair, or is nested too deeply or too large.
     """
     _check_structure(body)
     try:

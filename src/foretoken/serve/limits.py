@@ -29,7 +29,7 @@ class ServerSettings:
 
     Args:
         model_names: Names of the model. Answers have the first one.
-        api_keys: Keys, each of which opens everything. Without keys everything is open.
+        api_keys: Accepted API keys. Without keys, no key is needed.
         share_cache_across_keys: Whether requests of different keys share the prefix cache and the proposers' stores.
             Otherwise each of several keys has its own scope.
         chat_template: A template in place of the tokenizer's own.
@@ -41,7 +41,7 @@ class ServerSettings:
         max_prompts: Prompts of one request.
         max_logprobs: Log-probabilities per token.
         max_concurrency: Requests that are answered at once.
-        timeout: Seconds that a request may take, its wait included.
+        timeout: Seconds that a request may take, including its time in the queue.
     """
 
     model_names: Sequence[str] = ("foretoken",)
@@ -129,9 +129,9 @@ class LimitsMiddleware:
             raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=retry)
 
     def _key(self, headers: Headers) -> bytes | None:
-        """Returns the digest of the key in the request if it is valid.
+        """Returns the digest of the request's API key if it is valid, else None.
 
-        It is compared with every key in constant time, so that the time tells nothing about the keys.
+        It is compared with every key in constant time, so that the response time reveals nothing about the keys.
         """
         scheme, _, given = headers.get("authorization", "").partition(" ")
         digest = _digest(given.strip().encode("latin-1"))
@@ -140,7 +140,7 @@ class LimitsMiddleware:
 
 
 def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
-    """Returns the salt of a request that asks for ``cache_salt``: within its key's scope, if keys have scopes."""
+    """Returns the cache salt to use for a request with ``cache_salt``: unique to its API key, if keys have scopes."""
     client = scope.get("state", {}).get(_CLIENT)
     return cache_salt if client is None else _digest(json.dumps([client, cache_salt]).encode()).hex()
 

@@ -36,7 +36,17 @@ _REMEMBERED = 65_536  # sequences whose last step is remembered; aborted ones ar
 
 
 class EngineUsage(Protocol):
-    """Load of the engine. ``kv_capacity`` 0 is unbounded. Prefix queries and hits are counted in tokens."""
+    """Load of the engine.
+
+    Attributes:
+        running: Number of sequences in the batch.
+        waiting: Number of sequences in the queue.
+        kv_tokens: Tokens in the KV cache.
+        kv_capacity: Tokens that fit into the KV cache; 0 if it is unbounded.
+        prefix_hits: Prompt tokens that were in the prefix cache.
+        prefix_queries: Prompt tokens that were looked up in the prefix cache.
+        preemptions: Number of preemptions since the start.
+    """
 
     @property
     def running(self) -> int: ...

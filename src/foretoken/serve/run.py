@@ -18,11 +18,11 @@ from foretoken.serve.protocol import HttpProtocol
 
 _log = logging.getLogger(__name__)
 
-_LAST_WORDS = 5.0  # seconds to send the answers of requests that were ended
+_LAST_WORDS = 5.0  # seconds to send the errors of requests that were ended
 
 
 class Servable(Protocol):
-    """What ``Server`` needs of the app's worker or front."""
+    """The part of the app's ``Worker`` or ``Front`` that ``Server`` uses."""
 
     draining: bool
 

@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Choices = Annotated[int, Field(ge=1, le=MAX_N)]
 Object = dict[str, JsonValue]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-# Validation stops at a list's first wrong item, because a million errors take longer than a million items.
+# Validation stops at the first wrong item of a list, because a million errors would take long to build.
 Strings = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
@@ -57,7 +57,7 @@ class Body(BaseModel):
     """Base of objects in which an unknown field is an error.
 
     Attributes:
-        refused: Fields of OpenAI that would change the output and are not served, with the reason.
+        refused: OpenAI's fields that would change the output and are not supported, with the reason.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -82,13 +82,13 @@ class Body(BaseModel):
 
 
 class Loose(BaseModel):
-    """Base of objects that clients send back as they received them. Unknown fields are ignored."""
+    """Base of objects that clients receive and send back. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class TextPart(Loose):
-    """A part of a message. Text is the only kind that is served."""
+    """A part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -171,7 +171,7 @@ _BIASES = first_wrong(
 
 
 class Generate(Body):
-    """Fields of both endpoints."""
+    """The request fields that /v1/completions and /v1/chat/completions share."""
 
     model: str | None = None
     # OpenAI's

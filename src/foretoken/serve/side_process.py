@@ -1,8 +1,8 @@
-"""Large bodies are parsed, validated and tokenized in a process of their own.
+"""Parses, validates and tokenizes large bodies in separate processes.
 
-Each of these steps holds the interpreter for as long as it lasts, which would delay every running stream. One process
-holds the tokenizer and forks one process for each body, which has a limit on processor time and memory and gives way to
-the server. Memory that a body took is returned with its process. POSIX only.
+Each of these steps holds the GIL, which would delay every running stream. One process holds the tokenizer and forks a
+process for each body, with limits on its CPU time and memory and a lower priority than the server. The memory of a body
+is freed with its process. POSIX only.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class SideProcess:
         self._threads.submit(self._started)
 
     async def prepared(self, kind: type[Generate], body: bytes) -> PreparedRequest[Any] | None:
-        """Returns what ``Intake.prepared`` makes of a body of this kind; None where no process can be started.
+        """Returns ``Intake.prepared`` of a body of this kind; None if no process can be started.
 
         Raises:
-            ApiError: The error that the server would answer if it read the body itself.
+            ApiError: The body is invalid; the error is the one that the server itself would raise.
             Overloaded: Too many large bodies wait.
         """
         if self._waiting >= _MAX_WAITING:
@@ -94,7 +94,7 @@ class SideProcess:
         reply = None if self._broken else self._reply((kind, body))
         if reply is None and not self._started():
             return None
-        if reply is None and process not in (None, self.process.pid):  # it had died, for whatever reason
+        if reply is None and process not in (None, self.process.pid):  # the old process had died
             reply = self._reply((kind, body))
         if reply is None:
             return self._too_much()

@@ -38,11 +38,11 @@ class ResponseWriter(Protocol):
         ...
 
     def choices(self, number: int, piece: StreamPiece) -> list[dict[str, Any]]:
-        """Returns what the piece adds, as choices of one chunk each; at least one for a choice's last piece."""
+        """Returns the piece's additions, one choice per chunk to send; at least one for a choice's last piece."""
         ...
 
     def silent(self, number: int) -> dict[str, Any]:
-        """Returns a choice that adds nothing."""
+        """Returns a choice without any addition, to fill in."""
         ...
 
 
@@ -66,7 +66,7 @@ async def respond(
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of ``work``. If the client disconnects, cancels it and raises a 499 that nobody will read."""
+    """Returns the result of ``work``. If the client disconnects, cancels it and raises an ApiError of status 499."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +87,7 @@ async def _gone(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Sends ``events`` until they end or the client disconnects, and then closes ``generation``.
 
-    A client that reads slowly delays nobody else: its pieces wait in its generation.
+    A client that reads slowly does not delay others: its pieces wait in its generation.
     """
 
     def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
@@ -142,5 +142,5 @@ async def _chained(first: StreamPiece, generation: Generation) -> AsyncIterator[
 
 
 def _event(data: Any) -> bytes:
-    # In ASCII: readers that split lines as Unicode does would end one at U+2028 or U+0085 in the middle of a text.
+    # ASCII, because clients that split lines by Unicode rules would break a text at U+2028 or U+0085.
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"

@@ -11,7 +11,7 @@ from foretoken.outputs import Logprob
 from foretoken.propose.pieces import Pieces
 from foretoken.serve.responses import CompletionLogprobs, TokenLogprob, TopLogprob
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
+LOWEST = -9999.0  # in place of minus infinity, which JSON cannot express
 
 Entries = Mapping[int, Logprob]
 
@@ -35,7 +35,7 @@ class TokenText:
         self._loaded = True
 
     def of(self, token: int) -> bytes:
-        """Returns the bytes of a token, which may be a part of a character; for a special token its name."""
+        """Returns the bytes of a token, possibly only part of a character; for a special token those of its name."""
         return self.visible(token) or str(self._tokenizer.decode([token])).encode()
 
     def visible(self, token: int) -> bytes:

@@ -38,10 +38,10 @@ class ToolParser:
         self._call: _Call | None = None
         self._tagged = False
         self._fresh = True  # only whitespace so far, so bare JSON may begin
-        self._after = False  # behind a call, where whitespace is ignored
+        self._after = False  # after a call, where whitespace is ignored
 
     def push(self, text: str) -> list[Delta]:
-        """Returns the deltas that are certain after ``text``."""
+        """Appends ``text``. Returns the deltas that are certain by then."""
         self._held += text
         deltas: list[Delta] = []
         while self._held and self._advance(deltas):
@@ -127,7 +127,7 @@ class _Call:
         self._arguments, self._given = "", 0  # and how many characters of them were sent
 
     def push(self, text: str, deltas: list[Delta]) -> str:
-        """Consumes ``text``. Returns the rest behind the object."""
+        """Consumes ``text``. Returns the part after the object."""
         rest = ""
         for place, character in enumerate(text):
             self.raw += character
@@ -211,7 +211,7 @@ def _delta(index: int, call: dict[str, Any]) -> Delta:
 
 
 def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Returns the message that is the sum of an answer's deltas."""
+    """Returns the message that an answer's deltas add up to."""
     content: str | None = None
     calls: list[dict[str, Any]] = []
     for delta in deltas:
@@ -227,7 +227,7 @@ def message_of(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def forced(body: ChatRequest) -> dict[str, Any] | None:
-    """Returns the JSON schema of the calls that ``tool_choice`` demands, None if it demands none. Raises ApiError."""
+    """Returns the JSON schema of the calls that ``tool_choice`` requires; None for none. Raises ApiError."""
     tools, choice = body.tools or [], body.tool_choice
     if choice in (None, "none", "auto"):
         return None

@@ -83,7 +83,7 @@ class Eagle3Head(Head):
 
     @torch.no_grad()
     def _start_from(self, teacher: Teacher) -> None:
-        """Initialises with the highest tap, the target's last layer where shapes fit, and its vocabulary rows.
+        """Initializes with the highest tap, the target's last layer where shapes fit, and its vocabulary rows.
 
         Such a head predicts token i + 1, which it is given, so the last norm starts small and the output uncertain.
         """

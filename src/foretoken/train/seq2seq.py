@@ -76,13 +76,13 @@ def new_model(shape: T5Shape, tokenizer: PreTrainedTokenizerFast, seed: int, tie
     model.set_attn_implementation("eager")  # sdpa has no fast kernel with position biases, and compiles badly
     if not tied:
         model.lm_head.weight = nn.Parameter(model.shared.weight.detach() * shape.d_model**-0.5)
-    _initialise_copying(model)
+    _initialize_copying(model)
     return model
 
 
 @torch.no_grad()
-def _initialise_copying(model: T5ForConditionalGeneration) -> None:
-    """Initialises near a model that copies, which small models otherwise need most of a short run to learn.
+def _initialize_copying(model: T5ForConditionalGeneration) -> None:
+    """Initializes near a model that copies, which small models otherwise need most of a short run to learn.
 
     Heads attend at fixed distances, the decoder's self-attention equals the encoder's, and queries and keys of the
     cross-attention are one projection, so that it attends to equal tokens in equal contexts. The outputs of layers are

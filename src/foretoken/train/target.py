@@ -59,7 +59,7 @@ DRAFT_SHAPE = Shape(128, 384, 2, 4, 4, 32)
 
 
 def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Returns a freshly initialised Llama with tied embeddings."""
+    """Returns a freshly initialized Llama with tied embeddings."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

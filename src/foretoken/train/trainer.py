@@ -38,7 +38,7 @@ class TrainConfig:
         weight_decay: Weight decay of matrices.
         warmup: First share of the run, in which the learning rate rises.
         decay: Last share of the run, in which the learning rate falls to zero.
-        seed: Seed of initialisation and batches.
+        seed: Seed of initialization and batches.
         evaluate_every_seconds: Seconds between evaluations.
         compile: Whether to compile, None for where a C++ compiler exists.
         patience: Evaluations without improvement after which the run ends with the best weights.

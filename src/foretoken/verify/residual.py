@@ -47,7 +47,7 @@ def excess(p: Tensor, q: Tensor, weight: float = 1.0) -> tuple[Tensor, float]:
     return residual, float(residual.sum())
 
 
-def normalised(weights: Tensor) -> Tensor:
+def normalized(weights: Tensor) -> Tensor:
     """Returns ``weights`` divided by their sum, float64. All zeros stay zeros, from which nothing can be drawn."""
     weights = weights.double()
     mass = weights.sum()

@@ -14,7 +14,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.law import Sampled, WithoutReplacement
 from foretoken.core.streams import Stream
 from foretoken.core.verdict import Verdict
-from foretoken.verify.residual import drawn_rows, excess, normalised, ratio
+from foretoken.verify.residual import drawn_rows, excess, normalized, ratio
 from foretoken.verify.rows import Probs, chances, draw, possible, reached
 
 
@@ -84,7 +84,7 @@ def recursive(draft: Draft, probs: Probs, stream: Stream) -> Verdict:
     for depth in count():
         p = reached(probs, node + 1)
         children = draft.children[node + 1]
-        q = normalised(rows[node + 1]) if children else p
+        q = normalized(rows[node + 1]) if children else p
         for child in children:
             token = draft.ids[child]
             if stream.bernoulli(min(1.0, ratio(float(p[token]), float(q[token]))), index=child):
@@ -137,4 +137,4 @@ def _without(q: Tensor, tokens: list[int]) -> Tensor:
     """Returns q without ``tokens``, renormalized by the mass that is left; all zeros when nothing is left."""
     left = q.double().clone()
     left[tokens] = 0.0
-    return normalised(left)
+    return normalized(left)

@@ -67,7 +67,7 @@ RULES = ["entropy", "margin", "learned"]
 @pytest.mark.parametrize(
     "settings",
     [{}, {"temperature": 0.0}, {"grade": Exactness.TRAJECTORY}, {"temperature": 0.7, "presence_penalty": 0.5}],
-    ids=["drawn", "greedy", "trajectory", "penalised"],
+    ids=["drawn", "greedy", "trajectory", "penalized"],
 )
 def test_a_stopped_chain_is_a_prefix_of_the_whole_one(rule: str, settings: dict[str, Any], rules: Any) -> None:
     lengths = set()

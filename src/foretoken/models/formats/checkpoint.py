@@ -82,7 +82,7 @@ def resolve(name_or_path: str | Path, gguf_file: str | None = None) -> Path:
         gguf_file: name of a GGUF file in the folder or repository.
 
     Raises:
-        ModelLoadError: there is neither such a folder or file nor such a hub id.
+        ModelLoadError: no such folder, file or hub id exists.
     """
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.is_dir() and name:
@@ -109,7 +109,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _download(hub_id: str, patterns: list[str]) -> Path:
-    """Returns the local folder of a repository of the hub with the files that match."""
+    """Downloads the files of a hub repository that match. Returns the local folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -138,7 +138,7 @@ def _in_folder(folder: Path, gguf_file: str | None) -> Path:
 
 
 def _tagged(hub_id: str, tag: str) -> Path:
-    """Returns the GGUF file of a repository whose name ends with ``tag``, the only one that is downloaded."""
+    """Downloads the one GGUF file of a repository whose name ends with ``tag``. Returns its path."""
     names = [
         f"{separator}{glob.escape(t)}.gguf" for t in {tag, tag.upper(), tag.lower()} for separator in ("[-._]", "")
     ]

@@ -1,4 +1,4 @@
-"""Refuses weights that hold NaN or infinity: they load without an error and give empty text or other nonsense."""
+"""Refuses weights that hold NaN or infinity, which would load without an error and generate nonsense."""
 
 from __future__ import annotations
 

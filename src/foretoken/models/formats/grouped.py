@@ -28,11 +28,11 @@ class GroupLayout:
     Attributes:
         bits: bits of a code, 4 or 8.
         group: number of consecutive inputs that share a scale; a multiple of 16.
-        zero: is subtracted from every level; the difference fits into int8.
+        zero: zero point, subtracted from every level; the difference fits into int8.
         levels: the level of each code, 0 to 255; None if it is the code itself.
         offsets: whether groups have offsets.
-        block: number of groups whose scales (and offsets) have a number in common (``TwoLevels``); 1: none have.
-        half: whether scales and offsets of one level are exact in float16.
+        block: number of groups that share the outer scale (and offset) of ``TwoLevels``; 1 for one level.
+        half: whether scales and offsets, if they have one level, are exact in float16.
     """
 
     bits: int
@@ -46,7 +46,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TwoLevels:
-    """Numbers of groups in two levels: a number of a block of groups times an integer of each group.
+    """Scales or offsets in two levels: a float per block of groups times an integer per group, as in K-quants.
 
     Attributes:
         wholes: float32 [outputs, blocks], exact in float16.
@@ -74,7 +74,7 @@ class Groups:
     scales: Tensor | TwoLevels
     offsets: Tensor | TwoLevels | None = None
 
-    def dequantised(self, layout: GroupLayout) -> Tensor:
+    def dequantize(self, layout: GroupLayout) -> Tensor:
         """Returns the weights, float32 [outputs, in]."""
         inputs = self.codes.shape[1]
         levels = self.codes if layout.levels is None else torch.tensor(layout.levels)[self.codes.long()]
@@ -92,8 +92,8 @@ class Grouped:
     Attributes:
         shape: (out, in).
         layout: how codes become weights.
-        rows: ``rows(first, last)`` reads these outputs. Files are read piece by piece, so that a matrix is never held
-            both as it is stored and as it is packed.
+        rows: ``rows(first, last)`` reads these outputs. Files are read in parts, so that a matrix is never held twice,
+            stored and packed.
     """
 
     shape: tuple[int, int]
@@ -135,20 +135,20 @@ class Grouped:
         return Grouped((starts[-1], parts[0].shape[1]), parts[0].layout, rows)
 
     def to(self, device: torch.device) -> Grouped:
-        """Returns the matrix itself: the product moves it when it dequantizes it."""
+        """Returns the matrix itself: the product moves the weights to the device when it dequantizes them."""
         return self
 
-    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weights [out, in] in ``dtype``."""
         whole = torch.empty(self.shape, dtype=dtype)
         for first, last in strips(self.shape):
-            whole[first:last] = self.rows(first, last).dequantised(self.layout)
+            whole[first:last] = self.rows(first, last).dequantize(self.layout)
         return whole
 
 
 @runtime_checkable
 class GroupedWeights(Protocol):
-    """The tensors of a checkpoint of which some are stored in groups."""
+    """The tensors of a checkpoint, some of which are quantized in groups."""
 
     def grouped(self, name: str) -> Grouped | None:
         """Returns a matrix that is stored in groups; None for any other tensor."""
@@ -163,16 +163,15 @@ def flat(numbers: Tensor | TwoLevels) -> Tensor:
 
 
 def strips(shape: tuple[int, int], multiple: int = 16) -> list[tuple[int, int]]:
-    """Returns ranges of outputs that are handled at once; all but the last have a multiple of ``multiple`` outputs."""
+    """Returns ranges of outputs to process at once; the length of all but the last is a multiple of ``multiple``."""
     step = max(1, _AT_ONCE // (shape[1] * multiple)) * multiple
     return [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
 
 
-def quantise_groups(weight: Tensor, group: int, bits: int = 4) -> Grouped:
+def quantize_groups(weight: Tensor, group: int, bits: int = 4) -> Grouped:
     """Quantizes a weight [out, in] of any float dtype to the nearest code; symmetric in each group, scales in float16.
 
-    The number of largest magnitude in a group takes the outermost negative code, as in GGUF's Q4_0, so that all codes
-    are used.
+    As in GGUF's Q4_0, the element of largest magnitude in a group gets the lowest code, so that all codes are used.
     """
     zero = 2 ** (bits - 1)
     codes = torch.empty(weight.shape, dtype=torch.uint8)
@@ -189,9 +188,9 @@ def quantise_groups(weight: Tensor, group: int, bits: int = 4) -> Grouped:
 
 
 def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
-    """Returns the matrices in one layout, so that they can be one product: unchanged if they have one.
+    """Returns the matrices in one layout, so that they can be one product: unchanged if their layouts are equal.
 
-    Otherwise codes take eight bits and groups the shortest length of all. Weights stay exactly the same.
+    Otherwise codes get eight bits, and groups the shortest length among them. The weights stay exactly the same.
     """
     if len({part.layout for part in parts}) == 1:
         return parts
@@ -224,7 +223,7 @@ def _converter(part: Grouped, layout: GroupLayout) -> Callable[[int, int], Group
 
 
 def _split(numbers: Tensor | TwoLevels, times: int, groups: int) -> Tensor | TwoLevels:
-    """Returns the numbers of groups that are divided into ``times`` groups each; the first ``groups`` of them."""
+    """Repeats each group's number ``times`` times, for groups that are split. Returns the first ``groups`` of them."""
     if isinstance(numbers, TwoLevels):
         return TwoLevels(numbers.wholes, numbers.parts.repeat_interleave(times, 1)[:, :groups])
     return numbers.repeat_interleave(times, 1)[:, :groups]
@@ -237,7 +236,7 @@ def _zeros(numbers: Tensor | TwoLevels) -> Tensor | TwoLevels:
 
 
 def _stack(numbers: Sequence[Tensor | TwoLevels]) -> Tensor | TwoLevels:
-    """Concatenates numbers along the outputs; all are of one kind."""
+    """Concatenates scales or offsets along the outputs. All have one level, or all have two."""
     two = [number for number in numbers if isinstance(number, TwoLevels)]
     if two:
         return TwoLevels(torch.cat([number.wholes for number in two]), torch.cat([number.parts for number in two]))

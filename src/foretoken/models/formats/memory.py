@@ -19,7 +19,7 @@ _GIB = 2**30
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bits: float | None) -> int:
     """Returns the bytes of these tensors once they are loaded.
 
-    A tied head counts twice, because it is packed apart from the embedding.
+    A tied head counts twice, because it is packed separately from the embedding.
 
     Args:
         shapes: shapes of the checkpoint's tensors by name.

@@ -102,7 +102,7 @@ class PackedMatrix:
 
         return Grouped(self.shape, layout, rows)
 
-    def dequantised(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Returns the weights, float32 [out, in]."""
         whole = torch.empty(self.shape)
         groups = torch.arange(self.shape[1]) // self.layout.group if self.group_of is None else self.group_of
@@ -139,7 +139,7 @@ class PackedWeights(Mapping[str, Tensor]):
         self.shapes |= {name: self._matrix(name).shape for name in self._stems}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._matrix(name).dequantised() if name in self._stems else self._weights[name]
+        return self._matrix(name).dequantize() if name in self._stems else self._weights[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.shapes

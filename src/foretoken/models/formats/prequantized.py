@@ -1,9 +1,9 @@
 """Checkpoints that are already quantized, as compressed-tensors, torchao, AWQ and GPTQ tools write them.
 
-Codes of four or eight bits in groups are in ``packed.py``. Supported are also symmetric int8 weights with one scale per
-output channel, and activations that are quantized dynamically and symmetrically row by row: compressed-tensors
+``packed.py`` reads codes of four or eight bits in groups. This module reads W8A8 checkpoints: symmetric int8 weights
+with one scale per output channel, and activations quantized dynamically and symmetrically per row. compressed-tensors
 (``int-quantized``, as llm-compressor saves W8A8) and torchao (``Int8DynamicActivationInt8WeightConfig`` version 2, per
-row). Matrices that were not quantized stay as they are.
+row) write them. Matrices that are not quantized stay as they are.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def read_int8(weights: Mapping[str, Tensor], name: str) -> Int8 | None:
 
 
 def _refused(what: str) -> ModelLoadError:
-    return ModelLoadError(f"the checkpoint is quantised in a way that is not computed here ({what}); {SUPPORTED}")
+    return ModelLoadError(f"the checkpoint is quantized in a way that is not computed here ({what}); {SUPPORTED}")
 
 
 def _pack_quantized(groups: Sequence[QuantizationGroup], settings: Mapping[str, Any]) -> PackedSettings:
@@ -162,7 +162,7 @@ def _scheme(group: QuantizationGroup) -> PackedSettings:
     weights = group.weights or {}
     bits, strategy, size = (weights.get(key) for key in ("num_bits", "strategy", "group_size"))
     if group.input_activations:
-        raise _refused("format pack-quantized with quantised activations")
+        raise _refused("format pack-quantized with quantized activations")
     if (
         weights.get("type", "int") != "int"
         or bits not in (4, 8)
@@ -179,7 +179,7 @@ def _scheme(group: QuantizationGroup) -> PackedSettings:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> str | None:
-    """Returns the setting that is not supported; None if all are."""
+    """Returns the first unsupported setting; None if all are supported."""
     groups = list((settings.get("config_groups") or {}).values())
     layout = {group.get("format") or settings.get("format") for group in groups}
     if not groups or not layout <= {"int-quantized", "naive-quantized"}:
@@ -192,12 +192,12 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> str | None:
                 if scheme.get(key) != value:
                     return f"{part} with {key} {scheme.get(key)}"
         if group.get("output_activations"):
-            return "quantised output activations"
+            return "quantized output activations"
     return next((key for key in _OTHER if settings.get(key)), None)
 
 
 def _torchao(settings: Mapping[str, Any]) -> str | None:
-    """Returns the setting that is not supported; None if all are."""
+    """Returns the first unsupported setting; None if all are supported."""
     kinds = settings.get("quant_type") or {}
     scheme = kinds.get("default") if isinstance(kinds, Mapping) and len(kinds) == 1 else None
     if not isinstance(scheme, Mapping) or scheme.get("_type") != "Int8DynamicActivationInt8WeightConfig":
@@ -210,7 +210,7 @@ def _torchao(settings: Mapping[str, Any]) -> str | None:
     if scheme.get("_version") != 2 or not per_row or not symmetric or data.get("weight_only_decode"):
         return "torchao's int8 with other settings"
     if settings.get("include_input_output_embeddings"):
-        return "a quantised embedding"
+        return "a quantized embedding"
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.models.formats.grouped import Grouped, quantise_groups
+from foretoken.models.formats.grouped import Grouped, quantize_groups
 
 DEFAULT_GROUP = 32  # of "int4"
 LIMIT = 127.0  # symmetric: -128 is not used
@@ -36,7 +36,7 @@ class Int8:
         """Returns the matrix on ``device``."""
         return Int8(self.values.to(device), self.scales.to(device))
 
-    def dequantised(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Returns the matrix in float32 [out, in]."""
         return self.values.float() * self.scales[:, None]
 
@@ -52,7 +52,7 @@ Matrix = Tensor | Int8 | Grouped
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiser:
+class Quantizer:
     """A scheme that quantizes weights on loading.
 
     Attributes:
@@ -64,12 +64,12 @@ class Quantiser:
     group: int | None = None
 
     @staticmethod
-    def of(name: str | None) -> Quantiser | None:
+    def of(name: str | None) -> Quantizer | None:
         """Returns the scheme with a name of ``options.QUANTIZATIONS``; None for None."""
         if name is None:
             return None
         scheme, _, group = name.partition("-g")
-        return Quantiser(8) if scheme == "int8" else Quantiser(4, int(group or DEFAULT_GROUP))
+        return Quantizer(8) if scheme == "int8" else Quantizer(4, int(group or DEFAULT_GROUP))
 
     @property
     def weight_bits(self) -> float:
@@ -78,7 +78,7 @@ class Quantiser:
 
     def __call__(self, weight: Tensor) -> Matrix:
         """Returns a weight [out, in] of any float dtype quantized."""
-        return quantise(weight) if self.group is None else quantise_groups(weight, self.group, self.bits)
+        return quantize(weight) if self.group is None else quantize_groups(weight, self.group, self.bits)
 
 
 def stacked(parts: Sequence[Matrix]) -> Matrix:
@@ -88,18 +88,18 @@ def stacked(parts: Sequence[Matrix]) -> Matrix:
     grouped = [part for part in parts if isinstance(part, Grouped)]
     if grouped:
         return Grouped.cat(grouped)
-    quantised = [part for part in parts if isinstance(part, Int8)]
-    return Int8.cat(quantised) if quantised else torch.cat([part for part in parts if isinstance(part, Tensor)])
+    quantized = [part for part in parts if isinstance(part, Int8)]
+    return Int8.cat(quantized) if quantized else torch.cat([part for part in parts if isinstance(part, Tensor)])
 
 
 def floats(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """Returns a matrix [out, in] as floats: unchanged if it is not quantized."""
     if isinstance(matrix, Grouped):
-        return matrix.dequantised(dtype)
-    return matrix.dequantised().to(dtype) if isinstance(matrix, Int8) else matrix
+        return matrix.dequantize(dtype)
+    return matrix.dequantize().to(dtype) if isinstance(matrix, Int8) else matrix
 
 
-def quantise(weight: Tensor) -> Int8:
+def quantize(weight: Tensor) -> Int8:
     """Quantizes a weight [out, in] of any float dtype, each output channel by its largest magnitude.
 
     Values are rounded half to even.
@@ -109,12 +109,12 @@ def quantise(weight: Tensor) -> Int8:
     step = max(1, _AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
-        values[rows], scale = quantise_rows(weight[rows])
+        values[rows], scale = quantize_rows(weight[rows])
         scales[rows] = scale[:, 0]
     return Int8(values, scales)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes each row of x [rows, n] by its largest magnitude.
 
     Returns:

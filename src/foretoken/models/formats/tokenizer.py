@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 _KEYS = {"backend", "is_local", "local_files_only", "tokenizer_class", "model_max_length"}
 _KEYS |= {"eos_token", "bos_token", "unk_token", "pad_token"}
 _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-_LONG = 4096  # characters; shorter texts are encoded before another thread could take its turn
+_LONG = 4096  # characters; shorter texts are encoded in less time than another thread waits for the GIL
 
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
@@ -107,7 +107,9 @@ def _from_folder(path: Path) -> Any:
 
 
 def is_plain(path: Path, config: Any) -> bool:
-    """Returns whether ``PlainTokenizer`` tokenizes as transformers does: no file or setting but a few changes the ids.
+    """Returns whether ``PlainTokenizer`` tokenizes as transformers does.
+
+    True if the folder has only files and settings that are known not to change the ids.
 
     Args:
         path: the checkpoint's folder.

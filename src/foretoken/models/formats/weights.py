@@ -1,4 +1,4 @@
-"""A decoder's tensors as the runners take them: one layer at a time, projections that share an input together."""
+"""A decoder's weights as the runners take them: one layer at a time, with projections of the same input fused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foretoken.models.formats.finite import converted
 from foretoken.models.formats.grouped import Grouped, GroupedWeights
 from foretoken.models.formats.memory import give_back
 from foretoken.models.formats.prequantized import read_int8
-from foretoken.models.formats.quantize import Matrix, Quantiser, floats
+from foretoken.models.formats.quantize import Matrix, Quantizer, floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a model begins whose residual stream starts from features instead of embeddings.
+    """The input side of a model whose residual stream starts from features instead of embeddings.
 
     Attributes:
         joined: whether the input of the first attention is [norm(embedding), norm(features)], so that its ``qkv`` is
@@ -68,17 +68,17 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint's tensors with the dtype to convert them to. quantise: how float matrices are quantized."""
+    """A checkpoint's tensors with the dtype to convert them to. quantize: how float matrices are quantized."""
 
     weights: Mapping[str, Tensor]
     architecture: Architecture
     dtype: torch.dtype
-    quantise: Quantiser | None = None
+    quantize: Quantizer | None = None
 
     @property
     def reader(self) -> TensorReader:
         """Reads the tensors by name."""
-        return TensorReader(self.weights, self.dtype, self.quantise, self.architecture.norm_offset)
+        return TensorReader(self.weights, self.dtype, self.quantize, self.architecture.norm_offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ def read_ends(source: Source) -> Ends:
     head = embedding
     if not a.tied and ("lm_head.weight" in source.weights or "lm_head._weight_qdata" in source.weights):
         head = reader.matrix("lm_head", a.vocab, a.hidden)
-    elif source.quantise is not None and isinstance(stored, Tensor):
-        head = source.quantise(stored)
+    elif source.quantize is not None and isinstance(stored, Tensor):
+        head = source.quantize(stored)
     return Ends(embedding, reader.norm("model.norm", a.hidden), head)
 
 
@@ -144,13 +144,13 @@ class TensorReader:
     Attributes:
         weights: the checkpoint's tensors.
         dtype: dtype to convert matrices and biases to.
-        quantise: how float matrices are quantized; None if they stay as they are.
-        norm_offset: is added to stored norm weights.
+        quantize: how float matrices are quantized; None if they stay as they are.
+        norm_offset: offset that is added to stored norm weights.
     """
 
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
-    quantise: Quantiser | None = None
+    quantize: Quantizer | None = None
     norm_offset: float = 0.0
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
@@ -163,7 +163,7 @@ class TensorReader:
         if any(isinstance(part, Grouped) for part in parts) and any(isinstance(part, Tensor) for part in parts):
             parts = tuple(floats(part, self.dtype) for part in parts)
         if len({type(part) for part in parts}) > 1:
-            raise ModelLoadError(f"of {' and '.join(names)} only some are quantised; they are one product here")
+            raise ModelLoadError(f"of {' and '.join(names)} only some are quantized; they are one product here")
         self.check(parts, names, rows, columns)
         return parts
 
@@ -211,8 +211,8 @@ class TensorReader:
         )
 
     def grouped(self, name: str) -> Grouped | None:
-        """Returns the weight of ``name`` if it is stored in groups and is to stay so, else None."""
-        if self.quantise is not None or not isinstance(self.weights, GroupedWeights):
+        """Returns the weight of ``name`` if it is stored in groups and need not be dequantized; else None."""
+        if self.quantize is not None or not isinstance(self.weights, GroupedWeights):
             return None
         return self.weights.grouped(f"{name}.weight") if f"{name}.weight" in self.weights else None
 
@@ -226,4 +226,4 @@ class TensorReader:
         weight = self.get(f"{name}.weight")
         if weight.ndim != 2:
             raise ModelLoadError(f"the tensor {name + '.weight'!r} is not a matrix; is the checkpoint damaged?")
-        return converted(f"{name}.weight", weight, self.dtype) if self.quantise is None else self.quantise(weight)
+        return converted(f"{name}.weight", weight, self.dtype) if self.quantize is None else self.quantize(weight)

@@ -102,11 +102,11 @@ class EagleNet:
         if not self.joined:
             return taps
         if self.head.norm_before_fc:
-            taps = self._normalise(taps, self._norms[0])
+            taps = self._normalize(taps, self._norms[0])
         if self.head.fc_norm:
             own = self._norms[-(taps.shape[-1] // self.head.target_hidden) :]
             parts = taps.split(self.head.target_hidden, dim=-1)
-            taps = torch.cat([self._normalise(p, w) for p, w in zip(parts, own, strict=True)], dim=-1)
+            taps = torch.cat([self._normalize(p, w) for p, w in zip(parts, own, strict=True)], dim=-1)
         return self._multiply(taps)
 
     def to_target(self, logits: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class EagleNet:
         before = ["input_norm.weight"] if self.head.norm_before_fc else []
         return before + ([f"fc_norm.{i}.weight" for i in range(count)] if self.head.fc_norm else [])
 
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, self._eps).to(x.dtype)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.formats.grouped import Grouped
-from foretoken.models.formats.quantize import Int8, Matrix, quantise_rows
+from foretoken.models.formats.quantize import Int8, Matrix, quantize_rows
 
 # With AMX, oneDNN uses another bf16 kernel from 33 rows on, which sums in another order (measured).
 AMX_ROWS = 32
@@ -96,7 +96,7 @@ class Int8Linear:
             self._values = weight.values.clone()
 
     def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
-        values, scales = quantise_rows(x)
+        values, scales = quantize_rows(x)
         y = self._onednn(values) if self._packed else exact_product(values, self._values) * self._scales
         y = y * scales if self._bias is None else torch.addcmul(self._bias, y, scales)
         return y.to(x.dtype)
@@ -120,7 +120,7 @@ class GroupedLinear:
 
     def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
         if self._linear is None:
-            self._linear = Linear(self._weight.dequantised(x.dtype).to(x.device), self._bias)
+            self._linear = Linear(self._weight.dequantize(x.dtype).to(x.device), self._bias)
         return self._linear(x, alone)
 
 

@@ -175,22 +175,22 @@ class TorchRunner(DecoderOnly):
     def _begin(self, features: Tensor, rows: int) -> Tensor:
         """Returns the start of a residual stream of features. A single row is doubled, as its token is."""
         hidden = features.to(self._device, self._dtype).expand(rows, -1)
-        return self._normalise(hidden, self._feature_norm) if self._entry.norm_first else hidden
+        return self._normalize(hidden, self._feature_norm) if self._entry.norm_first else hidden
 
     def _attention_input(self, number: int, hidden: Tensor, g: Geometry) -> Tensor:
         """Returns the input of a layer's attention; see ``weights.Entry``."""
         norm = self._layers[number].norm
         if number or not self._entry.joined:
-            return self._normalise(hidden, norm)
-        features = hidden if self._entry.norm_first else self._normalise(hidden, self._feature_norm)
-        return torch.cat([self._normalise(self._embed(g.tokens), norm), features], dim=-1)
+            return self._normalize(hidden, norm)
+        features = hidden if self._entry.norm_first else self._normalize(hidden, self._feature_norm)
+        return torch.cat([self._normalize(self._embed(g.tokens), norm), features], dim=-1)
 
     def _tapped(self, states: dict[int, Tensor], taps: Sequence[int], rows: Tensor | slice) -> dict[int, Tensor]:
         """Returns hidden states of ``rows``, the last layer's normed. They are copies if ``rows`` are indices."""
         tapped = {number: states[number][rows] for number in taps}
         last = self._architecture.layers
         if last in tapped:
-            tapped[last] = self._normalise(tapped[last], self._norm)
+            tapped[last] = self._normalize(tapped[last], self._norm)
         return tapped
 
     def _layer(
@@ -201,22 +201,22 @@ class TorchRunner(DecoderOnly):
         queries_keys, values = heads.split((a.heads + a.kv_heads, a.kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             queries, keys = queries_keys.split((a.heads, a.kv_heads), dim=1)
-            parts = self._normalise(queries, layer.q_norm), self._normalise(keys, layer.k_norm)
+            parts = self._normalize(queries, layer.q_norm), self._normalize(keys, layer.k_norm)
             queries_keys = torch.cat(parts, dim=1)
         if a.rope[number] >= 0:
             queries_keys = rotate(queries_keys, *turns[a.rope[number]])
         mixed = layer.out(attend(self.cache, number, queries_keys, values, g, a, g.masks[a.windows[number]]), alone)
         if layer.post_attention_norm is not None:
-            mixed = self._normalise(mixed, layer.post_attention_norm)
+            mixed = self._normalize(mixed, layer.post_attention_norm)
         hidden = hidden + mixed
-        gate, up = layer.gate_up(self._normalise(hidden, layer.mlp_norm), alone).chunk(2, dim=-1)
+        gate, up = layer.gate_up(self._normalize(hidden, layer.mlp_norm), alone).chunk(2, dim=-1)
         active = F.silu(gate) if a.activation == "silu" else F.gelu(gate, approximate="tanh")
         mixed = layer.down(active * up, alone)
         if layer.post_mlp_norm is not None:
-            mixed = self._normalise(mixed, layer.post_mlp_norm)
+            mixed = self._normalize(mixed, layer.post_mlp_norm)
         return hidden + mixed
 
-    def _normalise(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Returns the RMS norm over the last dimension, computed in float32 and rounded once; x without a weight."""
         if weight is None:
             return x
@@ -224,7 +224,7 @@ class TorchRunner(DecoderOnly):
 
     def _logits(self, states: dict[int, Tensor], outputs: Tensor) -> Tensor:
         """Returns the logits of the rows ``outputs``, float32 [outputs, V]."""
-        return self.unembed(self._normalise(states[self._architecture.layers].index_select(0, outputs), self._norm))
+        return self.unembed(self._normalize(states[self._architecture.layers].index_select(0, outputs), self._norm))
 
     @torch.inference_mode()
     def unembed(self, hidden: Tensor) -> Tensor:

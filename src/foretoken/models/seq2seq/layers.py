@@ -27,10 +27,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
 }
-Normalise = Callable[[Tensor], Tensor]
+Normalize = Callable[[Tensor], Tensor]
 
 
-def norm_of(norm: NormWeight, eps: float, device: torch.device) -> Normalise:
+def norm_of(norm: NormWeight, eps: float, device: torch.device) -> Normalize:
     """Returns the norm as a function; it is computed in float32 and rounded once."""
     weight, shape = norm.weight.to(device), norm.weight.shape
     if norm.bias is None:
@@ -54,7 +54,7 @@ class Attention:
         out: output projection.
     """
 
-    norm: Normalise
+    norm: Normalize
     into: Product
     keys_values: Product | None
     out: Product
@@ -76,7 +76,7 @@ class Attention:
 class MLP:
     """down(activation(up x)), or down(activation(gate x) * up x)."""
 
-    norm: Normalise
+    norm: Normalize
     up: Product
     down: Product
     activation: Callable[[Tensor], Tensor]
@@ -112,7 +112,7 @@ class Block:
         return Block(Attention.of(w.itself, a, device, across=False), across, MLP.of(w.mlp, a, device))
 
 
-def branch(first: bool, norm: Normalise, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+def branch(first: bool, norm: Normalize, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns hidden + part(norm(hidden)) if norms come first, else norm(hidden + part(hidden))."""
     return hidden + part(norm(hidden)) if first else norm(hidden + part(hidden))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
-from foretoken.models.formats.quantize import Quantiser
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import TensorReader
 from foretoken.models.options import check_quantization
 from foretoken.models.seq2seq.runner import Seq2SeqRunner
@@ -38,7 +38,7 @@ class EncoderDecoder(Decoder):
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length, self.source_length = a.max_length, a.source_length
-        reader = TensorReader(weights, dtype, Quantiser.of(quantization))
+        reader = TensorReader(weights, dtype, Quantizer.of(quantization))
         self.runner = Seq2SeqRunner(Seq2SeqWeights(reader, a), dtype, device)
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 

@@ -122,11 +122,11 @@ class Seq2SeqWeights:
             bias = stored if bool(stored.any()) else None
         if "lm_head.weight" in self._reader.weights:
             return self._reader.matrix("lm_head", a.vocab, a.hidden), bias
-        return (self._reader.quantise(embedding) if self._reader.quantise is not None else embedding), bias
+        return (self._reader.quantize(embedding) if self._reader.quantize is not None else embedding), bias
 
     def fingerprint(self) -> str:
         """Returns a hash of the encoder; encoders with equal hashes are treated as the same."""
-        digest = hashlib.sha256(repr((self.architecture.encoder, self._reader.dtype, self._reader.quantise)).encode())
+        digest = hashlib.sha256(repr((self.architecture.encoder, self._reader.dtype, self._reader.quantize)).encode())
         prefixes = ("encoder.", "shared.") if self._t5 else ("model.encoder.", "model.shared.")
         for name in sorted(n for n in self._reader.weights if n.startswith(prefixes)):
             values = self._reader.weights[name]

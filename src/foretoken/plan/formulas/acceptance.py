@@ -82,7 +82,7 @@ def coupled(p: Rows, q: Rows, children: int = 1) -> Tensor:
 def recursive(p: Rows, q: Rows, siblings: int, replace: bool = False) -> Tensor:
     """Recursive rejection over drawn siblings, i.i.d. (2305.09781) or without replacement (2402.12374).
 
-    After a rejection p <- norm((p - q)+), and without replacement q[x] <- 0, renormalised. One level of traversal
+    After a rejection p <- norm((p - q)+), and without replacement q[x] <- 0, renormalized. One level of traversal
     verification accepts the same. Without replacement q depends on the earlier siblings, so all V^(siblings - 1)
     branches are enumerated: for small vocabularies.
 

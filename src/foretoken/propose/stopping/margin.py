@@ -112,7 +112,7 @@ class MarginEstimate:
 
 
 def logistic(x: Reals, y: Reals, start: Reals, centre: Reals, precision: Reals) -> Reals:
-    """Returns the (w, b) that maximise sum log P(y | sigmoid(w x + b)) under a Gaussian prior.
+    """Returns the (w, b) that maximize sum log P(y | sigmoid(w x + b)) under a Gaussian prior.
 
     Newton's method with step halving; the objective is concave, so it converges.
 

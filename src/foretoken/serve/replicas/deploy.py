@@ -32,8 +32,8 @@ from foretoken.serve.replicas.scale import ReplicaScale, share
 _log = logging.getLogger(__name__)
 
 _NAME = "Replica"
-_PATIENCE = 10.0  # seconds for all replicas to return their metrics
-_ASIDE = 16  # concurrent calls of a replica beside its requests, so that a full one still returns its metrics
+_METRICS_SECONDS = 10.0  # time limit for all replicas to return their metrics
+_EXTRA_CALLS = 16  # concurrent calls of a replica beside its requests, so that a full one still returns its metrics
 _HEALTH_SECONDS = 2.0  # between health checks of a replica
 _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 120.0  # for which the load must ask for more, or for fewer
 
@@ -70,7 +70,9 @@ class RayReplicas:
     async def metrics(self) -> Sequence[tuple[str, Any]]:
         """See ``Replicas``."""
         try:
-            answers = await self._handle.broadcast("metrics").results_async(timeout_s=_PATIENCE, return_exceptions=True)
+            answers = await self._handle.broadcast("metrics").results_async(
+                timeout_s=_METRICS_SECONDS, return_exceptions=True
+            )
         except (RayError, RayServeException, TimeoutError):
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
@@ -127,14 +129,14 @@ def _connect(address: str | None, verbose: bool) -> None:
 def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, app: str) -> DeploymentHandle[Any]:
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     # One more batch waits in the engine, where priorities count; the rest waits at the front for any free replica.
-    max_requests = 2 * engine.seats
+    max_requests = 2 * engine.max_num_seqs
     options: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.ceiling > scale.replicas:
         options = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=scale.replicas,
                 max_replicas=scale.ceiling,
-                target_ongoing_requests=float(engine.seats),
+                target_ongoing_requests=float(engine.max_num_seqs),
                 upscale_delay_s=_UPSCALE_SECONDS,
                 downscale_delay_s=_DOWNSCALE_SECONDS,
             )
@@ -142,10 +144,10 @@ def _deploy(engine: ReplicaConfig, scale: ReplicaScale, drain_timeout: float, ap
     deployment = serve.deployment(
         name=_NAME,
         ray_actor_options={"num_cpus": scale.cpus or share(nodes, scale.ceiling), "num_gpus": scale.gpus},
-        max_ongoing_requests=max_requests + _ASIDE,
+        max_ongoing_requests=max_requests + _EXTRA_CALLS,
         request_router_config={
             "request_router_class": PrefixRouter,
-            "request_router_kwargs": {"slack": max(1, engine.seats // 4), "max_requests": max_requests},
+            "request_router_kwargs": {"slack": max(1, engine.max_num_seqs // 4), "max_requests": max_requests},
         },
         health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_wait_loop_s=0.2,

@@ -49,20 +49,20 @@ class Forwarded:
     Args:
         scope: The ASGI scope, without entries of the front's own connection.
         body: The body.
-        beginnings: Result of the function ``beginnings``, by which the replica is chosen.
+        prefix_hashes: Result of ``prefix_hashes``, by which the replica is chosen.
         avoid: Names of replicas that were lost with this request.
     """
 
     scope: dict[str, Any]
     body: bytes = b""
-    beginnings: tuple[int, ...] = ()
+    prefix_hashes: tuple[int, ...] = ()
     avoid: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, scope: Scope, body: bytes, parsed: Mapping[str, Any]) -> Forwarded:
         kept = {"type": "http", "asgi": {"version": "3.0"}, **{key: scope[key] for key in _KEPT if key in scope}}
         salt = parsed.get("cache_salt")
-        return cls(kept, body, beginnings(parsed, effective_salt(scope, salt if isinstance(salt, str) else None)))
+        return cls(kept, body, prefix_hashes(parsed, effective_salt(scope, salt if isinstance(salt, str) else None)))
 
 
 async def parse(body: bytes) -> dict[str, Any]:
@@ -74,7 +74,7 @@ async def parse(body: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def beginnings(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[int, ...]:
+def prefix_hashes(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[int, ...]:
     """Returns a hash of each prefix of the prompt that ends with a block, together with the salt.
 
     Two prompts share as many hashes as they share leading blocks. Valid within this process.

@@ -28,8 +28,11 @@ HEADER = b"x-foretoken-replica"  # names the replica that answered
 class Relay:
     """Relays one request. ``run`` is called once.
 
-    ``respond`` asks a replica, ``parsed`` is the request's body, ``timeout`` the seconds that it may take, and
-    ``failovers`` counts the ``OUTCOMES``.
+    Args:
+        respond: Sends a request to a replica and returns the messages of its answer.
+        parsed: The request's body.
+        timeout: Seconds that the request may take.
+        failovers: Counts the ``OUTCOMES``.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Relay:
         raise ReplicaLost("a replica ended without an answer", self._replica)
 
     async def _go_on(self, messages: AsyncIterator[Message], replay: Replay) -> bool:
-        """Continues behind the part that was sent."""
+        """Continues the answer after the part that was already sent."""
         async for message in messages:
             self._replica = message.pop("replica")
             if message["type"] == "http.response.start":

@@ -15,8 +15,8 @@ class Different(Exception):
 
 
 @dataclass
-class _Told:
-    """State of one choice. ``again`` counts the characters of the replay."""
+class _SentChoice:
+    """The part of one choice that was sent. ``again`` counts the characters of the replay."""
 
     text: str = ""
     opened: bool = False
@@ -40,11 +40,11 @@ class Transcript:
 
 
 class Replay:
-    """Cuts the part that was ``sent`` from a repeated stream, and keeps the identifier and time of the first stream."""
+    """Removes the part that was ``sent`` from a repeated stream, and keeps the first stream's identifier and time."""
 
     def __init__(self, sent: bytes) -> None:
         self._head: dict[str, Any] = {}
-        self._told: defaultdict[int, _Told] = defaultdict(_Told)
+        self._sent_choices: defaultdict[int, _SentChoice] = defaultdict(_SentChoice)
         self._over = self._counted = False
         for data in _events(sent):
             self._note(data)
@@ -61,10 +61,10 @@ class Replay:
         self._head = self._head or {key: chunk[key] for key in ("id", "created") if key in chunk}
         self._counted |= "choices" in chunk and not chunk["choices"]
         for choice in chunk.get("choices", ()):
-            told, (text, opens, ends) = self._told[choice["index"]], _parts(choice)
-            told.text += text
-            told.opened |= opens
-            told.ended |= ends
+            sent, (text, opens, ends) = self._sent_choices[choice["index"]], _parts(choice)
+            sent.text += text
+            sent.opened |= opens
+            sent.ended |= ends
 
     def _left(self, body: bytes) -> list[dict[str, Any] | bytes]:
         left: list[dict[str, Any] | bytes] = []
@@ -84,15 +84,15 @@ class Replay:
 
     def _is_news(self, choice: dict[str, Any]) -> bool:
         """Returns whether anything of a choice is new, and cuts the rest from its text."""
-        told, (text, opens, ends) = self._told[choice["index"]], _parts(choice)
-        known = told.text[told.again : told.again + len(text)]
-        told.again += len(text)
-        if not text.startswith(known) or (ends and told.again < len(told.text)):
+        sent, (text, opens, ends) = self._sent_choices[choice["index"]], _parts(choice)
+        known = sent.text[sent.again : sent.again + len(text)]
+        sent.again += len(text)
+        if not text.startswith(known) or (ends and sent.again < len(sent.text)):
             raise Different
         fresh = text[len(known) :]
         if text:
             _place(choice)[_name(choice)] = fresh
-        return bool(fresh) or (opens and not told.opened) or (ends and not told.ended)
+        return bool(fresh) or (opens and not sent.opened) or (ends and not sent.ended)
 
 
 def event(data: Any) -> bytes:

@@ -20,7 +20,7 @@ from foretoken.serve.worker import Worker
 
 _log = logging.getLogger(__name__)
 
-_NO_BOUND = 2**31  # the front counts requests
+_NO_BOUND = 2**31  # the front limits the number of requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +44,18 @@ class ReplicaConfig:
     created: int = 0
 
     @property
-    def seats(self) -> int:
-        """Number of sequences in one forward pass."""
+    def max_num_seqs(self) -> int:
+        """Maximum number of sequences in one forward pass."""
         return int(self.options.get("max_num_seqs", 16))
 
     @property
     def max_requests(self) -> int:
         """Number of sequences that may run or wait."""
-        return self.seats + self.max_waiting
+        return self.max_num_seqs + self.max_waiting
 
 
 class Replica:
-    """Answers requests that the front forwards. ``name`` is unique among replicas.
+    """Answers the requests that the front forwards. ``name`` is unique among replicas.
 
     It has the server's own app, so that answers are equal byte for byte. Keys are checked here again; CORS is left to
     the front.

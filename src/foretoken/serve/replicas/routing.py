@@ -16,32 +16,32 @@ R = TypeVar("R", bound=Hashable)
 REMEMBERED = 65_536  # latest blocks of prompts; about 16 million characters
 
 
-class Beginnings:
-    """Remembers which replicas prefilled which blocks of prompts. Blocks are results of ``forwarded.beginnings``."""
+class PrefilledBlocks:
+    """Remembers which replicas prefilled which blocks of prompts. A block is a hash of ``forwarded.prefix_hashes``."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
-        self._readers: OrderedDict[int, set[Hashable]] = OrderedDict()  # the latest block last
+        self._replicas: OrderedDict[int, set[Hashable]] = OrderedDict()  # the latest block last
 
-    def note(self, beginnings: Sequence[int], reader: Hashable) -> None:
-        """Records that ``reader`` prefills a prompt with these blocks."""
-        for block in beginnings:
-            self._readers.setdefault(block, set()).add(reader)
-            self._readers.move_to_end(block)
-        while len(self._readers) > self._remembered:
-            self._readers.popitem(last=False)
+    def note(self, prefix_hashes: Sequence[int], replica: Hashable) -> None:
+        """Records that ``replica`` prefills a prompt with these blocks."""
+        for block in prefix_hashes:
+            self._replicas.setdefault(block, set()).add(replica)
+            self._replicas.move_to_end(block)
+        while len(self._replicas) > self._remembered:
+            self._replicas.popitem(last=False)
 
-    def known(self, beginnings: Sequence[int], reader: Hashable) -> int:
-        """Returns how many of these blocks, counted from the first without a gap, the reader has prefilled."""
-        for count, block in enumerate(beginnings):
-            if reader not in self._readers.get(block, ()):
+    def known(self, prefix_hashes: Sequence[int], replica: Hashable) -> int:
+        """Returns how many of these blocks, counted from the first without a gap, the replica has prefilled."""
+        for count, block in enumerate(prefix_hashes):
+            if replica not in self._replicas.get(block, ()):
                 return count
-        return len(beginnings)
+        return len(prefix_hashes)
 
-    def forget(self, reader: Hashable) -> None:
+    def forget(self, replica: Hashable) -> None:
         """Forgets a replica that ended."""
-        for readers in self._readers.values():
-            readers.discard(reader)
+        for replicas in self._replicas.values():
+            replicas.discard(replica)
 
 
 def ranked(load: Mapping[R, int], known: Mapping[R, int], slack: int) -> list[R]:

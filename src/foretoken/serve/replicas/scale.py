@@ -12,9 +12,12 @@ from foretoken.core.errors import InvalidRequest
 class ReplicaScale:
     """The number of replicas and their resources.
 
-    ``replicas`` is the number to begin with, and the smallest. ``max_replicas`` is the largest; None keeps it fixed.
-    ``address`` is that of a Ray cluster; None starts one on this machine. ``cpus`` are the cores of each replica; None
-    divides all cores. ``gpus`` are those of each replica.
+    Attributes:
+        replicas: Initial and smallest number of replicas.
+        max_replicas: Largest number of replicas; None keeps the number fixed.
+        address: Address of a Ray cluster; None starts one on this machine.
+        cpus: Cores of each replica; None divides all cores among them.
+        gpus: GPUs of each replica.
     """
 
     replicas: int

@@ -38,7 +38,7 @@ def like(name: str, head_dim: int) -> T5Shape:
 def checked(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config of a T5 with defaults filled in, and ``head_dim``. Raises InvalidRequest if quantized."""
     if config.get("quantization_config"):
-        raise InvalidRequest("cannot widen a quantised model; pass its original checkpoint")
+        raise InvalidRequest("cannot widen a quantized model; pass its original checkpoint")
     config = _DEFAULTS | config
     parse(T5Config, config, "config.json")
     if config.get("num_decoder_layers") is None:

@@ -19,14 +19,12 @@ from foretoken.models.formats.grouped import GroupLayout, Groups, TwoLevels
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes]
 Floats = NDArray[np.float32]
-Numbers = (
-    Floats | tuple[Floats, NDArray[np.int8]]
-)  # [blocks, groups], or of two levels [blocks, 1] and [blocks, groups]
+Numbers = Floats | tuple[Floats, NDArray[np.int8]]  # [blocks, groups]; with two levels [blocks, 1] and [blocks, groups]
 Unpacked = tuple[Bytes, Numbers, Numbers | None]  # codes [blocks, weights], scales, offsets
 
 _K = GGMLQuantizationType
-_IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)  # less 128: a table of 16 levels
-E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # less E2M1_ZERO: twice the values of OCP's e2m1
+_IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)  # a table of 16 levels, plus 128
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice the values of OCP's e2m1, plus E2M1_ZERO
 E2M1_ZERO = 12
 
 LAYOUTS = {

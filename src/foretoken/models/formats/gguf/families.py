@@ -65,11 +65,11 @@ class GGUFFamily:
     """An architecture of GGUF that the runtime computes.
 
     Attributes:
-        model_type: the name that config.json has for it.
+        model_type: its name in config.json.
         names: names of a layer's tensors in the checkpoint, by their names in the file.
         interleaved: whether the rows of queries and keys are stored in pairs (x[i], x[i + head_dim / 2]).
-        norm_offset: is added to the norm weights in the file.
-        settings: fields of config.json that only this family has.
+        norm_offset: offset that the file's norm weights include.
+        settings: returns the fields of config.json that only this family has.
     """
 
     model_type: str
@@ -106,7 +106,7 @@ class _Metadata:
         return value
 
     def number(self, key: str) -> float | None:
-        """Returns a number, as it was before it was rounded to float32; None if the file has none."""
+        """Returns a number as it was before rounding to float32; None if the file has none."""
         value = self.get(key, (float, int))
         return None if value is None else _shortest(value)
 
@@ -155,10 +155,10 @@ FAMILIES = {
 
 
 def family_of(header: Header) -> tuple[str, GGUFFamily]:
-    """Returns the name of a file's architecture and what it stands for.
+    """Returns the name of a file's architecture and its description.
 
     Raises:
-        ModelLoadError: the runtime does not compute the architecture, or the file is one part of several.
+        ModelLoadError: the runtime does not support the architecture, or the file is one part of several.
     """
     name = header.metadata.get("general.architecture")
     parts = header.metadata.get("split.count", 1)
@@ -177,7 +177,7 @@ def config_of(header: Header) -> dict[str, Any]:
     """Returns the config.json that the metadata describes.
 
     Raises:
-        ModelLoadError: a key is missing or wrong, or asks for something that the runtime does not compute.
+        ModelLoadError: a key is missing or wrong, or has a value that the runtime does not support.
     """
     name, family = family_of(header)
     m = _Metadata(header, name)
@@ -212,7 +212,11 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 def checkpoint_name(family: GGUFFamily, name: str) -> str | None:
-    """Returns the name of a tensor in the checkpoint; None if it is no weight. Raises KeyError if it is unknown."""
+    """Returns a tensor's name in the checkpoint; None for a tensor that is not a weight.
+
+    Raises:
+        KeyError: the name is unknown.
+    """
     if name in _IGNORED or name.endswith(".attn_rot_embd.weight"):
         return None
     if block := _BLOCK.fullmatch(name):

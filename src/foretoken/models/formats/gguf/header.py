@@ -46,7 +46,7 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array of the metadata that was not decoded yet; ``start`` is the offset of its first element."""
+    """An array of the metadata that is not decoded yet; ``start`` is the offset of its first element."""
 
     kind: GGUFValueType
     count: int
@@ -73,7 +73,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
-    """What a GGUF file says of itself.
+    """The metadata and the table of tensors of a GGUF file.
 
     Attributes:
         path: the file.
@@ -120,7 +120,7 @@ class Header:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, size: int, modified: int) -> Header:
-    """Reads a header; ``size`` and ``modified`` make a changed file be read again."""
+    """Reads a header. ``size`` and ``modified`` are part of the cache's key, so a changed file is read again."""
     if size < 24:
         raise _damaged(path, f"it has {size} bytes, fewer than a header")
     with _mapped(path) as content:
@@ -181,7 +181,7 @@ def _tensor(cursor: _Cursor) -> StoredTensor:
 
 
 def _check_places(path: Path, tensors: list[StoredTensor], alignment: int, size: int) -> None:
-    """Raises ModelLoadError unless all tensors lie within the file, aligned, apart from each other, once each."""
+    """Raises ModelLoadError unless all tensors lie within the file, are aligned, and neither overlap nor repeat."""
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise _damaged(path, "it has two tensors of one name")
     end = 0
@@ -189,7 +189,7 @@ def _check_places(path: Path, tensors: list[StoredTensor], alignment: int, size:
         if tensor.start + tensor.nbytes > size:
             raise _damaged(
                 path,
-                f"the tensor {shortened(tensor.name)} ends at {tensor.start + tensor.nbytes}, behind the file's "
+                f"the tensor {shortened(tensor.name)} ends at {tensor.start + tensor.nbytes}, beyond the file's "
                 f"{size} bytes",
             )
         if tensor.start % alignment or tensor.start < end:
@@ -198,7 +198,7 @@ def _check_places(path: Path, tensors: list[StoredTensor], alignment: int, size:
 
 
 class _Cursor:
-    """Reads values one after the other, and never behind the end of the file."""
+    """Reads values in sequence, and never beyond the end of the file."""
 
     def __init__(self, path: Path, content: mmap.mmap, at: int) -> None:
         self.path = path
@@ -243,7 +243,7 @@ class _Cursor:
             raise _damaged(self.path, f"the string at byte {start} is not UTF-8") from None
 
     def strings(self, count: int) -> list[str]:
-        """Reads strings that were moved over before."""
+        """Reads the strings of an array that ``value`` skipped."""
         content = self._content
         try:
             return [content[self.at - length : self.at].decode("utf-8") for length in self._lengths(count)]
@@ -263,7 +263,7 @@ class _Cursor:
         return StoredArray(kind, count, start)
 
     def _lengths(self, count: int) -> Iterator[int]:
-        """Moves over ``count`` strings, and yields the length of each behind its last byte. Vocabularies are long."""
+        """Skips ``count`` strings. Yields the length of each once ``at`` is after its last byte."""
         at, last, content, read = self.at, self._size - 8, self._content, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at > last:
@@ -276,7 +276,7 @@ class _Cursor:
             raise self._short()
 
     def _skip(self, length: int) -> int:
-        """Moves on by ``length`` bytes, and returns where it was."""
+        """Advances by ``length`` bytes. Returns the offset before them."""
         start = self.at
         if length > self._size - start:
             raise self._short()
@@ -284,7 +284,7 @@ class _Cursor:
         return start
 
     def _short(self) -> ModelLoadError:
-        return _damaged(self.path, f"its header goes on behind the end of the file, at {self._size} bytes")
+        return _damaged(self.path, f"its header continues beyond the end of the file, at {self._size} bytes")
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -13,7 +13,7 @@ class PreTokenizer:
     """A rule for splitting text.
 
     Attributes:
-        patterns: each splits what the one before it left.
+        patterns: applied in order, each to the pieces of the previous one.
         gpt2: whether GPT-2's pattern follows them.
         nfc: whether text is normalized to NFC first.
         ignore_merges: whether a piece that is a token is taken whole, even if no merges lead to it.

@@ -25,7 +25,7 @@ from foretoken.models.formats.tokenizer import PlainTokenizer
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # types of tokens
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi 3, whose other special tokens take the spaces behind them
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi 3's other special tokens remove the spaces after them
 
 
 def special_ids(header: Header) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class _Vocabulary:
 
         Args:
             tokenizer: has all tokens in its model.
-            strips: whether special tokens take the spaces behind them.
+            strips: whether special tokens remove the spaces after them.
         """
         control, own = (
             [token for token, k in zip(self.tokens, self.kinds, strict=True) if k == kind and token]
@@ -124,7 +124,7 @@ class _Vocabulary:
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in own])
 
     def token(self, header: Header, key: str) -> str | None:
-        """Returns the text of the token that the file names for a purpose, such as ``eos``; None if it names none."""
+        """Returns the text of a special token by its role, such as ``eos``; None if the file has no such token."""
         i = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if i is None or i == 2**32 - 1:
             return None
@@ -164,7 +164,7 @@ def _splits(pre: PreTokenizer) -> dict[str, Any]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
-    """Returns a SentencePiece BPE, as transformers converts it."""
+    """Returns a SentencePiece BPE, built as transformers converts it."""
     architecture = str(header.metadata.get("general.architecture"))
     # llama.cpp stores the spaces of user-defined tokens as spaces, the checkpoint as SentencePiece does.
     spelled = [
@@ -199,7 +199,7 @@ def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
 
 
 def _merges(vocabulary: _Vocabulary, ids: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of pieces that SentencePiece merges, the best first: the pair of the highest score."""
+    """Yields the pairs of pieces that SentencePiece merges, in descending order of the result's score."""
     pairs = []
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
         if kind not in (_NORMAL, _USER_DEFINED):
@@ -217,7 +217,7 @@ def _template(vocabulary: _Vocabulary, header: Header, bos: bool) -> dict[str, A
     Args:
         vocabulary: the tokens.
         header: the file.
-        bos: whether texts begin with a token unless the file says otherwise.
+        bos: whether texts begin with the start token if the file does not say.
     """
     flags = {"bos": header.metadata.get("tokenizer.ggml.add_bos_token", bos)}
     flags["eos"] = header.metadata.get("tokenizer.ggml.add_eos_token", False)
@@ -246,6 +246,6 @@ def _template(vocabulary: _Vocabulary, header: Header, bos: bool) -> dict[str, A
 
 
 def _with_parts(**parts: Any) -> Tokenizer:
-    """Returns a tokenizer without tokens and with these parts, as tokenizer.json has them."""
+    """Returns a tokenizer with an empty vocabulary and these sections of tokenizer.json."""
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     return Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], **parts, "model": empty}))

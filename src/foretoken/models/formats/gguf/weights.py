@@ -26,7 +26,7 @@ class _Source:
 
     Attributes:
         heads: number of heads whose rows are interleaved; 0 for none.
-        offset: is subtracted.
+        offset: is subtracted from the stored values.
     """
 
     stored: StoredTensor
@@ -44,7 +44,7 @@ class GGUFWeights(Mapping[str, Tensor]):
         shapes: the shape of each tensor by name, known without reading it.
 
     Raises:
-        ModelLoadError: the file is damaged, or has tensors or types that are not computed here.
+        ModelLoadError: the file is damaged, or has tensors or types that are not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class GGUFWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         source, grouped = self._sources[name], self.grouped(name)
         if grouped is not None:
-            tensor = grouped.dequantised()
+            tensor = grouped.dequantize()
         else:
             tensor = _floats(source, self._rows(source, 0, _row_count(source)))
         check_finite(name, tensor, str(self._path))
@@ -124,7 +124,7 @@ def _floats(source: _Source, rows: Bytes) -> Tensor:
 
 
 def _sources(header: Header) -> dict[str, _Source]:
-    """Returns the file's tensors by their names in a checkpoint. Raises ModelLoadError for one that is not computed."""
+    """Returns the file's tensors by their names in a checkpoint. Raises ModelLoadError for unsupported ones."""
     _, family = family_of(header)
     config = config_of(header)
     heads = {"self_attn.q_proj": config["num_attention_heads"]}
@@ -150,7 +150,7 @@ def _sources(header: Header) -> dict[str, _Source]:
 
 
 def _check_type(path: Path, stored: StoredTensor) -> None:
-    """Raises ModelLoadError for a tensor of a type or of dimensions that are not computed."""
+    """Raises ModelLoadError for a tensor whose type or number of dimensions is not supported."""
     vector = len(stored.shape) == 1
     if len(stored.shape) > 2 or (stored.kind not in FLOATS and (vector or stored.kind not in LAYOUTS)):
         raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""The structures of csrc/specs.hpp and csrc/product.hpp, field by field, and the types of the library's functions."""
+"""The ctypes mirrors of csrc/specs.hpp and csrc/product.hpp, field by field, and the signatures of the kernels."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Matrix(Structure):
 
 
 class Exponents(Structure):
-    """What belongs to a matrix stored in 12 bits (csrc/packed.hpp)."""
+    """The exponent table and the raw steps of a matrix stored in 12 bits (csrc/packed.hpp)."""
 
     _fields_ = [("bits", c_uint16 * 32), ("from_unit", c_void_p), ("steps", c_void_p), ("words", c_void_p)]
 
 
 class LayerSpec(Structure):
-    """One decoder layer; a pointer is null if the architecture has no such part."""
+    """The weights of one decoder layer; a pointer is null if the architecture has no such part."""
 
     _fields_ = [
         *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
@@ -44,7 +44,7 @@ class LayerSpec(Structure):
 
 
 class ModelSpec(Structure):
-    """A whole model."""
+    """The weights and options of a model, for ``foretoken_run``."""
 
     _fields_ = [
         ("layers", POINTER(LayerSpec)),

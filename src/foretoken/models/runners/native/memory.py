@@ -100,11 +100,11 @@ def pack(
             exponents = _compress(arena, matrix)
     if bias is not None:
         held["bias"] = _by_output([bias.float()], outputs, False)
-    quantised = [part for part in parts if isinstance(part, Int8)]
-    if quantised:
+    quantized = [part for part in parts if isinstance(part, Int8)]
+    if quantized:
         require(VNNI)
-        held["scales"] = _by_output([part.scales for part in quantised], outputs, interleave)
-        held["sums"] = _by_output([_sums(part.values) for part in quantised], outputs, interleave)
+        held["scales"] = _by_output([part.scales for part in quantized], outputs, interleave)
+        held["sums"] = _by_output([_sums(part.values) for part in quantized], outputs, interleave)
     for name, tensor in held.items():
         setattr(matrix, name, tensor.data_ptr())
     return Packed(matrix, (*held.values(), *exponents))
@@ -162,7 +162,7 @@ def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
 
 
 def _pack_groups(arena: Arena, parts: Sequence[Grouped], outputs: int, places: Sequence[tuple[int, int]]) -> Matrix:
-    """Packs grouped matrices of one layout into records, a strip of outputs at a time."""
+    """Packs matrices with the same group layout into records, a strip of outputs at a time."""
     layout, inputs = parts[0].layout, parts[0].shape[1]
     two, sides = layout.block > 1, 1 + layout.offsets
     scales = ScaleKind.TWO_LEVELS if two else ScaleKind.HALF if layout.half else ScaleKind.SINGLE
@@ -197,7 +197,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """Returns the addresses of tensors, null for None."""
+    """Returns the addresses of tensors; null for None."""
     return (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
 

@@ -39,7 +39,7 @@ class NativeRunner(DecoderOnly):
         layers: weights of each layer.
         ends: embedding, last norm and vocabulary head.
         dtype: float32 or bfloat16.
-        entry: how a model that takes features begins; None for an ordinary decoder.
+        entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
 
     Raises:
@@ -174,7 +174,11 @@ class NativeRunner(DecoderOnly):
         return logits[:, : a.vocab]
 
     def floor(self, rows: int) -> float:
-        """Returns the seconds that all products of a pass take by themselves: a lower bound for the pass."""
+        """Runs the matrix products of a pass without the rest of it.
+
+        Returns:
+            Seconds: a lower bound for a pass over ``rows`` rows.
+        """
         started = perf_counter()
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
         return perf_counter() - started
@@ -184,7 +188,7 @@ class NativeRunner(DecoderOnly):
     def _describe(self, layers: Iterable[LayerWeights], ends: Ends, dtype: torch.dtype, entry: Entry) -> ModelSpec:
         a = self._architecture
         specs = (LayerSpec * a.layers)()
-        for number, layer in enumerate(map(self._layer, layers)):  # map drops a layer before it reads the next
+        for number, layer in enumerate(map(self._layer, layers)):  # map frees a layer before it reads the next
             layer.window, layer.rope = a.windows[number], a.rope[number]
             specs[number] = layer
         head = self._matrix([ends.head])
@@ -253,7 +257,7 @@ class NativeRunner(DecoderOnly):
         return tensor.data_ptr()
 
     def _rotate_up_to(self, reach: int) -> None:
-        """Grows the tables of cosines and sines, float32 [positions, 2 * half], by doubling."""
+        """Grows the rotary tables, float32 [positions, 2 * half] of cosines and sines, to at least ``reach`` rows."""
         if reach <= self._reach:
             return
         self._reach = max(512, 2 * reach)
@@ -290,7 +294,7 @@ def _halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
 
 
 def _arrays(plan: PassPlan) -> dict[str, array[int]]:
-    """Returns the plan's arrays for the kernels: tokens, positions, cache rows, and the keys that each row sees."""
+    """Returns the plan's arrays for the kernels: tokens, positions, cache rows, and the keys each row attends to."""
     places, prefix, branch_from, branches = array("i"), array("i"), array("i", [0]), array("i")
     sequence_from = array("i", [0])
     for part in plan.parts:
@@ -315,7 +319,7 @@ def _arrays(plan: PassPlan) -> dict[str, array[int]]:
 
 
 def _add_tree(part: Part, prefix: array[int], branch_from: array[int], branches: array[int]) -> None:
-    """Adds a tree's rows, which see the committed rows and their ancestors."""
+    """Adds a tree's rows, which attend to the committed rows and to their ancestors."""
     for place in range(part.first, part.first + part.count):
         node = place - part.nodes_at
         prefix.append(min(place + 1, part.nodes_at))

@@ -128,7 +128,7 @@ struct Attention {
         return 1.0f / _mm512_reduce_add_ps(sum);
     }
 
-    // Weighted sum of values: keys [least, most) of Q queries times V vectors of each value row, one key after another.
+    // Weighted sum of values: keys [least, most) of Q queries times V vectors of each value row, in the order of the keys.
     template <int Q, int V>
     void pick_mix(int count, Word* const* pages, int layer, int kv_head, int q, int at, int least, int most) {
         if (count == Q) {

@@ -14,7 +14,7 @@
 
 #include "product.hpp"
 
-constexpr int GROUPED_ROWS = 8;   // 16 float sums, 8 integer sums, and what is multiplied
+constexpr int GROUPED_ROWS = 8;   // 16 float sums, 8 integer sums, and the factors, fit into 32 registers
 constexpr int GROUPS_AHEAD = 12;  // groups that few rows prefetch ahead
 
 // Calls f(0), ..., f(R - 1) with constants, so that arrays indexed by them are registers.
@@ -28,8 +28,8 @@ __attribute__((always_inline)) inline void each(F&& f) {
     each_of(f, std::make_integer_sequence<int, R>());
 }
 
-// What an activation row stores for each group: its scale, what the group's integer sums start from, so that levels count
-// from `zero`, and the scaled sum of its activations, for offsets.
+// An activation row stores three floats per group: its scale, the start value of the group's integer sums (which subtracts
+// `zero` from every level), and the scaled sum of its activations, for offsets.
 struct GroupMeta {
     float scale;
     int32_t start;

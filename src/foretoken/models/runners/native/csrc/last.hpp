@@ -1,12 +1,12 @@
-// Early exit of rows without logits. After the KV projection, a pass's last layer only feeds the vocabulary head. So rows
-// whose logits are not needed, nearly all rows of a prompt, leave the pass there.
+// Early exit of rows without logits. After the KV projection, the last layer only feeds the vocabulary head. So the rows
+// whose logits are not needed (in a prompt, all but one) are dropped there.
 #pragma once
 
 #include <vector>
 
 #include "specs.hpp"
 
-// The plan of `b` for its outputs alone, which ascend. The arrays are valid until the next pass.
+// Returns the plan of `b` reduced to its output rows, which ascend. The arrays are valid until the next pass.
 struct Answered {
     std::vector<int32_t> positions, prefix, branch_from, branches, sequence_from, outputs;
     BatchSpec batch;
@@ -34,7 +34,7 @@ struct Answered {
     }
 
    private:
-    // Whether rows can leave: no hidden states after the last layer are needed.
+    // Returns whether rows can be dropped: no hidden states after the last layer are requested.
     static bool fewer(const ModelSpec& m, const BatchSpec& b) {
         for (int t = 0; t < b.tap_count; t++)
             if (b.tap_layers[t] >= m.layer_count) return false;

@@ -11,7 +11,7 @@
 #include "attention.hpp"
 #include "last.hpp"
 
-constexpr int REPEATED_ROWS = 4;  // up to this many rows are prepared by every thread for itself, which saves a barrier
+constexpr int REPEATED_ROWS = 4;  // up to this many rows, every thread prepares its own copy, which saves a barrier
 
 // Aligned memory that only grows. It is zeroed, because padding must be zero.
 struct Buffer {
@@ -54,7 +54,7 @@ struct Workspace {
 template <Kind kv>
 struct Pass {
     const ModelSpec& m;
-    BatchSpec b;  // from the last layer's attention on, only the rows with logits
+    BatchSpec b;  // after the last layer's KV projection: only the rows with logits
     const BatchSpec& answered;
     const int thread, threads;
     const PageLayout layout{m, kv};
@@ -126,7 +126,7 @@ struct Pass {
     }
 
     // out = x / rms(x) * weight (1910.07467), over `count` elements; out = x without a weight
-    void normalise(const float* x, const float* weight, int64_t count, float* out) const {
+    void normalize(const float* x, const float* weight, int64_t count, float* out) const {
         if (!weight) {
             if (out != x) std::memcpy(out, x, sizeof(float) * count);
             return;
@@ -146,9 +146,9 @@ struct Pass {
         for (; i < count; i++) out[i] = x[i] * factor * weight[i];
     }
 
-    void normalise_row(const Matrix& w, const float* x, const float* weight, Word* words, float* scales) {
+    void normalize_row(const Matrix& w, const float* x, const float* weight, Word* words, float* scales) {
         float* row = own_row();
-        normalise(x, weight, m.hidden, row);
+        normalize(x, weight, m.hidden, row);
         std::fill(row + m.hidden, row + padded(m.hidden, LANES), 0.0f);
         encode_row(w, row, padded(m.hidden, LANES), words, scales);
     }
@@ -156,8 +156,8 @@ struct Pass {
     // The input of the first attention of an EAGLE-3 head: embedding and features, concatenated.
     void join_row(const Matrix& w, int64_t r, const float* weight, Word* words, float* scales) {
         float* row = own_row();
-        normalise(embedded + r * width, weight, m.hidden, row);
-        normalise(hidden + r * width, m.norm_first ? nullptr : m.feature_norm, m.hidden, row + m.hidden);
+        normalize(embedded + r * width, weight, m.hidden, row);
+        normalize(hidden + r * width, m.norm_first ? nullptr : m.feature_norm, m.hidden, row + m.hidden);
         encode_row(w, row, 2 * m.hidden, words, scales);
     }
 
@@ -169,7 +169,7 @@ struct Pass {
         if (!b.features) return;
         Share share(b.rows, thread, threads);
         for (int64_t r = share.first; r < share.last; r++)
-            normalise(b.features + r * m.hidden, m.norm_first ? m.feature_norm : nullptr, m.hidden, hidden + r * width);
+            normalize(b.features + r * m.hidden, m.norm_first ? m.feature_norm : nullptr, m.hidden, hidden + r * width);
     }
 
     void embed() {
@@ -221,7 +221,7 @@ struct Pass {
         if (!norm) return;
         Share share(b.rows, thread, threads);
         for (int64_t r = share.first; r < share.last; r++) {
-            normalise(branch + r * width, norm, m.hidden, branch + r * width);
+            normalize(branch + r * width, norm, m.hidden, branch + r * width);
             for (int64_t i = 0; i < m.hidden; i++) hidden[r * width + i] += branch[r * width + i];
         }
         barrier();
@@ -229,7 +229,7 @@ struct Pass {
 
     // In place: the norm of each head (Qwen3, Gemma 3), then the rotary embedding (RoFormer, 2104.09864).
     void turn(float* head, const float* norm, int rope, int position) const {
-        if (norm) normalise(head, norm, m.head_dim, head);
+        if (norm) normalize(head, norm, m.head_dim, head);
         if (rope < 0) return;
         const float *cosines = m.ropes[rope] + (int64_t)position * 2 * m.half, *sines = cosines + m.half;
         for (int i = 0; i < m.half; i++) {
@@ -304,7 +304,7 @@ struct Pass {
         barrier();
     }
 
-    // Zeroes what follows `count` numbers in each row of an input that is written without `encode_row`.
+    // Zeroes the padding after `count` numbers in each row of an input that is written without `encode_row`.
     void clear_tails(const Matrix& w, int number, int64_t count) {
         if (!is_float(w) || count / per_word((Kind)w.kind) == w.steps) return;
         Share share(b.rows, thread, threads);
@@ -349,7 +349,7 @@ struct Pass {
             for (int64_t i = share.first; i < share.last; i++) {
                 const float* row = hidden + i * width;
                 float* to = b.taps[t] + i * m.hidden;
-                if (number == m.layer_count) normalise(row, m.norm, m.hidden, to);
+                if (number == m.layer_count) normalize(row, m.norm, m.hidden, to);
                 else std::memcpy(to, row, sizeof(float) * m.hidden);
             }
         }
@@ -357,7 +357,7 @@ struct Pass {
 
     void head() {
         Input x = prepare(m.head, 0, b.output_count, [&](int64_t i, Word* words, float* scales) {
-            normalise_row(m.head, hidden + b.outputs[i] * width, m.norm, words, scales);
+            normalize_row(m.head, hidden + b.outputs[i] * width, m.norm, words, scales);
         });
         const int64_t stride = m.head.units * BLOCKS * LANES;
         const __m512 cap = _mm512_set1_ps(m.logit_cap);
@@ -380,7 +380,7 @@ struct Pass {
             tap(number);
             Input x = prepare(layer.qkv, 0, b.rows, [&](int64_t r, Word* words, float* scales) {
                 if (m.joined && number == 0) join_row(layer.qkv, r, layer.norm, words, scales);
-                else normalise_row(layer.qkv, hidden + r * width, layer.norm, words, scales);
+                else normalize_row(layer.qkv, hidden + r * width, layer.norm, words, scales);
             });
             multiply(layer.qkv, x, b.rows, thread, threads, [&](int row, int64_t unit, __m512 low, __m512 high) {
                 float* at = qkv + row * qkv_width + unit * BLOCKS * LANES;
@@ -394,7 +394,7 @@ struct Pass {
             attend(number);
             residual(layer.out, attention_input(layer.out), layer.after_attention);
             x = prepare(layer.gate_up, 0, b.rows, [&](int64_t r, Word* words, float* scales) {
-                normalise_row(layer.gate_up, hidden + r * width, layer.mlp_norm, words, scales);
+                normalize_row(layer.gate_up, hidden + r * width, layer.mlp_norm, words, scales);
             });
             residual(layer.down, gate(layer.gate_up, x, layer.down), layer.after_mlp);
         }

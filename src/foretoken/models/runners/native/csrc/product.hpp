@@ -40,7 +40,7 @@ struct Matrix {
     int64_t units;           // blocks / BLOCKS
     int64_t steps;           // words of an input row
     int32_t kind;            // a Kind
-    int32_t group;           // inputs that share a scale; 0: all (this and what follows: see grouped.hpp)
+    int32_t group;           // inputs that share a scale; 0: all (this and the next fields: see grouped.hpp)
     int32_t record_bytes;
     int32_t record_groups;   // groups of a record
     int32_t zero;            // is subtracted from every level

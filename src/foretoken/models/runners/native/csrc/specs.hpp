@@ -1,4 +1,4 @@
-// What Python passes: a model once, and the plan of each pass. bindings.py mirrors these structures field by field.
+// The arguments that Python passes: a model once, and the plan of each pass. bindings.py mirrors them field by field.
 #pragma once
 
 #include "kinds.hpp"
