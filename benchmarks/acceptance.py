@@ -98,8 +98,9 @@ class Bench:
     tokens: int
     batch: int
 
-    def measure(self, name: str, config: dict[str, Any], nodes: int, text: str, prompts: Prompts, temperature: float
-    ) -> tuple[Cell, Prompts]:  # fmt: skip
+    def measure(
+        self, name: str, config: dict[str, Any], nodes: int, text: str, prompts: Prompts, temperature: float
+    ) -> tuple[Cell, Prompts]:
         """-> the cell, and the texts"""
         speculative = SpeculativeConfig.of(config)
         proposer = self.builder.build(speculative)
@@ -112,8 +113,19 @@ class Bench:
             for step in engine.step():
                 counts.add(step)
         stats = counts.freeze()
-        cell = Cell(name, config, nodes, text, temperature, stats.tokens, stats.steps, stats.drafts, stats.drafted,
-                    stats.accepted, stats.accepted_per_position)  # fmt: skip
+        cell = Cell(
+            name,
+            config,
+            nodes,
+            text,
+            temperature,
+            stats.tokens,
+            stats.steps,
+            stats.drafts,
+            stats.drafted,
+            stats.accepted,
+            stats.accepted_per_position,
+        )
         return cell, [context.tokens[context.prompt_length :] for context in contexts]
 
 
@@ -131,8 +143,9 @@ def cuts(texts: Sequence[str], tokenizer: Any, count: int, length: int, room: in
     return found
 
 
-def systems(given: Sequence[str], draft: str, other_draft: str | None, datastore: str | None
-) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+def systems(
+    given: Sequence[str], draft: str, other_draft: str | None, datastore: str | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """By name, with the files they need."""
     models = {"draft_model": draft, "vocabulary": other_draft, "retrieval": datastore}
     for name, config in [(text, json.loads(text)) for text in given] or SYSTEMS:
@@ -166,8 +179,11 @@ def all_cells(
     console: Console,
 ) -> Iterator[Cell]:
     """Raises RuntimeError where greedy text is not plain decoding's."""
-    plain = {text: bench.measure("plain", {"method": "none"}, 0, text, prompts, 0.0)[1]
-             for text, prompts in texts.items() if 0.0 in temperatures}  # fmt: skip
+    plain = {
+        text: bench.measure("plain", {"method": "none"}, 0, text, prompts, 0.0)[1]
+        for text, prompts in texts.items()
+        if 0.0 in temperatures
+    }
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(wanted) * len(texts) * len(nodes) * len(temperatures))
         for name, config in wanted:

@@ -126,7 +126,7 @@ ATTACKS: dict[str, Attack] = {
     "deep JSON": Attack(lambda: raw(b'{"prompt": "x", "guided_json": ' + b'{"a":' * 700_000), BAD),
     "wide JSON": Attack(lambda: raw(b'{"prompt": "x", "guided_json": [' + b"[]," * 1_200_000 + b"1]}"), BAD),
     "a million wrong items": Attack(lambda: post(prompt=[1, "a"] * 500_000), BAD),
-}  # fmt: skip
+}
 
 
 def main() -> None:

@@ -41,9 +41,13 @@ PROBE = 0.01  # seconds between two questions to /health
 PAUSE = 0.5  # seconds between two sends, and after the last one
 SERVER = ("--max-model-len", "4096", "--kv-cache-memory-bytes", "128MiB")
 WARM: tuple[dict[str, Any], ...] = (
-    {"guided_choice": ["a", "b"]}, {"guided_grammar": 'root ::= "a"'}, {"guided_json": {"type": "integer"}},
-    {"bad_words": ["a"]}, {"prediction": {"type": "content", "content": "a"}}, {"prompt": "x " * 3000},
-)  # fmt: skip
+    {"guided_choice": ["a", "b"]},
+    {"guided_grammar": 'root ::= "a"'},
+    {"guided_json": {"type": "integer"}},
+    {"bad_words": ["a"]},
+    {"prediction": {"type": "content", "content": "a"}},
+    {"prompt": "x " * 3000},
+)
 
 
 Window = tuple[float, float]  # two moments
@@ -156,17 +160,27 @@ async def attacked(watch: Watch, name: str, url: str, *, times: int, quiet: floa
     during, after = watch.pace([window for _, window in sent]), watch.memory
     settled = await watch.settled((1 + GROWTH) * before, settle)
     return Outcome(
-        name, dict(sum((answers for answers, _ in sent), Counter())), tuple(sorted(ATTACKS[name].answers)),
-        max(end - start - PAUSE for _, (start, end) in sent), usual, during, (before, after, settled),
-    )  # fmt: skip
+        name,
+        dict(sum((answers for answers, _ in sent), Counter())),
+        tuple(sorted(ATTACKS[name].answers)),
+        max(end - start - PAUSE for _, (start, end) in sent),
+        usual,
+        during,
+        (before, after, settled),
+    )
 
 
 async def send(name: str, url: str) -> tuple[Counter[str], Window]:
     """One attack by a process of its own. Returns how often each answer came, and when it happened."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-S", str(Path(__file__).with_name("attackers.py")), name, url,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        sys.executable,
+        "-S",
+        str(Path(__file__).with_name("attackers.py")),
+        name,
+        url,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
     assert process.stdout is not None
     assert await process.stdout.readline() == b"ready\n"
     start = time.perf_counter()

@@ -63,10 +63,12 @@ def main(
     ]
     if peers:
         subjects += [
-            (f"transformers: {label(each)}",
-             lambda each=each: Assisted(zoo.path("target"), SpeculativeConfig.of(named(each))))
+            (
+                f"transformers: {label(each)}",
+                lambda each=each: Assisted(zoo.path("target"), SpeculativeConfig.of(named(each))),
+            )
             for each in ASSISTED
-        ]  # fmt: skip
+        ]
     found = [(name, audit(make(), texts, budget=budget)) for name, make in track(subjects, transient=True)]
     console = wide_console()
     console.print(table(found))

@@ -115,9 +115,13 @@ def table(rows: list[Row]) -> Table:
     for row in rows:
         spread = f"{row.tokens / row.seconds.high:.0f}-{row.tokens / row.seconds.low:.0f}"
         result.add_row(
-            " ".join(f"{k}={v}" if k != "method" else str(v) for k, v in row.config.items()), f"{row.rate:.0f}", spread,
-            f"{row.rate / rows[0].rate:.2f}", f"{row.tokens / row.steps:.2f}", f"{row.drafted / row.steps:.1f}",
-        )  # fmt: skip
+            " ".join(f"{k}={v}" if k != "method" else str(v) for k, v in row.config.items()),
+            f"{row.rate:.0f}",
+            spread,
+            f"{row.rate / rows[0].rate:.2f}",
+            f"{row.tokens / row.steps:.2f}",
+            f"{row.drafted / row.steps:.1f}",
+        )
     return result
 
 
@@ -145,7 +149,7 @@ def main(
     names = ['{"method": "none"}', *config]
     rows = measure(
         llm.target, {name: partial(build, name) for name in names}, editing_tasks(llm.tokenizer)[:tasks], turns
-    )  # fmt: skip
+    )
     console = wide_console()
     console.print(table(list(rows.values())))
     facts = setting() | {"target": str(path), "turns": turns, "tasks": tasks}

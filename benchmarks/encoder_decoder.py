@@ -72,11 +72,15 @@ class Own:
             some = tasks[start : start + batch]
             params = [
                 SamplingParams(
-                    max_tokens=task.length, temperature=temperature, ignore_eos=True, seed=start + i,
-                    speculative_method=method if depth else None, speculative_tokens=depth,
+                    max_tokens=task.length,
+                    temperature=temperature,
+                    ignore_eos=True,
+                    seed=start + i,
+                    speculative_method=method if depth else None,
+                    speculative_tokens=depth,
                 )
                 for i, task in enumerate(some)
-            ]  # fmt: skip
+            ]
             for output in self.llm.generate([list(task.source) for task in some], params):
                 texts.append(output.outputs[0].token_ids)
                 passes += output.stats.steps
@@ -137,11 +141,14 @@ def table(rows: list[Row]) -> Table:
     for row in rows:
         name = row.method if row.method == "none" else f"{row.method}, {row.num_speculative_tokens}"
         result.add_row(
-            f"{row.system}, {name}", str(row.batch), f"{row.rate:.1f}",
+            f"{row.system}, {name}",
+            str(row.batch),
+            f"{row.rate:.1f}",
             f"{row.tokens / row.seconds.high:.1f}-{row.tokens / row.seconds.low:.1f}",
-            f"{row.rate / plain[row.system, row.batch]:.2f}", f"{row.tokens_per_pass:.2f}",
+            f"{row.rate / plain[row.system, row.batch]:.2f}",
+            f"{row.tokens_per_pass:.2f}",
             str(row.identical_to_plain),
-        )  # fmt: skip
+        )
     return result
 
 
@@ -185,13 +192,16 @@ def main(
     )
     rows = [
         Row(
-            *key, tokens=sum(map(len, found[key][0])), seconds=timed[key], tokens_per_pass=found[key][1],
+            *key,
+            tokens=sum(map(len, found[key][0])),
+            seconds=timed[key],
+            tokens_per_pass=found[key][1],
             identical_to_plain=sum(
                 a == b for a, b in zip(found[key][0], found[key[0], "none", 0, batch[0]][0], strict=True)
             ),
         )
         for key in runs
-    ]  # fmt: skip
+    ]
     console = wide_console()
     console.print(table(rows))
     facts = {**setting(), "target": str(big), "draft": str(small), "tasks": len(tasks), "temperature": temperature}

@@ -81,8 +81,9 @@ class Cell:
 
 def named(config: Config) -> Config:
     """With the bundled draft's folder for "draft"."""
-    return {key: str(zoo.path("draft")) if (key, value) == ("model", "draft") else value
-            for key, value in config.items()}  # fmt: skip
+    return {
+        key: str(zoo.path("draft")) if (key, value) == ("model", "draft") else value for key, value in config.items()
+    }
 
 
 def own_prompts(count: int) -> list[str]:
@@ -91,9 +92,9 @@ def own_prompts(count: int) -> list[str]:
     return list(dict.fromkeys(cut))[:count]
 
 
-def complete(llm: LLM, prompts: Sequence[str], depth: int, temperature: float, max_tokens: int, batch: int) -> list[
-    CompletionOutput
-]:  # fmt: skip
+def complete(
+    llm: LLM, prompts: Sequence[str], depth: int, temperature: float, max_tokens: int, batch: int
+) -> list[CompletionOutput]:
     """Each prompt with its own seed, ``batch`` of them at a time."""
     outputs: list[CompletionOutput] = []
     for start in range(0, len(prompts), batch):
@@ -123,9 +124,9 @@ def row_logits(llm: LLM, tokens: list[int], drafted: int) -> torch.Tensor:
         llm.target.close(handle)
 
 
-def explain(llm: LLM, prompt: str, index: int, temperature: float, plain: Sequence[int], other: Sequence[int]) -> (
-    Divergence
-):  # fmt: skip
+def explain(
+    llm: LLM, prompt: str, index: int, temperature: float, plain: Sequence[int], other: Sequence[int]
+) -> Divergence:
     """Margin and delta where two texts of one seed part."""
     position = next(
         (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other))
@@ -196,9 +197,15 @@ def table(cells: Sequence[Cell]) -> Table:
     for c in cells:
         kinds = [d.kind for d in c.divergences]
         result.add_row(
-            f"{c.temperature:g}", c.dtype, c.method, str(c.depth or ""), str(c.batch), f"{c.equal}/{c.texts}",
-            str(kinds.count("tie")), str(kinds.count("bug")),
-        )  # fmt: skip
+            f"{c.temperature:g}",
+            c.dtype,
+            c.method,
+            str(c.depth or ""),
+            str(c.batch),
+            f"{c.equal}/{c.texts}",
+            str(kinds.count("tie")),
+            str(kinds.count("bug")),
+        )
     return result
 
 

@@ -149,8 +149,9 @@ def grid(rows: Sequence[int], vocabularies: Sequence[int], repeats: int, slope: 
         for case in CASES:
             if case.rule != "walk" or case.law == "greedy":
                 step = partial(one_step, case, near[:1])
-                yield cell("draft step", f"{case.law}{' seeded' * (case.rule == 'coupled')}", near[:1],
-                           *timed(step, repeats))  # fmt: skip
+                yield cell(
+                    "draft step", f"{case.law}{' seeded' * (case.rule == 'coupled')}", near[:1], *timed(step, repeats)
+                )
 
 
 def one_step(case: Case, logits: Tensor, seed: int) -> int:
@@ -180,14 +181,17 @@ def table(cells: Sequence[Cell], rows: Sequence[int]) -> Table:
 
 def main(
     rows: Annotated[list[int], typer.Option(min=1, help="Rows of a pass, the root's included. May be repeated.")] = [
-        1, 5, 16, 64,
+        1,
+        5,
+        16,
+        64,
     ],
     vocabulary: Annotated[list[int], typer.Option(min=2, help="May be repeated.")] = [4096, 151_936],
     repeats: Annotated[int, typer.Option(min=4)] = 100,
     slope: Annotated[float, typer.Option(help="How fast a law falls: p of rank k goes as k to the minus this.")] = 2.0,
     apart: Annotated[float, typer.Option(min=0.0, help="Standard deviation of the draft's logits from these.")] = 0.5,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Median microseconds a round of laws and verdicts, and in brackets the drafted tokens that stood."""
     torch.set_num_threads(cores())
     console = wide_console()

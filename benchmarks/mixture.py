@@ -235,9 +235,13 @@ def compare(engines: Mapping[str, Engine], stream: Sequence[Task], repeats: int)
 
 
 def table(
-    cells: Sequence[Cell], names: Sequence[str], ours: str = "mixture", plain: str = "none",
-    parts: Sequence[str] = PARTS, single: bool = False,
-) -> Table:  # fmt: skip
+    cells: Sequence[Cell],
+    names: Sequence[str],
+    ours: str = "mixture",
+    plain: str = "none",
+    parts: Sequence[str] = PARTS,
+    single: bool = False,
+) -> Table:
     """Tokens per second against ``plain``, in brackets tokens a pass; the best of the others has a star.
 
     The last line holds ``ours`` against the best of each column, or where ``single`` against the stream's.
@@ -267,7 +271,10 @@ def main(
     target: Annotated[Path | None, typer.Option(help="Default: the bundled one, widened to 0.7 B.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Of the draft model; default: the bundled one.")] = None,
     member: Annotated[list[str], typer.Option(help="A member as JSON; may be repeated.")] = [
-        '{"method": "suffix"}', '{"method": "prediction"}', '{"method": "recycling"}', '{"method": "ngram"}',
+        '{"method": "suffix"}',
+        '{"method": "prediction"}',
+        '{"method": "recycling"}',
+        '{"method": "ngram"}',
         '{"method": "draft_model", "num_speculative_tokens": 6}',
     ],
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each, for completion.")] = None,
@@ -275,7 +282,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 128,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Tokens per second of the mixture and of each member alone, on each part and on the whole stream."""
     torch.set_num_threads(cores())
     path = target or scaled()

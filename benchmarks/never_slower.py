@@ -231,7 +231,7 @@ def main(
     requests: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Tokens per second under the guard over plain decoding's, for proposers that are no good."""
     torch.set_num_threads(cores())
     for name, known in [(p, PROPOSERS) for p in proposer] + [(t, tuple(TEXTS)) for t in text]:

@@ -212,13 +212,25 @@ def compared(row: PlanRow, own: Sum, plain: Sum) -> dict[str, Any]:
     """One line of the record. Seconds are of a step."""
     gain = own.speed / plain.speed
     return {
-        "name": row.name, "method": row.method, "num_speculative_tokens": row.num_speculative_tokens,
-        "temperature": row.temperature, "batch": row.batch, "predicted": row.speedup, "low": row.low, "high": row.high,
-        "measured": gain, "tokens_per_pass": row.tokens_per_pass, "measured_tokens_per_pass": own.tokens_per_pass,
-        "seconds": row.step_seconds, "measured_seconds": own.step_seconds(row.batch),
-        "plain_seconds": row.plain_seconds, "measured_plain_seconds": plain.step_seconds(row.batch),
-        "estimator": row.estimator, "error": row.speedup / gain - 1, "covered": row.low <= gain <= row.high,
-    }  # fmt: skip
+        "name": row.name,
+        "method": row.method,
+        "num_speculative_tokens": row.num_speculative_tokens,
+        "temperature": row.temperature,
+        "batch": row.batch,
+        "predicted": row.speedup,
+        "low": row.low,
+        "high": row.high,
+        "measured": gain,
+        "tokens_per_pass": row.tokens_per_pass,
+        "measured_tokens_per_pass": own.tokens_per_pass,
+        "seconds": row.step_seconds,
+        "measured_seconds": own.step_seconds(row.batch),
+        "plain_seconds": row.plain_seconds,
+        "measured_plain_seconds": plain.step_seconds(row.batch),
+        "estimator": row.estimator,
+        "error": row.speedup / gain - 1,
+        "covered": row.low <= gain <= row.high,
+    }
 
 
 def chosen_against_best(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -231,11 +243,17 @@ def chosen_against_best(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[dict
         if choice.row is not None:
             key = (choice.row.name, choice.row.num_speculative_tokens)
             taken = next(r["measured"] for r in mine if (r["name"], r["num_speculative_tokens"]) == key)
-        found.append({
-            "temperature": choice.temperature, "batch": choice.batch,
-            "choice": choice.row.name if choice.row else "plain", "tokens": choice.row and choice.row.config,
-            "measured": taken, "best": max(best, 1.0), "share": taken / max(best, 1.0),
-        })  # fmt: skip
+        found.append(
+            {
+                "temperature": choice.temperature,
+                "batch": choice.batch,
+                "choice": choice.row.name if choice.row else "plain",
+                "tokens": choice.row and choice.row.config,
+                "measured": taken,
+                "best": max(best, 1.0),
+                "share": taken / max(best, 1.0),
+            }
+        )
     return found
 
 
@@ -247,17 +265,24 @@ def report(rows: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]], co
         table.add_column(head, justify="right")
     for r in rows:
         table.add_row(
-            r["name"], str(r["num_speculative_tokens"]), f"{r['temperature']:g}", str(r["batch"]),
-            f"{r['predicted']:.2f}", f"{r['low']:.2f}-{r['high']:.2f}{'' if r['covered'] else ' !'}",
-            f"{r['measured']:.2f}", f"{r['error']:+.1%}", f"{r['tokens_per_pass']:.2f}",
+            r["name"],
+            str(r["num_speculative_tokens"]),
+            f"{r['temperature']:g}",
+            str(r["batch"]),
+            f"{r['predicted']:.2f}",
+            f"{r['low']:.2f}-{r['high']:.2f}{'' if r['covered'] else ' !'}",
+            f"{r['measured']:.2f}",
+            f"{r['error']:+.1%}",
+            f"{r['tokens_per_pass']:.2f}",
             f"{r['measured_tokens_per_pass']:.2f}",
-        )  # fmt: skip
+        )
     console.print(table)
     for c in choices:
         console.print(
             f"temperature {c['temperature']:g}, batch {c['batch']}: the plan takes {c['choice']}, measured "
-            f"{c['measured']:.2f}x; the best of the grid {c['best']:.2f}x ({c['share']:.1%} of it)", highlight=False,
-        )  # fmt: skip
+            f"{c['measured']:.2f}x; the best of the grid {c['best']:.2f}x ({c['share']:.1%} of it)",
+            highlight=False,
+        )
     errors = [abs(r["error"]) for r in rows]
     facts = {
         "pairs": float(len(rows)),
@@ -269,8 +294,9 @@ def report(rows: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]], co
     console.print(
         f"{len(rows)} pairs: median error {facts['median_error']:.1%}, within 10 % {facts['within_10_percent']:.1%}, "
         f"intervals cover {facts['coverage']:.1%}; the plan's choice at worst {facts['worst_choice']:.1%} of the best",
-        style="bold", highlight=False,
-    )  # fmt: skip
+        style="bold",
+        highlight=False,
+    )
     return facts
 
 

@@ -46,9 +46,16 @@ TINY: list[Config] = [
     {"method": "suffix"},
     {"method": "recycling"},
     {"method": "prediction"},
-    {"method": "mixture", "members": [{"method": "draft_model", "model": "draft"}, {"method": "suffix"},
-                                      {"method": "recycling"}, {"method": "prediction"}]},
-]  # fmt: skip
+    {
+        "method": "mixture",
+        "members": [
+            {"method": "draft_model", "model": "draft"},
+            {"method": "suffix"},
+            {"method": "recycling"},
+            {"method": "prediction"},
+        ],
+    },
+]
 BUNDLED: list[Config] = [
     {"method": "eagle3"},
     {"method": "eagle3", "tree": "top_k"},
@@ -276,16 +283,23 @@ class Arena:
         drafted: dict[str, LLM] = {}
         for number, config in enumerate(configs):
             crowded = LLM(
-                target, speculative_config=configured(config, draft), max_num_seqs=(6, 3, 9)[number % 3],
-                kv_cache_memory_bytes=None, **options,
-            )  # fmt: skip
+                target,
+                speculative_config=configured(config, draft),
+                max_num_seqs=(6, 3, 9)[number % 3],
+                kv_cache_memory_bytes=None,
+                **options,
+            )
             per_token = crowded.target.kv_bytes_per_token + crowded.engine.proposer.kv_bytes_per_token
             crowded.close()
             drafted[label(config)] = LLM(
-                target, speculative_config=configured(config, draft), max_num_seqs=(6, 3, 9)[number % 3],
-                kv_cache_memory_bytes=tokens * per_token, enable_prefix_caching=True,
-                max_num_batched_tokens=(16, None, 40)[number % 3], **options,
-            )  # fmt: skip
+                target,
+                speculative_config=configured(config, draft),
+                max_num_seqs=(6, 3, 9)[number % 3],
+                kv_cache_memory_bytes=tokens * per_token,
+                enable_prefix_caching=True,
+                max_num_batched_tokens=(16, None, 40)[number % 3],
+                **options,
+            )
         return Arena(name, plain, drafted)
 
     def compare(self, seed: int, engines: int, counts: dict[str, int]) -> Iterator[dict[str, Any] | None]:
@@ -302,10 +316,19 @@ class Arena:
                 counts["drafted"] += sum(o.drafted for o in other)
                 counts["accepted"] += sum(o.accepted for o in other)
                 same = len(plain) == len(other) and all(o.agrees(p) for p, o in zip(plain, other, strict=True))
-                yield None if same else {
-                    "seed": seed, "pair": self.name, "proposer": name, "prompt": case.prompt, "params": case.params,
-                    "plain": [vars(o) for o in plain], "drafted": [vars(o) for o in other],
-                }  # fmt: skip
+                yield (
+                    None
+                    if same
+                    else {
+                        "seed": seed,
+                        "pair": self.name,
+                        "proposer": name,
+                        "prompt": case.prompt,
+                        "params": case.params,
+                        "plain": [vars(o) for o in plain],
+                        "drafted": [vars(o) for o in other],
+                    }
+                )
 
 
 def label(config: Config) -> str:

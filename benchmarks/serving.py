@@ -83,8 +83,15 @@ def throughput(
                 [measured(url, count, requests, tokens, temperature) for url in (plain, fast)] for _ in range(repeats)
             ]
             ratios = [turn[1] / turn[0] for turn in turns]
-            rows.append({"concurrency": count, "plain": median(t[0] for t in turns), "ratios": ratios,
-                         "speculative": median(t[1] for t in turns), "ratio": median(ratios)})  # fmt: skip
+            rows.append(
+                {
+                    "concurrency": count,
+                    "plain": median(t[0] for t in turns),
+                    "ratios": ratios,
+                    "speculative": median(t[1] for t in turns),
+                    "ratio": median(ratios),
+                }
+            )
             console.print(rows[-1])
     table = Table(box=box.SIMPLE, title=f"Served, temperature {temperature:g}")
     for column in ("at once", "plain tok/s", "speculative tok/s", "ratio"):
@@ -235,17 +242,40 @@ def mixed(rng: random.Random, number: int) -> dict[str, Any]:
     """A request of any kind, with a seed, so that its text is one and the same wherever it runs."""
     body: dict[str, Any] = {
         "prompt": rng.choice((*FUNCTIONS, *REPETITION, SYSTEM + FUNCTIONS[0], SYSTEM + "class Visitor:\n", UNICODE)),
-        "max_tokens": rng.randint(1, 120), "temperature": rng.choice((0.0, 0.5, 0.8, 1.0, 1.2)), "seed": number,
-    }  # fmt: skip
+        "max_tokens": rng.randint(1, 120),
+        "temperature": rng.choice((0.0, 0.5, 0.8, 1.0, 1.2)),
+        "seed": number,
+    }
     extras: tuple[dict[str, Any], ...] = (
-        {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"presence_penalty": 0.6}, {"frequency_penalty": 0.4},
-        {"repetition_penalty": 1.1}, {"stop": ["\n\n", "def "]}, {"ignore_eos": True}, {"min_tokens": 1},
-        {"logit_bias": {"199": -2.0}}, {"speculative_tokens": 0}, {"speculative_tokens": 7}, {"bad_words": ["self"]},
-        {"speculative_method": "ngram"}, {"speculative_method": "suffix"},
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"min_p": 0.05},
+        {"presence_penalty": 0.6},
+        {"frequency_penalty": 0.4},
+        {"repetition_penalty": 1.1},
+        {"stop": ["\n\n", "def "]},
+        {"ignore_eos": True},
+        {"min_tokens": 1},
+        {"logit_bias": {"199": -2.0}},
+        {"speculative_tokens": 0},
+        {"speculative_tokens": 7},
+        {"bad_words": ["self"]},
+        {"speculative_method": "ngram"},
+        {"speculative_method": "suffix"},
         {"structured_outputs": {"regex": r"[a-z]{3,12}( [0-9]{1,4}){0,6}"}},
-        {"structured_outputs": {"json": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12},
-         "size": {"type": "integer", "minimum": 0, "maximum": 999}}, "required": ["name", "size"]}}},
-    )  # fmt: skip
+        {
+            "structured_outputs": {
+                "json": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "maxLength": 12},
+                        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+                    },
+                    "required": ["name", "size"],
+                }
+            }
+        },
+    )
     for extra in rng.sample(extras, rng.randint(0, 3)):
         if not ("ignore_eos" in {*body, *extra} and "structured_outputs" in {*body, *extra}):
             body |= extra

@@ -59,8 +59,11 @@ def prose() -> Iterator[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(root.glob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8", errors="ignore"))
-        strings = [ast.get_docstring(node) for node in ast.walk(tree)
-                   if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]  # fmt: skip
+        strings = [
+            ast.get_docstring(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        ]
         yield "\n\n".join(text for text in strings if text)
 
 
@@ -90,15 +93,24 @@ def main() -> None:
     static, adapting = LLM(speculative_config=fixed), LLM(speculative_config=fixed, adapt=True)
     blocks: list[Block] = []
     plan = [("library", library), (arguments.to, other)]
-    steps = [(kind, prompts[i : i + arguments.requests]) for kind, prompts in plan
-             for i in range(0, len(prompts), arguments.requests)]  # fmt: skip
+    steps = [
+        (kind, prompts[i : i + arguments.requests])
+        for kind, prompts in plan
+        for i in range(0, len(prompts), arguments.requests)
+    ]
     for number, (kind, prompts) in enumerate(track(steps, "shift", console=Console(stderr=True))):
         before, after = (run(llm, prompts, arguments.max_tokens, 1000 * number) for llm in (static, adapting))
         blocks.append(Block(kind, before[0], after[0], before[1], after[1]))
     table = Table("block", "text", "acceptance", "adapting", "tokens/pass", "adapting")
     for number, b in enumerate(blocks):
-        table.add_row(str(number + 1), b.text, f"{b.acceptance_static:.3f}", f"{b.acceptance_adapting:.3f}",
-                      f"{b.length_static:.2f}", f"{b.length_adapting:.2f}")  # fmt: skip
+        table.add_row(
+            str(number + 1),
+            b.text,
+            f"{b.acceptance_static:.3f}",
+            f"{b.acceptance_adapting:.3f}",
+            f"{b.length_static:.2f}",
+            f"{b.length_adapting:.2f}",
+        )
     Console().print(table)
     proposer = adapting.engine.proposer
     assert isinstance(proposer, Adaptive)

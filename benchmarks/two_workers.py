@@ -219,10 +219,14 @@ def table(found: Sequence[Cell]) -> Table:
     for cell in found:
         base = next(each for each in found if each.kind == cell.kind and each.system == ONE)
         made.add_row(
-            cell.kind, cell.system, f"{cell.speed:.1f}", f"{cell.speed / base.speed:.2f}x",
-            f"{cell.tokens_per_pass:.2f}", "" if cell.ready is None else f"{cell.ready:.0%}",
+            cell.kind,
+            cell.system,
+            f"{cell.speed:.1f}",
+            f"{cell.speed / base.speed:.2f}x",
+            f"{cell.tokens_per_pass:.2f}",
+            "" if cell.ready is None else f"{cell.ready:.0%}",
             f"{cell.same}/{cell.prompts}",
-        )  # fmt: skip
+        )
     return made
 
 
@@ -259,10 +263,16 @@ def main(
     console = wide_console()
     console.print(table(made))
     facts: dict[str, Any] = setting() | {
-        "target": path.name, "count": len(ids), "tokens": tokens, "depth": depth, "ahead": ahead, "rtt_ms": rtt_ms,
-        "transport": transport, "threads": f"{cores()} for one worker, {found[1].threads} + {draft_threads} for two",
+        "target": path.name,
+        "count": len(ids),
+        "tokens": tokens,
+        "depth": depth,
+        "ahead": ahead,
+        "rtt_ms": rtt_ms,
+        "transport": transport,
+        "threads": f"{cores()} for one worker, {found[1].threads} + {draft_threads} for two",
         "repeats": repeats,
-    }  # fmt: skip
+    }
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
         result = {"setting": facts, "cells": [asdict(cell) for cell in made]}

@@ -74,8 +74,14 @@ def main(
             chain = (("method", json.dumps(role)), ("top_k", "1"))
             mine = Setup("foretoken", role, str(target), str(zoo.path(role)), threads=cores(), options=chain)
             theirs = Setup("vllm", role, str(target), str(converted), depth=depth, threads=cores())
-            rows.append(Row(role, depth, tokens_per_pass(OURS, mine, ids, max_tokens, depth),
-                            tokens_per_pass(PEERS["vllm"], theirs, ids, max_tokens, depth)))  # fmt: skip
+            rows.append(
+                Row(
+                    role,
+                    depth,
+                    tokens_per_pass(OURS, mine, ids, max_tokens, depth),
+                    tokens_per_pass(PEERS["vllm"], theirs, ids, max_tokens, depth),
+                )
+            )
     table = Table("heads", "depth", "foretoken tokens/pass", "vLLM tokens/pass", "ratio", box=box.MARKDOWN)
     for row in rows:
         table.add_row(row.heads, str(row.depth), f"{row.ours:.2f}", f"{row.vllm:.2f}", f"{row.ratio:.3f}")

@@ -106,12 +106,19 @@ class Pair:
     def to_dict(self) -> dict[str, Any]:
         sizes = [abs(error) for error in self.errors]
         return {
-            "name": self.row.name, "config": dict(self.row.config), "temperature": self.row.temperature,
-            "num_speculative_tokens": self.row.num_speculative_tokens, "run_for_the_plan": self.run,
-            "predicted": median(self.predicted), "measured": median(self.measured), "bias": median(self.errors),
-            "median_error": median(sizes), "median_tokens_error": median(map(abs, self.tokens_errors)),
-            "within_10_percent": fmean(size <= WITHIN for size in sizes), "coverage": fmean(self.covered),
-        }  # fmt: skip
+            "name": self.row.name,
+            "config": dict(self.row.config),
+            "temperature": self.row.temperature,
+            "num_speculative_tokens": self.row.num_speculative_tokens,
+            "run_for_the_plan": self.run,
+            "predicted": median(self.predicted),
+            "measured": median(self.measured),
+            "bias": median(self.errors),
+            "median_error": median(sizes),
+            "median_tokens_error": median(map(abs, self.tokens_errors)),
+            "within_10_percent": fmean(size <= WITHIN for size in sizes),
+            "coverage": fmean(self.covered),
+        }
 
 
 def deepened(known: Sequence[VllmCandidate], depths: Sequence[int]) -> list[VllmCandidate]:
@@ -157,11 +164,18 @@ def report(pairs: Sequence[Pair], fresh: Sequence[Pair], console: Console) -> di
     for pair in [*pairs, *fresh]:
         r = pair.to_dict()
         table.add_row(
-            r["name"], str(r["num_speculative_tokens"]), f"{r['temperature']:g}",
+            r["name"],
+            str(r["num_speculative_tokens"]),
+            f"{r['temperature']:g}",
             "yes" if r["run_for_the_plan"] else "",
-            f"{r['predicted']:.2f}", f"{r['measured']:.2f}", f"{r['bias']:+.1%}", f"{r['median_error']:.1%}",
-            f"{r['median_tokens_error']:.1%}", f"{r['within_10_percent']:.0%}", f"{r['coverage']:.0%}",
-        )  # fmt: skip
+            f"{r['predicted']:.2f}",
+            f"{r['measured']:.2f}",
+            f"{r['bias']:+.1%}",
+            f"{r['median_error']:.1%}",
+            f"{r['median_tokens_error']:.1%}",
+            f"{r['within_10_percent']:.0%}",
+            f"{r['coverage']:.0%}",
+        )
     console.print(table)
     errors = [abs(error) for pair in pairs for error in pair.errors]
     facts = {
@@ -175,8 +189,9 @@ def report(pairs: Sequence[Pair], fresh: Sequence[Pair], console: Console) -> di
         f"{len(pairs)} pairs, {len(errors)} predictions: median error {facts['median_error']:.1%}, within 10 % "
         f"{facts['within_10_percent']:.0%}, intervals cover {facts['coverage']:.0%}; largest bias of a pair "
         f"{facts['largest_bias']:+.1%}",
-        style="bold", highlight=False,
-    )  # fmt: skip
+        style="bold",
+        highlight=False,
+    )
     return facts
 
 
@@ -213,8 +228,13 @@ def main(
         bar = progress.add_task("", total=1.0)
         processes = Processes(bench, stack)
         started = perf_counter()
-        heard = answers(bench, deepened(known, depth), ids, lambda what, share: progress.update(
-            bar, description=what, completed=share), processes.start)  # fmt: skip
+        heard = answers(
+            bench,
+            deepened(known, depth),
+            ids,
+            lambda what, share: progress.update(bar, description=what, completed=share),
+            processes.start,
+        )
         seconds = perf_counter() - started
         pairs = halves(known, heard, len(ids), splits, depth)
         plan = from_some(known, heard, range(len(ids) // 2))
@@ -243,9 +263,13 @@ def main(
 
 
 def deployed(
-    bench: Bench, best: dict[str, Any], lane: VllmCandidate, rows: Sequence[PlanRow], processes: Processes,
+    bench: Bench,
+    best: dict[str, Any],
+    lane: VllmCandidate,
+    rows: Sequence[PlanRow],
+    processes: Processes,
     prompts: Sequence[Sequence[int]],
-) -> list[Pair]:  # fmt: skip
+) -> list[Pair]:
     """The chosen configuration in a process that was made for its depth, beside plain decoding."""
     depth = best["num_speculative_tokens"]
     fresh = replace(lane, name=f"{lane.name}, started afresh", depths=(depth,))

@@ -121,9 +121,13 @@ def main(
     table = Table("proposer", "prompts", "equal", "tokens/pass", "step / plain", "speedup", box=box.MARKDOWN)
     for each in lines:
         table.add_row(
-            each.method, each.kind, f"{each.equal} of {each.texts}", f"{each.tokens_per_pass:.2f}",
-            f"{each.step_over_plain:.2f}", f"{each.speedup:.2f}x",
-        )  # fmt: skip
+            each.method,
+            each.kind,
+            f"{each.equal} of {each.texts}",
+            f"{each.tokens_per_pass:.2f}",
+            f"{each.step_over_plain:.2f}",
+            f"{each.speedup:.2f}x",
+        )
     console = wide_console()
     console.print(table)
     about = setting() | {

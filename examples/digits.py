@@ -221,9 +221,15 @@ class Drawing:
 
 
 def sample(
-    target: PixelModel, proposer: Proposer, prompts: Sequence[Sequence[int]], depth: int, seed: int,
-    grade: Exactness = Exactness.DISTRIBUTION, pixels: int = PIXELS, batch: int = 32,
-) -> tuple[list[Drawing], list[StepOutput]]:  # fmt: skip
+    target: PixelModel,
+    proposer: Proposer,
+    prompts: Sequence[Sequence[int]],
+    depth: int,
+    seed: int,
+    grade: Exactness = Exactness.DISTRIBUTION,
+    pixels: int = PIXELS,
+    batch: int = 32,
+) -> tuple[list[Drawing], list[StepOutput]]:
     """One image for each prompt (a class token and perhaps first pixels), ``pixels`` more of each.
 
     Image i draws the numbers of (seed, i) whatever else is drawn. -> images in the order of the prompts, and all steps

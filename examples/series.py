@@ -121,8 +121,15 @@ class ForecastStep:
     target: Gaussians
 
 
-def decode_step(past: Reals, target: Forecaster, draft: Forecaster, streams: Streams, position: int, depth: int,
-               own_scale: bool = False) -> ForecastStep:  # fmt: skip
+def decode_step(
+    past: Reals,
+    target: Forecaster,
+    draft: Forecaster,
+    streams: Streams,
+    position: int,
+    depth: int,
+    own_scale: bool = False,
+) -> ForecastStep:
     """Drafts ``depth`` values one by one, computes the target's rows in one pass, and verifies.
 
     own_scale: sample with the draft's scale instead of the target's. Rejected values are then resampled.
@@ -140,8 +147,9 @@ def decode_step(past: Reals, target: Forecaster, draft: Forecaster, streams: Str
     return ForecastStep(position, drafted, verify(drafted, rows, SeededReals(streams, Purpose.VERIFY, position)), rows)
 
 
-def forecast(past: Reals, length: int, target: Forecaster, draft: Forecaster, seed: int, depth: int,
-             own_scale: bool = False) -> tuple[Reals, list[ForecastStep]]:  # fmt: skip
+def forecast(
+    past: Reals, length: int, target: Forecaster, draft: Forecaster, seed: int, depth: int, own_scale: bool = False
+) -> tuple[Reals, list[ForecastStep]]:
     """Samples ``length`` future values, and returns the decode steps too. depth 0 is plain sampling."""
     future, steps, streams = np.empty(0), list[ForecastStep](), Streams(seed)
     while len(future) < length:
@@ -253,8 +261,10 @@ def main(
     )
     past = series[-7 * DAY :]
     for name, k, own_scale in (
-        ("plain", 0, False), ("drafted with the target's scale", depth, False), ("with the draft's own", depth, True),
-    ):  # fmt: skip
+        ("plain", 0, False),
+        ("drafted with the target's scale", depth, False),
+        ("with the draft's own", depth, True),
+    ):
         drawn = [forecast(past, length, target, draft, random_seed_from(seed, i), k, own_scale) for i in range(futures)]
         report(name, futures * length, [s for _, steps in drawn for s in steps])
         ends = np.array([future[-1] for future, _ in drawn])

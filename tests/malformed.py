@@ -25,10 +25,44 @@ MISSING = object()
 DEEP = "[" * 100_000 + "]" * 100_000
 WHOLE = ("", "[]", "null", '"x"', "17", "{", "{}", DEEP, '{"a": ' * 50_000, '{"x": "\\ud800"}')
 VALUES: tuple[Any, ...] = (
-    MISSING, None, True, False, -1, 0, 1, 2, 3, 7, 10_001, 10**9, 2**31, 2**63, 10**40, -(10**40), 0.5, -1.5, 1e-320,
-    1e38, 1e308, float("nan"), float("inf"), -float("inf"), "", "x", "default", "yarn", "\ud800", [], ["x"], [1, 2],
-    [None] * 3, [[[[]]]], {}, {"x": 1}, {"rope_type": "linear"},
-)  # fmt: skip
+    MISSING,
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    7,
+    10_001,
+    10**9,
+    2**31,
+    2**63,
+    10**40,
+    -(10**40),
+    0.5,
+    -1.5,
+    1e-320,
+    1e38,
+    1e308,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    "",
+    "x",
+    "default",
+    "yarn",
+    "\ud800",
+    [],
+    ["x"],
+    [1, 2],
+    [None] * 3,
+    [[[[]]]],
+    {},
+    {"x": 1},
+    {"rope_type": "linear"},
+)
 PARAMS = SamplingParams(max_tokens=4, min_tokens=2, temperature=0.0)
 
 
@@ -104,9 +138,12 @@ def kinds(root: Path, target: Path, vocab: int) -> Iterator[Kind]:
     layer = {name: config.pop(name) for name in list(config) if name not in own}
     taps = layer.pop("foretoken_taps")
     nested = config | {
-        "speculators_model_type": "eagle3", "transformer_layer_config": layer, "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": taps, "eagle_config": {"use_aux_hidden_state": True},
-    }  # fmt: skip
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": taps,
+        "eagle_config": {"use_aux_hidden_state": True},
+    }
     yield Kind("speculators", heads.save(root / "speculators", nested, tensors), "eagle3")
     yield Kind("eagle1", heads.save(root / "eagle1", *heads.eagle1(vocab=vocab)), "eagle")
     yield Kind("medusa", heads.save(root / "medusa", *heads.medusa(vocab=vocab)), "medusa")

@@ -69,8 +69,10 @@ def write(llm: LLM, temperature: float, batch: int) -> list[Any]:
     """Eight functions, ``batch`` at once, each with its own seed."""
     texts = []
     for start in range(0, 8, batch):
-        params = [SamplingParams(max_tokens=32, temperature=temperature, seed=i, ignore_eos=True)
-                  for i in range(start, start + batch)]  # fmt: skip
+        params = [
+            SamplingParams(max_tokens=32, temperature=temperature, seed=i, ignore_eos=True)
+            for i in range(start, start + batch)
+        ]
         texts += [o.outputs[0].token_ids for o in llm.generate(FUNCTIONS[start : start + batch], params)]
     return texts
 

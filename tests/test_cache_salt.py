@@ -28,9 +28,13 @@ def stream(llm: LLM, prompt: str, salt: str | None, wanted: str | None = None) -
     """-> what came out, and what every round drafted for it"""
     structured = None if wanted is None else {"choice": [wanted]}
     params = SamplingParams(
-        max_tokens=60, temperature=0, explain=True, structured_outputs=structured, cache_salt=salt,
+        max_tokens=60,
+        temperature=0,
+        explain=True,
+        structured_outputs=structured,
+        cache_salt=salt,
         ignore_eos=wanted is None,
-    )  # fmt: skip
+    )
     pieces = list(llm.stream(prompt, params))
     assert all(piece.explained is not None and len(piece.explained.p) == len(piece.step.draft) for piece in pieces)
     return [token for piece in pieces for token in piece.token_ids], [piece.step.draft for piece in pieces]

@@ -104,9 +104,12 @@ def test_prompts_in_every_form(folders: Folders, tokenizer: Any) -> None:
     model, ids = llm(folders, {"method": "ngram"}), tokenizer(SOURCES[0])["input_ids"]
     start = tokenizer.eos_token_id
     forms: list[Any] = [
-        SOURCES[0], ids, {"prompt": SOURCES[0]}, {"encoder_prompt": SOURCES[0]},
+        SOURCES[0],
+        ids,
+        {"prompt": SOURCES[0]},
+        {"encoder_prompt": SOURCES[0]},
         {"encoder_prompt": ids, "decoder_prompt": [start]},
-    ]  # fmt: skip
+    ]
     assert len({tuple(texts(model, form)) for form in forms}) == 1
     (output,) = model.generate(SOURCES[0], SamplingParams(max_tokens=3, n=2, seed=1))
     assert output.prompt == SOURCES[0] and list(output.prompt_token_ids) == ids and len(output.outputs) == 2
@@ -116,8 +119,10 @@ def test_prompts_in_every_form(folders: Folders, tokenizer: Any) -> None:
     )
     assert begun == whole
     for wrong, said in (
-        ({"decoder_prompt": "def"}, "encoder_prompt"), ("", "empty"), ({"encoder_prompt": ""}, "empty"),
-    ):  # fmt: skip
+        ({"decoder_prompt": "def"}, "encoder_prompt"),
+        ("", "empty"),
+        ({"encoder_prompt": ""}, "empty"),
+    ):
         with pytest.raises(InvalidRequest, match=said):
             model.generate(wrong)
     with pytest.raises(InvalidRequest, match="prompt_logprobs"):

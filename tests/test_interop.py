@@ -327,14 +327,24 @@ def test_right_padding_and_foreign_vocabularies_are_refused(target: Any) -> None
 def longrope(original: int) -> Any:
     torch.manual_seed(5)
     rope = {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4,
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [8.0] * 4,
         "original_max_position_embeddings": original,
-    }  # fmt: skip
+    }
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, initializer_range=0.15, pad_token_id=0, rope_parameters=rope,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        pad_token_id=0,
+        rope_parameters=rope,
         original_max_position_embeddings=original,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -347,7 +357,11 @@ def test_longrope_takes_the_factors_of_the_calls_maximum_length(draft: Any) -> N
     crossing = longrope(original=20)
     crossing.model.rotary_emb.attention_scaling = always_long.model.rotary_emb.attention_scaling
     ours = crossing.generate(
-        PROMPT, max_new_tokens=40, do_sample=False, eos_token_id=None, custom_generate=foretoken.custom_generate,
+        PROMPT,
+        max_new_tokens=40,
+        do_sample=False,
+        eos_token_id=None,
+        custom_generate=foretoken.custom_generate,
         assistant_model=draft,
-    )  # fmt: skip
+    )
     assert torch.equal(ours, plain)

@@ -70,26 +70,38 @@ def test_completions_of_a_seed_are_not_the_texts_of_requests_without_one(tiny_pa
     assert len({*unseeded, *several}) == 8
 
 
-@pytest.mark.parametrize("name, wrong", [
-    ("seed", [1.5, "1", True, None, 2**128, -(2**63) - 1]),
-    ("max_num_seqs", [0, -1, 1.5, "8", True, None, 2**31]),
-    ("max_model_len", [0, -1, 1, 1.5, "8", True, 2**31]),
-    ("kv_cache_memory_bytes", [0, -1, 1.5, "8", True]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("seed", [1.5, "1", True, None, 2**128, -(2**63) - 1]),
+        ("max_num_seqs", [0, -1, 1.5, "8", True, None, 2**31]),
+        ("max_model_len", [0, -1, 1, 1.5, "8", True, 2**31]),
+        ("kv_cache_memory_bytes", [0, -1, 1.5, "8", True]),
+    ],
+)
 def test_wrong_integers_are_refused_before_anything_is_loaded(name: str, wrong: list[Any]) -> None:
     for value in wrong:
         with pytest.raises(ForetokenError, match=f"^{name} must be an integer "):
             LLM("/there/is/nothing", **{name: value})
 
 
-@pytest.mark.parametrize("config, message", [
-    ({"num_speculative_tokens": 2**32}, "num_speculative_tokens must be an integer from 0 to 4096"),
-    ({"method": "recycling", "top_k": 2**32}, "top_k must be an integer from 1 to 4096"),
-    ({"control": {"name": "goodput", "max_tokens": 2**32}}, "max_tokens of control must be an integer from 1 to 4096"),
-    ({"method": "draft_model", "draft_temperature": 1e300}, "draft_temperature must be a number from 0 to 1e[+]06"),
-    ({"method": "draft_model", "draft_temperature": 1e-300}, "draft_temperature must be 0 .* or at least 1e-06"),
-    ({"method": "draft_model", "draft_temperature": 10**400}, "draft_temperature must be a number from 0 to 1e[+]06"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"num_speculative_tokens": 2**32}, "num_speculative_tokens must be an integer from 0 to 4096"),
+        ({"method": "recycling", "top_k": 2**32}, "top_k must be an integer from 1 to 4096"),
+        (
+            {"control": {"name": "goodput", "max_tokens": 2**32}},
+            "max_tokens of control must be an integer from 1 to 4096",
+        ),
+        ({"method": "draft_model", "draft_temperature": 1e300}, "draft_temperature must be a number from 0 to 1e[+]06"),
+        ({"method": "draft_model", "draft_temperature": 1e-300}, "draft_temperature must be 0 .* or at least 1e-06"),
+        (
+            {"method": "draft_model", "draft_temperature": 10**400},
+            "draft_temperature must be a number from 0 to 1e[+]06",
+        ),
+    ],
+)
 def test_wrong_numbers_in_speculative_config_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ForetokenError, match=message):
         SpeculativeConfig.of(config)

@@ -82,10 +82,27 @@ def checkpoints(tiny_pair: Any, tokenizer: Any, tmp_path_factory: pytest.TempPat
 
 
 NAMES = (
-    "llama", "gemma3", "smollm3", "gpt2", "phi", "t5", "bart", "compressed-tensors", "torchao", "gptq", "awq",
-    "compressed w4 32 zeros", "sharded", "eagle3",
-    "speculators", "eagle1", "medusa", "blockwise", "early_exit", "learned",
-)  # fmt: skip
+    "llama",
+    "gemma3",
+    "smollm3",
+    "gpt2",
+    "phi",
+    "t5",
+    "bart",
+    "compressed-tensors",
+    "torchao",
+    "gptq",
+    "awq",
+    "compressed w4 32 zeros",
+    "sharded",
+    "eagle3",
+    "speculators",
+    "eagle1",
+    "medusa",
+    "blockwise",
+    "early_exit",
+    "learned",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

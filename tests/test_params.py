@@ -36,10 +36,18 @@ def test_integers_that_would_wrap_in_32_bits_are_refused(name: str) -> None:
             SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name, most", [
-    ("n", MAX_N), ("max_tokens", MAX_COUNT), ("top_k", MAX_COUNT), ("logprobs", MAX_COUNT),
-    ("prompt_logprobs", MAX_COUNT), ("speculative_tokens", MAX_SPECULATIVE_TOKENS), ("seed", 2**63 - 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, most",
+    [
+        ("n", MAX_N),
+        ("max_tokens", MAX_COUNT),
+        ("top_k", MAX_COUNT),
+        ("logprobs", MAX_COUNT),
+        ("prompt_logprobs", MAX_COUNT),
+        ("speculative_tokens", MAX_SPECULATIVE_TOKENS),
+        ("seed", 2**63 - 1),
+    ],
+)
 def test_the_largest_integers_are_accepted(name: str, most: int) -> None:
     assert getattr(SamplingParams(**{name: most}), name) == most
     with pytest.raises(InvalidRequest, match=f"^{name} must be an integer from .* to {most}"):
@@ -53,18 +61,53 @@ def test_numbers_out_of_bounds_are_refused_by_name(name: str) -> None:
             SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name, value", [
-    ("logit_bias", [1, 2]), ("logit_bias", 5), ("logit_bias", {"5": 1, 5: 1}), ("logit_bias", {"-5": 1}),
-    ("logit_bias", {"5.0": 1}), ("logit_bias", {"٥": 1}), ("logit_bias", {str(2**32): 1}), ("logit_bias", {5.7: 1}),
-    ("logit_bias", {True: 1}), ("logit_bias", {None: 1}), ("logit_bias", {-1: 1}), ("logit_bias", {2**32 + 1: 1}),
-    ("logit_bias", {0: NAN}), ("logit_bias", {0: INF}), ("logit_bias", {0: 10**400}), ("logit_bias", {0: "x"}),
-    ("stop_token_ids", 5), ("stop_token_ids", "abc"), ("stop_token_ids", ["5"]), ("stop_token_ids", [5.7]),
-    ("stop_token_ids", [True]), ("stop_token_ids", [None]), ("stop_token_ids", [-1]), ("stop_token_ids", [2**32]),
-    ("stop", 5), ("stop", [5]), ("stop", [None]), ("stop", {"a": 1}), ("stop", ["a", b"b"]), ("stop", b"a"),
-    ("bad_words", 5), ("bad_words", [5]), ("bad_words", "abc"), ("bad_words", [None]),
-    ("prediction", 5), ("prediction", {"a": 1}), ("ignore_eos", "no"), ("skip_special_tokens", 1), ("explain", None),
-    ("include_stop_str_in_output", "no"), ("speculative_method", 5), ("speculative_method", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("logit_bias", [1, 2]),
+        ("logit_bias", 5),
+        ("logit_bias", {"5": 1, 5: 1}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"5.0": 1}),
+        ("logit_bias", {"٥": 1}),
+        ("logit_bias", {str(2**32): 1}),
+        ("logit_bias", {5.7: 1}),
+        ("logit_bias", {True: 1}),
+        ("logit_bias", {None: 1}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {2**32 + 1: 1}),
+        ("logit_bias", {0: NAN}),
+        ("logit_bias", {0: INF}),
+        ("logit_bias", {0: 10**400}),
+        ("logit_bias", {0: "x"}),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "abc"),
+        ("stop_token_ids", ["5"]),
+        ("stop_token_ids", [5.7]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [None]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [2**32]),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop", [None]),
+        ("stop", {"a": 1}),
+        ("stop", ["a", b"b"]),
+        ("stop", b"a"),
+        ("bad_words", 5),
+        ("bad_words", [5]),
+        ("bad_words", "abc"),
+        ("bad_words", [None]),
+        ("prediction", 5),
+        ("prediction", {"a": 1}),
+        ("ignore_eos", "no"),
+        ("skip_special_tokens", 1),
+        ("explain", None),
+        ("include_stop_str_in_output", "no"),
+        ("speculative_method", 5),
+        ("speculative_method", []),
+    ],
+)
 def test_values_of_another_kind_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name} "):
         SamplingParams(**{name: value})

@@ -10,9 +10,17 @@ import pytest
 import foretoken
 
 NAMES = {
-    "LLM", "SamplingParams", "SpeculativeConfig", "RequestOutput", "CompletionOutput", "StreamPiece",
-    "SpeculationStats", "custom_generate", "ForetokenError", "__version__",
-}  # fmt: skip
+    "LLM",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "RequestOutput",
+    "CompletionOutput",
+    "StreamPiece",
+    "SpeculationStats",
+    "custom_generate",
+    "ForetokenError",
+    "__version__",
+}
 
 
 def test_all_is_exact():

@@ -77,9 +77,11 @@ class Foretoken:
             raise ServiceUnavailable(str(error)) from error
         stats = output.stats
         return Answer(
-            text=output.text, finish_reason=output.finish_reason or "", tokens=len(output.token_ids),
+            text=output.text,
+            finish_reason=output.finish_reason or "",
+            tokens=len(output.token_ids),
             mean_acceptance_length=stats.mean_acceptance_length,
-        )  # fmt: skip
+        )
 
 
 async def _complete(worker: Worker, prompt: str, params: SamplingParams) -> CompletionOutput:

@@ -30,9 +30,14 @@ def test_turns_are_interleaved_and_reset_is_not_timed():
 
 def test_the_floor_streams_every_weight_of_the_model():
     config = {
-        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "num_hidden_layers": 3, "vocab_size": 400,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "vocab_size": 400,
+    }
     shapes = matrices(config)
     by_hand = 3 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96) + 400 * 64
     assert sum(o * i for o, i in shapes) == by_hand

@@ -12,9 +12,25 @@ from foretoken.bench.page import page
 from foretoken.bench.race import RaceRow
 
 ROW = RaceRow(
-    "foretoken", "1", "draft_model", 4, "bf16", 0.0, 1, 50.0, (45.0, 55.0), 60.0, (55.0, 65.0), 0.1, 2.7, True, 6, 6, 3,
+    "foretoken",
+    "1",
+    "draft_model",
+    4,
+    "bf16",
+    0.0,
+    1,
+    50.0,
+    (45.0, 55.0),
+    60.0,
+    (55.0, 65.0),
+    0.1,
+    2.7,
+    True,
+    6,
+    6,
+    3,
     best=True,
-)  # fmt: skip
+)
 ROWS = [
     ROW,
     replace(ROW, num_speculative_tokens=8, tokens_per_second=40.0, best=False),
@@ -22,9 +38,12 @@ ROWS = [
     replace(ROW, temperature=1.0, identical_to_plain=None, identical_texts=None, law_z=-0.7),
 ]
 SETTING = {
-    "date": "2026-01-01", "processor": "a <fast> one", "cores": 2, "command": 'foretoken bench race --prompts "a&b"',
+    "date": "2026-01-01",
+    "processor": "a <fast> one",
+    "cores": 2,
+    "command": 'foretoken bench race --prompts "a&b"',
     "peers": {"vllm": "0.32"},
-}  # fmt: skip
+}
 
 
 def test_well_formed_and_self_contained():

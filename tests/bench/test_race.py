@@ -61,8 +61,10 @@ def test_rows_of_an_interleaved_race():
     assert all(len(heat) == 2 for heat in heats.values())
     best = [row for row in rows if row.best]
     assert [(r.system, r.method, r.num_speculative_tokens) for r in best] == [
-        ("foretoken", "plain", 0), ("foretoken", "draft_model", 4), ("other", "plain", 0),
-    ]  # fmt: skip
+        ("foretoken", "plain", 0),
+        ("foretoken", "draft_model", 4),
+        ("other", "plain", 0),
+    ]
     fastest = best[1]
     assert fastest.decode_tokens_per_second == pytest.approx(50)
     assert fastest.tokens_per_second == pytest.approx(40 / (40 / 50 + 1))
@@ -166,8 +168,12 @@ def test_peers_share_a_process_where_they_can(installed):
     assert not said
     by = {name: [e for e in found if e.system == name] for name in registry.PEERS}
     assert [(e.method, e.depth) for e in by["transformers"]] == [
-        ("plain", 0), ("draft_model", 2), ("draft_model", 4), ("ngram", 2), ("ngram", 4),
-    ]  # fmt: skip
+        ("plain", 0),
+        ("draft_model", 2),
+        ("draft_model", 4),
+        ("ngram", 2),
+        ("ngram", 4),
+    ]
     assert [(e.method, e.depth) for e in by["openvino"]] == [("plain", 0), ("draft_model", 2), ("draft_model", 4)]
     assert len({e.setup for e in by["transformers"]}) == 2
     assert len({e.setup for e in by["openvino"]}) == 2

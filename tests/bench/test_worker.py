@@ -98,9 +98,13 @@ def test_a_peers_process_sees_the_package_and_nothing_beside_it(tmp_path):
         "finally: print(sorted(n for n in sys.modules if n.split('.')[0] in ('torch', 'foretoken')), file=sys.stderr)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-S", "-P", "-c", code], input="", capture_output=True, text=True, check=True,
+        [sys.executable, "-S", "-P", "-c", code],
+        input="",
+        capture_output=True,
+        text=True,
+        check=True,
         env={"PATH": os.environ["PATH"]},
-    )  # fmt: skip
+    )
     assert "foretoken.bench.peers.vllm" in done.stderr
     assert "torch" not in done.stderr
 

@@ -10,9 +10,18 @@ import pytest
 from foretoken.bench.peers import registry
 
 REQUIRED = {
-    "system", "method", "num_speculative_tokens", "temperature", "batch", "tokens_per_second",
-    "decode_tokens_per_second", "tokens_per_pass", "identical_to_plain", "quantization", "tokens_per_second_spread",
-}  # fmt: skip
+    "system",
+    "method",
+    "num_speculative_tokens",
+    "temperature",
+    "batch",
+    "tokens_per_second",
+    "decode_tokens_per_second",
+    "tokens_per_pass",
+    "identical_to_plain",
+    "quantization",
+    "tokens_per_second_spread",
+}
 
 
 @pytest.fixture
@@ -29,18 +38,35 @@ def test_race(run, tiny_pair, nowhere, tmp_path):
     """Ours and transformers, each in a process of its own; a peer that is not set up is one line."""
     files = tmp_path / "race.json", tmp_path / "race.html"
     result = run(
-        "bench", "race", *short(tiny_pair), "--depth", "2", "--repeats", "1", "--temperature", "0", "--temperature",
-        "1", "--peers", "transformers,vllm", "--output", str(files[0]), "--html", str(files[1]),
-    )  # fmt: skip
+        "bench",
+        "race",
+        *short(tiny_pair),
+        "--depth",
+        "2",
+        "--repeats",
+        "1",
+        "--temperature",
+        "0",
+        "--temperature",
+        "1",
+        "--peers",
+        "transformers,vllm",
+        "--output",
+        str(files[0]),
+        "--html",
+        str(files[1]),
+    )
     assert result.code == 0, result.err
     assert result.err.count("\n") == 1 and "vllm is not set up" in result.err
     record = json.loads(files[0].read_text())
     rows = record["rows"]
     assert set(rows[0]) >= REQUIRED
     assert [(r["system"], r["method"], r["num_speculative_tokens"], r["temperature"]) for r in rows] == [
-        (system, *rest, t) for t in (0, 1) for system in ("foretoken", "transformers")
+        (system, *rest, t)
+        for t in (0, 1)
+        for system in ("foretoken", "transformers")
         for rest in (("plain", 0), ("draft_model", 2))
-    ]  # fmt: skip
+    ]
     assert rows[1]["identical_to_plain"] is True and rows[-1]["identical_to_plain"] is None
     assert all(row["tokens_per_second"] > 0 and row["tokens_per_pass"] >= 1 for row in rows)
     assert record["setting"]["peers"].keys() == {"transformers"}
@@ -52,15 +78,32 @@ def test_race(run, tiny_pair, nowhere, tmp_path):
 def test_race_of_a_ragged_batch(run, tiny_pair, nowhere, tmp_path):
     file = tmp_path / "race.json"
     result = run(
-        "bench", "race", *short(tiny_pair), "--count", "4", "--prompts", str(prompts(tmp_path)), "--batch", "3",
-        "--depth", "2", "--repeats", "1", "--peers", "none", "--output", str(file),
-        "--speculative-config", '{"method": "ngram", "prompt_lookup_max": 2}',
-    )  # fmt: skip
+        "bench",
+        "race",
+        *short(tiny_pair),
+        "--count",
+        "4",
+        "--prompts",
+        str(prompts(tmp_path)),
+        "--batch",
+        "3",
+        "--depth",
+        "2",
+        "--repeats",
+        "1",
+        "--peers",
+        "none",
+        "--output",
+        str(file),
+        "--speculative-config",
+        '{"method": "ngram", "prompt_lookup_max": 2}',
+    )
     assert result.code == 0, result.err
     rows = json.loads(file.read_text())["rows"]
     assert [(r["method"], r["batch"], r["identical_texts"], r["texts"]) for r in rows] == [
-        ("plain", 3, 4, 4), ("ngram", 3, 4, 4),
-    ]  # fmt: skip
+        ("plain", 3, 4, 4),
+        ("ngram", 3, 4, 4),
+    ]
 
 
 def prompts(folder: Path) -> Path:

@@ -64,8 +64,15 @@ def test_json_is_a_line_for_everything(chat):
     assert [record["type"] for record in records(told)] == ["ready", "answer", "notice", "answer"]
     answer = answers(told)[1]
     assert set(answer) == {
-        "type", "message", "text", "token_ids", "finish_reason", "dropped_messages", "stats", "wall_seconds",
-    }  # fmt: skip
+        "type",
+        "message",
+        "text",
+        "token_ids",
+        "finish_reason",
+        "dropped_messages",
+        "stats",
+        "wall_seconds",
+    }
     assert answer["message"] == "import os" and answer["finish_reason"] == "length" and len(answer["token_ids"]) == 8
     assert told.err == ""
 
@@ -105,8 +112,12 @@ def test_a_backslash_at_the_end_joins_lines(chat):
 def test_what_is_refused_does_not_end_the_chat(chat, tmp_path):
     told = chat("/nonsense", "/method nobody", "/temperature -2", "/save", "def f():", "/quit", "import os")
     assert told.code == 1  # a script is to know
-    for part in ("no command /nonsense; known: /speculative", "'nobody' is not loaded; loaded: draft_model",
-                 "/temperature takes", "/save takes"):  # fmt: skip
+    for part in (
+        "no command /nonsense; known: /speculative",
+        "'nobody' is not loaded; loaded: draft_model",
+        "/temperature takes",
+        "/save takes",
+    ):
         assert part in told.err
     assert told.err.count("tok/s") == 1
 

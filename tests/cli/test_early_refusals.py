@@ -76,9 +76,12 @@ CASES: list[tuple[str, str]] = [
 def refusals(cases: list[list[str]], **environment: str) -> list[tuple[int, str, list[str]]]:
     """The exit code of each, what was said on standard error, and what was imported by then."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(cases)], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", RUN, json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        check=True,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
@@ -106,9 +109,12 @@ def test_a_port_in_use() -> None:
 @pytest.mark.parametrize("environment", [{"PYTHONUTF8": "1"}, {"PYTHONIOENCODING": "utf-8:strict"}, {"LC_ALL": "C"}])
 def test_standard_input_that_is_no_text(environment: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "foretoken", "generate", "-"], input=b"gr\xfc\xdfe\n", capture_output=True, check=False,
+        [sys.executable, "-m", "foretoken", "generate", "-"],
+        input=b"gr\xfc\xdfe\n",
+        capture_output=True,
+        check=False,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
     assert done.returncode == 1 and done.stdout == b"" and done.stderr.count(b"\n") == 1
     assert b"error: standard input is not text in utf-8: byte 0xfc at position 2" in done.stderr
 

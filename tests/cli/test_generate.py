@@ -39,8 +39,15 @@ def test_json_is_one_object(run, names):
     result = run("generate", "def f(x):", *names, *LENGTH, "--speculative-tokens", "4", "--json")
     record = json.loads(result.out)
     assert set(record) == {
-        "model", "draft_model", "text", "token_ids", "finish_reason", "stop_reason", "exactness", "stats",
-    }  # fmt: skip
+        "model",
+        "draft_model",
+        "text",
+        "token_ids",
+        "finish_reason",
+        "stop_reason",
+        "exactness",
+        "stats",
+    }
     assert len(record["token_ids"]) == record["stats"]["tokens"] == 12
     assert record["finish_reason"] == "length"
     assert record["stats"]["drafts"] > 0

@@ -14,18 +14,36 @@ def cache(own_cache, tmp_path):
 
 def short(tiny_pair) -> tuple[str, ...]:
     return (
-        "plan", "--model", str(tiny_pair.target), "--draft-model", str(tiny_pair.draft), "--count", "3",
-        "--max-tokens", "8", "--turns", "3",
-    )  # fmt: skip
+        "plan",
+        "--model",
+        str(tiny_pair.target),
+        "--draft-model",
+        str(tiny_pair.draft),
+        "--count",
+        "3",
+        "--max-tokens",
+        "8",
+        "--turns",
+        "3",
+    )
 
 
 @pytest.mark.slow
 def test_a_plan_says_what_to_do(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     result = run(
-        *short(tiny_pair), "--temperature", "0", "--batch", "1", "--batch", "2", "--output", str(files[0]), "--html",
+        *short(tiny_pair),
+        "--temperature",
+        "0",
+        "--batch",
+        "1",
+        "--batch",
+        "2",
+        "--output",
+        str(files[0]),
+        "--html",
         str(files[1]),
-    )  # fmt: skip
+    )
     assert result.code == 0, result.err
     assert "\x1b" not in result.out
     for words in ("temperature 0, batch 1", "temperature 0, batch 2", "plain", "draft_model draft", "recycling"):
@@ -34,9 +52,19 @@ def test_a_plan_says_what_to_do(run, tiny_pair, cache):
     record = json.loads(files[0].read_text())
     assert len(record["rows"]) == 2 * (8 + 2 + 2 + 2 + 2)
     assert {
-        "method", "config", "num_speculative_tokens", "temperature", "batch", "tokens_per_pass", "interval", "speedup",
-        "low", "high", "acceptance", "estimator",
-    } <= record["rows"][0].keys()  # fmt: skip
+        "method",
+        "config",
+        "num_speculative_tokens",
+        "temperature",
+        "batch",
+        "tokens_per_pass",
+        "interval",
+        "speedup",
+        "low",
+        "high",
+        "acceptance",
+        "estimator",
+    } <= record["rows"][0].keys()
     assert set(record["costs"]) == {"target", "draft"} and record["costs"]["target"][0]["rows"] == 1
     assert len(record["choices"]) == 2 and record["prompts"] == "3 of our own functions"
     assert {each["temperature"] for each in record["predictors"]} == {0.0}
@@ -49,9 +77,22 @@ def test_prompts_and_configurations_of_ones_own(run, tiny_pair, cache):
     prompts.write_text('{"prompt": "def f("}\n{"prompt": "import os"}\n')
     config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
     result = run(
-        "plan", "--model", str(tiny_pair.target), "--prompts", str(prompts), "--max-tokens", "8", "--turns", "3",
-        "--temperature", "0.8", "--speculative-config", config, "--color", "never",
-    )  # fmt: skip
+        "plan",
+        "--model",
+        str(tiny_pair.target),
+        "--prompts",
+        str(prompts),
+        "--max-tokens",
+        "8",
+        "--turns",
+        "3",
+        "--temperature",
+        "0.8",
+        "--speculative-config",
+        config,
+        "--color",
+        "never",
+    )
     assert result.code == 0, result.err
     assert "temperature 0.8, batch 1" in result.out and "prompt_lookup_max 2" in result.out
 

@@ -82,18 +82,35 @@ def cache(monkeypatch, tmp_path, own_cache):
 
 def short(tiny_pair, *more: str) -> tuple[str, ...]:
     return (
-        "plan", "--engine", "vllm", "--engine-python", sys.executable, "--model", str(tiny_pair.target),
-        "--draft-model", str(tiny_pair.draft), "--count", "2", "--max-tokens", "10", "--temperature", "0", *more,
-    )  # fmt: skip
+        "plan",
+        "--engine",
+        "vllm",
+        "--engine-python",
+        sys.executable,
+        "--model",
+        str(tiny_pair.target),
+        "--draft-model",
+        str(tiny_pair.draft),
+        "--count",
+        "2",
+        "--max-tokens",
+        "10",
+        "--temperature",
+        "0",
+        *more,
+    )
 
 
 def test_a_plan_for_vllm_says_what_to_paste_there(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     own = '{"method": "suffix", "num_speculative_tokens": 1}'
     result = run(
-        *short(tiny_pair, "--speculative-config", own, "--output", str(files[0]), "--html", str(files[1])), "--batch",
-        "2", "--speculative-config", '{"method": "ngram_gpu"}',
-    )  # fmt: skip
+        *short(tiny_pair, "--speculative-config", own, "--output", str(files[0]), "--html", str(files[1])),
+        "--batch",
+        "2",
+        "--speculative-config",
+        '{"method": "ngram_gpu"}',
+    )
     assert result.code == 0, result.err
     assert "no GPU here" in result.err and "planned without it" in result.err
     for words in ("temperature 0, batch 2", "ngram", "suffix, recycling", "speculative_config={", "vLLM"):

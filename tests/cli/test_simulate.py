@@ -29,9 +29,24 @@ def test_json_is_one_document_on_standard_output(run, tmp_path):
 def test_a_sweep_says_where_pipelining_pays_and_draws_it(run, tmp_path):
     files = tmp_path / "found.json", tmp_path / "found.html"
     result = run(
-        *SHORT, "--sweep", "rtt", "--values", "0:200:3", "--verifiers", "3", "--strategy", "plain", "--strategy", "dsd",
-        "--strategy", "dsi", "--output", str(files[0]), "--html", str(files[1]),
-    )  # fmt: skip
+        *SHORT,
+        "--sweep",
+        "rtt",
+        "--values",
+        "0:200:3",
+        "--verifiers",
+        "3",
+        "--strategy",
+        "plain",
+        "--strategy",
+        "dsd",
+        "--strategy",
+        "dsi",
+        "--output",
+        str(files[0]),
+        "--html",
+        str(files[1]),
+    )
     assert result.code == 0, result.err
     assert "Pipelining pays from 0 to" in result.out and "of 0 to 200 tried" in result.out
     record = json.loads(files[0].read_text())

@@ -127,8 +127,12 @@ def test_the_race_is_the_gumbel_maximum():
 
 
 def test_same_address_same_number_in_any_order():
-    addresses = [(purpose, position, index) for purpose in (Purpose.DRAFT, Purpose.VERIFY)
-                 for position in range(5) for index in range(5)]  # fmt: skip
+    addresses = [
+        (purpose, position, index)
+        for purpose in (Purpose.DRAFT, Purpose.VERIFY)
+        for position in range(5)
+        for index in range(5)
+    ]
     forward = {a: private(9, *a) for a in addresses}
     backward = {a: private(9, *a) for a in reversed(addresses)}
     assert forward == backward

@@ -140,9 +140,15 @@ def test_a_contradiction_at_a_rejected_node_is_explained_and_hurts_nobody(tiny_p
     llm = LLM(tiny_pair.target, speculative_config={"method": "prediction"}, dtype="float32")
     bias = {token: 20.0 for text in ("n", "no") for token in llm.tokenizer.encode(text, add_special_tokens=False)}
     odd = SamplingParams(
-        max_tokens=8, temperature=0.0, explain=True, prediction="zq7", logit_bias=bias, speculative_tokens=4,
-        structured_outputs={"choice": ["zq7", "no"]}, bad_words=["7", "q7", "zq7"],
-    )  # fmt: skip
+        max_tokens=8,
+        temperature=0.0,
+        explain=True,
+        prediction="zq7",
+        logit_bias=bias,
+        speculative_tokens=4,
+        structured_outputs={"choice": ["zq7", "no"]},
+        bad_words=["7", "q7", "zq7"],
+    )
     plain = SamplingParams(max_tokens=8, temperature=0.0)
     alone = llm.generate("import os", plain)[0].outputs[0].token_ids
     assembler = Assembler(llm.engine, llm.tokenizer)

@@ -64,10 +64,18 @@ def texts(**options: object) -> dict[int, list[int]]:
     return finished(one)
 
 
-@pytest.mark.parametrize("options", [
-    {"prompt_rows": 1}, {"prompt_rows": 7}, {"prompt_rows": "auto"}, {"max_sequences": 2}, {"capacity": 192},
-    {"capacity": 192, "prompt_rows": 9, "max_sequences": 3},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_rows": 1},
+        {"prompt_rows": 7},
+        {"prompt_rows": "auto"},
+        {"max_sequences": 2},
+        {"capacity": 192},
+        {"capacity": 192, "prompt_rows": 9, "max_sequences": 3},
+    ],
+    ids=str,
+)
 def test_texts_do_not_depend_on_how_they_were_scheduled(options):
     assert texts(**options) == texts()
 
@@ -225,14 +233,27 @@ def alone() -> list[str]:
     return [plain.generate(p, q)[0].outputs[0].text for p, q in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("options", [
-    {"max_num_batched_tokens": 37, "enable_prefix_caching": True},
-    {"max_num_batched_tokens": "auto", "enable_prefix_caching": True, "kv_cache_memory_bytes": 12_000_000,
-     "max_num_seqs": 5},
-    {"methods": ["ngram", "prediction", {"method": "suffix"}]},
-    {"max_num_batched_tokens": 37, "enable_prefix_caching": True, "kv_cache_memory_bytes": 16_000_000,
-     "max_num_seqs": 4, "speculative_config": {"method": "eagle3", "num_speculative_tokens": 5}},
-], ids=["pieces", "memory", "methods", "head"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 37, "enable_prefix_caching": True},
+        {
+            "max_num_batched_tokens": "auto",
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": 12_000_000,
+            "max_num_seqs": 5,
+        },
+        {"methods": ["ngram", "prediction", {"method": "suffix"}]},
+        {
+            "max_num_batched_tokens": 37,
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": 16_000_000,
+            "max_num_seqs": 4,
+            "speculative_config": {"method": "eagle3", "num_speculative_tokens": 5},
+        },
+    ],
+    ids=["pieces", "memory", "methods", "head"],
+)
 @pytest.mark.slow
 def test_real_texts_do_not_depend_on_how_they_were_scheduled(alone, options):
     llm = LLM(dtype="float32", max_model_len=512, **options)
@@ -295,10 +316,17 @@ def test_one_thread_at_a_time():
     assert len(finished(one)[0]) == 10
 
 
-@pytest.mark.parametrize("extreme", [
-    {"temperature": 1e-300}, {"top_p": 1e-280}, {"repetition_penalty": 1e-300}, {"logit_bias": {3: 1e39}},
-    {"logit_bias": {3: float("nan")}},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e-300},
+        {"top_p": 1e-280},
+        {"repetition_penalty": 1e-300},
+        {"logit_bias": {3: 1e39}},
+        {"logit_bias": {3: float("nan")}},
+    ],
+    ids=str,
+)
 def test_parameters_that_leave_nothing_to_compute_with_are_refused(extreme):
     with pytest.raises(InvalidRequest, match=f"^{next(iter(extreme))} "):
         SamplingParams(**extreme)

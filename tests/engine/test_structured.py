@@ -38,10 +38,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "any json": {"json": True},
     "object": {"json_object": True},
     "regex": {"regex": r"(ab|cd)+-\d{2}"},
-    "choice": {"choice": ["return value", "reset", "größe 🙂\n\"x\\"]},
+    "choice": {"choice": ["return value", "reset", 'größe 🙂\n"x\\']},
     "lark": {"grammar": 'start: "a" b\nb: "(" b ")" | /[xyz]{2}/'},
     "gbnf": {"grammar": 'root ::= "a" b\nb ::= "(" b ")" | [xyz]+'},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -228,9 +228,14 @@ def spelled(grammars: Grammars, text: str) -> list[int]:
 def test_many_alternatives_are_followed_to_their_end(grammars):
     """They are more than llguidance takes by default, whose error must not be taken for a refusal."""
     each = [
-        {"type": "object", "properties": {f"k{i}": {"type": "integer"}}, "required": [f"k{i}"],
-         "additionalProperties": False} for i in range(3_000)
-    ]  # fmt: skip
+        {
+            "type": "object",
+            "properties": {f"k{i}": {"type": "integer"}},
+            "required": [f"k{i}"],
+            "additionalProperties": False,
+        }
+        for i in range(3_000)
+    ]
     grammar, text = grammars.new({"json": {"anyOf": each}}, [END]), spelled(grammars, '{"k2999": 12}')
     for i, token in enumerate([*text, END]):
         assert token in ids(grammar.allowed(History(text[:i], 0)))

@@ -20,19 +20,39 @@ def closed(**properties: Any) -> dict[str, Any]:
 
 
 SCHEMAS: list[dict[str, Any]] = [
-    {"enum": ["yes", "nö \"quoted\"", None, 3]},
+    {"enum": ["yes", 'nö "quoted"', None, 3]},
     closed(name=TEXT, tags={"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3}),
     closed(a=NUMBER, b={"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.125}, c={"type": "boolean"}),
     closed(id={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}, day={"type": "string", "format": "date"}),
     {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 3}, "minItems": 2, "maxItems": 4},
-    closed(user=closed(name=TEXT, grid={"type": "array", "items": {"type": "array", "items": NUMBER, "maxItems": 2},
-                                        "minItems": 1, "maxItems": 2}), note={"anyOf": [TEXT, {"type": "null"}]}),
-    {"type": "array", "items": {"anyOf": [closed(kind={"const": 1}, n=NUMBER), closed(kind={"const": 2}, t=TEXT)]},
-     "minItems": 1, "maxItems": 3},
-    {"$defs": {"leaf": closed(name={"type": "string", "maxLength": 4}),
-               "node": closed(leaves={"type": "array", "items": {"$ref": "#/$defs/leaf"}, "maxItems": 2})},
-     "type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
-]  # fmt: skip
+    closed(
+        user=closed(
+            name=TEXT,
+            grid={
+                "type": "array",
+                "items": {"type": "array", "items": NUMBER, "maxItems": 2},
+                "minItems": 1,
+                "maxItems": 2,
+            },
+        ),
+        note={"anyOf": [TEXT, {"type": "null"}]},
+    ),
+    {
+        "type": "array",
+        "items": {"anyOf": [closed(kind={"const": 1}, n=NUMBER), closed(kind={"const": 2}, t=TEXT)]},
+        "minItems": 1,
+        "maxItems": 3,
+    },
+    {
+        "$defs": {
+            "leaf": closed(name={"type": "string", "maxLength": 4}),
+            "node": closed(leaves={"type": "array", "items": {"$ref": "#/$defs/leaf"}, "maxItems": 2}),
+        },
+        "type": "array",
+        "items": {"$ref": "#/$defs/node"},
+        "maxItems": 2,
+    },
+]
 
 
 def params(schema: Any, **others: Any) -> SamplingParams:

@@ -94,9 +94,12 @@ class Watched(Controller):
 
 
 def generate(
-    controller: Controller, streams: Streams | Branching, length: int, law: SamplingLaw = LAW,
+    controller: Controller,
+    streams: Streams | Branching,
+    length: int,
+    law: SamplingLaw = LAW,
     exactness: Exactness = Exactness.DISTRIBUTION,
-) -> Text:  # fmt: skip
+) -> Text:
     engine = Engine(TARGET, DraftModel(DRAFT), controller)
     context = Context(0, list(PROMPT), len(PROMPT), law, streams, exactness)  # type: ignore[arg-type]
     engine.add(context, Length(length))

@@ -35,17 +35,19 @@ PROPOSERS = {
     "draft, block": lambda target: (DraftModel(target.perturbed(0.5)), "block"),
     "draft, token": lambda target: (DraftModel(target.perturbed(0.5)), "token"),
     "draft at its own temperature": lambda target: (
-        DraftModel(target.perturbed(0.5), DraftModelConfig(draft_temperature=0.6)), "block",
+        DraftModel(target.perturbed(0.5), DraftModelConfig(draft_temperature=0.6)),
+        "block",
     ),
     "draft by argmax": lambda target: (
-        DraftModel(target.perturbed(0.5), DraftModelConfig(draft_temperature=0.0)), "block",
+        DraftModel(target.perturbed(0.5), DraftModelConfig(draft_temperature=0.0)),
+        "block",
     ),
     "tree of likely tokens": lambda target: (tree_of(target, "top_k"), "block"),
     "drawn tree, traversal": lambda target: (tree_of(target, "sampled"), "block"),
     "drawn tree, recursive": lambda target: (tree_of(target, "sampled"), "token"),
     "tree of likely tokens and drawn ones": lambda target: (tree_of(target, "greedy_multi"), "block"),
     "lookup": lambda target: (Lookup(), "block"),
-}  # fmt: skip
+}
 LAWS = {
     "plain": SamplingLaw(),
     "greedy": SamplingLaw(temperature=0.0),

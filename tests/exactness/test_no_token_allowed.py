@@ -125,9 +125,7 @@ def test_one_text_per_seed_up_to_the_error(case):
 
     def texts(speculation: Proposer, depth: int, batch: int) -> list[Text]:
         engine = Engine(target, speculation, Fixed(depth), max_sequences=batch)
-        contexts = [
-            Context(i, [*PROMPT, i % 3], 6, law, Streams(i), Exactness.TRAJECTORY) for i in range(8)
-        ]  # fmt: skip
+        contexts = [Context(i, [*PROMPT, i % 3], 6, law, Streams(i), Exactness.TRAJECTORY) for i in range(8)]
         for context in contexts:
             engine.add(context, Length(12))
         while engine.busy:

@@ -27,10 +27,19 @@ LAWS = {
     "min tokens": SamplingLaw(min_tokens=2, end_ids=(1,)),
     "greedy with penalties": SamplingLaw(temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.3),
     "all at once": SamplingLaw(
-        temperature=0.8, top_k=2, top_p=0.95, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.4,
-        repetition_penalty=1.3, logit_bias=((1, 0.3),), bad_words=((1, 2),), min_tokens=2, end_ids=(0,),
+        temperature=0.8,
+        top_k=2,
+        top_p=0.95,
+        min_p=0.05,
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+        repetition_penalty=1.3,
+        logit_bias=((1, 0.3),),
+        bad_words=((1, 2),),
+        min_tokens=2,
+        end_ids=(0,),
     ),
-}  # fmt: skip
+}
 
 PROPOSERS = {
     "drawn chain": drawn(Q),

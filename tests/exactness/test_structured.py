@@ -60,10 +60,17 @@ LAWS = {
     "twice each": SamplingLaw(grammar=Alternating(2)),
     "greedy": SamplingLaw(temperature=0.0, grammar=Alternating(2)),
     "with other parameters": SamplingLaw(
-        temperature=0.8, top_k=2, top_p=0.95, frequency_penalty=0.4, logit_bias=((2, 100.0),), bad_words=((1, 2),),
-        min_tokens=4, end_ids=(END,), grammar=Alternating(2),
+        temperature=0.8,
+        top_k=2,
+        top_p=0.95,
+        frequency_penalty=0.4,
+        logit_bias=((2, 100.0),),
+        bad_words=((1, 2),),
+        min_tokens=4,
+        end_ids=(END,),
+        grammar=Alternating(2),
     ),
-}  # fmt: skip
+}
 PROPOSERS = {
     "drawn chain": drawn(Q),
     "chain drawn without the grammar": drawn(Q, SamplingLaw()),

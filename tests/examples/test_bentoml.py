@@ -36,9 +36,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("bentoml")
     environment = os.environ | {"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(folder)}
     command = [
-        sys.executable, "-m", "bentoml", "serve", f"{SERVICE.stem}:Foretoken", "--working-dir", str(SERVICE.parent),
-        "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "bentoml",
+        "serve",
+        f"{SERVICE.stem}:Foretoken",
+        "--working-dir",
+        str(SERVICE.parent),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -74,9 +83,9 @@ def _end(group: int) -> None:
 def test_openai_and_the_typed_endpoint_agree(url: str) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         done = client.completions.create(model="foretoken", prompt=PROMPT, max_tokens=24, temperature=0)
-        pieces = list(client.completions.create(
-            model="foretoken", prompt=PROMPT, max_tokens=24, temperature=0, stream=True
-        ))  # fmt: skip
+        pieces = list(
+            client.completions.create(model="foretoken", prompt=PROMPT, max_tokens=24, temperature=0, stream=True)
+        )
     text = done.choices[0].text
     assert text and "".join(piece.choices[0].text for piece in pieces if piece.choices) == text
     answer = httpx.post(f"{url}/generate", json={"prompt": PROMPT, "max_tokens": 24}, timeout=60).json()

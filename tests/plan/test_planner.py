@@ -45,11 +45,25 @@ WARM = SamplingLaw()
 
 def row(name: str, depth: int, speedup: float, temperature: float = 0.0, batch: int = 1, off: float = 0.1) -> PlanRow:
     return PlanRow(
-        name=name, method="ngram", config={"method": "ngram", "num_speculative_tokens": depth},
-        temperature=temperature, batch=batch, tokens_per_pass=speedup, tokens_per_pass_low=speedup - off,
-        tokens_per_pass_high=math.inf, speedup=speedup, low=speedup - off, high=speedup + off, end_to_end=speedup,
-        step_seconds=0.01, draft_seconds=0.0, plain_seconds=0.01, acceptance=(0.5,), estimator="text", requests=1,
-    )  # fmt: skip
+        name=name,
+        method="ngram",
+        config={"method": "ngram", "num_speculative_tokens": depth},
+        temperature=temperature,
+        batch=batch,
+        tokens_per_pass=speedup,
+        tokens_per_pass_low=speedup - off,
+        tokens_per_pass_high=math.inf,
+        speedup=speedup,
+        low=speedup - off,
+        high=speedup + off,
+        end_to_end=speedup,
+        step_seconds=0.01,
+        draft_seconds=0.0,
+        plain_seconds=0.01,
+        acceptance=(0.5,),
+        estimator="text",
+        requests=1,
+    )
 
 
 def test_the_best_is_chosen_and_plain_decoding_where_nothing_gains():
@@ -84,9 +98,13 @@ def test_candidates_are_what_was_given_and_what_is_free(tiny_pair):
     found = candidates([tiny_pair.draft], [], [{"method": "ngram", "num_speculative_tokens": 3}])
     methods = [(c.method, c.depths) for c in found]
     assert methods == [
-        ("draft_model", CHAIN), ("draft_model", TREE), ("ngram", COPIED), ("suffix", COPIED), ("recycling", TREE),
+        ("draft_model", CHAIN),
+        ("draft_model", TREE),
+        ("ngram", COPIED),
+        ("suffix", COPIED),
+        ("recycling", TREE),
         ("ngram", (3,)),
-    ]  # fmt: skip
+    ]
     assert len({c.name for c in found[:5]}) == 5
     assert found[0].at(5) == {"method": "draft_model", "model": str(tiny_pair.draft), "num_speculative_tokens": 5}
     for wrong in ({"method": "none"}, {"method": "ngram", "num_speculative_tokens": 0}, {"method": "what"}):
@@ -109,8 +127,11 @@ def test_other_engines_words_for_it():
     compile(forms["transformers"], "call", "exec")
     lookup = export_config({"method": "ngram", "num_speculative_tokens": 8})
     assert lookup["vllm"] == {
-        "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4, "num_speculative_tokens": 8,
-    }  # fmt: skip
+        "method": "ngram",
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 4,
+        "num_speculative_tokens": 8,
+    }
     assert "prompt_lookup_num_tokens=8" in lookup["transformers"]
     assert (
         export_config(chain | {"tree": "sampled", "num_speculative_tokens": 14})["vllm"]["num_speculative_tokens"] == 4
@@ -285,8 +306,12 @@ def test_estimators_follow_what_a_proposer_draws(temperature):
     found = {name: sample.estimate(candidate, 3) for name, candidate in wanted.items()}
     drawn = "steps" if temperature else "text"
     assert {name: e.estimator for name, e in found.items()} == {
-        "chain": "distribution", "argmax": "distribution", "likely": "text", "drawn": drawn, "copied": "text",
-    }  # fmt: skip
+        "chain": "distribution",
+        "argmax": "distribution",
+        "likely": "text",
+        "drawn": drawn,
+        "copied": "text",
+    }
     assert all(1.0 <= e.tokens_per_pass <= 4.0 for e in found.values())
     if not temperature:
         assert found["chain"].tokens_per_pass == pytest.approx(found["argmax"].tokens_per_pass)
@@ -348,7 +373,7 @@ def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):
         Candidate("tree", {"method": "draft_model", "model": str(tiny_pair.draft), "tree": "sampled"}, (6,)),
         Candidate("ngram", {"method": "ngram"}, (4,)),
         Candidate("recycling", {"method": "recycling"}, (4,)),
-    ]  # fmt: skip
+    ]
     prompts = [tokenizer.encode(text) for text in ("def greet(", "class Ün", "for i in range(10):\n", "    return")]
     found = planner.plan(prompts, chosen)
     assert len(found.rows) == 10 * 4 and len(found.choices) == 4

@@ -51,8 +51,9 @@ def tallies(estimate):
     return [(tally.tokens, tally.steps, tally.sizes, tally.positions) for tally in estimate.tallies]
 
 
-@pytest.mark.parametrize("proposer", [Lookup, Suffix, lambda: DraftModel(DRAFT),
-                                      lambda: DraftModel(DRAFT, DraftModelConfig(tree="top_k"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "proposer", [Lookup, Suffix, lambda: DraftModel(DRAFT), lambda: DraftModel(DRAFT, DraftModelConfig(tree="top_k"))]
+)
 @pytest.mark.parametrize("depth", [1, 4, 7])
 def test_a_greedy_replay_is_the_run(proposer, depth):
     texts = write(TARGET, PROMPTS, GREEDY, LIMIT)

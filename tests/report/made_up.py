@@ -30,35 +30,67 @@ def plan() -> dict[str, Any]:
                 for depth in (1, 2, 3, 4, 6, 8):
                     tokens = (1 - alpha ** (depth + 1)) / (1 - alpha)
                     cost = 1 + 0.05 * depth * (1 + 0.5 * batch) + (0.04 * depth if "m" in name else 0.0)
-                    rows.append({
-                        "name": f"{name} tiny-1m", "method": name, "num_speculative_tokens": depth,
-                        "config": {"method": name, "num_speculative_tokens": depth}, "temperature": temperature,
-                        "batch": batch, "tokens_per_pass": tokens, "tokens_per_pass_low": tokens * 0.95,
-                        "tokens_per_pass_high": tokens * 1.05,
-                        "speedup": tokens / cost, "low": tokens / cost * 0.92, "high": tokens / cost * 1.09,
-                        "end_to_end": tokens / cost * 0.9, "step_seconds": 0.02 * cost, "draft_seconds": 0.001,
-                        "plain_seconds": 0.02, "acceptance": [alpha**k for k in range(1, depth + 1)],
-                        "estimator": "distribution", "requests": 12, "best": False,
-                    })  # fmt: skip
+                    rows.append(
+                        {
+                            "name": f"{name} tiny-1m",
+                            "method": name,
+                            "num_speculative_tokens": depth,
+                            "config": {"method": name, "num_speculative_tokens": depth},
+                            "temperature": temperature,
+                            "batch": batch,
+                            "tokens_per_pass": tokens,
+                            "tokens_per_pass_low": tokens * 0.95,
+                            "tokens_per_pass_high": tokens * 1.05,
+                            "speedup": tokens / cost,
+                            "low": tokens / cost * 0.92,
+                            "high": tokens / cost * 1.09,
+                            "end_to_end": tokens / cost * 0.9,
+                            "step_seconds": 0.02 * cost,
+                            "draft_seconds": 0.001,
+                            "plain_seconds": 0.02,
+                            "acceptance": [alpha**k for k in range(1, depth + 1)],
+                            "estimator": "distribution",
+                            "requests": 12,
+                            "best": False,
+                        }
+                    )
     places = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
     choices = []
     for place in places:
         top = max((row for row in rows if (row["temperature"], row["batch"]) == place), key=lambda row: row["speedup"])
         top["best"] = True
         choices.append({"temperature": place[0], "batch": place[1], "speculate": True, "sure": True, "row": top})
-    costs = {"tiny-15m": [
-        {"rows": m, "context": context, "batch": 1,
-         "seconds": {"median": second, "low": second * 0.96, "high": second * 1.1, "turns": 5},
-         "floor": {"median": 0.018 * (1 + m / 40), "low": 0.017, "high": 0.03, "turns": 5}}
-        for context in (512, 4096) for m in (1, 2, 3, 4, 5, 8, 12, 16)
-        for second in [0.02 * (1 + m / 20 + 0.2 * (m > 4)) * (1 + context / 9000)]
-    ]}  # fmt: skip
+    costs = {
+        "tiny-15m": [
+            {
+                "rows": m,
+                "context": context,
+                "batch": 1,
+                "seconds": {"median": second, "low": second * 0.96, "high": second * 1.1, "turns": 5},
+                "floor": {"median": 0.018 * (1 + m / 40), "low": 0.017, "high": 0.03, "turns": 5},
+            }
+            for context in (512, 4096)
+            for m in (1, 2, 3, 4, 5, 8, 12, 16)
+            for second in [0.02 * (1 + m / 20 + 0.2 * (m > 4)) * (1 + context / 9000)]
+        ]
+    }
     predictors = [
-        {"name": name, "correlation": r, "error": e, "slope": 1.0, "intercept": 0.0, "draft": "draft_model tiny-1m",
-         "temperature": 1.0}
-        for name, r, e in (("total variation", -0.97, 0.012), ("KL divergence", -0.9, 0.024),
-                           ("draft entropy", -0.4, 0.047), ("constant", 0.0, 0.052))
-    ]  # fmt: skip
+        {
+            "name": name,
+            "correlation": r,
+            "error": e,
+            "slope": 1.0,
+            "intercept": 0.0,
+            "draft": "draft_model tiny-1m",
+            "temperature": 1.0,
+        }
+        for name, r, e in (
+            ("total variation", -0.97, 0.012),
+            ("KL divergence", -0.9, 0.024),
+            ("draft entropy", -0.4, 0.047),
+            ("constant", 0.0, 0.052),
+        )
+    ]
     best = {"method": "draft_model", "num_speculative_tokens": 6}
     exports = {
         "foretoken": best,
@@ -66,9 +98,15 @@ def plan() -> dict[str, Any]:
         "transformers": "draft = AutoModelForCausalLM.from_pretrained('x')\nmodel.generate()",
     }
     return {
-        "setting": SETTING, "best": best, "exports": exports, "choices": choices, "rows": rows, "costs": costs,
-        "predictors": predictors, "measured": measured(),
-    }  # fmt: skip
+        "setting": SETTING,
+        "best": best,
+        "exports": exports,
+        "choices": choices,
+        "rows": rows,
+        "costs": costs,
+        "predictors": predictors,
+        "measured": measured(),
+    }
 
 
 def measured() -> list[dict[str, Any]]:
@@ -76,11 +114,18 @@ def measured() -> list[dict[str, Any]]:
     for i in range(60):
         value = 0.7 + 0.035 * i
         said = value * (1 + 0.07 * math.sin(3.7 * i))
-        rows.append({
-            "method": ("draft_model", "ngram", "eagle3")[i % 3], "num_speculative_tokens": 1 + i % 8,
-            "temperature": 0.7, "batch": 1 + 3 * (i % 2), "predicted": said,
-            "low": said * 0.93, "high": said * 1.08, "measured": value,
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": ("draft_model", "ngram", "eagle3")[i % 3],
+                "num_speculative_tokens": 1 + i % 8,
+                "temperature": 0.7,
+                "batch": 1 + 3 * (i % 2),
+                "predicted": said,
+                "low": said * 0.93,
+                "high": said * 1.08,
+                "measured": value,
+            }
+        )
     return rows
 
 
@@ -91,43 +136,97 @@ def audit(outcome: str = "failed") -> dict[str, Any]:
     names = ("ranks", "surprise", "likeliest token", "unlikely tokens", "toward the draft")
     statistics = [
         {
-            "name": f"{group}: {name}", "value": 21.3 if name == "ranks" else 0.7 * math.cos(i * 7 + len(group)),
-            "dof": 19 if name == "ranks" else 0, "p_value": 0.9 / (1 + 3 * i), "finds": 0.01 * (i + 1),
+            "name": f"{group}: {name}",
+            "value": 21.3 if name == "ranks" else 0.7 * math.cos(i * 7 + len(group)),
+            "dof": 19 if name == "ranks" else 0,
+            "p_value": 0.9 / (1 + 3 * i),
+            "finds": 0.01 * (i + 1),
             "what": WHAT.get(name, "change of the rate"),
         }
-        for group in ("all tokens", "first", "second") for i, name in enumerate(names)
-    ]  # fmt: skip
+        for group in ("all tokens", "first", "second")
+        for i, name in enumerate(names)
+    ]
     divergences = [
-        {"prompt": 2, "position": 17, "margin": 0.031, "moved": 0.002, "tie": False,
-         "plain": "def f(x):\n    return x + 1\n", "speculative": "def f(x):\n    return y + 2\n"},
+        {
+            "prompt": 2,
+            "position": 17,
+            "margin": 0.031,
+            "moved": 0.002,
+            "tie": False,
+            "plain": "def f(x):\n    return x + 1\n",
+            "speculative": "def f(x):\n    return y + 2\n",
+        },
         {"prompt": 5, "position": 3, "margin": None, "moved": None, "tie": False},
-    ]  # fmt: skip
+    ]
     law = {"tokens": 40960, "rounds": 12000, "impossible": 0, "level": 2e-5, "statistics": statistics}
     checks = [
-        ("greedy parity", outcome, "2 of 32 texts part from plain decoding", {"texts": {"alone": 16, "in a batch": 16},
-         "tokens": 1024, "diverged": 2, "not_ties": 2, "divergences": divergences if outcome == "failed" else []}),
-        ("self-draft control", "passed", "drafts of the target itself accepted whole: greedy 100.0%",
-         {"rounds": 412, "accepted_whole": {"greedy": 1.0, "drawn": 1.0, "seeded": 1.0}, "least": 1.0}),
+        (
+            "greedy parity",
+            outcome,
+            "2 of 32 texts part from plain decoding",
+            {
+                "texts": {"alone": 16, "in a batch": 16},
+                "tokens": 1024,
+                "diverged": 2,
+                "not_ties": 2,
+                "divergences": divergences if outcome == "failed" else [],
+            },
+        ),
+        (
+            "self-draft control",
+            "passed",
+            "drafts of the target itself accepted whole: greedy 100.0%",
+            {"rounds": 412, "accepted_whole": {"greedy": 1.0, "drawn": 1.0, "seeded": 1.0}, "least": 1.0},
+        ),
         ("sampled distribution", "passed", "40,960 tokens, 15 statistics, the most surprising p = 0.02", law),
-        ("prefix distribution", "passed", "first 3 tokens of 8,192 texts", {"texts": 8192, "length": 3,
-         "fits": [{"g": 80.2, "dof": 77, "p_value": 0.38, "finds": 0.04},
-                  {"g": None, "dof": 0, "p_value": 0.0, "finds": 0.0}]}),
-        ("negative control", "passed", "found, after 4,096 tokens", {"plants": [
-            {"error": "a rejected token is replaced by a draw from p", "tokens": 4096, "needed": None,
-             "found": {"first: toward the draft": 9.2}, "impossible": 0},
-            {"error": "drafts are accepted with 2 p/q", "tokens": 40960, "needed": 120000, "found": {},
-             "impossible": 0}]}),
+        (
+            "prefix distribution",
+            "passed",
+            "first 3 tokens of 8,192 texts",
+            {
+                "texts": 8192,
+                "length": 3,
+                "fits": [
+                    {"g": 80.2, "dof": 77, "p_value": 0.38, "finds": 0.04},
+                    {"g": None, "dof": 0, "p_value": 0.0, "finds": 0.0},
+                ],
+            },
+        ),
+        (
+            "negative control",
+            "passed",
+            "found, after 4,096 tokens",
+            {
+                "plants": [
+                    {
+                        "error": "a rejected token is replaced by a draw from p",
+                        "tokens": 4096,
+                        "needed": None,
+                        "found": {"first: toward the draft": 9.2},
+                        "impossible": 0,
+                    },
+                    {
+                        "error": "drafts are accepted with 2 p/q",
+                        "tokens": 40960,
+                        "needed": 120000,
+                        "found": {},
+                        "impossible": 0,
+                    },
+                ]
+            },
+        ),
         ("seeded distribution", "skipped", "it does not promise one text for one seed", {}),
-    ]  # fmt: skip
+    ]
     return {
-        "outcome": outcome, "seconds": 118.2,
+        "outcome": outcome,
+        "seconds": 118.2,
         "summary": "not exact: greedy parity failed" if outcome == "failed" else "exact",
         "subject": {"engine": "foretoken", "model": "/a/target", "draft_model": "/a/draft", "method": "draft_model"},
         "checks": [
             {"name": name, "outcome": out, "evidence": said, "numbers": numbers, "seconds": 12.5}
             for name, out, said, numbers in checks
         ],
-    }  # fmt: skip
+    }
 
 
 WORDS = ["def ", "f", "(", "x", ")", ":", "\n", "    ", "return ", "x", " + ", "1", "\n\n", "€", "<b>", "&", " "]

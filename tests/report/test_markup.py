@@ -37,17 +37,31 @@ def test_attributes():
 
 @pytest.mark.parametrize(
     "value, said",
-    [(0.0, "0"), (1.234567, "1.23"), (12345.6, "12,346"), (0.001234, "0.00123"), (-2.5, "-2.50"), (1024, "1,024"),
-     (None, "–"), (math.nan, "–"),
-     (math.inf, "–"), (99.96, "100.0")],
-)  # fmt: skip
+    [
+        (0.0, "0"),
+        (1.234567, "1.23"),
+        (12345.6, "12,346"),
+        (0.001234, "0.00123"),
+        (-2.5, "-2.50"),
+        (1024, "1,024"),
+        (None, "–"),
+        (math.nan, "–"),
+        (math.inf, "–"),
+        (99.96, "100.0"),
+    ],
+)
 def test_figures(value, said):
     assert figure(value) == said
 
 
 def test_ratios_and_shares():
     assert (times(2.406), times(None), percent(0.5), percent(1e-5), percent(0.0), percent(math.nan)) == (
-        "2.41x", "–", "50.0 %", "< 0.1 %", "0.0 %", "–",
-    )  # fmt: skip
+        "2.41x",
+        "–",
+        "50.0 %",
+        "< 0.1 %",
+        "0.0 %",
+        "–",
+    )
     assert compact(-0.04) in ("0", "-0")
     assert [number(v) for v in (1, 2.5, True, "3", math.nan, None)] == [1.0, 2.5, None, None, None, None]

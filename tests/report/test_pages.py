@@ -94,9 +94,18 @@ def _spoilt(value, poison):
 
 
 POISONS = {
-    "hostile": HOSTILE, "null": None, "nan": math.nan, "inf": math.inf, "negative": -1, "zero": 0, "empty": "",
-    "list": [], "object": {}, "true": True, "huge": 10**400,
-}  # fmt: skip
+    "hostile": HOSTILE,
+    "null": None,
+    "nan": math.nan,
+    "inf": math.inf,
+    "negative": -1,
+    "zero": 0,
+    "empty": "",
+    "list": [],
+    "object": {},
+    "true": True,
+    "huge": 10**400,
+}
 
 
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)

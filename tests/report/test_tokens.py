@@ -30,9 +30,17 @@ def test_tokens_are_told_apart():
     kept = [t for t in trace.tokens if t.origin != REJECTED]
     assert "".join(t.text for t in kept) == trace.text
     assert [t.origin for t in trace.tokens] == [
-        *[ACCEPTED] * 3, TARGET, *[ACCEPTED] * 2, REJECTED, TARGET, ACCEPTED, *[REJECTED] * 2, TARGET, *[REJECTED] * 3,
+        *[ACCEPTED] * 3,
         TARGET,
-    ]  # fmt: skip
+        *[ACCEPTED] * 2,
+        REJECTED,
+        TARGET,
+        ACCEPTED,
+        *[REJECTED] * 2,
+        TARGET,
+        *[REJECTED] * 3,
+        TARGET,
+    ]
     assert [t.step for t in kept] == [1] * 4 + [2] * 3 + [3] * 2 + [4]
     assert all(t.p == pytest.approx(0.5) and t.rank == 1 for t in kept)
     assert all((t.q is None) if t.origin == TARGET else t.q == pytest.approx(1 / 18) for t in trace.tokens)

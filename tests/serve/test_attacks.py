@@ -66,6 +66,8 @@ def test_every_attack_can_be_made(attacks: Any) -> None:
 def test_only_loopback_is_attacked() -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "attackers.py"), "deep JSON", "http://192.0.2.1:80"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1 and "only loopback addresses are attacked, not 192.0.2.1" in done.stderr

@@ -22,8 +22,13 @@ ASK = {"prompt": "name = ", "max_tokens": 40, "temperature": 0, "ignore_eos": Tr
 
 def new_llm(pair: Any) -> LLM:
     steady = {"method": "suffix", "num_speculative_tokens": 8, "control": "fixed"}
-    return LLM(pair.target, speculative_config=steady, methods=[{"method": "recycling", "top_k": 1}],
-               dtype="float32", enable_prefix_caching=True)  # fmt: skip
+    return LLM(
+        pair.target,
+        speculative_config=steady,
+        methods=[{"method": "recycling", "top_k": 1}],
+        dtype="float32",
+        enable_prefix_caching=True,
+    )
 
 
 def served(pair: Any, **settings: Any) -> Iterator[Running]:

@@ -109,24 +109,40 @@ def test_roles_and_parts(client: openai.OpenAI) -> None:
 
 def test_what_changes_nothing_is_ignored(client: openai.OpenAI) -> None:
     got = client.chat.completions.create(
-        **GREEDY, user="me", metadata={"a": "b"}, store=True, service_tier="auto", modalities=["text"],
-        safety_identifier="x", prompt_cache_key="y",
-    )  # fmt: skip
+        **GREEDY,
+        user="me",
+        metadata={"a": "b"},
+        store=True,
+        service_tier="auto",
+        modalities=["text"],
+        safety_identifier="x",
+        prompt_cache_key="y",
+    )
     assert got.choices[0].message.content == client.chat.completions.create(**GREEDY).choices[0].message.content
 
 
-@pytest.mark.parametrize("form, check", [
-    ({"type": "json_object"}, lambda value: isinstance(value, dict)),
-    (
-        {"type": "json_schema", "json_schema": {
-            "name": "point", "strict": True, "schema": {
-                "type": "object", "properties": {"x": {"type": "integer", "maximum": 9}, "on": {"type": "boolean"}},
-                "required": ["x", "on"], "additionalProperties": False,
+@pytest.mark.parametrize(
+    "form, check",
+    [
+        ({"type": "json_object"}, lambda value: isinstance(value, dict)),
+        (
+            {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "point",
+                    "strict": True,
+                    "schema": {
+                        "type": "object",
+                        "properties": {"x": {"type": "integer", "maximum": 9}, "on": {"type": "boolean"}},
+                        "required": ["x", "on"],
+                        "additionalProperties": False,
+                    },
+                },
             },
-        }},
-        lambda value: isinstance(value["x"], int) and isinstance(value["on"], bool) and len(value) == 2,
-    ),
-])  # fmt: skip
+            lambda value: isinstance(value["x"], int) and isinstance(value["on"], bool) and len(value) == 2,
+        ),
+    ],
+)
 def test_response_format(client: openai.OpenAI, form: Any, check: Any) -> None:
     for seed in range(3):
         asked = {**GREEDY, "max_completion_tokens": 300, "temperature": 1, "seed": seed, "response_format": form}
@@ -135,13 +151,16 @@ def test_response_format(client: openai.OpenAI, form: Any, check: Any) -> None:
             assert check(json.loads(got.message.content))
 
 
-@pytest.mark.parametrize("extra, fits", [
-    ({"guided_regex": "[ab]{5}"}, lambda text: len(text) == 5 and set(text) <= set("ab")),
-    ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
-    ({"guided_json": {"enum": [1, 2]}}, lambda text: text in "12"),
-    ({"structured_outputs": {"regex": "x+y"}}, lambda text: text.endswith("y") and text.startswith("x")),
-    ({"guided_grammar": 'start: "a" "b"'}, lambda text: text == "ab"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra, fits",
+    [
+        ({"guided_regex": "[ab]{5}"}, lambda text: len(text) == 5 and set(text) <= set("ab")),
+        ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"guided_json": {"enum": [1, 2]}}, lambda text: text in "12"),
+        ({"structured_outputs": {"regex": "x+y"}}, lambda text: text.endswith("y") and text.startswith("x")),
+        ({"guided_grammar": 'start: "a" "b"'}, lambda text: text == "ab"),
+    ],
+)
 def test_guided(client: openai.OpenAI, extra: dict[str, Any], fits: Any) -> None:
     got = client.chat.completions.create(**{**GREEDY, "temperature": 1, "seed": 2}, extra_body=extra).choices[0]
     assert got.finish_reason == "length" or fits(got.message.content)

@@ -45,16 +45,19 @@ def test_keys_share_a_cache_where_the_operator_says_so(
     assert "seen" in refused(capsys, "--api-key", "a", "--api-key", "b", *flags)
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--host", "no.such.host.invalid"], "cannot listen"),
-    (["--port", "0", "--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes must be a size such as 2GiB"),
-    (["--port", "0", "--chat-template", "/no/such/file"], "cannot read the chat template"),
-    (["--port", "0", "--speculative-config", "{"], "not JSON"),
-    (["--port", "0", "--log-level", "loud"], "--log-level"),
-    (["--port", "0", "--api-key", ""], "must not be empty"),
-    (["--port", "0", "--model", "/no/such/model"], "/no/such/model"),
-    (["--port", "0", "--methods", "telepathy"], "telepathy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--host", "no.such.host.invalid"], "cannot listen"),
+        (["--port", "0", "--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes must be a size such as 2GiB"),
+        (["--port", "0", "--chat-template", "/no/such/file"], "cannot read the chat template"),
+        (["--port", "0", "--speculative-config", "{"], "not JSON"),
+        (["--port", "0", "--log-level", "loud"], "--log-level"),
+        (["--port", "0", "--api-key", ""], "must not be empty"),
+        (["--port", "0", "--model", "/no/such/model"], "/no/such/model"),
+        (["--port", "0", "--methods", "telepathy"], "telepathy"),
+    ],
+)
 def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     assert words in refused(capsys, *arguments)
 
@@ -68,9 +71,16 @@ def test_without_the_extra() -> None:
     assert "(fastapi); pip install 'foretoken[serve]'" in done.stderr
 
 
-@pytest.mark.parametrize("text, size", [
-    ("2GiB", 2**31), ("512MB", 2**29), ("1k", 1024), ("1.5 g", 3 * 2**29), ("1000", 1000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("2GiB", 2**31),
+        ("512MB", 2**29),
+        ("1k", 1024),
+        ("1.5 g", 3 * 2**29),
+        ("1000", 1000),
+    ],
+)
 def test_sizes(text: str, size: int) -> None:
     assert command._bytes("--kv-cache-memory-bytes", text) == size
 

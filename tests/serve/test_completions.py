@@ -155,9 +155,15 @@ def test_parameters_reach_the_engine(client: openai.OpenAI, llm: LLM) -> None:
     assert stopped.choices[0].model_extra == {"stop_reason": "\n"}
 
 
-@pytest.mark.parametrize("extra", [
-    {"speculative_tokens": 0}, {"speculative_tokens": 2}, {"speculative_method": "ngram"}, {"exactness": "trajectory"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"speculative_tokens": 0},
+        {"speculative_tokens": 2},
+        {"speculative_method": "ngram"},
+        {"exactness": "trajectory"},
+    ],
+)
 def test_speculation_is_the_clients_choice(client: openai.OpenAI, extra: dict[str, object]) -> None:
     asked = {**GREEDY, "temperature": 1, "seed": 9}
     got = client.completions.create(**asked, extra_body=extra)

@@ -26,60 +26,75 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize("body, param, words", [
-    ({"prompt": 3}, "prompt", "valid string"),
-    ({}, "prompt", "required"),
-    ({**OK, "temprature": 1}, "temprature", "known: model, "),
-    ({**OK, "suffix": "x"}, "suffix", "not served"),
-    ({**OK, "temperature": -1}, "temperature", "greater than or equal to 0"),
-    ({**OK, "temperature": "1"}, "temperature", "valid number"),
-    ({**OK, "n": 9}, "n", "at most 8"),
-    ({**OK, "n": True}, "n", "valid integer"),
-    ({**OK, "best_of": 1, "n": 2}, "best_of", "at least n"),
-    ({**OK, "best_of": 2, "stream": True}, "best_of", "streamed"),
-    ({**OK, "logprobs": 21}, "logprobs", "at most 20"),
-    ({**OK, "logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
-    ({**OK, "logit_bias": {"1": 101}}, "logit_bias", "'1' is not a token id (pattern ^[0-9]{1,9}$) with a number from"),
-    ({**OK, "logit_bias": {"99999999": 1}}, None, "vocabulary"),
-    ({**OK, "prompt": []}, "prompt", "at least 1 item"),
-    ({**OK, "prompt": ""}, None, "empty"),
-    ({**OK, "prompt": [10**8]}, None, "expected"),
-    ({**OK, "prompt": "\ud800"}, None, "surrogate"),
-    ({**OK, "min_tokens": 3}, "min_tokens", "exceeds max_tokens"),
-    ({**OK, "stream_options": {"include_usage": True}}, None, "stream: true"),
-    ({**OK, "speculative_method": "medusa"}, "speculative_method", "loaded: draft_model, prediction, ngram"),
-    ({**OK, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "two things"),
-    ({**OK, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
-    ({**OK, "guided_regex": "("}, "structured_outputs", "cannot be followed"),
-    ({**OK, "top_k": 2**32 + 1}, "top_k", "less than or equal to 2147483647"),
-    ({**OK, "top_k": -2}, "top_k", "greater than or equal to -1"),
-    ({**OK, "top_k": 10**400}, "top_k", "less than or equal to 2147483647"),
-    ({**OK, "seed": 2**63}, "seed", "less than or equal to 9223372036854775807"),
-    ({**OK, "seed": -(2**63) - 1}, "seed", "greater than or equal to -9223372036854775808"),
-    ({**OK, "seed": 1.5}, "seed", "valid integer"),
-    ({**OK, "n": 2**32 + 1}, "n", "less than or equal to"),
-    ({**OK, "best_of": 2**64 + 1}, "best_of", "less than or equal to"),
-    ({**OK, "min_tokens": 2**32 + 1}, "min_tokens", "less than or equal to 2147483647"),
-    ({**OK, "max_tokens": 2**32 + 1}, "max_tokens", "less than or equal to 2147483647"),
-    ({**OK, "logprobs": 2**32 + 1}, "logprobs", "less than or equal to 2147483647"),
-    ({**OK, "priority": 2**63}, "priority", "less than or equal to 9223372036854775807"),
-    ({**OK, "speculative_tokens": 4097}, "speculative_tokens", "less than or equal to 4096"),
-    ({**OK, "stop_token_ids": [2**32 + 1]}, "stop_token_ids", "less than or equal to 2147483647"),
-    ({**OK, "stop_token_ids": [10**6]}, None, "vocabulary"),
-    ({**OK, "logit_bias": {str(2**32 + 1): 1}}, "logit_bias", "pattern"),
-    ({**OK, "logit_bias": {"5": float("nan")}}, "logit_bias", "number from -100 to 100"),
-    ({**OK, "logit_bias": {"5": 10**400}}, "logit_bias", "number"),
-    ({**OK, "temperature": float("inf")}, "temperature", "finite number"),
-    ({**OK, "temperature": 10**400}, "temperature", "number"),
-    ({**OK, "prompt": [2**32 + 1]}, "prompt", "less than or equal to 2147483647"),
-    ({**OK, "prompt": "x " * 9000}, "prompt", "context length is 8192"),
-    ({**OK, "max_tokens": 9000}, "prompt", "9000 more"),
-    ({**OK, "prompt": "x" * 10**6}, "prompt", "1000000 characters; the model's context length is 8192 tokens"),
-    ({**OK, "prompt": [1] * 9000}, "prompt", "9000 tokens; the model's context length is 8192 tokens"),
-    ({**OK, "prediction": {"type": "content", "content": "x" * 10**6}}, "prediction", "context length is 8192 tokens"),
-    ({**OK, "prompt": ["x"] * 128, "n": 8}, "prompt", "128 prompts with n=8 are 1024 sequences, and this server holds"),
-    ({**OK, "prompt": ["x"] * 50, "best_of": 6}, "prompt", "300 sequences, and this server holds at most 264"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body, param, words",
+    [
+        ({"prompt": 3}, "prompt", "valid string"),
+        ({}, "prompt", "required"),
+        ({**OK, "temprature": 1}, "temprature", "known: model, "),
+        ({**OK, "suffix": "x"}, "suffix", "not served"),
+        ({**OK, "temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({**OK, "temperature": "1"}, "temperature", "valid number"),
+        ({**OK, "n": 9}, "n", "at most 8"),
+        ({**OK, "n": True}, "n", "valid integer"),
+        ({**OK, "best_of": 1, "n": 2}, "best_of", "at least n"),
+        ({**OK, "best_of": 2, "stream": True}, "best_of", "streamed"),
+        ({**OK, "logprobs": 21}, "logprobs", "at most 20"),
+        ({**OK, "logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
+        (
+            {**OK, "logit_bias": {"1": 101}},
+            "logit_bias",
+            "'1' is not a token id (pattern ^[0-9]{1,9}$) with a number from",
+        ),
+        ({**OK, "logit_bias": {"99999999": 1}}, None, "vocabulary"),
+        ({**OK, "prompt": []}, "prompt", "at least 1 item"),
+        ({**OK, "prompt": ""}, None, "empty"),
+        ({**OK, "prompt": [10**8]}, None, "expected"),
+        ({**OK, "prompt": "\ud800"}, None, "surrogate"),
+        ({**OK, "min_tokens": 3}, "min_tokens", "exceeds max_tokens"),
+        ({**OK, "stream_options": {"include_usage": True}}, None, "stream: true"),
+        ({**OK, "speculative_method": "medusa"}, "speculative_method", "loaded: draft_model, prediction, ngram"),
+        ({**OK, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "two things"),
+        ({**OK, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
+        ({**OK, "guided_regex": "("}, "structured_outputs", "cannot be followed"),
+        ({**OK, "top_k": 2**32 + 1}, "top_k", "less than or equal to 2147483647"),
+        ({**OK, "top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({**OK, "top_k": 10**400}, "top_k", "less than or equal to 2147483647"),
+        ({**OK, "seed": 2**63}, "seed", "less than or equal to 9223372036854775807"),
+        ({**OK, "seed": -(2**63) - 1}, "seed", "greater than or equal to -9223372036854775808"),
+        ({**OK, "seed": 1.5}, "seed", "valid integer"),
+        ({**OK, "n": 2**32 + 1}, "n", "less than or equal to"),
+        ({**OK, "best_of": 2**64 + 1}, "best_of", "less than or equal to"),
+        ({**OK, "min_tokens": 2**32 + 1}, "min_tokens", "less than or equal to 2147483647"),
+        ({**OK, "max_tokens": 2**32 + 1}, "max_tokens", "less than or equal to 2147483647"),
+        ({**OK, "logprobs": 2**32 + 1}, "logprobs", "less than or equal to 2147483647"),
+        ({**OK, "priority": 2**63}, "priority", "less than or equal to 9223372036854775807"),
+        ({**OK, "speculative_tokens": 4097}, "speculative_tokens", "less than or equal to 4096"),
+        ({**OK, "stop_token_ids": [2**32 + 1]}, "stop_token_ids", "less than or equal to 2147483647"),
+        ({**OK, "stop_token_ids": [10**6]}, None, "vocabulary"),
+        ({**OK, "logit_bias": {str(2**32 + 1): 1}}, "logit_bias", "pattern"),
+        ({**OK, "logit_bias": {"5": float("nan")}}, "logit_bias", "number from -100 to 100"),
+        ({**OK, "logit_bias": {"5": 10**400}}, "logit_bias", "number"),
+        ({**OK, "temperature": float("inf")}, "temperature", "finite number"),
+        ({**OK, "temperature": 10**400}, "temperature", "number"),
+        ({**OK, "prompt": [2**32 + 1]}, "prompt", "less than or equal to 2147483647"),
+        ({**OK, "prompt": "x " * 9000}, "prompt", "context length is 8192"),
+        ({**OK, "max_tokens": 9000}, "prompt", "9000 more"),
+        ({**OK, "prompt": "x" * 10**6}, "prompt", "1000000 characters; the model's context length is 8192 tokens"),
+        ({**OK, "prompt": [1] * 9000}, "prompt", "9000 tokens; the model's context length is 8192 tokens"),
+        (
+            {**OK, "prediction": {"type": "content", "content": "x" * 10**6}},
+            "prediction",
+            "context length is 8192 tokens",
+        ),
+        (
+            {**OK, "prompt": ["x"] * 128, "n": 8},
+            "prompt",
+            "128 prompts with n=8 are 1024 sequences, and this server holds",
+        ),
+        ({**OK, "prompt": ["x"] * 50, "best_of": 6}, "prompt", "300 sequences, and this server holds at most 264"),
+    ],
+)
 def test_completions_refused(server: Running, body: Any, param: str | None, words: str) -> None:
     error = error_of(httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON), 400)
     assert error["type"] == "invalid_request_error" and error["param"] == param
@@ -91,27 +106,37 @@ HUGE = b'{"prompt": "x", "seed": 1%s}' % (b"0" * 5000)
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.mark.parametrize("body, param, words", [
-    ({**CHAT, "messages": []}, "messages", "at least 1 item"),
-    ({**CHAT, "messages": [{"role": "user"}]}, "messages", "content is missing"),
-    ({**CHAT, "messages": [{"role": "king", "content": "x"}]}, "messages", "'system', 'developer'"),
-    ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-     "messages", "a part of type 'image_url' was given; only parts of type 'text'"),
-    ({**CHAT, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "Field required"),
-    ({**CHAT, "prediction": {"type": "content", "content": [{"type": "input_audio"}]}}, "prediction", "'input_audio'"),
-    ({**CHAT, "metadata": {"a": "b", "c": 1}}, "metadata", "'c' is not a string with a string"),
-    ({**CHAT, "messages": [{"role": "user", "content": "x" * 10**6}]}, "messages", "context length is 8192 tokens"),
-    ({**CHAT, "audio": {}}, "audio", "only text"),
-    ({**CHAT, "modalities": ["text", "audio"]}, "modalities", "'text'"),
-    ({**CHAT, "web_search_options": {}}, "web_search_options", "does not search"),
-    ({**CHAT, "functions": []}, "functions", "replaced by tools"),
-    ({**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
-    ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
-    ({**CHAT, "max_tokens": 0}, "max_tokens", "max_tokens"),
-    ({**CHAT, "response_format": {"type": "xml"}}, "response_format", "expected tags"),
-    ({**CHAT, "chat_template_kwargs": {"tokenize": False}}, None, "tokenize"),
-    ({**CHAT, "temperature": None, "reasoning": 1}, "reasoning", "unknown field"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body, param, words",
+    [
+        ({**CHAT, "messages": []}, "messages", "at least 1 item"),
+        ({**CHAT, "messages": [{"role": "user"}]}, "messages", "content is missing"),
+        ({**CHAT, "messages": [{"role": "king", "content": "x"}]}, "messages", "'system', 'developer'"),
+        (
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages",
+            "a part of type 'image_url' was given; only parts of type 'text'",
+        ),
+        ({**CHAT, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "Field required"),
+        (
+            {**CHAT, "prediction": {"type": "content", "content": [{"type": "input_audio"}]}},
+            "prediction",
+            "'input_audio'",
+        ),
+        ({**CHAT, "metadata": {"a": "b", "c": 1}}, "metadata", "'c' is not a string with a string"),
+        ({**CHAT, "messages": [{"role": "user", "content": "x" * 10**6}]}, "messages", "context length is 8192 tokens"),
+        ({**CHAT, "audio": {}}, "audio", "only text"),
+        ({**CHAT, "modalities": ["text", "audio"]}, "modalities", "'text'"),
+        ({**CHAT, "web_search_options": {}}, "web_search_options", "does not search"),
+        ({**CHAT, "functions": []}, "functions", "replaced by tools"),
+        ({**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+        ({**CHAT, "max_tokens": 0}, "max_tokens", "max_tokens"),
+        ({**CHAT, "response_format": {"type": "xml"}}, "response_format", "expected tags"),
+        ({**CHAT, "chat_template_kwargs": {"tokenize": False}}, None, "tokenize"),
+        ({**CHAT, "temperature": None, "reasoning": 1}, "reasoning", "unknown field"),
+    ],
+)
 def test_chat_refused(server: Running, body: Any, param: str | None, words: str) -> None:
     error = error_of(server.post(body, "chat/completions"), 400)
     assert error["param"] == param and words in error["message"]
@@ -130,18 +155,21 @@ def test_bodies_that_are_none(server: Running, content: bytes) -> None:
 DEEP, WIDE = b'{"prompt": "x", "guided_json": %s}', b'{"prompt": "x", "guided_json": {"a": [%s1]}}'
 
 
-@pytest.mark.parametrize("content, words", [
-    (b'{"prompt": "\xff"}', "not UTF-8 (byte 0xff at position 12: invalid start byte); send JSON in UTF-8"),
-    (b'{"prompt": "\xc3', "not UTF-8 (byte 0xc3 at position 12: unexpected end of data)"),
-    ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
-    (DEEP % (b"[" * 200 + b"]" * 200), "nests arrays and objects 201 deep; this server reads at most 128"),
-    (DEEP % (b'{"a":' * 5000 + b"1" + b"}" * 5000), "nests arrays and objects 5001 deep"),
-    (b"[" * 100_000, "nests arrays and objects 100000 deep"),
-    (WIDE % (b"[]," * 140_000), "140006 arrays, objects and members of objects; this server reads at most 131072"),
-    (b'{"prompt": "x", "seed": %s}' % (b"1" * 5000), "cannot be read: Exceeds the limit"),
-    (b'{"prompt": "x", "user": "\\udc00"}', "half of a surrogate pair; send whole characters"),
-    (b'{"prompt": "x"', "not JSON (Expecting ',' delimiter at character 14)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b'{"prompt": "\xff"}', "not UTF-8 (byte 0xff at position 12: invalid start byte); send JSON in UTF-8"),
+        (b'{"prompt": "\xc3', "not UTF-8 (byte 0xc3 at position 12: unexpected end of data)"),
+        ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
+        (DEEP % (b"[" * 200 + b"]" * 200), "nests arrays and objects 201 deep; this server reads at most 128"),
+        (DEEP % (b'{"a":' * 5000 + b"1" + b"}" * 5000), "nests arrays and objects 5001 deep"),
+        (b"[" * 100_000, "nests arrays and objects 100000 deep"),
+        (WIDE % (b"[]," * 140_000), "140006 arrays, objects and members of objects; this server reads at most 131072"),
+        (b'{"prompt": "x", "seed": %s}' % (b"1" * 5000), "cannot be read: Exceeds the limit"),
+        (b'{"prompt": "x", "user": "\\udc00"}', "half of a surrogate pair; send whole characters"),
+        (b'{"prompt": "x"', "not JSON (Expecting ',' delimiter at character 14)"),
+    ],
+)
 def test_bodies_that_cannot_be_read(server: Running, content: bytes, words: str) -> None:
     for path in ("completions", "chat/completions"):
         error = error_of(httpx.post(f"{server.url}/v1/{path}", content=content, headers=JSON), 400)
@@ -156,14 +184,18 @@ def test_brackets_and_escapes_in_text_are_text(server: Running) -> None:
     assert server.post(large).status_code == 200
 
 
-@pytest.mark.parametrize("body", [
-    {**OK, "prompt": [1, "a"] * 300_000},
-    {**OK, "bad_words": [1] * 600_000},
-    {**OK, "stop_token_ids": ["a"] * 600_000},
-    {**OK, "logit_bias": {f"x{i}": "y" for i in range(60_000)}},
-    {**CHAT, "messages": [{}] * 60_000},
-    {**OK, **{f"field{i}": 1 for i in range(60_000)}},
-], ids=["prompt", "bad_words", "stop_token_ids", "logit_bias", "messages", "fields"])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**OK, "prompt": [1, "a"] * 300_000},
+        {**OK, "bad_words": [1] * 600_000},
+        {**OK, "stop_token_ids": ["a"] * 600_000},
+        {**OK, "logit_bias": {f"x{i}": "y" for i in range(60_000)}},
+        {**CHAT, "messages": [{}] * 60_000},
+        {**OK, **{f"field{i}": 1 for i in range(60_000)}},
+    ],
+    ids=["prompt", "bad_words", "stop_token_ids", "logit_bias", "messages", "fields"],
+)
 def test_many_wrong_items_cost_no_more_than_one(server: Running, body: dict[str, Any]) -> None:
     """A complaint about each would take seconds of the event loop, and an answer as long as the request."""
     path = "chat/completions" if "messages" in body else "completions"
@@ -208,9 +240,14 @@ def test_paths(server: Running) -> None:
 
 
 LIMITED = ServerSettings(
-    model_names=("stdlib",), api_keys=("secret", "größe"), origins=("https://page.example",), max_body=10_000,
-    max_concurrency=2, timeout=1.0, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
-)  # fmt: skip
+    model_names=("stdlib",),
+    api_keys=("secret", "größe"),
+    origins=("https://page.example",),
+    max_body=10_000,
+    max_concurrency=2,
+    timeout=1.0,
+    chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+)
 KEY = {"Authorization": "Bearer secret"}
 
 

@@ -16,20 +16,48 @@ from foretoken.serve.limits import ServerSettings
 LOOPBACK = AllowedHosts(())
 
 
-@pytest.mark.parametrize("host", [
-    "localhost", "LOCALHOST:8000", "localhost.", "app.localhost:1", "127.0.0.1", "127.0.0.1:8000", "127.8.9.1", "[::1]",
-    "[::1]:8000", "[::ffff:127.0.0.1]:80",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LOCALHOST:8000",
+        "localhost.",
+        "app.localhost:1",
+        "127.0.0.1",
+        "127.0.0.1:8000",
+        "127.8.9.1",
+        "[::1]",
+        "[::1]:8000",
+        "[::ffff:127.0.0.1]:80",
+    ],
+)
 def test_loopback_names_are_always_allowed(host: str) -> None:
     assert LOOPBACK.allows(host)
 
 
-@pytest.mark.parametrize("host", [
-    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "evil-localhost",
-    "8.8.8.8",
-    "[::2]:8000", "[::1", "::1", "", ":8000", "localhost:80:80", "localhost@evil.example", "localhost:http", "a b",
-    "\xe9.example", "127.0.0.1:8000/x", "[fe80::1%lo]",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "evil-localhost",
+        "8.8.8.8",
+        "[::2]:8000",
+        "[::1",
+        "::1",
+        "",
+        ":8000",
+        "localhost:80:80",
+        "localhost@evil.example",
+        "localhost:http",
+        "a b",
+        "\xe9.example",
+        "127.0.0.1:8000/x",
+        "[fe80::1%lo]",
+    ],
+)
 def test_other_names_are_refused(host: str) -> None:
     assert not LOOPBACK.allows(host)
 

@@ -16,11 +16,21 @@ from foretoken import LLM, SamplingParams
 SYSTEM = "import os\nimport sys\n\n\n" + "def helper(values):\n    return sorted(values)\n" * 12
 PROMPTS = (SYSTEM + "def first(", SYSTEM + "class Second:\n", "x = 1\n" * 60, "def add(a, b):\n", "n = {'日本語': '🙂")
 EXTRAS: tuple[dict[str, Any], ...] = (
-    {"top_p": 0.9}, {"top_k": 12, "min_p": 0.02}, {"presence_penalty": 0.6}, {"repetition_penalty": 1.1},
-    {"frequency_penalty": 0.4, "logit_bias": {"199": -1.5}}, {"stop": ["\n\n", "def "]}, {"ignore_eos": True},
-    {"bad_words": ["self"]}, {"speculative_tokens": 7}, {"speculative_tokens": 0}, {"speculative_method": "ngram"},
-    {"structured_outputs": {"regex": r"[a-z]{3,12}( [0-9]{1,4}){0,6}"}}, {"min_tokens": 5}, {},
-)  # fmt: skip
+    {"top_p": 0.9},
+    {"top_k": 12, "min_p": 0.02},
+    {"presence_penalty": 0.6},
+    {"repetition_penalty": 1.1},
+    {"frequency_penalty": 0.4, "logit_bias": {"199": -1.5}},
+    {"stop": ["\n\n", "def "]},
+    {"ignore_eos": True},
+    {"bad_words": ["self"]},
+    {"speculative_tokens": 7},
+    {"speculative_tokens": 0},
+    {"speculative_method": "ngram"},
+    {"structured_outputs": {"regex": r"[a-z]{3,12}( [0-9]{1,4}){0,6}"}},
+    {"min_tokens": 5},
+    {},
+)
 MORE = ("prompt", "stream", "speculative_method")
 
 
@@ -28,15 +38,26 @@ MORE = ("prompt", "stream", "speculative_method")
 def test_each_text_is_its_own() -> None:
     rng = random.Random(4)
     bodies = [
-        {"prompt": rng.choice(PROMPTS), "max_tokens": rng.randint(1, 60), "temperature": rng.choice((0.0, 0.8, 1.1)),
-         "seed": number, "stream": True, **rng.choice(EXTRAS)}
+        {
+            "prompt": rng.choice(PROMPTS),
+            "max_tokens": rng.randint(1, 60),
+            "temperature": rng.choice((0.0, 0.8, 1.1)),
+            "seed": number,
+            "stream": True,
+            **rng.choice(EXTRAS),
+        }
         for number in range(60)
-    ]  # fmt: skip
+    ]
     leaving = [rng.randint(1, 4) if rng.random() < 0.2 else None for _ in bodies]
     llm = LLM(
-        dtype="float32", methods=("ngram",), max_num_seqs=6, max_model_len=768, kv_cache_memory_bytes=2600 * 13_000,
-        enable_prefix_caching=True, max_num_batched_tokens=48,
-    )  # fmt: skip
+        dtype="float32",
+        methods=("ngram",),
+        max_num_seqs=6,
+        max_model_len=768,
+        kv_cache_memory_bytes=2600 * 13_000,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=48,
+    )
     with running(llm) as server:
         texts = asyncio.run(crowd(f"{server.url}/v1/completions", bodies, leaving))
         server.until(server.idle)

@@ -12,9 +12,14 @@ from schemathesis import GenerationMode, checks
 from tests.serve.conftest import Running
 
 OPERATIONS = (
-    ("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/models", "GET"), ("/v1/models/{name}", "GET"),
-    ("/health", "GET"), ("/metrics", "GET"), ("/version", "GET"),
-)  # fmt: skip
+    ("/v1/completions", "POST"),
+    ("/v1/chat/completions", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{name}", "GET"),
+    ("/health", "GET"),
+    ("/metrics", "GET"),
+    ("/version", "GET"),
+)
 
 
 @pytest.fixture(scope="module")

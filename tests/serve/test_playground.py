@@ -313,6 +313,11 @@ def test_the_pure_parts(sight):
     assert got["held"] == [[["fo", 1]], 2]
     assert got["refused"] == [[1, 2], [], []]
     assert got["statistics"] == {
-        "steps": 2, "drafts": 1, "drafted": 3, "accepted": 1, "tokens": 3, "length": 2,
+        "steps": 2,
+        "drafts": 1,
+        "drafted": 3,
+        "accepted": 1,
+        "tokens": 3,
+        "length": 2,
         "byPosition": [{"drafted": 1, "accepted": 1}, {"drafted": 1, "accepted": 0}, {"drafted": 1, "accepted": 0}],
-    }  # fmt: skip
+    }

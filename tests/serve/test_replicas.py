@@ -35,9 +35,13 @@ pytestmark = pytest.mark.slow
 PATIENCE = 240.0  # seconds: nine processes share the cores with other tests
 SETTINGS = ServerSettings(model_names=("stdlib", "other"), max_n=8)
 OPTIONS = {
-    "dtype": "float32", "methods": ("prediction", "ngram"), "max_num_seqs": 8, "seed": 1, "enable_prefix_caching": True,
+    "dtype": "float32",
+    "methods": ("prediction", "ngram"),
+    "max_num_seqs": 8,
+    "seed": 1,
+    "enable_prefix_caching": True,
     "speculative_config": {"num_speculative_tokens": 4},  # so many engines on few cores might measure that none pays
-}  # fmt: skip
+}
 SYSTEM = "import os\nimport sys\n\n\n" + "def helper(values):\n    return sorted(values)\n" * 20
 
 
@@ -152,10 +156,16 @@ def test_a_replica_is_killed_under_load(server: Distant, spare: LLM) -> None:
     """Nobody notices: all answers are whole, and each is what it is alone. Then there are four again."""
     before = set(server.figures("num_requests_running"))
     bodies = [
-        {"prompt": f"def f{number}(x):\n", "max_tokens": 40 + number, "temperature": 0.8 * (number % 2), "seed": number,
-         "ignore_eos": True, "stream": number % 3 > 0}
+        {
+            "prompt": f"def f{number}(x):\n",
+            "max_tokens": 40 + number,
+            "temperature": 0.8 * (number % 2),
+            "seed": number,
+            "ignore_eos": True,
+            "stream": number % 3 > 0,
+        }
         for number in range(24)
-    ]  # fmt: skip
+    ]
     killed = asyncio.run(_load(server, bodies))
     assert len(killed) == len(bodies)
     page = server.metrics()

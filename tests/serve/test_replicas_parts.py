@@ -32,13 +32,24 @@ from foretoken.serve.replicas.scale import ReplicaScale, share
 SYSTEM = "You are brief. " * 100
 
 
-@pytest.mark.parametrize("body, same", [
-    ({"temperature": 0}, True), ({"seed": 0}, True), ({"seed": 3, "exactness": "trajectory"}, True), ({}, False),
-    ({"seed": 3, "exactness": "distribution"}, False), ({"temperature": 0, "exactness": "lossy-typical"}, False),
-    ({"temperature": 0, "tools": [{}]}, False), ({"seed": 3, "return_steps": True}, False),
-    ({"seed": 3, "logprobs": 0}, False), ({"seed": 3, "logprobs": True}, False), ({"seed": 3, "logprobs": False}, True),
-    ({"temperature": 0.5}, False), ({"temperature": 0, "exactness": "distribution"}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body, same",
+    [
+        ({"temperature": 0}, True),
+        ({"seed": 0}, True),
+        ({"seed": 3, "exactness": "trajectory"}, True),
+        ({}, False),
+        ({"seed": 3, "exactness": "distribution"}, False),
+        ({"temperature": 0, "exactness": "lossy-typical"}, False),
+        ({"temperature": 0, "tools": [{}]}, False),
+        ({"seed": 3, "return_steps": True}, False),
+        ({"seed": 3, "logprobs": 0}, False),
+        ({"seed": 3, "logprobs": True}, False),
+        ({"seed": 3, "logprobs": False}, True),
+        ({"temperature": 0.5}, False),
+        ({"temperature": 0, "exactness": "distribution"}, True),
+    ],
+)
 def test_which_streams_can_be_told_again(body: dict[str, Any], same: bool) -> None:
     assert repeatable(body) == same
 
@@ -208,10 +219,13 @@ def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.content.endswith(b"data: [DONE]\n\n") and b"{}" not in answer.content
 
 
-@pytest.mark.parametrize("body, again, words", [
-    ({}, [], "with a seed"),
-    ({"seed": 1}, [[start(), part(completion(0, "xy")), END]], "another text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body, again, words",
+    [
+        ({}, [], "with a seed"),
+        ({"seed": 1}, [[start(), part(completion(0, "xy")), END]], "another text"),
+    ],
+)
 def test_a_stream_that_cannot_go_on_says_so(body: dict[str, Any], again: list[Any], words: str) -> None:
     answer, front = asked(Scripted(BEGUN, *again), {"prompt": "x", "stream": True, **body})
     *_, last, rest = answer.content.split(b"\n\n")
@@ -319,11 +333,14 @@ def test_replicas_draw_other_numbers() -> None:
     assert len({_seed(seed, name) for seed in (0, 1) for name in "ab"}) == 4 and _seed(3, "a") == _seed(3, "a")
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--max-replicas", "2"], "need --replicas"),
-    (["--replicas", "3", "--max-replicas", "2"], "--max-replicas (2) must be at least --replicas (3)"),
-    (["--replicas", "2", "--tensor-parallel-size", "2"], "cannot be combined"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--max-replicas", "2"], "need --replicas"),
+        (["--replicas", "3", "--max-replicas", "2"], "--max-replicas (2) must be at least --replicas (3)"),
+        (["--replicas", "2", "--tensor-parallel-size", "2"], "cannot be combined"),
+    ],
+)
 def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--port", "0", *arguments])
@@ -340,10 +357,19 @@ def test_without_ray() -> None:
     assert "(ray); pip install 'foretoken[ray]'" in done.stderr
 
 
-@pytest.mark.parametrize("nodes, count, each", [
-    ([2.0], 4, 0.5), ([1.0, 1.0], 4, 0.5), ([8.0, 2.0], 2, 4.0), ([4.0, 4.0, 4.0], 4, 2.0), ([16.0], 3, 5.0),
-    ([2.0], 3, 0.6666), ([3.0, 0.0], 1, 3.0), ([2.0], 1, 2.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "nodes, count, each",
+    [
+        ([2.0], 4, 0.5),
+        ([1.0, 1.0], 4, 0.5),
+        ([8.0, 2.0], 2, 4.0),
+        ([4.0, 4.0, 4.0], 4, 2.0),
+        ([16.0], 3, 5.0),
+        ([2.0], 3, 0.6666),
+        ([3.0, 0.0], 1, 3.0),
+        ([2.0], 1, 2.0),
+    ],
+)
 def test_a_fair_share_of_cores(nodes: list[float], count: int, each: float) -> None:
     assert share(nodes, count) == each
     with pytest.raises(InvalidRequest, match="no cores"):

@@ -92,8 +92,13 @@ def test_chat_opens_once_and_ends_once() -> None:
     for part in (chat(opening), chat({"content": "Hel"})):
         transcript.note(part)
     replay = transcript.replay()
-    again = [chat(opening, name="b"), chat({"content": "He"}, name="b"), chat({"content": "llo"}, name="b"),
-             chat({}, "stop", name="b"), b"data: [DONE]\n\n"]  # fmt: skip
+    again = [
+        chat(opening, name="b"),
+        chat({"content": "He"}, name="b"),
+        chat({"content": "llo"}, name="b"),
+        chat({}, "stop", name="b"),
+        b"data: [DONE]\n\n",
+    ]
     rest = [replay.rest(part) for part in again]
     assert rest == [b"", b"", chat({"content": "lo"}), chat({}, "stop"), b"data: [DONE]\n\n"]
 

@@ -42,19 +42,22 @@ def without_identifiers(answer: httpx.Response) -> Any:
     return body
 
 
-@pytest.mark.parametrize("fields", [
-    {},
-    {"echo": True, "logprobs": 2},
-    {"prompt": [1, 2, 3], "echo": True},
-    {"prompt": ["a = ", "b = "], "n": 2},
-    {"n": 1, "best_of": 2},
-    {"bad_words": ["return", "x"], "max_tokens": 30},
-    {"prediction": {"type": "content", "content": "    return x"}, "speculative_method": "prediction"},
-    {"guided_choice": ["one", "two"]},
-    {"structured_outputs": {"regex": "[ab]{3}"}},
-    {"logit_bias": {"10": 5.0}, "stop": ["\n"], "model": "other", "cache_salt": "a"},
-    {"max_tokens": 0, "echo": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"echo": True, "logprobs": 2},
+        {"prompt": [1, 2, 3], "echo": True},
+        {"prompt": ["a = ", "b = "], "n": 2},
+        {"n": 1, "best_of": 2},
+        {"bad_words": ["return", "x"], "max_tokens": 30},
+        {"prediction": {"type": "content", "content": "    return x"}, "speculative_method": "prediction"},
+        {"guided_choice": ["one", "two"]},
+        {"structured_outputs": {"regex": "[ab]{3}"}},
+        {"logit_bias": {"10": 5.0}, "stop": ["\n"], "model": "other", "cache_salt": "a"},
+        {"max_tokens": 0, "echo": True},
+    ],
+)
 def test_completions_are_those_of_small_bodies(server: Running, fields: dict[str, Any]) -> None:
     content = json.dumps({**OK, **fields}).encode()
     small, large = post(server, content, "completions"), post(server, content + PADDING, "completions")
@@ -62,12 +65,15 @@ def test_completions_are_those_of_small_bodies(server: Running, fields: dict[str
     assert without_identifiers(small) == without_identifiers(large)
 
 
-@pytest.mark.parametrize("fields", [
-    {"logprobs": True, "top_logprobs": 2},
-    {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60},
-    {"response_format": {"type": "json_object"}},
-    {"n": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": True, "top_logprobs": 2},
+        {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60},
+        {"response_format": {"type": "json_object"}},
+        {"n": 2},
+    ],
+)
 def test_chats_are_those_of_small_bodies(server: Running, fields: dict[str, Any]) -> None:
     content = json.dumps({**CHAT, **fields}).encode()
     small, large = post(server, content, "chat/completions"), post(server, content + PADDING, "chat/completions")
@@ -87,31 +93,59 @@ def test_streams_are_those_of_small_bodies(server: Running) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("content", [
-    b"{]",
-    b"[]",
-    b"null",
-    b'{"prompt": NaN}',
-    b'{"prompt": "\xff"}',
-    b'{"prompt": "x", "user": "\\udc00"}',
-    b'{"prompt": "x", "seed": %s}' % (b"1" * 5000),
-    b'{"prompt": "x", "guided_json": %s}' % (b"[" * 200 + b"]" * 200),
-    *(json.dumps(body).encode() for body in (
-        {}, {"prompt": 3}, {**OK, "temprature": 1}, {**OK, "suffix": "x"}, {**OK, "temperature": "1"},
-        {**OK, "model": "gpt"}, {**OK, "n": 9}, {**OK, "best_of": 1, "n": 2}, {**OK, "best_of": 2, "stream": True},
-        {**OK, "logprobs": 21}, {**OK, "prompt": []}, {**OK, "prompt": ""}, {**OK, "prompt": [10**8]},
-        {**OK, "min_tokens": 9}, {**OK, "prompt": "x " * 9000}, {**OK, "max_tokens": 9000},
-        {**OK, "prompt": "x" * 10**6},
-        {**OK, "prompt": [1] * 9000}, {**OK, "prediction": {"type": "content", "content": "x" * 10**6}},
-        {**OK, "prompt": ["x"] * 128, "n": 8}, {**OK, "bad_words": [""]}, {**OK, "bad_words": ["ab cd " * 600]},
-        {**OK, "speculative_method": "medusa"}, {**OK, "guided_regex": "a", "guided_choice": ["a"]},
-        {**OK, "guided_regex": "("}, {**OK, "stream_options": {}}, {**OK, "logit_bias": {"99999999": 1}},
-        {**OK, "stop_token_ids": [10**6]}, {**CHAT, "messages": []}, {**CHAT, "messages": [{"role": "user"}]},
-        {**CHAT, "top_logprobs": 2}, {**CHAT, "chat_template_kwargs": {"tokenize": False}},
-        {**CHAT, "tool_choice": "required"}, {**CHAT, "max_tokens": 9000},
-        {**CHAT, "messages": [{"role": "user", "content": "x" * 10**6}]},
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{]",
+        b"[]",
+        b"null",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "x", "user": "\\udc00"}',
+        b'{"prompt": "x", "seed": %s}' % (b"1" * 5000),
+        b'{"prompt": "x", "guided_json": %s}' % (b"[" * 200 + b"]" * 200),
+        *(
+            json.dumps(body).encode()
+            for body in (
+                {},
+                {"prompt": 3},
+                {**OK, "temprature": 1},
+                {**OK, "suffix": "x"},
+                {**OK, "temperature": "1"},
+                {**OK, "model": "gpt"},
+                {**OK, "n": 9},
+                {**OK, "best_of": 1, "n": 2},
+                {**OK, "best_of": 2, "stream": True},
+                {**OK, "logprobs": 21},
+                {**OK, "prompt": []},
+                {**OK, "prompt": ""},
+                {**OK, "prompt": [10**8]},
+                {**OK, "min_tokens": 9},
+                {**OK, "prompt": "x " * 9000},
+                {**OK, "max_tokens": 9000},
+                {**OK, "prompt": "x" * 10**6},
+                {**OK, "prompt": [1] * 9000},
+                {**OK, "prediction": {"type": "content", "content": "x" * 10**6}},
+                {**OK, "prompt": ["x"] * 128, "n": 8},
+                {**OK, "bad_words": [""]},
+                {**OK, "bad_words": ["ab cd " * 600]},
+                {**OK, "speculative_method": "medusa"},
+                {**OK, "guided_regex": "a", "guided_choice": ["a"]},
+                {**OK, "guided_regex": "("},
+                {**OK, "stream_options": {}},
+                {**OK, "logit_bias": {"99999999": 1}},
+                {**OK, "stop_token_ids": [10**6]},
+                {**CHAT, "messages": []},
+                {**CHAT, "messages": [{"role": "user"}]},
+                {**CHAT, "top_logprobs": 2},
+                {**CHAT, "chat_template_kwargs": {"tokenize": False}},
+                {**CHAT, "tool_choice": "required"},
+                {**CHAT, "max_tokens": 9000},
+                {**CHAT, "messages": [{"role": "user", "content": "x" * 10**6}]},
+            )
+        ),
+    ],
+)
 def test_errors_are_those_of_small_bodies(server: Running, content: bytes) -> None:
     """Some of these bodies are large without the padding. Their errors are in ``test_errors``."""
     path = "chat/completions" if b"messages" in content else "completions"

@@ -31,7 +31,7 @@ CASES: list[tuple[str, bool, str | None, list[tuple[str, Any]]]] = [
     ("a < b <tool", False, "a < b <tool", []),
     ("<tool_call>nonsense", False, "<tool_call>nonsense", []),
     ("{}", False, "{}", []),
-]  # fmt: skip
+]
 
 
 def parsed(parts: list[str], bare: bool) -> dict[str, Any]:
@@ -63,17 +63,29 @@ def test_cut_off_arguments_are_told_as_far_as_they_came() -> None:
 
 
 TOOLS: Any = [
-    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
-        "type": "object", "properties": {"a": {"$ref": "#/$defs/digit"}, "b": {"$ref": "#/$defs/digit"}},
-        "required": ["a", "b"], "additionalProperties": False,
-        "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}},
-    }}},
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/digit"}, "b": {"$ref": "#/$defs/digit"}},
+                "required": ["a", "b"],
+                "additionalProperties": False,
+                "$defs": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}},
+            },
+        },
+    },
     {"type": "function", "function": {"name": "stop"}},
-]  # fmt: skip
+]
 ASKED: Any = {
-    "model": "stdlib", "messages": [{"role": "user", "content": "add(1, 2)"}], "tools": TOOLS,
-    "temperature": 1, "max_completion_tokens": 400,
-}  # fmt: skip
+    "model": "stdlib",
+    "messages": [{"role": "user", "content": "add(1, 2)"}],
+    "tools": TOOLS,
+    "temperature": 1,
+    "max_completion_tokens": 400,
+}
 
 
 def check(call: Any) -> None:

@@ -47,11 +47,17 @@ IDS = torch.arange(2, 66).view(2, 32)
     "wide",
     [
         WIDE,
-        replace(WIDE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2),  # rotated only
+        replace(
+            WIDE,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),  # rotated only
         replace(WIDE, hidden_size=120, intermediate_size=63, num_attention_heads=15),  # odd: halves and triples
     ],
-)  # fmt: skip
+)
 def test_a_widened_model_computes_the_same(small: Path, tmp_path: Path, wide: WideShape) -> None:
     result = up.widen_checkpoint(small, tmp_path / "wide", wide)
     before, after = logits(small, IDS), logits(tmp_path / "wide", IDS)

@@ -70,9 +70,16 @@ def test_what_cannot_be_reached_is_refused(tokenizer: Any, tmp_path: Path) -> No
             up.widen_checkpoint(narrow, tmp_path / "wide", wide)
     assert not (tmp_path / "wide").exists()
     llama = {
-        "model_type": "llama", "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 400,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+    }
     (narrow / "config.json").write_text(json.dumps(llama))
     with pytest.raises(InvalidRequest, match="size of a T5"):
         up.widen_checkpoint(narrow, tmp_path / "wide", WIDE)

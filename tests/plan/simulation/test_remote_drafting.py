@@ -29,14 +29,27 @@ def row(depth: int, target: float, step: float, name: str = "draft_model d", **c
     speedup = tokens * target / seconds
     return PlanRow(
         **{
-            "name": name, "method": "draft_model", "temperature": 0.0, "batch": 1, "tokens_per_pass": tokens,
+            "name": name,
+            "method": "draft_model",
+            "temperature": 0.0,
+            "batch": 1,
+            "tokens_per_pass": tokens,
             "config": {"method": "draft_model", "model": "d", "num_speculative_tokens": depth},
-            "tokens_per_pass_low": tokens, "tokens_per_pass_high": tokens, "speedup": speedup, "low": speedup,
-            "high": speedup, "end_to_end": speedup, "step_seconds": seconds, "draft_seconds": depth * step,
-            "plain_seconds": target, "acceptance": tuple(CHANCE ** (i + 1) for i in range(depth)),
-            "estimator": "distribution", "requests": 4,
-        } | changed
-    )  # fmt: skip
+            "tokens_per_pass_low": tokens,
+            "tokens_per_pass_high": tokens,
+            "speedup": speedup,
+            "low": speedup,
+            "high": speedup,
+            "end_to_end": speedup,
+            "step_seconds": seconds,
+            "draft_seconds": depth * step,
+            "plain_seconds": target,
+            "acceptance": tuple(CHANCE ** (i + 1) for i in range(depth)),
+            "estimator": "distribution",
+            "requests": 4,
+        }
+        | changed
+    )
 
 
 def chain(target: float, step: float, **changed: Any) -> list[PlanRow]:

@@ -24,10 +24,18 @@ def run(lane: str, depth: int, seconds: float, emitted: tuple[int, ...], beside:
     """Two requests alike."""
     tokens, passes = sum(n * count for n, count in enumerate(emitted, 1)), sum(emitted)
     return VllmRun(
-        lane=lane, depth=depth, beside=lane if beside is None else beside, temperature=0.0, batch=1,
-        tokens=(tokens, tokens), passes=(passes, passes), steps=(passes, passes), seconds=(seconds, seconds),
-        emitted=tuple(2 * count for count in emitted), first_seconds=(seconds, seconds),
-    )  # fmt: skip
+        lane=lane,
+        depth=depth,
+        beside=lane if beside is None else beside,
+        temperature=0.0,
+        batch=1,
+        tokens=(tokens, tokens),
+        passes=(passes, passes),
+        steps=(passes, passes),
+        seconds=(seconds, seconds),
+        emitted=tuple(2 * count for count in emitted),
+        first_seconds=(seconds, seconds),
+    )
 
 
 def geometric(rate: float, depth: int, passes: int = 10**6) -> tuple[int, ...]:
@@ -189,8 +197,11 @@ class Steps:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.script = [
-            {0: 1}, {0: 3, 1: 1}, {0: 4, 1: 4}, {1: 5},
-        ]  # fmt: skip
+            {0: 1},
+            {0: 3, 1: 1},
+            {0: 4, 1: 4},
+            {1: 5},
+        ]
 
     def add_request(self, name: str, prompt: object, params: object) -> None:
         self.names.append(name)
