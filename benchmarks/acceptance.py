@@ -1,11 +1,11 @@
-"""Mean acceptance length of every way to propose, at equal rows of the target: chains and trees of 4, 8 and 16 nodes.
+"""Mean acceptance length of every method, at equal rows of the target: chains and trees of 4, 8 and 16 nodes.
 
     python benchmarks/acceptance.py --prompts humaneval.jsonl --output acceptance.json
 
-Two kinds of text that neither the bundled target nor its draft has seen: the prompts of --prompts, and cuts of the
-standard library's held-out files. Tokens over passes of the target, the prompt's own included; end-of-text ignored.
-At temperature 0 every text must be that of plain decoding. What learns begins anew for every cell.
-Heads that are not there, and methods that need files (--datastore, --other-draft), are left out in one line.
+Two kinds of text that are in neither model's training data: the prompts of --prompts, and excerpts of the standard
+library's held-out files. The figure is tokens per pass of the target, prefill included; end-of-text is ignored.
+At temperature 0 every text must equal plain decoding's. Methods that learn start empty in every cell.
+Heads that are missing, and methods that need files (--datastore, --other-draft), are skipped with a message.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ SYSTEMS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One system, asked for drafts of at most ``nodes`` nodes. accepted_per_position: accepted drafts by depth."""
+    """Result of one method with drafts of at most ``nodes`` nodes. accepted_per_position: accepted tokens by depth."""
 
     system: str
     config: dict[str, Any]
@@ -92,7 +92,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all cells share."""
+    """Settings that all cells share."""
 
     builder: Builder
     tokens: int
@@ -101,7 +101,7 @@ class Bench:
     def measure(
         self, name: str, config: dict[str, Any], nodes: int, text: str, prompts: Prompts, temperature: float
     ) -> tuple[Cell, Prompts]:
-        """-> the cell, and the texts"""
+        """Runs one method on all prompts. Returns the cell and the generated token ids."""
         speculative = SpeculativeConfig.of(config)
         proposer = self.builder.build(speculative)
         engine = Engine(self.builder.target, proposer, Fixed(nodes), max_sequences=self.batch)
@@ -129,24 +129,32 @@ class Bench:
         return cell, [context.tokens[context.prompt_length :] for context in contexts]
 
 
-def cuts(texts: Sequence[str], tokenizer: Any, count: int, length: int, room: int) -> Prompts:
-    """``count`` stretches of ``length`` tokens from anywhere in the files, always the same ones."""
+def cuts(texts: Sequence[str], tokenizer: Any, count: int, length: int, following: int) -> Prompts:
+    """Returns ``count`` excerpts of ``length`` tokens from random places of the files, the same ones every time.
+
+    Args:
+        texts: Contents of the files.
+        tokenizer: A transformers tokenizer.
+        count: Number of excerpts.
+        length: Tokens of an excerpt.
+        following: Tokens that must follow an excerpt in its file.
+    """
     # The tokenizer beneath: a whole file is longer than the model's positions, which is no reason for a warning.
     streams = [tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    streams = [ids for ids in streams if len(ids) > length + room]
+    streams = [ids for ids in streams if len(ids) > length + following]
     rng = np.random.default_rng(0)
-    found = []
+    excerpts = []
     for i in range(count):
         ids = streams[i % len(streams)]
-        at = int(rng.integers(0, len(ids) - length - room))
-        found.append(list(ids[at : at + length]))
-    return found
+        at = int(rng.integers(0, len(ids) - length - following))
+        excerpts.append(list(ids[at : at + length]))
+    return excerpts
 
 
 def systems(
     given: Sequence[str], draft: str, other_draft: str | None, datastore: str | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By name, with the files they need."""
+    """Yields the methods by name, with the models or files that they need."""
     models = {"draft_model": draft, "vocabulary": other_draft, "retrieval": datastore}
     for name, config in [(text, json.loads(text)) for text in given] or SYSTEMS:
         model = models.get(config["method"])
@@ -157,15 +165,15 @@ def systems(
 
 
 def table(cells: Sequence[Cell], nodes: Sequence[int], temperatures: Sequence[float], texts: Sequence[str]) -> Table:
-    """A line for each system; columns by text, temperature and nodes."""
+    """Returns a table with a line for each method, and columns by text, temperature and nodes."""
     result = Table(box=box.MARKDOWN)
     result.add_column("tokens per pass")
     columns = [(text, temperature, n) for text in texts for temperature in temperatures for n in nodes]
     for text, temperature, n in columns:
         result.add_column(f"{text} T={temperature:g} n={n}", justify="right")
-    found = {(c.system, c.text, c.temperature, c.nodes): c for c in cells}
+    by_column = {(c.system, c.text, c.temperature, c.nodes): c for c in cells}
     for name in dict.fromkeys(cell.system for cell in cells):
-        line = [found.get((name, *column)) for column in columns]
+        line = [by_column.get((name, *column)) for column in columns]
         result.add_row(name, *(f"{cell.mean_acceptance_length:.2f}" if cell else "" for cell in line))
     return result
 
@@ -178,7 +186,7 @@ def all_cells(
     temperatures: Sequence[float],
     console: Console,
 ) -> Iterator[Cell]:
-    """Raises RuntimeError where greedy text is not plain decoding's."""
+    """Measures all cells. Raises RuntimeError where a greedy text differs from plain decoding's."""
     plain = {
         text: bench.measure("plain", {"method": "none"}, 0, text, prompts, 0.0)[1]
         for text, prompts in texts.items()
@@ -219,7 +227,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of all models.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
-    """Tokens per pass of the target: systems by text, temperature and nodes of a draft."""
+    """Measures tokens per pass of the target: methods by text, temperature and nodes of a draft."""
     torch.set_num_threads(cores())
     path = target or zoo.path("target")
     tokenizer = load_tokenizer(path)

@@ -1,15 +1,15 @@
-"""A mixed stream of requests: drafting as much as pays, with what pays, beside every proposer at every fixed depth.
+"""A mixed stream of requests: the goodput controller beside every proposer at every fixed draft length.
 
     python benchmarks/adaptive.py --output adaptive.json
     python benchmarks/adaptive.py --crowd 0
 
-Of several proposers, named by repeated ``--speculative-config``, the adaptive system is their mixture, under the
+With several proposers, given by repeated ``--speculative-config``, the adaptive system is their mixture, under the
 controller that a mixture has by default.
 
-Parts, their requests in turn: completion, editing and repetition as in ``mixture.py`` (greedy, the last two dictated)
-and completion at a high temperature, all one at a time; and crowds, ``--crowd`` completions at once. Every request goes
-through all systems, which take turns of a few steps; figures are tokens over seconds, summed. What the controller
-knows it has learned in the stream, apart from the warm-up that every ``LLM`` begins with.
+Parts, whose requests alternate: completion, editing and repetition as in ``mixture.py`` (greedy, the output of the last
+two is forced) and completion at a high temperature, all one at a time; and batches of ``--crowd`` completions at once.
+Every request goes through all systems, which take turns of a few steps; figures are total tokens over total seconds.
+The controller learns within the stream, apart from the warm-up of every ``LLM``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DRAFT = '{"method": "draft_model"}'
 
 
 def stream(each: Sequence[Task], hot: float, crowd: int) -> list[Task]:
-    """Every completion comes a second time, hot, and a third time with so many at once that a crowd is complete."""
+    """Returns every completion three times: as it is, at the high temperature, and in a batch of ``crowd`` requests."""
     requests: list[Task] = []
     others = cycle(task.prompt for task in each if task.part == "completion")
     for task in each:
@@ -55,7 +55,7 @@ def stream(each: Sequence[Task], hot: float, crowd: int) -> list[Task]:
 
 
 def foreknown(cells: Sequence[Cell]) -> float:
-    """The best depth of each part against the best single one, on the stream."""
+    """Returns the speedup of each part's best draft length over the best single draft length, on the whole stream."""
     taken: dict[str, dict[str, float]] = defaultdict(dict)
     for cell in cells:
         if cell.system != ADAPTIVE:
@@ -76,7 +76,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
-    """Tokens per second of the adaptive controller and of each fixed depth, on each part and on the whole stream."""
+    """Prints tokens per second of the adaptive controller and of each fixed draft length, by part and in total."""
     torch.set_num_threads(cores())
     path = target or (zoo.path("target") if small else scaled())
     tokenizer = load_tokenizer(path)

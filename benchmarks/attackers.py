@@ -1,9 +1,9 @@
-"""What ``attacks.py`` sends: each attack as a process of its own, so that making it costs the measurement nothing.
+"""The attacks of ``attacks.py``, each in its own process, so that preparing it does not disturb the measurement.
 
     python benchmarks/attackers.py "big prompt" http://127.0.0.1:8000
 
-It prints "ready", waits for a line, attacks, and prints as JSON how often each answer came. Only loopback addresses are
-attacked. Needs the standard library alone.
+It prints "ready", waits for a line, attacks, and prints as JSON the number of answers by status. Only loopback
+addresses are attacked. It needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def post(path: str = "/v1/completions", host: str = "localhost", **fields: Any) 
 
 
 def raw(body: bytes, path: str = "/v1/completions", host: str = "localhost") -> Send:
-    """One request with this body."""
+    """Returns a function that sends one request with this body."""
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
 
     def send(address: Address) -> Counter[str]:
@@ -58,7 +58,7 @@ def raw(body: bytes, path: str = "/v1/completions", host: str = "localhost") -> 
 
 
 def status(connection: socket.socket) -> str:
-    """The status of the answer, once all of it has come; ``closed`` where there is none."""
+    """Returns the status of a complete answer; "closed" if the connection ended without one."""
     read = b""
     with suppress(OSError):
         while part := connection.recv(2**16):
@@ -67,13 +67,13 @@ def status(connection: socket.socket) -> str:
 
 
 def words(size: int) -> str:
-    """So many characters that do not repeat."""
+    """Returns ``size`` characters of text without repetition."""
     rng = random.Random(0)
     return " ".join(f"{rng.getrandbits(40):010x}" for _ in range(size // 11))
 
 
 def endless_header(address: Address) -> Counter[str]:
-    """One header line, sent until the server closes."""
+    """Sends one endless header line until the server closes the connection."""
     with socket.create_connection(address, timeout=PATIENCE) as connection:
         with suppress(OSError):
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer ")
@@ -83,7 +83,7 @@ def endless_header(address: Address) -> Counter[str]:
 
 
 def unfinished(sent: bytes) -> Send:
-    """Connections that stop after ``sent``. The answers are those that another client gets meanwhile."""
+    """Returns a function that opens connections which stop after ``sent``, and counts the answers of another client."""
     other = post(prompt="x = ")
 
     def send(address: Address) -> Counter[str]:

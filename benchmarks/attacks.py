@@ -1,13 +1,13 @@
-"""The server under attack: does it answer others in time, and is its memory given back?
+"""The server under attack: does it answer other clients in time, and is its memory freed?
 
     python benchmarks/attacks.py --output attacks.json
     python benchmarks/attacks.py --attack "big prompt" --attack "unfinished bodies"
 
-Starts `foretoken serve` on the bundled pair with a few streams that never end. Each attack of ``attackers.py`` is then
-sent a few times. Meanwhile `/health` is asked again and again, and the time between a stream's chunks is measured; both
-are compared with a quiet time just before. Exit code 1 where `/health` took longer than 250 ms, where a stream's chunks
-came more than twice as far apart as usual (the 99th percentile), where resident memory was more than 5 % above its
-figure before the attack after half a minute, or where an answer was another than it has to be.
+Starts `foretoken serve` on the bundled pair with a few endless streams. Each attack of ``attackers.py`` is sent a few
+times. Meanwhile `/health` is polled and the time between a stream's chunks is measured; both are compared with a quiet
+period just before. The exit code is 1 if `/health` took longer than 250 ms, if the 99th percentile between chunks more
+than doubled, if resident memory half a minute later was more than 5 % above its figure before the attack, or if an
+answer was not the expected one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from foretoken.bench.workloads import FUNCTIONS
 
 HEALTH_SECONDS, SLOWER, GROWTH = 0.25, 2.0, 0.05
 PAGE = 4096
-PROBE = 0.01  # seconds between two questions to /health
+PROBE = 0.01  # seconds between two requests for /health
 PAUSE = 0.5  # seconds between two sends, and after the last one
 SERVER = ("--max-model-len", "4096", "--kv-cache-memory-bytes", "128MiB")
 WARM: tuple[dict[str, Any], ...] = (
@@ -50,12 +50,12 @@ WARM: tuple[dict[str, Any], ...] = (
 )
 
 
-Window = tuple[float, float]  # two moments
+Window = tuple[float, float]  # start and end, in seconds
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What a server's other clients saw. Seconds; health: the longest answer, p50, p99, worst: between chunks."""
+    """Latency of the server's other clients, in seconds. health: slowest answer; p50, p99, worst: between chunks."""
 
     health: float
     p50: float
@@ -66,7 +66,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One attack. quiet, during: what others saw before it and meanwhile. memory: bytes before, after, and settled."""
+    """Result of one attack. quiet, during: latency before and during it. memory: bytes before, after, and settled."""
 
     name: str
     answers: dict[str, int]
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def failures(self) -> list[str]:
-        """What was not as it has to be."""
+        """Returns descriptions of everything that violates the limits."""
         before, _, settled = self.memory
         checks = {
             "answer": set(self.answers) <= set(self.allowed),
@@ -90,16 +90,16 @@ class Outcome:
 
 
 class Watch:
-    """The other clients: streams that never end, and one that asks for /health."""
+    """The other clients: endless streams, and one that polls /health."""
 
     def __init__(self, client: httpx.AsyncClient, process: int) -> None:
         self._client, self._process = client, process
         self._streams: list[Answer] = []
-        self._health: list[tuple[float, float]] = []  # when it was asked, and seconds until it answered
+        self._health: list[tuple[float, float]] = []  # time of each request, and seconds until its answer
 
     @asynccontextmanager
     async def running(self, streams: int) -> AsyncIterator[None]:
-        """All of them, until the end of the ``with``."""
+        """Runs all of them within the ``with`` block."""
         tasks = [asyncio.create_task(self._stream(number)) for number in range(streams)]
         tasks.append(asyncio.create_task(self._ask_health()))
         try:
@@ -113,12 +113,12 @@ class Watch:
                 raise error
 
     def pace(self, windows: Sequence[Window]) -> Pace:
-        """Within these windows. A gap or an answer counts where it touches one of them."""
+        """Returns the latency within these windows. A gap or an answer counts if it overlaps one of them."""
 
         def touches(start: float, end: float) -> bool:
             return any(start <= last and end >= first for first, last in windows)
 
-        longest = max(end - start for start, end in windows)  # where nothing came at all
+        longest = max(end - start for start, end in windows)  # if no chunk arrived
         gaps = [gap for answer in self._streams for at, gap in answer.gaps if touches(at - gap, at)] or [longest]
         health = [seconds for asked, seconds in self._health if touches(asked, asked + seconds)]
         p50, p99 = map(float, np.quantile(gaps, (0.5, 0.99)))
@@ -126,11 +126,11 @@ class Watch:
 
     @property
     def memory(self) -> int:
-        """Resident bytes of the server."""
+        """Returns the server's resident bytes."""
         return int(Path(f"/proc/{self._process}/statm").read_text().split()[1]) * PAGE
 
     async def settled(self, limit: float, seconds: float) -> int:
-        """Memory once it is at most ``limit``, or after so many seconds."""
+        """Returns the memory once it is at most ``limit``, or after ``seconds``."""
         end = time.perf_counter() + seconds
         while self.memory > limit and time.perf_counter() < end:
             await asyncio.sleep(0.2)
@@ -152,7 +152,7 @@ class Watch:
 
 
 async def attacked(watch: Watch, name: str, url: str, *, times: int, quiet: float, settle: float) -> Outcome:
-    """Send one attack so many times, after a quiet time."""
+    """Runs one attack ``times`` times after a quiet period."""
     began = time.perf_counter()
     await asyncio.sleep(quiet)
     usual, before = watch.pace([(began, time.perf_counter())]), watch.memory
@@ -190,7 +190,7 @@ async def send(name: str, url: str) -> tuple[Counter[str], Window]:
 
 
 async def warm(client: httpx.AsyncClient) -> None:
-    """One harmless request of each kind: what is loaded once is no leak."""
+    """Sends one harmless request of each kind, so that what is loaded once does not count as a leak."""
     for fields in WARM:
         await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **fields})
     await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 4})
@@ -205,29 +205,29 @@ async def measure(
     times: int,
     quiet: float,
     settle: float,
-    steady: float,
+    fill: float,
 ) -> list[Outcome]:
-    """One attack after another. steady: seconds in which the streams fill the server's caches first."""
+    """Runs the attacks in turn. fill: seconds in which the streams first fill the server's caches."""
     async with talking(url) as client:
         await warm(client)
         watch = Watch(client, process)
         async with watch.running(streams):
-            await asyncio.sleep(steady)
+            await asyncio.sleep(fill)
             return [await attacked(watch, name, url, times=times, quiet=quiet, settle=settle) for name in names]
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """A row for each attack."""
-    found = Table(box=box.SIMPLE)
+    """Returns a table with a row for each attack."""
+    result = Table(box=box.SIMPLE)
     for head in ("attack", "answers", "s", "/health ms", "p50 ms", "p99 ms", "max ms", "MiB", "failed"):
-        found.add_column(head, justify="left" if head in ("attack", "answers", "failed") else "right")
+        result.add_column(head, justify="left" if head in ("attack", "answers", "failed") else "right")
     for o in outcomes:
         answers = ", ".join(f"{count} x {answer}" for answer, count in sorted(o.answers.items()))
         pairs = ((o.quiet.health, o.during.health), (o.quiet.p50, o.during.p50), (o.quiet.p99, o.during.p99))
         figures = [f"{1e3 * usual:.0f} > {1e3 * now:.0f}" for usual, now in (*pairs, (o.quiet.worst, o.during.worst))]
         memory = " > ".join(f"{size / 2**20:.0f}" for size in o.memory)
-        found.add_row(o.name, answers, f"{o.seconds:.1f}", *figures, memory, ", ".join(o.failures) or "-")
-    return found
+        result.add_row(o.name, answers, f"{o.seconds:.1f}", *figures, memory, ", ".join(o.failures) or "-")
+    return result
 
 
 def main(
@@ -236,16 +236,16 @@ def main(
     times: Annotated[int, typer.Option(min=1, help="How often each attack is sent.")] = 3,
     quiet: Annotated[float, typer.Option(min=0.1, help="Seconds before each attack, to compare with.")] = 5.0,
     settle: Annotated[float, typer.Option(min=0, help="Seconds that memory has to come back.")] = 30.0,
-    steady: Annotated[float, typer.Option(min=0, help="Seconds in which streams fill the caches first.")] = 30.0,
+    fill: Annotated[float, typer.Option(min=0, help="Seconds in which streams fill the caches first.")] = 30.0,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and outcomes here.")] = None,
 ) -> None:
-    """Latency, memory and answers under each attack; exit 1 where one of them is not as it has to be."""
+    """Prints latency, memory and answers under each attack; the exit code is 1 if any violates its limit."""
     names = attack or list(ATTACKS)
     unknown = sorted(set(names) - ATTACKS.keys())
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(ATTACKS)}")
     options: dict[str, Any] = {"streams": streams, "times": times, "quiet": quiet}
-    options |= {"settle": settle, "steady": steady}
+    options |= {"settle": settle, "fill": fill}
     with serving(*SERVER) as (url, process):
         outcomes = asyncio.run(measure(url, process, names, **options))
     console = wide_console()

@@ -1,9 +1,9 @@
-"""Is every proposer exact? ``foretoken audit`` on each of the bundled family's, and on transformers' own assistance.
+"""Is every proposer exact? Runs ``foretoken audit`` on each proposer of the bundled models and on transformers.
 
     python benchmarks/audits.py --budget 120 --output audits.json
 
-One line for each: the verdict, and what every check said. Budgets are seconds; nothing here is a speed, so other work
-beside it only makes a verdict less sharp.
+Prints a line for each: the verdict, and the outcome of every check. Budgets are seconds. Nothing here is a speed, so
+other work on the machine only reduces the power of the tests.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ SIGNS = {
 }
 
 
-def table(found: Sequence[tuple[str, Audit]]) -> Table:
+def table(results: Sequence[tuple[str, Audit]]) -> Table:
+    """Returns a table with a line for each audit."""
     result = Table(box=box.MARKDOWN)
     result.add_column("proposer")
-    for check in found[0][1].checks:
+    for check in results[0][1].checks:
         result.add_column(check.name)
     result.add_column("verdict")
-    for name, one in found:
+    for name, one in results:
         result.add_row(name, *(SIGNS[check.outcome] for check in one.checks), str(one.outcome))
     return result
 
@@ -54,7 +55,7 @@ def main(
     peers: Annotated[bool, typer.Option(help="transformers too, which may fail.")] = True,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and audits here.")] = None,
 ) -> None:
-    """Audit all; exit 1 where one of ours fails."""
+    """Runs all audits; the exit code is 1 if one of ours fails."""
     torch.set_num_threads(cores())
     texts = load_prompts(prompts) if prompts else None
     configs = [json.loads(text) for text in config] if config else ALL
@@ -69,21 +70,21 @@ def main(
             )
             for each in ASSISTED
         ]
-    found = [(name, audit(make(), texts, budget=budget)) for name, make in track(subjects, transient=True)]
+    results = [(name, audit(make(), texts, budget=budget)) for name, make in track(subjects, transient=True)]
     console = wide_console()
-    console.print(table(found))
-    for name, one in found:
+    console.print(table(results))
+    for name, one in results:
         for check in one.checks:
             if check.outcome in (CheckOutcome.FAILED, CheckOutcome.INCONCLUSIVE):
                 console.print(f"{name}: {check.name} {check.outcome}: {check.evidence}", highlight=False)
     facts = setting() | {"budget": budget}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
-        rows = [{"proposer": name} | one.to_dict() for name, one in found]
+        rows = [{"proposer": name} | one.to_dict() for name, one in results]
         json_file.write_text(
             json.dumps({"setting": facts, "audits": rows}, indent=2, default=str) + "\n", encoding="utf-8"
         )
-    ours = [one for name, one in found if not name.startswith("transformers")]
+    ours = [one for name, one in results if not name.startswith("transformers")]
     raise typer.Exit(int(any(one.outcome is CheckOutcome.FAILED for one in ours)))
 
 

@@ -1,4 +1,4 @@
-"""Clients of the server for ``serving.py``: one request, and many at once."""
+"""Clients of the server for ``serving.py``: one request, or many at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import httpx
 
 @dataclass
 class Answer:
-    """What one request got. arrivals: seconds at which text came. text is None where the client went away."""
+    """Result of one request. arrivals: seconds at which text arrived. text: None if the client disconnected early."""
 
     started: float
     arrivals: list[float] = field(default_factory=list)
@@ -28,13 +28,13 @@ class Answer:
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
-        """When each chunk but the first came, and how long after the one before."""
+        """Returns, for each chunk but the first, its arrival and the seconds since the previous one."""
         return [(b, b - a) for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[str, int]]:
-    """A server of its own on a free port. -> its address, and its process"""
+    """Runs a server on a free port within the ``with`` block. Yields its address and its process id."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,7 +59,7 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
 async def ask(
     client: httpx.AsyncClient, body: dict[str, Any], leave_after: int | None = None, answer: Answer | None = None
 ) -> Answer:
-    """Stream one completion; go away after so many chunks. answer: filled as it comes."""
+    """Streams one completion. Disconnects after ``leave_after`` chunks. answer: filled while chunks arrive."""
     answer = answer or Answer(time.perf_counter())
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", "/v1/completions", json=request) as response:
@@ -82,22 +82,24 @@ async def ask(
 
 
 async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Yields the data of each server-sent event, parsed as JSON."""
     async for line in response.aiter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line[6:])
 
 
 async def crowd(count: int, jobs: Sequence[Callable[[], Awaitable[Answer]]]) -> list[Answer]:
-    """Carry out all jobs, ``count`` at a time. -> in the order of the jobs"""
-    left, found = iter(enumerate(jobs)), [Answer(0.0)] * len(jobs)
+    """Runs all jobs, ``count`` at a time. Returns their results in the order of the jobs."""
+    left, answers = iter(enumerate(jobs)), [Answer(0.0)] * len(jobs)
 
     async def one() -> None:
         for number, job in left:
-            found[number] = await job()
+            answers[number] = await job()
 
     await asyncio.gather(*(one() for _ in range(count)))
-    return found
+    return answers
 
 
 def talking(url: str) -> httpx.AsyncClient:
+    """Returns an HTTP client for the server at ``url``."""
     return httpx.AsyncClient(base_url=url, timeout=600.0, limits=httpx.Limits(max_connections=None))

@@ -1,8 +1,8 @@
-"""An edit of code that is in the prompt: tokens per second of each way to draft beside plain decoding.
+"""An edit of code that is in the prompt: tokens per second of each method beside plain decoding.
 
-The outputs are dictated by a law (see ``foretoken.bench.editing``), so every system writes the same text. Timed is what
-follows the first round of each task, which is mostly the prompt's pass; systems take turns. Proposers start each turn
-afresh, so that none finds the last turn's outputs in its store.
+The sampling distribution forces the output (see ``foretoken.bench.editing``), so every system generates the same text.
+The first step of each task, which is mostly prefill, is not timed; systems take turns. Proposers are rebuilt each turn,
+so that none has the last turn's outputs in its store.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CONFIGS = [
 
 @dataclass(frozen=True)
 class Row:
-    """One way to draft. ``tokens`` after the first steps, in ``seconds`` (median and spread of the turns)."""
+    """Result of one method. ``tokens`` after the first steps, in ``seconds`` (median and spread of the turns)."""
 
     config: dict[str, Any]
     seconds: TimeSpread
@@ -59,11 +59,12 @@ class Row:
 
     @property
     def rate(self) -> float:
+        """Returns tokens per second."""
         return self.tokens / self.seconds.median
 
 
 def write(engine: Engine, task: EditingTask) -> tuple[float, list[StepOutput]]:
-    """One output. -> seconds and steps after its first round"""
+    """Generates one output. Returns the seconds and the steps after the first step."""
     context = Context(
         0, list(task.prompt), len(task.prompt), Dictated(task.output), Streams(0), prediction=tuple(task.reference)
     )
@@ -83,6 +84,7 @@ def write(engine: Engine, task: EditingTask) -> tuple[float, list[StepOutput]]:
 def measure(
     target: Model, builds: dict[str, Callable[[], tuple[Proposer, int]]], tasks: list[EditingTask], turns: int
 ) -> dict[str, Row]:
+    """Times all methods on all tasks, interleaved."""
     steps: dict[str, list[StepOutput]] = {}
 
     def turn(name: str) -> float:
@@ -93,7 +95,7 @@ def measure(
         return sum(seconds for seconds, _ in results)
 
     timed = interleaved(
-        {name: TimedTask(partial(turn, name)) for name in builds}, turns, lambda rounds: track(rounds, "turns")
+        {name: TimedTask(partial(turn, name)) for name in builds}, turns, lambda order: track(order, "turns")
     )
     return {
         name: Row(
@@ -109,8 +111,9 @@ def measure(
 
 
 def table(rows: list[Row]) -> Table:
+    """Returns a table with a line for each method."""
     result = Table(box=box.MARKDOWN)
-    for head in ("method", "tokens/s", "low-high", "plain = 1", "tokens a round", "drafted a round"):
+    for head in ("method", "tokens/s", "low-high", "plain = 1", "tokens per step", "drafted per step"):
         result.add_column(head, justify="left" if head == "method" else "right")
     for row in rows:
         spread = f"{row.tokens / row.seconds.high:.0f}-{row.tokens / row.seconds.low:.0f}"
@@ -135,7 +138,7 @@ def main(
     quantization: Annotated[str | None, typer.Option(help="int8, as for the target.")] = None,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
-    """Race plain decoding and each configuration over the edits."""
+    """Races plain decoding and each configuration over the edits."""
     torch.set_num_threads(cores())
     path = resolve(target) if target is not None else zoo.path("target")
     options: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -156,8 +159,8 @@ def main(
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
         plain = next(iter(rows.values())).rate
-        found = [asdict(row) | {"tokens_per_second": row.rate, "ratio": row.rate / plain} for row in rows.values()]
-        json_file.write_text(json.dumps({"setting": facts, "rows": found}, indent=2) + "\n", encoding="utf-8")
+        records = [asdict(row) | {"tokens_per_second": row.rate, "ratio": row.rate / plain} for row in rows.values()]
+        json_file.write_text(json.dumps({"setting": facts, "rows": records}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""An encoder-decoder that repairs code: plain, speculative, and transformers' own, in one process, taking turns.
+"""An encoder-decoder that repairs code: plain, speculative, and transformers, interleaved in one process.
 
-Tokens per second from the prompt to the last token, the encoder's pass included. Every system writes as many tokens as
-the right text has, so that none gains by an early end. Batches of 8 are ours alone: transformers drafts for one text.
+Tokens per second from the prompt to the last token, the encoder's pass included. Every system generates as many tokens
+as the expected output has, so that none is faster by ending early. Only ours has batches of 8: transformers drafts for
+one sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OWN = ("none", "draft_model", "ngram", "prediction", "mixture")
 
 @dataclass(frozen=True)
 class Row:
-    """One system. seconds for all tasks; texts: how many are those of the same library's plain decoding."""
+    """Result of one system. seconds: for all tasks. identical_to_plain: texts equal to its own plain decoding."""
 
     system: str
     method: str
@@ -47,17 +48,18 @@ class Row:
 
     @property
     def rate(self) -> float:
+        """Returns tokens per second."""
         return self.tokens / self.seconds.median
 
 
 class Own:
-    """Foretoken: one target, every method on it."""
+    """Foretoken: one target with every method."""
 
-    def __init__(self, target: Path, draft: Path, most: int, dtype: str, quantization: str | None) -> None:
+    def __init__(self, target: Path, draft: Path, max_depth: int, dtype: str, quantization: str | None) -> None:
         drafts = {"method": "draft_model", "model": str(draft)}
         self.llm = LLM(
             target,
-            speculative_config={**drafts, "num_speculative_tokens": most},
+            speculative_config={**drafts, "num_speculative_tokens": max_depth},
             methods=["ngram", "prediction", {"method": "mixture", "members": [drafts, {"method": "prediction"}]}],
             dtype=dtype,
             quantization=quantization,
@@ -66,7 +68,7 @@ class Own:
     def write(
         self, method: str, depth: int, batch: int, tasks: list[Repair], temperature: float
     ) -> tuple[Texts, float]:
-        """-> texts, and tokens a pass"""
+        """Completes all tasks. Returns the texts, and tokens per pass."""
         texts, passes = [], 0
         for start in range(0, len(tasks), batch):
             some = tasks[start : start + batch]
@@ -88,7 +90,7 @@ class Own:
 
 
 class Theirs:
-    """transformers' ``generate``, plain and with an assistant, as its documentation says."""
+    """transformers' ``generate``, plain and with an assistant model, as its documentation recommends."""
 
     def __init__(self, target: Path, draft: Path, dtype: torch.dtype) -> None:
         from transformers import AutoModelForSeq2SeqLM
@@ -108,6 +110,7 @@ class Theirs:
     def write(
         self, method: str, depth: int, batch: int, tasks: list[Repair], temperature: float
     ) -> tuple[Texts, float]:
+        """Completes all tasks. Returns the texts, and tokens per pass."""
         options: dict[str, Any] = {"do_sample": False}
         if temperature:
             options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -134,6 +137,7 @@ class Theirs:
 
 
 def table(rows: list[Row]) -> Table:
+    """Returns a table with a line for each system."""
     result = Table(box=box.MARKDOWN)
     for head in ("system", "batch", "tokens/s", "low-high", "own plain = 1", "tokens a pass", "texts as plain"):
         result.add_column(head, justify="left" if head == "system" else "right")
@@ -180,24 +184,24 @@ def main(
             for method in methods:
                 for tokens in depth if method != "none" else [0]:
                     runs[name, method, tokens, size] = partial(system.write, method, tokens, size, tasks, temperature)
-    found: dict[tuple[str, str, int, int], tuple[Texts, float]] = {}
+    outputs: dict[tuple[str, str, int, int], tuple[Texts, float]] = {}
 
     def turn(key: tuple[str, str, int, int]) -> float:
         started = perf_counter()
-        found[key] = runs[key]()
+        outputs[key] = runs[key]()
         return perf_counter() - started
 
     timed = interleaved(
-        {key: TimedTask(partial(turn, key)) for key in runs}, repeats, lambda rounds: track(rounds, "repeats")
+        {key: TimedTask(partial(turn, key)) for key in runs}, repeats, lambda order: track(order, "repeats")
     )
     rows = [
         Row(
             *key,
-            tokens=sum(map(len, found[key][0])),
+            tokens=sum(map(len, outputs[key][0])),
             seconds=timed[key],
-            tokens_per_pass=found[key][1],
+            tokens_per_pass=outputs[key][1],
             identical_to_plain=sum(
-                a == b for a, b in zip(found[key][0], found[key[0], "none", 0, batch[0]][0], strict=True)
+                a == b for a, b in zip(outputs[key][0], outputs[key[0], "none", 0, batch[0]][0], strict=True)
             ),
         )
         for key in runs

@@ -1,8 +1,8 @@
-"""Is the text the same whatever speculates? Every proposer, depth and batch against plain decoding.
+"""Is the text the same with every proposer, draft length and batch? Compares them with plain decoding.
 
-Greedy and the trajectory grade at temperature 1, in float32, bfloat16 and with int8 and int4 weights. Where the
-runner promises independent rows, texts must be equal byte for byte; elsewhere each one that is not is looked at: does a
-tie explain it?
+Greedy decoding and the trajectory grade at temperature 1, in float32, bfloat16 and with int8 and int4 weights. Where
+the runner is batch-invariant, texts must be equal byte for byte. Elsewhere each difference is examined: does a tie
+explain it?
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ PROBES = (0, 1, 4, 8)  # draft nodes of the passes that a row is compared over
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token that differs, and whether two scores so close could change places by rounding.
+    """The first token that differs, and whether two scores were so close that rounding can have swapped them.
 
-    margin: between the two best scores (logits, or log p + noise). delta: the largest change of any logit of
-    that row over passes of other sizes. A tie if margin <= 2 delta; otherwise a bug.
+    margin: difference between the best two scores (logits, or log p + noise). delta: largest change of any logit of
+    that row over passes of other sizes. It is a tie if margin <= 2 delta, otherwise a bug.
     """
 
     prompt: int
@@ -61,12 +61,13 @@ class Divergence:
 
     @property
     def kind(self) -> str:
+        """Returns "tie" or "bug"."""
         return "tie" if self.margin <= 2 * self.delta else "bug"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One proposer, depth and batch against plain decoding alone."""
+    """Comparison of one proposer, draft length and batch with plain decoding."""
 
     temperature: float
     dtype: str
@@ -80,14 +81,14 @@ class Cell:
 
 
 def named(config: Config) -> Config:
-    """With the bundled draft's folder for "draft"."""
+    """Returns ``config`` with the bundled draft's folder in place of "draft"."""
     return {
         key: str(zoo.path("draft")) if (key, value) == ("model", "draft") else value for key, value in config.items()
     }
 
 
 def own_prompts(count: int) -> list[str]:
-    """Our functions, cut after their second line, their third, and so on: as many as asked for."""
+    """Returns ``count`` prompts: bundled functions cut after their second line, their third, and so on."""
     cut = ("\n".join(text.splitlines()[:lines]) for lines in range(2, 20) for text in FUNCTIONS)
     return list(dict.fromkeys(cut))[:count]
 
@@ -95,7 +96,7 @@ def own_prompts(count: int) -> list[str]:
 def complete(
     llm: LLM, prompts: Sequence[str], depth: int, temperature: float, max_tokens: int, batch: int
 ) -> list[CompletionOutput]:
-    """Each prompt with its own seed, ``batch`` of them at a time."""
+    """Completes each prompt with its own seed, ``batch`` of them at a time."""
     outputs: list[CompletionOutput] = []
     for start in range(0, len(prompts), batch):
         chosen = range(start, min(start + batch, len(prompts)))
@@ -111,7 +112,7 @@ def complete(
 
 
 def row_logits(llm: LLM, tokens: list[int], drafted: int) -> torch.Tensor:
-    """The logits after ``tokens``, from a pass over one token and ``drafted`` draft nodes. -> [V]"""
+    """Returns the logits [V] after ``tokens``, from a pass over one token and ``drafted`` draft nodes."""
     root = len(tokens) - 1 - drafted
     handle = llm.target.open(tokens[:root])
     try:
@@ -127,7 +128,7 @@ def row_logits(llm: LLM, tokens: list[int], drafted: int) -> torch.Tensor:
 def explain(
     llm: LLM, prompt: str, index: int, temperature: float, plain: Sequence[int], other: Sequence[int]
 ) -> Divergence:
-    """Margin and delta where two texts of one seed part."""
+    """Returns margin and delta at the token where two texts of one seed diverge."""
     position = next(
         (i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other))
     )
@@ -143,7 +144,7 @@ def explain(
 
 
 def load(kind: str, **options: Any) -> LLM:
-    """The bundled target in a dtype, or quantized by that name."""
+    """Loads the bundled target in a dtype, or quantized by that name."""
     if kind in QUANTIZATIONS:
         return LLM(zoo.path("target"), dtype="bfloat16", quantization=kind, **options)
     return LLM(zoo.path("target"), dtype=kind, **options)
@@ -151,7 +152,7 @@ def load(kind: str, **options: Any) -> LLM:
 
 @dataclass(frozen=True)
 class Course:
-    """What all cells of one dtype and temperature complete."""
+    """Settings that all cells of one dtype and temperature share."""
 
     prompts: Sequence[str]
     max_tokens: int
@@ -160,7 +161,7 @@ class Course:
 
 
 def grid(course: Course, configs: Sequence[Config], depths: Sequence[int]) -> Iterator[Cell]:
-    """Plain decoding alone, and every configuration at its own depth or at all of them."""
+    """Yields every configuration, at its own draft length or at all of them, compared with plain decoding."""
     pair = load(course.kind, draft_model=zoo.path("draft"))
     plain = complete(pair, course.prompts, 0, course.temperature, course.max_tokens, batch=1)
     yield compare(course, pair, plain, "off", 0, BATCHES[-1])
@@ -173,7 +174,7 @@ def grid(course: Course, configs: Sequence[Config], depths: Sequence[int]) -> It
 
 
 def compare(course: Course, llm: LLM, plain: Sequence[CompletionOutput], name: str, depth: int, batch: int) -> Cell:
-    """One cell."""
+    """Returns one cell."""
     outputs = complete(llm, course.prompts, depth, course.temperature, course.max_tokens, batch)
     apart = [i for i, (a, b) in enumerate(zip(plain, outputs, strict=True)) if a.token_ids != b.token_ids]
     reasons = [
@@ -184,13 +185,13 @@ def compare(course: Course, llm: LLM, plain: Sequence[CompletionOutput], name: s
 
 
 def label(config: Config) -> str:
-    """The method and what sets this configuration apart."""
+    """Returns the method and the options that distinguish this configuration."""
     said = ("method", "model", "num_speculative_tokens", "members")
     return " ".join([str(config["method"]), *(f"{k}={v}" for k, v in config.items() if k not in said)])
 
 
 def table(cells: Sequence[Cell]) -> Table:
-    """One line a cell."""
+    """Returns a table with one line per cell."""
     result = Table(box=box.MARKDOWN)
     for head in ("temperature", "dtype", "proposer", "depth", "batch", "equal", "ties", "bugs"):
         result.add_column(head, justify="left" if head in ("dtype", "proposer") else "right")
@@ -220,7 +221,7 @@ def main(
     every: Annotated[bool, typer.Option("--all", help="Every proposer of the bundled family.")] = False,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
-    """Compare texts over proposers, depths and batches on the bundled pair; exit 1 on a bug or a broken promise."""
+    """Compares texts over proposers, draft lengths and batches; the exit code is 1 on a bug or a broken promise."""
     torch.set_num_threads(cores())
     console = wide_console()
     texts = load_prompts(prompts, count) if prompts else own_prompts(count)

@@ -1,10 +1,10 @@
-"""Memory runs short while long contexts are served: does drafting give way, does anything fail, does it come back?
+"""Memory runs short while long contexts are served: do drafts shrink, does any request fail, do drafts grow again?
 
     python benchmarks/memory_pressure.py --output memory_pressure.json
 
-The bundled pair completes a batch of long prompts under a limit of its address space, as ``ulimit -v`` sets it. After a
-third of the steps something else in the process takes nearly all that is left, and gives it back after another third.
-An allocation beyond the limit would fail. The texts must be those of a run without any of this.
+The bundled pair completes a batch of long prompts under a limit on its address space, as ``ulimit -v`` sets it. After a
+third of the steps another part of the process allocates nearly all that is left, and frees it after another third. An
+allocation beyond the limit would fail. The texts must equal those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -30,34 +30,43 @@ from foretoken.control.fixed import Fixed
 from foretoken.core.free_memory import FreeMemory
 
 PHASES = ("before", "short of memory", "after")
-LEFT = 0.4  # of what the watch calls low, while memory is short
+LEFT = 0.4  # share of the threshold of low memory that stays free
 
 
 class Balloon:
-    """Takes address space until ``left`` bytes of it are free."""
+    """Allocates address space until ``left`` bytes of it are free."""
 
     def __init__(self) -> None:
         self._held: mmap.mmap | None = None
         self.taken = 0
 
     def grow(self, free: int, left: int) -> None:
+        """Allocates all but ``left`` of ``free`` bytes."""
         self.taken = (free - left) // mmap.PAGESIZE * mmap.PAGESIZE
         self._held = mmap.mmap(-1, self.taken)
 
     def burst(self) -> None:
+        """Frees what was allocated."""
         if self._held is not None:
             self._held.close()
             self._held = None
 
 
 def prompts(count: int, length: int, llm: LLM) -> list[list[int]]:
-    """Token ids: our functions one after another, each prompt beginning with another one."""
+    """Returns token ids: the bundled functions concatenated, each prompt starting with another one."""
     texts = ("\n\n".join(FUNCTIONS[i:] + FUNCTIONS[:i]) for i in range(count))
     return [(list(llm.tokenizer(text)["input_ids"]) * 64)[:length] for text in texts]
 
 
 def serve(llm: LLM, ids: list[list[int]], tokens: int, seen: Callable[[int, float], None]) -> list[tuple[int, ...]]:
-    """-> texts. seen: called after every step with its number and the nodes drafted for each sequence"""
+    """Completes all prompts and returns their texts.
+
+    Args:
+        llm: The model.
+        ids: Prompts in tokens.
+        tokens: Tokens of a completion.
+        seen: Called after every step with its number and the mean number of draft tokens.
+    """
     params = [SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)] * len(ids)
     texts: dict[int, tuple[int, ...]] = {}
     steps, drafted = 0, list[int]()
@@ -78,10 +87,12 @@ def main(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1500,
     tokens: Annotated[int, typer.Option(min=8, help="To write after each.")] = 1024,
     depth: Annotated[int, typer.Option(min=1, help="Tokens to draft.")] = 8,
-    room: Annotated[int, typer.Option(min=1, help="MiB of address space beyond what is taken when it begins.")] = 2048,
+    headroom: Annotated[
+        int, typer.Option(min=1, help="MiB of address space beyond what is in use at the start.")
+    ] = 2048,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and phases here.")] = None,
 ) -> None:
-    """Drafted nodes per step and sequence, before, while and after memory is short; exit 1 where a text changed."""
+    """Prints draft tokens per step and sequence before, during and after the shortage; exits 1 if a text changed."""
     torch.set_num_threads(cores())
     llm = LLM(speculative_config={"method": "draft_model", "num_speculative_tokens": depth}, max_model_len=4096)
     controller = llm.engine.controller
@@ -92,7 +103,7 @@ def main(
     expected = serve(llm, ids, tokens, lambda number, nodes: before.append(nodes))
     free, balloon = FreeMemory(torch.device("cpu")), Balloon()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-    limit = used + room * 2**20
+    limit = used + headroom * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     third = len(before) // 3
@@ -110,7 +121,7 @@ def main(
         drafts[phase].append(nodes)
         halvings[phase].append(watch.halvings)
 
-    found = serve(llm, ids, tokens, seen)
+    texts = serve(llm, ids, tokens, seen)
     table = Table(box=box.MARKDOWN)
     for head in ("", "steps", "drafted per step and sequence", "in its last 20"):
         table.add_column(head, justify="left" if not head else "right")
@@ -119,9 +130,9 @@ def main(
         table.add_row(phase, str(len(each)), f"{fmean(each):.1f}", f"{fmean(each[-20:]):.1f}")
     console = wide_console()
     console.print(table)
-    equal = sum(a == b for a, b in zip(found, expected, strict=True))
+    equal = sum(a == b for a, b in zip(texts, expected, strict=True))
     console.print(f"{equal} of {batch} texts as without a limit; {balloon.taken / 2**20:,.0f} MiB were taken meanwhile")
-    facts = setting() | {"batch": batch, "length": length, "tokens": tokens, "depth": depth, "room_mib": room}
+    facts = setting() | {"batch": batch, "length": length, "tokens": tokens, "depth": depth, "headroom_mib": headroom}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
         phases = [{"phase": p, "drafted": drafts[p], "halvings": halvings[p]} for p in PHASES]

@@ -1,16 +1,16 @@
-"""A mixed stream of requests, greedy, one at a time: the mixture beside each of its members alone.
+"""A mixed stream of greedy requests, one at a time: the mixture beside each of its members alone.
 
     python benchmarks/mixture.py --output mixture.json
 
-Three parts, their requests in turn. completion: functions to complete, as the target writes on. editing: a function,
-then the same with a rename and a fix (``bench/editing.py``), with the old one as the client's prediction. repetition:
-one pattern again and again with other words in it. The bundled target completes and does not take orders, so in the
-last two parts the wanted text is dictated: in the target's rows its token is made the likeliest. Passes cost what they
-cost, and no draft is told.
+Three parts, whose requests alternate. completion: functions to complete freely. editing: a function, then the same
+function with a rename and a fix (``bench/editing.py``), with the original as the client's prediction. repetition: one
+pattern repeated with other words in it. The bundled target completes code and does not follow instructions, so in the
+last two parts the output is forced: in the target's rows its token is made the most probable. Passes cost the same, and
+no proposer knows the output.
 
-Every request goes through all systems, which take turns of a few rounds, so that a machine whose speed drifts is as
-slow for one as for the other. Figures are tokens over seconds, summed over a part. Systems keep what they learn from
-request to request, and all begin with nothing.
+Every request goes through all systems, which take turns of a few steps, so that drift of the machine's speed affects
+all of them alike. Figures are total tokens over total seconds of a part. Systems keep what they learn from request to
+request, and start empty.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.widen.checkpoint import scaled
 
 PARTS = ("completion", "editing", "repetition")
-_MOST = 256  # requests of one task
-_STRETCH = 8  # rounds of one system in a row
+_MAX_REQUESTS = 256  # requests of one task
+_STRETCH = 8  # consecutive steps of one system
 WORDS = (
     "north",
     "east",
@@ -79,9 +79,10 @@ PATTERNS = (
 
 @dataclass(frozen=True)
 class Task:
-    """Token ids. output: the text to come out, None where the target writes as it likes, at ``temperature``.
+    """One request, in token ids.
 
-    beside: prompts that are completed at the same time, as many tokens of each.
+    output: the text that is forced; None where the target generates freely at ``temperature``.
+    beside: prompts that are completed in the same batch, each with as many tokens.
     """
 
     part: str
@@ -95,7 +96,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Cell:
-    """One system on one part. tokens_per_pass: emitted tokens over passes of the target."""
+    """Result of one system on one part. tokens_per_pass: emitted tokens over passes of the target."""
 
     system: str
     part: str
@@ -109,7 +110,7 @@ class Cell:
 
 
 class Dictation(Model):
-    """A target that can be told what to write: at each place of the text the wanted token is made the likeliest.
+    """A target whose output can be forced: at each position the wanted token is made the most probable.
 
     ``wanted`` is the output that follows a prompt of ``after`` tokens; None leaves every row as it is.
     """
@@ -149,7 +150,7 @@ class Dictation(Model):
 
 
 def tasks(tokenizer: Any, prompts: Sequence[str], count: int, tokens: int) -> Iterator[Task]:
-    """``count`` requests of each part, the parts in turn."""
+    """Yields ``count`` requests of each part, in alternation."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -169,6 +170,7 @@ def tasks(tokenizer: Any, prompts: Sequence[str], count: int, tokens: int) -> It
 
 
 def pattern_line(task: int, line: int) -> str:
+    """Returns one line of the repeated pattern."""
     at = task * 7 + line * 5
     return PATTERNS[task % len(PATTERNS)].format(WORDS[at % 16], WORDS[(at * 3 + line) % 16], at * 37 % 91)
 
@@ -184,19 +186,20 @@ class Run:
 
     @classmethod
     def of(cls, engine: Engine, task: Task, identifier: int) -> Run:
+        """Queues the task's requests in ``engine``."""
         law = SamplingLaw(temperature=task.temperature)
         contexts = [
             Context(number, [*prompt], len(prompt), law, Streams(number), prediction=task.prediction)
-            for number, prompt in enumerate((task.prompt, *task.beside), identifier * _MOST)
+            for number, prompt in enumerate((task.prompt, *task.beside), identifier * _MAX_REQUESTS)
         ]
         for context in contexts:
             engine.add(context, Length(task.tokens))
         return cls(engine, contexts)
 
-    def stretch(self, rounds: int) -> bool:
-        """At most so many. -> whether there are more"""
+    def stretch(self, steps: int) -> bool:
+        """Runs at most ``steps`` steps. Returns whether any sequence is unfinished."""
         started = time.perf_counter()
-        for _ in range(rounds):
+        for _ in range(steps):
             if self.engine.busy:
                 self.engine.step()
                 self.passes += 1
@@ -204,13 +207,14 @@ class Run:
         return self.engine.busy
 
     def text(self) -> list[int]:
+        """Returns the generated tokens of all requests, and removes the requests from the engine."""
         for context in self.contexts:
             self.engine.take(context.id)
         return [token for context in self.contexts for token in context.tokens[context.prompt_length :]]
 
 
 def compare(engines: Mapping[str, Engine], stream: Sequence[Task], repeats: int) -> list[Cell]:
-    """Every task through every engine. Raises RuntimeError where two greedy texts differ."""
+    """Runs every task in every engine. Raises RuntimeError where two greedy texts differ."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     turns = [(repeat, i) for repeat in range(repeats) for i in range(len(stream))]
     for at, (_, i) in enumerate(track(turns, description="requests", transient=True)):
@@ -221,14 +225,14 @@ def compare(engines: Mapping[str, Engine], stream: Sequence[Task], repeats: int)
         runs = {name: Run.of(engine, task, at) for name, engine in engines.items()}
         going = list(runs)
         while going:
-            going = [*going[1:], going[0]]  # nobody always follows the same one
+            going = [*going[1:], going[0]]  # rotates the order of the systems
             going = [name for name in going if runs[name].stretch(_STRETCH)]
         texts = []
         for name, run in runs.items():
             texts.append(run.text())
             for part in (task.part, "stream"):
-                found = len(texts[-1]), run.passes, run.seconds
-                sums[name, part] = [a + b for a, b in zip(sums[name, part], found, strict=True)]
+                totals = len(texts[-1]), run.passes, run.seconds
+                sums[name, part] = [a + b for a, b in zip(sums[name, part], totals, strict=True)]
         if task.temperature == 0.0 and any(text != texts[0] for text in texts):
             raise RuntimeError(f"two systems wrote different texts in request {i} ({task.part}): one is not exact")
     return [Cell(name, part, int(n), int(p), s) for (name, part), (n, p, s) in sums.items()]
@@ -242,27 +246,27 @@ def table(
     parts: Sequence[str] = PARTS,
     single: bool = False,
 ) -> Table:
-    """Tokens per second against ``plain``, in brackets tokens a pass; the best of the others has a star.
+    """Returns tokens per second relative to ``plain``, and in brackets tokens per pass; the best system has a star.
 
-    The last line holds ``ours`` against the best of each column, or where ``single`` against the stream's.
+    The last line is ``ours`` over the best system of each column or, if ``single``, over the best one of the stream.
     """
-    found = {(c.system, c.part): c for c in cells}
+    by_part = {(c.system, c.part): c for c in cells}
     result = Table(box=box.MARKDOWN)
     result.add_column("system")
     columns = (*parts, "stream")
     for column in columns:
         result.add_column(column, justify="right")
     singles = [name for name in names if name != ours]
-    best = {part: max((found[name, part].speed, name) for name in singles)[1] for part in columns}
+    best = {part: max((by_part[name, part].speed, name) for name in singles)[1] for part in columns}
     for name in names:
         line = []
         for part in columns:
-            cell, base = found[name, part], found[plain, part]
+            cell, base = by_part[name, part], by_part[plain, part]
             star = "*" if best[part] == name else ""
             line.append(f"{cell.speed / base.speed:.2f}x{star} ({cell.tokens / cell.passes:.2f})")
         result.add_row(name, *line)
     against = {part: best["stream" if single else part] for part in columns}
-    ratios = (f"{found[ours, part].speed / found[against[part], part].speed:.3f}" for part in columns)
+    ratios = (f"{by_part[ours, part].speed / by_part[against[part], part].speed:.3f}" for part in columns)
     result.add_row(f"{ours} / {best['stream'] if single else 'best'}", *ratios)
     return result
 
@@ -283,7 +287,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
-    """Tokens per second of the mixture and of each member alone, on each part and on the whole stream."""
+    """Prints tokens per second of the mixture and of each member alone, by part and in total."""
     torch.set_num_threads(cores())
     path = target or scaled()
     tokenizer = load_tokenizer(path)

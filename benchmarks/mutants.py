@@ -1,7 +1,7 @@
-"""Do the tests notice realistic mistakes? Each mutant of mutants.toml is planted in a copy of src and tested.
+"""Do the tests detect realistic mistakes? Each mutant of mutants.toml is planted in a copy of src and tested.
 
-A mutant names a file under src/foretoken, the text that is replaced, and the tests that must fail. The text must occur
-exactly once, so that the table cannot go stale in silence. Exit code 1 when any mutant survives.
+A mutant names a file under src/foretoken, the text to replace, and the tests that must fail. The text must occur
+exactly once, so that an outdated table is an error. The exit code is 1 if any mutant survives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StaleMutant(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A mistake. file: below src/foretoken. old, new: exact text. tests: what pytest is given, below the repository."""
+    """A planted mistake. file: below src/foretoken. old, new: exact text. tests: pytest's arguments, from the root."""
 
     name: str
     file: str
@@ -48,7 +48,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         """The subpackage that it is planted in."""
         return self.file.partition("/")[0]
 
@@ -69,7 +69,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """killed_by: the first test that failed, None where the mutant survived."""
+    """Result of one mutant. killed_by: the first test that failed, None if the mutant survived."""
 
     mutant: Mutant
     killed_by: str | None
@@ -97,7 +97,7 @@ def run(mutant: Mutant) -> Outcome:
 
 @contextmanager
 def copied_source() -> Iterator[Path]:
-    """A copy of src in a temporary folder; files that are no source are links."""
+    """Yields a copy of src in a temporary folder; files other than source code are links."""
 
     def copy(source: str, target: str) -> None:
         if source.endswith(".py"):
@@ -139,31 +139,33 @@ def first_failure(tests: Sequence[str], source: Path) -> str | None:
 
 
 def check_unmutated(mutants: Sequence[Mutant]) -> None:
-    """Raises StaleMutant where a test fails without any mutant: its failure would say nothing."""
-    for room in dict.fromkeys(mutant.room for mutant in mutants):
-        tests = sorted({test for mutant in mutants if mutant.room == room for test in mutant.tests})
+    """Raises StaleMutant if a test fails without any mutant, because its failure would prove nothing."""
+    for package in dict.fromkeys(mutant.package for mutant in mutants):
+        tests = sorted({test for mutant in mutants if mutant.package == package for test in mutant.tests})
         failure = first_failure(tests, ROOT / PACKAGE.parent)
         if failure is not None:
             raise StaleMutant(f"{failure} fails without a mutant; mend it first")
 
 
 def listed(mutants: Sequence[Mutant]) -> Table:
+    """Returns a table of the mutants and their tests."""
     table = Table(box=box.SIMPLE)
-    for column in ("room", "mutant", "file", "tests"):
+    for column in ("package", "mutant", "file", "tests"):
         table.add_column(column)
     for mutant in mutants:
-        table.add_row(mutant.room, mutant.name, mutant.file, escape("\n".join(mutant.tests)))
+        table.add_row(mutant.package, mutant.name, mutant.file, escape("\n".join(mutant.tests)))
     return table
 
 
 def reported(outcomes: Sequence[Outcome]) -> Table:
+    """Returns a table of the results."""
     table = Table(box=box.SIMPLE)
-    for column in ("room", "mutant", "result", "killed by", "s"):
+    for column in ("package", "mutant", "result", "killed by", "s"):
         table.add_column(column, justify="right" if column == "s" else "left")
     for outcome in outcomes:
         mutant, survived = outcome.mutant, outcome.killed_by is None
         result = "[red]survived[/]" if survived else "[green]killed[/]"
-        table.add_row(mutant.room, mutant.name, result, escape(outcome.killed_by or ""), f"{outcome.seconds:.0f}")
+        table.add_row(mutant.package, mutant.name, result, escape(outcome.killed_by or ""), f"{outcome.seconds:.0f}")
     return table
 
 
@@ -171,7 +173,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A mutant's name; may be given several times.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List the mutants and stop.")] = False,
 ) -> None:
-    """Plant each mutant and run its tests. Exit code 1 when any survives."""
+    """Plants each mutant and runs its tests. The exit code is 1 if any survives."""
     console = wide_console()
     mutants = load()
     if unknown := set(only or ()) - {mutant.name for mutant in mutants}:

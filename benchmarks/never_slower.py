@@ -61,12 +61,12 @@ REPETITION = (
 )
 TEXTS = {"prose": PROSE, "code": FUNCTIONS, "repetition": REPETITION}
 PROPOSERS = ("random", "over-large", "wrong")
-PIECE = 256  # prompt tokens of one step: sixteen prompts at once would be a turn of many seconds
+PIECE = 256  # prompt tokens of one step; sixteen whole prompts would take many seconds
 
 
 @dataclass(frozen=True)
 class Cell:
-    """ratios: guarded over plain tokens per second, one a repeat. drafted: nodes for every token."""
+    """Result of one cell. ratios: guarded over plain tokens per second, by repeat. drafted: draft tokens per token."""
 
     proposer: str
     text: str
@@ -83,12 +83,12 @@ class Cell:
 
 
 def random_draft(folder: Path) -> Path:
-    """The bundled draft with other weights of the same size."""
+    """Writes the bundled draft with random weights of the same sizes. Returns its folder."""
     return _with_weights(zoo.path("draft"), folder, lambda w, g: torch.randn(w.shape, generator=g) * w.float().std())
 
 
 def wrong_head(head: Path, folder: Path) -> Path:
-    """A head whose every matrix has its entries shuffled; norms and tables of ids stay."""
+    """Writes a head with the entries of every matrix shuffled; norms and tables of ids stay. Returns its folder."""
 
     def shuffled(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return weight.flatten()[torch.randperm(weight.numel(), generator=generator)].view(weight.shape)
@@ -108,7 +108,7 @@ def _with_weights(source: Path, folder: Path, change: Any) -> Path:
 
 
 def configuration(proposer: str, target: Path, folder: Path) -> dict[str, Any]:
-    """As a user would write it."""
+    """Returns the speculative_config of a proposer."""
     if proposer == "random":
         return {"method": "draft_model", "model": str(random_draft(folder / "draft"))}
     if proposer == "over-large":
@@ -121,7 +121,7 @@ def configuration(proposer: str, target: Path, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sum:
-    """nodes: drafted."""
+    """Totals of a run. nodes: draft tokens."""
 
     tokens: int = 0
     nodes: int = 0
@@ -137,7 +137,7 @@ class Sum:
 
 @dataclass
 class Sides:
-    """One set of models behind two engines: one decodes plainly, the other as configured."""
+    """Two engines on one set of models: one decodes plainly, the other as configured."""
 
     llm: LLM
 
@@ -146,26 +146,32 @@ class Sides:
         self.begin()
 
     def begin(self) -> None:
-        """A controller that knows nothing but the warm-up."""
+        """Resets the controller to its state after the warm-up."""
         config, costs = self.llm.speculative_config, CostModel()
         warm_up(self.llm.target, self._proposer, costs, config.max_tokens)
         self._controller = config.controller(self.llm.target.device, costs)
 
     def run(self, prompts: list[str], params: SamplingParams, first: bool) -> dict[bool, Sum]:
-        """One batch on both sides, step by step; ``first`` says who begins. -> by whether guarded"""
+        """Runs one batch on both sides, alternating step by step. Returns the totals by whether the side is guarded.
+
+        Args:
+            prompts: Prompts of the batch.
+            params: Sampling parameters.
+            first: Whether the guarded side runs the first step.
+        """
         batch = len(prompts)
         engine = partial(Engine, self.llm.target, max_sequences=batch, prompt_rows=PIECE)
         engines = {True: engine(self._proposer, self._controller), False: engine(Proposer(), Controller())}
         for side in engines.values():
             for prompt in prompts:
                 Assembler(side, self.llm.tokenizer).add(*self.llm.requests.build(prompt, params))
-        found = {True: Sum(), False: Sum()}
+        sums = {True: Sum(), False: Sum()}
         while any(engine.busy for engine in engines.values()):
             for guarded in (first, not first):
                 if engines[guarded].busy:
-                    found[guarded] += _step(engines[guarded])
+                    sums[guarded] += _step(engines[guarded])
             first = not first
-        return found
+        return sums
 
 
 def _step(engine: Engine) -> Sum:
@@ -178,29 +184,29 @@ def _step(engine: Engine) -> Sum:
 def cell(
     sides: Sides, proposer: str, text: str, temperature: float, batch: int, tokens: int, requests: int, repeats: int
 ) -> Cell:
-    """Plain and guarded in turns, each going first every other time."""
+    """Runs plain and guarded decoding in alternation; each goes first in every other repeat."""
     prompts = cycle(TEXTS[text])
     groups = [list(islice(prompts, batch)) for _ in range(requests)]
     params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True)
     sides.run(groups[0], replace(params, max_tokens=8), True)
-    found: list[dict[bool, Sum]] = []
+    runs: list[dict[bool, Sum]] = []
     for repeat in range(repeats):
         sides.begin()
         sums = {True: Sum(), False: Sum()}
         for i, group in enumerate(groups):
             both = sides.run(group, params, first=(repeat + i) % 2 == 0)
             sums = {side: sums[side] + both[side] for side in sums}
-        found.append(sums)
-    plain, fast = (median(sums[side].speed for sums in found) for side in (False, True))
-    ratios = tuple(sums[True].speed / sums[False].speed for sums in found)
-    drafted = sum((sums[True] for sums in found), Sum())
+        runs.append(sums)
+    plain, fast = (median(sums[side].speed for sums in runs) for side in (False, True))
+    ratios = tuple(sums[True].speed / sums[False].speed for sums in runs)
+    drafted = sum((sums[True] for sums in runs), Sum())
     return Cell(proposer, text, temperature, batch, plain, fast, ratios, drafted.nodes / drafted.tokens)
 
 
 def cells(
     target: Path, proposers: Sequence[str], grid: Sequence[tuple[str, float, int]], sizes: tuple[int, int, int]
 ) -> Iterator[Cell]:
-    """All of them; models are loaded once for each proposer."""
+    """Yields all cells. Models are loaded once for each proposer."""
     for proposer in proposers:
         with tempfile.TemporaryDirectory() as folder:
             config = configuration(proposer, target, Path(folder))
@@ -210,12 +216,13 @@ def cells(
         sides.llm.close()
 
 
-def table(found: Sequence[Cell]) -> Table:
+def table(rows: Sequence[Cell]) -> Table:
+    """Returns a table with a line for each cell."""
     result = Table(box=box.MARKDOWN)
     for column in ("proposer", "text", "temperature", "batch", "plain tok/s", "guarded tok/s", "ratio", "lowest"):
         result.add_column(column, justify="left" if column in ("proposer", "text") else "right")
     result.add_column("drafted per token", justify="right")
-    for c in found:
+    for c in rows:
         figures = (f"{c.plain:.1f}", f"{c.guarded:.1f}", f"{c.ratio:.3f}", f"{min(c.ratios):.3f}", f"{c.drafted:.2f}")
         result.add_row(c.proposer, c.text, f"{c.temperature:g}", str(c.batch), *figures)
     return result
@@ -232,22 +239,22 @@ def main(
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
-    """Tokens per second under the guard over plain decoding's, for proposers that are no good."""
+    """Prints tokens per second under the guard over those of plain decoding, for proposers that are useless."""
     torch.set_num_threads(cores())
     for name, known in [(p, PROPOSERS) for p in proposer] + [(t, tuple(TEXTS)) for t in text]:
         if name not in known:
             raise typer.BadParameter(f"{name!r} is not known; known: {', '.join(known)}")
     target = zoo.path("target") if small else scaled()
     grid = list(product(text, temperature, batch))
-    found = list(cells(target, proposer, grid, (tokens, requests, repeats)))
+    results = list(cells(target, proposer, grid, (tokens, requests, repeats)))
     console = wide_console()
-    console.print(table(found))
-    worst = min(found, key=lambda c: c.ratio)
+    console.print(table(results))
+    worst = min(results, key=lambda c: c.ratio)
     console.print(f"lowest ratio {worst.ratio:.3f}: {worst.proposer}, {worst.text}, batch {worst.batch}")
     facts = setting() | {"target": target.name, "tokens": tokens, "requests": requests, "repeats": repeats}
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
-        rows = [asdict(c) | {"ratio": c.ratio} for c in found]
+        rows = [asdict(c) | {"ratio": c.ratio} for c in results]
         json_file.write_text(json.dumps({"setting": facts, "cells": rows}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -53,8 +53,8 @@ from prompts import some_prompts
 
 ROLES = ("eagle3", "medusa")
 WITHIN = 0.1
-STRETCH = 24  # tokens of a sequence in a row: few beside how fast a machine drifts, many for what a cache forgets
-PROMPTS = 6 << 30  # bytes for what was computed of prompts: reading them is not measured
+STRETCH = 24  # consecutive tokens of a sequence: few enough for drift of the machine, many enough for its caches
+PROMPTS = 6 << 30  # bytes of the prefix cache; prefill is not measured
 Key = tuple[str, int]  # a candidate's name and its depth
 PLAIN: Key = ("", 0)
 Place = tuple[float, int]  # temperature and batch
@@ -62,7 +62,7 @@ Place = tuple[float, int]  # temperature and batch
 
 @dataclass(frozen=True)
 class Sum:
-    """Rounds of a full batch in which no prompt was read. passes: of one sequence each."""
+    """Totals of steps with a full batch and without prefill. passes: of single sequences."""
 
     tokens: int = 0
     passes: int = 0
@@ -85,7 +85,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Ground:
-    """What everything is measured on. The target keeps what was computed of prompts, so that each is read once."""
+    """The models and prompts of all measurements. The target has a prefix cache, so each prompt is prefilled once."""
 
     target: Model
     builder: Builder
@@ -96,7 +96,7 @@ class Ground:
     _fills: Iterator[int] = field(default_factory=count)
 
     def engine(self, candidate: Candidate, depth: int, batch: int) -> Engine:
-        """Those that learn nothing share a proposer."""
+        """Returns an engine for a candidate. Engines whose proposers do not learn share one."""
         proposer = self._made.get(candidate.name)
         if proposer is None:
             proposer = self.builder.build(SpeculativeConfig.of(candidate.config))
@@ -106,10 +106,11 @@ class Ground:
         return self._engine(proposer, depth, batch)
 
     def plain(self, batch: int) -> Engine:
+        """Returns an engine that decodes plainly."""
         return self._engine(Proposer(), 0, batch)
 
     def fill(self, engine: Engine, temperature: float, repeats: int) -> None:
-        """All prompts, to be completed as many at once as the engine takes."""
+        """Queues all prompts ``repeats`` times, to be completed in batches of the engine's size."""
         for seed in range(1000, 1000 + repeats):
             first = next(self._fills) * len(self.prompts)
             for context in contexts(self.prompts, self.settings.law(temperature), seed, first):
@@ -122,10 +123,10 @@ class Ground:
 def stretch(engine: Engine) -> Sum:
     """Decodes the next tokens of one engine.
 
-    Every engine gets as many tokens, so that all decode the same texts over the same time: slow memory in one half of
-    it matters to plain steps and not to compute-bound ones.
+    Every engine decodes the same number of tokens, so that all decode the same texts over the same time: a period of
+    slow memory affects plain steps and not compute-bound ones.
     """
-    found, written = Sum(), 0
+    total, written = Sum(), 0
     while engine.busy and written < STRETCH * engine.max_sequences:
         started = perf_counter()
         steps = engine.step()
@@ -133,33 +134,33 @@ def stretch(engine: Engine) -> Sum:
         tokens = sum(len(step.tokens) for step in steps)
         written += tokens
         if len(steps) == engine.max_sequences and all(step.position > 0 for step in steps):
-            found += Sum(tokens, len(steps), seconds)
-    return found
+            total += Sum(tokens, len(steps), seconds)
+    return total
 
 
 class Few:
-    """At one place, a few engines on all prompts, and plain decoding in their midst."""
+    """A few engines at one temperature and batch, on all prompts, alternating with plain decoding."""
 
     def __init__(self, ground: Ground, few: Sequence[tuple[Candidate, int]], place: Place, repeats: int) -> None:
         self.place, self._ground, self._repeats = place, ground, repeats
         self._plain = ground.plain(place[1])
         self._engines = {(c.name, depth): ground.engine(c, depth, place[1]) for c, depth in few}
-        self.found = {key: (Sum(), Sum()) for key in self._engines}
+        self.totals = {key: (Sum(), Sum()) for key in self._engines}
         for engine in self._engines.values():
             self._fill(engine)
 
     def turn(self) -> None:
-        """A stretch of every engine that is busy; the last ends plain decoding."""
-        for key, found, base in interleave(
+        """Runs a stretch of every engine with work; the last one to finish also ends plain decoding."""
+        for key, done, base in interleave(
             [k for k, engine in self._engines.items() if engine.busy], PLAIN, self._stretch
         ):
-            own, other = self.found[key]
-            self.found[key] = own + found, other + base
+            own, other = self.totals[key]
+            self.totals[key] = own + done, other + base
         if not self.busy:
             self._plain.clear()
 
     def _stretch(self, key: Key) -> Sum:
-        """Of an engine, or of plain decoding, which begins anew where it is through."""
+        """Runs a stretch of an engine. Plain decoding is refilled when it has no work."""
         if key == PLAIN and not self._plain.busy:
             self._fill(self._plain)
         return stretch(self._plain if key == PLAIN else self._engines[key])
@@ -169,16 +170,17 @@ class Few:
 
     @property
     def waiting(self) -> int:
-        """Prompts that nobody has begun, over all engines."""
+        """Returns the number of prompts that have not started, over all engines."""
         return sum(len(engine.waiting) for engine in self._engines.values())
 
     @property
     def busy(self) -> bool:
+        """Whether any engine has work."""
         return any(engine.busy for engine in self._engines.values())
 
 
 class Measurement:
-    """All places, a turn of a few engines after the other. seconds: spent so far."""
+    """All temperatures and batches, measured a few engines at a time. seconds: spent so far."""
 
     def __init__(self, ground: Ground, chosen: Sequence[Candidate], places: Sequence[Place], repeats: int) -> None:
         keys = [(candidate, depth) for candidate in chosen for depth in candidate.depths]
@@ -189,7 +191,7 @@ class Measurement:
         self.seconds = 0.0
 
     def until(self, share: float) -> None:
-        """Goes on until so much of it has begun; to its end where that is more than 1."""
+        """Measures until this share of all prompts has started; with more than 1, to the end."""
         started = perf_counter()
         while any(few.busy for few in self._all) and self.share < share:
             next(self._line).turn()
@@ -197,19 +199,20 @@ class Measurement:
 
     @property
     def share(self) -> float:
+        """Returns the share of prompts that have started."""
         return 1.0 - self._waiting / self._prompts
 
     @property
     def _waiting(self) -> int:
         return sum(few.waiting for few in self._all)
 
-    def found(self, place: Place, key: Key) -> tuple[Sum, Sum]:
-        """Of a candidate and its depth, and of plain decoding meanwhile."""
-        return next(few.found[key] for few in self._all if few.place == place and key in few.found)
+    def totals(self, place: Place, key: Key) -> tuple[Sum, Sum]:
+        """Returns the totals of a candidate at a draft length, and those of plain decoding beside it."""
+        return next(few.totals[key] for few in self._all if few.place == place and key in few.totals)
 
 
 def compared(row: PlanRow, own: Sum, plain: Sum) -> dict[str, Any]:
-    """One line of the record. Seconds are of a step."""
+    """Returns one entry of the result: prediction and measurement of a row. Seconds are of a step."""
     gain = own.speed / plain.speed
     return {
         "name": row.name,
@@ -234,16 +237,16 @@ def compared(row: PlanRow, own: Sum, plain: Sum) -> dict[str, Any]:
 
 
 def chosen_against_best(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At every temperature and batch: the measured gain of what the plan chose, over that of the best of the grid."""
-    found = []
+    """Returns the measured speedups of the plan's choice and of the best configuration, by temperature and batch."""
+    result = []
     for choice in plan.choices:
-        mine = [r for r in rows if (r["temperature"], r["batch"]) == (choice.temperature, choice.batch)]
-        best = max((r["measured"] for r in mine), default=1.0)
+        same_place = [r for r in rows if (r["temperature"], r["batch"]) == (choice.temperature, choice.batch)]
+        best = max((r["measured"] for r in same_place), default=1.0)
         taken = 1.0
         if choice.row is not None:
             key = (choice.row.name, choice.row.num_speculative_tokens)
-            taken = next(r["measured"] for r in mine if (r["name"], r["num_speculative_tokens"]) == key)
-        found.append(
+            taken = next(r["measured"] for r in same_place if (r["name"], r["num_speculative_tokens"]) == key)
+        result.append(
             {
                 "temperature": choice.temperature,
                 "batch": choice.batch,
@@ -254,11 +257,11 @@ def chosen_against_best(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[dict
                 "share": taken / max(best, 1.0),
             }
         )
-    return found
+    return result
 
 
 def report(rows: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]], console: Console) -> dict[str, float]:
-    """Tables and the summary. -> the summary"""
+    """Prints tables and the summary. Returns the summary."""
     table = Table(box=box.MARKDOWN)
     table.add_column("proposer")
     for head in ("tokens", "T", "batch", "predicted", "interval", "measured", "error", "tokens/pass", "measured "):
@@ -301,13 +304,13 @@ def report(rows: Sequence[dict[str, Any]], choices: Sequence[dict[str, Any]], co
 
 
 def grid(path: Path, draft: Path, given: Sequence[str], depths: Sequence[int], nodes: Sequence[int]) -> list[Candidate]:
-    """The default candidates, or those given, at the depths and tree sizes asked for."""
+    """Returns the default candidates, or the given ones, at the requested draft lengths and tree sizes."""
     if given:
-        found = candidates([], [], [json.loads(text) for text in given])[3:]
+        known = candidates([], [], [json.loads(text) for text in given])[3:]
     else:
-        found = candidates([draft], [find_head(role, None, path) for role in ROLES])
+        known = candidates([draft], [find_head(role, None, path) for role in ROLES])
     wanted = []
-    for c in found:
+    for c in known:
         small = max(c.depths) <= 8
         own = tuple(depths) if small else tuple(nodes)
         wanted.append(Candidate(c.name, c.config, c.depths if len(c.depths) == 1 else own))
@@ -334,7 +337,7 @@ def main(
     turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate, in the plan.")] = 24,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
 ) -> None:
-    """Plan on some prompts, measure on others, compare."""
+    """Plans on some prompts, measures on others, and compares."""
     torch.set_num_threads(cores())
     path = zoo.path("target") if small else scaled("0.7b")
     tokenizer = load_tokenizer(path)
@@ -343,7 +346,7 @@ def main(
     def load(other: str | Path) -> Model:
         return load_model(Path(other), max_length=4096)
 
-    target, kept = load(path), load_model(path, max_length=4096)  # the plan times reading prompts, too
+    target, kept = load(path), load_model(path, max_length=4096)  # the plan also times prefill
     kept.enable_prefix_cache(PROMPTS)
     eos = eos_ids(path, tokenizer, target.vocab_size)
     ids = [list(tokenizer(text)["input_ids"]) for text in some_prompts(prompts, count + unseen)]
@@ -367,7 +370,8 @@ def main(
         progress.update(bar, description="measuring what is left", completed=1.0)
         measurement.until(math.inf)
     rows = [
-        compared(r, *measurement.found((r.temperature, r.batch), (r.name, r.num_speculative_tokens))) for r in plan.rows
+        compared(r, *measurement.totals((r.temperature, r.batch), (r.name, r.num_speculative_tokens)))
+        for r in plan.rows
     ]
     choices = chosen_against_best(plan, rows)
     facts = report(rows, choices, console)

@@ -1,8 +1,8 @@
-"""Prompts by the hundred: functions of the standard library up to the end of their docstrings.
+"""Hundreds of prompts: functions of the standard library up to the end of their docstrings.
 
-What a plan foretells for other texts is off by the difference between two samples of them, whoever plans. Eighty
-prompts leave six percent of that, so where predictions are judged there have to be more. The bundled models were
-trained on this library; figures over it say how good a prediction is, not how fast its reader's own text is.
+A prediction for other texts differs from the measurement by the difference between two samples of texts, whatever the
+method. With 80 prompts that difference is six percent, so judging predictions needs more prompts. The bundled models
+were trained on this library: figures on it show how good a prediction is, not how fast other texts are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BODY = 3  # lines after the docstring, at least: there is something to write
 
 
 def function_heads() -> list[str]:
-    """All of them, always in the same mixed order."""
+    """Returns all such prompts, in one fixed random order."""
     corpus = standard_library()
     heads = sorted({head for text in (*corpus.held_out, *corpus.train) for head in _heads(text)})
     random.Random(0).shuffle(heads)
@@ -29,7 +29,7 @@ def function_heads() -> list[str]:
 
 
 def some_prompts(path: Path | None, count: int) -> list[str]:
-    """``count`` of a file's, in mixed order since its first may be of another kind than its next; else of ours."""
+    """Returns ``count`` prompts of a file, else our own, in random order because files may be sorted by kind."""
     if path is None:
         return function_heads()[:count]
     texts = load_prompts(path)

@@ -1,11 +1,11 @@
-"""Replicas under load, some of them killed meanwhile: is any request lost, is any text another?
+"""Replicas under load, some of which are killed: is any request lost, does any text change?
 
     python benchmarks/replicas.py --replicas 4 --requests 200 --kills 3
 
-A server with replicas on a Ray of its own, and mixed requests as in ``serving.py load``, all with a seed. Meanwhile
-replicas are killed (SIGKILL), one after another. Counted: requests that finished and that were lost, and what the front
-did about it. Every text is compared, byte for byte, with what the same request gives in one process, alone and without
-speculation, in float32. The exit code is 1 where a request was lost or a text differs.
+Starts a server with replicas on a private Ray cluster, and sends mixed requests as ``serving.py load`` does, all with a
+seed. Meanwhile replicas are killed (SIGKILL), one at a time. It counts the requests that finished and that were lost,
+and the front's failovers. Every text is compared, byte for byte, with that of the same request in one process, alone
+and without speculation, in float32. The exit code is 1 if a request was lost or a text differs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write what was counted there.")] = None,
 ) -> None:
-    """Kill replicas under load."""
+    """Kills replicas under load."""
     rng = random.Random(seed)
     bodies = [mixed(rng, number) for number in range(requests)]
     own = ("--replica-cpus", str(cpus)) if cpus is not None else ()
@@ -66,7 +66,7 @@ def main(
 async def attacked(
     url: str, server: int, bodies: list[dict[str, Any]], concurrency: int, kills: int, pause: float
 ) -> tuple[list[Answer], int, str]:
-    """All requests, and a killer as long as they last. -> answers, how many were killed, the metrics at the end"""
+    """Sends all requests while replicas are killed. Returns answers, number of kills, and the final metrics page."""
     killed = 0
 
     async def kill() -> None:
@@ -87,7 +87,7 @@ async def attacked(
 
 
 def processes(server: int) -> list[int]:
-    """Replicas of this server: among its descendants, by the name that Ray gives them."""
+    """Returns the process ids of this server's replicas: descendants with the name that Ray gives them."""
     parents: dict[int, int] = {}
     named = []
     for folder in Path("/proc").iterdir():
@@ -103,6 +103,7 @@ def processes(server: int) -> list[int]:
 
 
 def descends(process: int, ancestor: int, parents: dict[int, int]) -> bool:
+    """Returns whether ``process`` is a descendant of ``ancestor``. parents: parent by process id."""
     while process > 1:
         if process == ancestor:
             return True
@@ -111,12 +112,12 @@ def descends(process: int, ancestor: int, parents: dict[int, int]) -> bool:
 
 
 def failovers(page: str) -> dict[str, int]:
-    """Of the front, by outcome."""
-    found = {}
+    """Returns the front's failovers by outcome."""
+    counts = {}
     for outcome in ("retried", "replayed", "broken"):
         _, _, rest = page.partition(f'foretoken:failovers_total{{outcome="{outcome}"}} ')
-        found[outcome] = int(float(rest.split()[0])) if rest else 0
-    return found
+        counts[outcome] = int(float(rest.split()[0])) if rest else 0
+    return counts
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one completion gave: ``error`` where it or its request failed, ``aborted`` where it was cut short."""
+    """Result of one completion. error: set if it or its request failed. aborted: whether it was aborted."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -94,14 +94,14 @@ class Outcome:
     accepted: int = field(default=0, compare=False)
 
     def agrees(self, plain: Outcome) -> bool:
-        """Whether it is what plain decoding gave, or the beginning of it for an aborted request."""
+        """Returns whether it equals plain decoding's result, or for an aborted request a prefix of it."""
         if self.aborted:
             return plain.tokens[: len(self.tokens)] == self.tokens and plain.text.startswith(self.text)
         return self == plain
 
 
 class Pair:
-    """A folder with a tiny random target and its draft: the target with noise, so that they often agree."""
+    """A folder with a tiny random target and its draft: the target with noise, so that the two often agree."""
 
     def __init__(self, folder: Path) -> None:
         tokenizer = train_tokenizer(Corpus("fuzz", TEXT * 3, TEXT), vocab_size=400)
@@ -118,7 +118,7 @@ class Pair:
 
 
 def configured(config: Config, draft: Path) -> Config:
-    """``config`` with the draft's folder for "draft", in members as well."""
+    """Returns ``config`` with the draft's folder in place of "draft", in members as well."""
     own: Config = {key: str(draft) if (key, value) == ("model", "draft") else value for key, value in config.items()}
     if "members" in own:
         own["members"] = [configured(member, draft) for member in own["members"]]
@@ -126,7 +126,7 @@ def configured(config: Config, draft: Path) -> Config:
 
 
 def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, Any]:
-    """Sampling parameters of one request; each is left out about as often as not."""
+    """Returns random sampling parameters for one request; each is left out about half of the time."""
 
     def some(options: Sequence[Any], chance: float = 0.3) -> Any:
         return rng.choice(options) if rng.random() < chance else None
@@ -138,7 +138,7 @@ def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, A
     def token() -> int:
         return rng.randrange(vocabulary)
 
-    most = rng.choice([1, 2, 5, 9, 14, 20, 45])
+    max_tokens = rng.choice([1, 2, 5, 9, 14, 20, 45])
     structured = [
         {"regex": r"[a-z ]{1,12}(\d+|x)"},
         {"choice": ["zq7", "no", "yes, please", "größe"]},
@@ -147,12 +147,12 @@ def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, A
     ]
     wanted = some(structured, 0.15)
     words = [piece() for _ in range(rng.randint(1, 8))] if rng.random() < 0.25 else None
-    if rng.random() < 0.08:  # all that the grammar leads to is forbidden later on
+    if rng.random() < 0.08:  # every token that the grammar allows is forbidden
         wanted, words = {"choice": ["zq7", "größe", "no 7"]}, ["7", "q7", "zq7", "ß", "öß", "ße"]
     chosen = {
         "temperature": rng.choice([0.0, 0.0, 0.3, 0.8, 1.0, 1.7]),
         "seed": rng.randrange(2**40),
-        "max_tokens": most,
+        "max_tokens": max_tokens,
         "min_tokens": some([0, 1, 3, 6], 0.3),
         "n": some([2, 3], 0.15),
         "top_p": some([0.1, 0.5, 0.9, 0.99]),
@@ -176,14 +176,14 @@ def random_params(rng: random.Random, text: str, vocabulary: int) -> dict[str, A
         "cache_salt": some(["a", "b"], 0.2),
         "prediction": some([text[:80], piece() * 4], 0.3),
     }
-    chosen["min_tokens"] = None if chosen["min_tokens"] is None else min(chosen["min_tokens"], most)
+    chosen["min_tokens"] = None if chosen["min_tokens"] is None else min(chosen["min_tokens"], max_tokens)
     if chosen["seed"] % 5 == 0 and chosen["temperature"] == 0.0:
-        chosen["seed"] = None  # greedy requests without a seed are of the distribution grade
+        chosen["seed"] = None  # a greedy request without a seed has the distribution grade
     return {key: value for key, value in chosen.items() if value is not None}
 
 
 def random_case(rng: random.Random, vocabulary: int) -> Case:
-    """One request; prompts often share their beginning with others."""
+    """Returns a random request; prompts often share a prefix with others."""
     text = rng.choice(TEXT)
     prompt: str | list[int] = text[: rng.randint(1, min(len(text), 260))]
     if rng.random() < 0.2:
@@ -200,7 +200,7 @@ def random_case(rng: random.Random, vocabulary: int) -> Case:
 
 
 def run(llm: LLM, cases: Sequence[Case]) -> list[list[Outcome]]:
-    """Every completion of every case, all cases in one engine."""
+    """Returns the outcome of every completion of every case, all of them in one engine."""
     assembler, engine = Assembler(llm.engine, llm.tokenizer), llm.engine
     outcomes: dict[int, list[Outcome]] = {}
     waiting: dict[int, tuple[Case, Request | None]] = {}
@@ -234,7 +234,7 @@ def run(llm: LLM, cases: Sequence[Case]) -> list[list[Outcome]]:
 
 
 def abort(llm: LLM, assembler: Assembler, request: Request, owners: dict[int, Outcome]) -> None:
-    """Drop the completions of ``request`` that are not finished."""
+    """Drops the completions of ``request`` that are not finished."""
     for member in request.members:
         if owners[member].final is None and owners[member].error is None:
             owners[member].aborted = True
@@ -244,7 +244,7 @@ def abort(llm: LLM, assembler: Assembler, request: Request, owners: dict[int, Ou
 
 
 def note(assembler: Assembler, step: Any, owners: dict[int, Outcome]) -> None:
-    """Add what a step emitted to the outcome of its sequence."""
+    """Adds the emitted tokens of a step to the outcome of its sequence."""
     outcome = owners[step.sequence]
     if assembler.owner(step.sequence) is None:
         return
@@ -266,7 +266,7 @@ def note(assembler: Assembler, step: Any, owners: dict[int, Outcome]) -> None:
 
 @dataclass
 class Arena:
-    """One target: its plain engine and those that speculate."""
+    """One target with its plain engine and the speculative ones."""
 
     name: str
     plain: LLM
@@ -274,7 +274,7 @@ class Arena:
 
     @staticmethod
     def open(name: str, target: Path, draft: Path, configs: Sequence[Config], kind: str) -> Arena:
-        """kind: "float32", "bfloat16", or "int8" or "int4" for bfloat16 with such weights."""
+        """Loads the engines. kind: "float32", "bfloat16", or "int8" or "int4" for bfloat16 with such weights."""
         quantized = kind in QUANTIZATIONS
         options: dict[str, Any] = {"dtype": "bfloat16" if quantized else kind, "max_model_len": CONTEXT}
         options["quantization"] = kind if quantized else None
@@ -303,7 +303,7 @@ class Arena:
         return Arena(name, plain, drafted)
 
     def compare(self, seed: int, engines: int, counts: dict[str, int]) -> Iterator[dict[str, Any] | None]:
-        """One batch of cases on ``engines`` of the drafted engines. Yields None where a pair agrees, else a record."""
+        """Runs a batch of cases on ``engines`` of the speculative engines. Yields None for agreement, else a record."""
         rng = random.Random(seed)
         vocabulary = self.plain.target.vocab_size
         cases = [random_case(rng, vocabulary) for _ in range(BATCH)]
@@ -332,7 +332,7 @@ class Arena:
 
 
 def label(config: Config) -> str:
-    """The method and what sets this configuration apart."""
+    """Returns the method and the options that distinguish this configuration."""
     return " ".join([str(config["method"]), *(f"{k}={v}" for k, v in config.items() if k not in ("method", "model"))])
 
 
@@ -343,7 +343,7 @@ def main(
     heads: Annotated[bool, typer.Option(help="Also the bundled target's heads, one in eight.")] = True,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write figures and differences.")] = None,
 ) -> None:
-    """Compare random requests over all proposers with plain decoding; exit 1 if any output differs."""
+    """Compares random requests with plain decoding, over all proposers; the exit code is 1 if any output differs."""
     torch.set_num_threads(1)
     console = wide_console()
     differences: list[dict[str, Any]] = []

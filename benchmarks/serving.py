@@ -1,15 +1,15 @@
-"""The server under load: throughput, pauses, texts that must not change, and a long soak.
+"""The server under load: throughput, latency during prefill, texts that must not change, and a long soak.
 
     python benchmarks/serving.py throughput --output serving.json
     python benchmarks/serving.py latency
     python benchmarks/serving.py load --requests 200
     python benchmarks/serving.py soak --minutes 30
 
-throughput: completion tokens a second at several concurrencies, speculative and plain servers taking turns, on the
-scaled pair. latency: how long running streams wait for their next chunk while a long prompt arrives. load: mixed
-requests, some cancelled half-way; every text must equal, byte for byte, what the same request gives alone and without
+throughput: completion tokens per second at several concurrencies, alternating between a speculative and a plain server,
+on the widened pair. latency: time between chunks of running streams while a long prompt is prefilled. load: mixed
+requests, some cancelled half-way; every text must equal, byte for byte, that of the same request alone and without
 speculation, in float32. soak: the same mixture for a while; errors, and the server's memory.
-Every part starts servers of its own and talks to them over HTTP, as clients do.
+Every part starts its own servers and talks to them over HTTP, as clients do.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REPETITION = ("north east south west " * 24, "x = 0\n" * 40)
 
 
 def measured(url: str, concurrency: int, requests: int, tokens: int, temperature: float) -> float:
-    """Completion tokens a second."""
+    """Returns completion tokens per second."""
 
     async def work() -> float:
         async with talking(url) as client:
@@ -70,15 +70,15 @@ def throughput(
     small: Annotated[bool, typer.Option("--small", help="The bundled pair, to see that it works.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Speculative over plain tokens a second."""
+    """Prints tokens per second of the speculative server over those of the plain one."""
     plain_model = pair(small)[:2]
     rows: list[dict[str, Any]] = []
-    seats = ("--max-num-seqs", str(max(concurrency)))
-    with serving(*pair(small), *seats) as (fast, _), serving(*plain_model, *PLAIN, *seats) as (plain, _):
+    options = ("--max-num-seqs", str(max(concurrency)))
+    with serving(*pair(small), *options) as (fast, _), serving(*plain_model, *PLAIN, *options) as (plain, _):
         for url in (fast, plain):
             measured(url, 2, 2, 16, temperature)
         for count in concurrency:
-            requests = max(4 * count, len(FUNCTIONS))  # so that the end, when fewer and fewer run, weighs little
+            requests = max(4 * count, len(FUNCTIONS))  # so that the end, when the batch shrinks, has little weight
             turns = [
                 [measured(url, count, requests, tokens, temperature) for url in (plain, fast)] for _ in range(repeats)
             ]
@@ -112,7 +112,7 @@ def latency(
     small: Annotated[bool, typer.Option("--small", help="The bundled pair, to see that it works.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Seconds between chunks of running streams, usually and while a long prompt is read."""
+    """Prints seconds between chunks of running streams, usually and while a long prompt is prefilled."""
     with serving(*pair(small)) as (url, _):
         usual, during, waits = asyncio.run(pauses(url, streams, prompt, arrivals))
     table = Table(box=box.SIMPLE, title=f"{streams} streams, {arrivals} prompts of {prompt} tokens")
@@ -127,7 +127,7 @@ def latency(
 
 
 async def pauses(url: str, streams: int, prompt: int, arrivals: int) -> tuple[list[float], list[float], list[float]]:
-    """Gaps between chunks outside and inside of the time a prompt is read, and how long each prompt waited."""
+    """Returns gaps between chunks outside of and during the prefill of a prompt, and how long each prompt waited."""
     windows, running = [], [Answer(time.perf_counter()) for _ in range(streams)]
     async with talking(url) as client:
         tasks = [
@@ -158,7 +158,7 @@ def load(
     seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
     json_file: Json = None,
 ) -> None:
-    """Mixed requests, some cancelled, each compared with itself alone and without speculation."""
+    """Compares mixed requests, some of them cancelled, with the same requests alone and without speculation."""
     rng = random.Random(seed)
     bodies = [mixed(rng, number) for number in range(requests)]
     leaving = [rng.randint(1, 5) if rng.random() < 0.2 else None for _ in bodies]
@@ -189,57 +189,59 @@ def soak(
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 16,
     json_file: Json = None,
 ) -> None:
-    """The mixture for a while: errors, and memory by the minute."""
+    """Runs the mixture for a while, and prints errors and the growth of memory per minute."""
     with serving("--kv-cache-memory-bytes", "256MiB") as (url, process):
-        found = asyncio.run(soaked(url, process, minutes, concurrency))
-    times, sizes = np.array(found["memory"]).T
+        result = asyncio.run(soaked(url, process, minutes, concurrency))
+    times, sizes = np.array(result["memory"]).T
     later = times > times[-1] / 3
     slope = float(np.polyfit(times[later] / 60.0, sizes[later] / 2**20, 1)[0])
     console.print(
-        f"{minutes:g} minutes, {concurrency} at once: {found['requests']} requests, {found['cancelled']} cancelled, "
-        f"{len(found['errors'])} errors; memory {sizes[later][0] / 2**20:.0f} MiB after a third, "
-        f"{sizes[-1] / 2**20:.0f} MiB at the end, {slope:+.2f} MiB a minute; health {found['health']}"
+        f"{minutes:g} minutes, {concurrency} at once: {result['requests']} requests, {result['cancelled']} cancelled, "
+        f"{len(result['errors'])} errors; memory {sizes[later][0] / 2**20:.0f} MiB after a third, "
+        f"{sizes[-1] / 2**20:.0f} MiB at the end, {slope:+.2f} MiB a minute; health {result['health']}"
     )
-    save({**found, "slope_mib_per_minute": slope}, json_file)
-    raise typer.Exit(bool(found["errors"]) or found["health"] != 200)
+    save({**result, "slope_mib_per_minute": slope}, json_file)
+    raise typer.Exit(bool(result["errors"]) or result["health"] != 200)
 
 
 async def soaked(url: str, process: int, minutes: float, concurrency: int) -> dict[str, Any]:
+    """Returns counts of requests, errors, and the server's memory over time."""
     rng, started = random.Random(1), time.perf_counter()
     end = started + 60.0 * minutes
-    found: dict[str, Any] = {"requests": 0, "cancelled": 0, "errors": [], "memory": []}
+    result: dict[str, Any] = {"requests": 0, "cancelled": 0, "errors": [], "memory": []}
 
     async def one() -> None:
         while time.perf_counter() < end:
             leave = rng.randint(1, 5) if rng.random() < 0.2 else None
-            answer = await ask(client, mixed(rng, found["requests"]), leave)
-            found["requests"] += 1
-            found["cancelled"] += answer.text is None
-            found["errors"] += [answer.error] if answer.error else []
+            answer = await ask(client, mixed(rng, result["requests"]), leave)
+            result["requests"] += 1
+            result["cancelled"] += answer.text is None
+            result["errors"] += [answer.error] if answer.error else []
 
     async def watch() -> None:
         while time.perf_counter() < end:
             pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-            found["memory"].append((time.perf_counter() - started, pages * PAGE))
+            result["memory"].append((time.perf_counter() - started, pages * PAGE))
             await asyncio.sleep(min(5.0, minutes))
 
     async with talking(url) as client:
         await asyncio.gather(watch(), *(one() for _ in range(concurrency)))
-        await asyncio.sleep(3.0)  # idle, the server checks its own books
-        found["health"] = (await client.get("/health")).status_code
-    return found
+        await asyncio.sleep(3.0)  # an idle server checks its own integrity
+        result["health"] = (await client.get("/health")).status_code
+    return result
 
 
 async def many(
     url: str, bodies: Sequence[dict[str, Any]], leaving: Sequence[int | None], concurrency: int
 ) -> list[Answer]:
+    """Sends all bodies, ``concurrency`` at a time. leaving: chunks after which a client disconnects, or None."""
     async with talking(url) as client:
         jobs = [lambda b=b, n=n: ask(client, b, n) for b, n in zip(bodies, leaving, strict=True)]
         return await crowd(concurrency, jobs)
 
 
 def mixed(rng: random.Random, number: int) -> dict[str, Any]:
-    """A request of any kind, with a seed, so that its text is one and the same wherever it runs."""
+    """Returns a request of any kind, with a seed, so that its text does not depend on the server's load."""
     body: dict[str, Any] = {
         "prompt": rng.choice((*FUNCTIONS, *REPETITION, SYSTEM + FUNCTIONS[0], SYSTEM + "class Visitor:\n", UNICODE)),
         "max_tokens": rng.randint(1, 120),
@@ -283,14 +285,17 @@ def mixed(rng: random.Random, number: int) -> dict[str, Any]:
 
 
 def pair(small: bool) -> tuple[str, ...]:
+    """Returns the arguments for the bundled pair, widened unless ``small``."""
     return () if small else ("--model", str(scaled()), "--draft-model", str(zoo.path("draft")))
 
 
 def fixed(prompt: str | list[int], tokens: int, temperature: float) -> dict[str, Any]:
+    """Returns the body of a completion of exactly ``tokens`` tokens."""
     return {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True}
 
 
 def save(record: dict[str, Any], path: Path | None) -> None:
+    """Writes the result if a file is given."""
     if path is not None:
         path.write_text(json.dumps({**record, "setting": setting()}, indent=1, default=str) + "\n", encoding="utf-8")
 

@@ -1,10 +1,10 @@
-"""Online re-alignment under a shift: library code first, then another kind of text, with and without ``adapt``.
+"""Online adaptation under a shift of the text: library code first, then other text, with and without ``adapt``.
 
     python benchmarks/shift.py --to tests --output shift.json
 
-The same prompts in the same order go through two engines that differ in ``adapt`` alone. Seeded requests: the texts
-are the same, so what differs is what the draft guessed. "tests" are the standard library's own tests, "prose" its
-documentation strings, both left out of or rare in what the bundled draft was trained on.
+The same prompts in the same order go through two engines that differ only in ``adapt``. Requests have seeds, so the
+texts are the same and only the drafts differ. "tests" are the standard library's own tests, "prose" its docstrings;
+both are missing or rare in the bundled draft's training data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT_CHARACTERS = 400
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive requests: the share of drafted tokens that was accepted, and tokens per target pass."""
+    """Consecutive requests: the share of draft tokens that were accepted, and tokens per target pass."""
 
     text: str
     acceptance_static: float
@@ -40,22 +40,24 @@ class Block:
 
 
 def pieces(texts: Iterator[str], count: int) -> list[str]:
-    """The beginnings of ``count`` stretches of text."""
-    found: list[str] = []
+    """Returns the beginnings of ``count`` passages of text."""
+    passages: list[str] = []
     for text in texts:
         starts = range(0, len(text) - 4 * PROMPT_CHARACTERS, 4 * PROMPT_CHARACTERS)
-        found.extend(text[at : at + PROMPT_CHARACTERS] for at in starts)
-    step = max(1, len(found) // count)
-    return found[::step][:count]
+        passages.extend(text[at : at + PROMPT_CHARACTERS] for at in starts)
+    step = max(1, len(passages) // count)
+    return passages[::step][:count]
 
 
 def library_tests() -> Iterator[str]:
+    """Yields the sources of the standard library's tests."""
     folder = Path(sysconfig.get_paths()["stdlib"]) / "test"
     for file in sorted(folder.glob("test_*.py")):
         yield file.read_text(encoding="utf-8", errors="ignore")
 
 
 def prose() -> Iterator[str]:
+    """Yields the docstrings of the standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(root.glob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8", errors="ignore"))
@@ -68,7 +70,7 @@ def prose() -> Iterator[str]:
 
 
 def run(llm: LLM, prompts: list[str], max_tokens: int, first_seed: int) -> tuple[float, float]:
-    """-> (share of drafted tokens accepted, tokens per round)"""
+    """Completes the prompts. Returns the share of accepted draft tokens, and tokens per step."""
     params = [SamplingParams(max_tokens=max_tokens, seed=first_seed + i, ignore_eos=True) for i in range(len(prompts))]
     stats = [output.stats for output in llm.generate(prompts, params, use_tqdm=False)]
     if isinstance(llm.engine.proposer, Adaptive):
@@ -78,6 +80,7 @@ def run(llm: LLM, prompts: list[str], max_tokens: int, first_seed: int) -> tuple
 
 
 def main() -> None:
+    """Compares a fixed draft with one that adapts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--to", choices=("tests", "prose"), default="tests")
     parser.add_argument("--blocks", type=int, default=6, help="blocks of requests of each kind of text")

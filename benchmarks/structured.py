@@ -1,7 +1,7 @@
-"""Structured outputs under speculation: how many of many requests come out as their schema wants, at temperature 1.
+"""Structured outputs under speculation: how many of many requests satisfy their schema, at temperature 1.
 
-A request is valid if it ended by itself and its text is JSON that jsonschema accepts. The schemas get nastier; all are
-bounded, numbers too, so that a model that wanders must come to an end.
+A request is valid if it ended by itself and its text is JSON that jsonschema accepts. The schemas become harder; all
+are bounded, numbers too, so that every text must end.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ COUNT = {"type": "integer", "minimum": -999, "maximum": 9999}
 
 
 def record(required: bool = True, **properties: Any) -> dict[str, Any]:
-    """An object of these properties and no other."""
+    """Returns the schema of an object with exactly these properties."""
     names = list(properties) if required else []
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
-def items(of: Any, least: int, most: int) -> dict[str, Any]:
-    return {"type": "array", "items": of, "minItems": least, "maxItems": most}
+def items(of: Any, min_items: int, max_items: int) -> dict[str, Any]:
+    """Returns the schema of an array of ``min_items`` to ``max_items`` elements."""
+    return {"type": "array", "items": of, "minItems": min_items, "maxItems": max_items}
 
 
 LINK = record(to={"type": "string", "maxLength": 12}, weight={"type": "integer", "minimum": 0, "maximum": 99})
@@ -81,7 +82,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One schema. reasons: of the finished requests; wrong: a few texts that are not valid."""
+    """Result of one schema. reasons: finish reasons; wrong: some texts that are not valid."""
 
     schema: str
     requests: int
@@ -93,7 +94,7 @@ class Row:
 
 
 def fault(text: str, schema: Mapping[str, Any]) -> str | None:
-    """What is wrong with ``text``, None if nothing."""
+    """Returns the reason why ``text`` is not valid; None if it is."""
     try:
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError) as error:
@@ -102,6 +103,7 @@ def fault(text: str, schema: Mapping[str, Any]) -> str | None:
 
 
 def judge(name: str, outputs: list[RequestOutput]) -> Row:
+    """Counts the valid texts of one schema."""
     done = [output.outputs[0] for output in outputs]
     valid = [d.finish_reason == "stop" and fault(d.text, SCHEMAS[name]) is None for d in done]
     tokens, steps = sum(len(d.token_ids) for d in done), sum(d.stats.steps for d in done)
@@ -111,8 +113,9 @@ def judge(name: str, outputs: list[RequestOutput]) -> Row:
 
 
 def table(rows: list[Row]) -> Table:
+    """Returns a table with a line for each schema."""
     result = Table(box=box.MARKDOWN)
-    for head in ("schema", "requests", "valid", "tokens", "tokens a round"):
+    for head in ("schema", "requests", "valid", "tokens", "tokens per step"):
         result.add_column(head, justify="left" if head == "schema" else "right")
     for row in rows:
         result.add_row(row.schema, str(row.requests), str(row.valid), str(row.tokens), f"{row.tokens_per_round:.2f}")
@@ -125,14 +128,14 @@ def main(
     requests: Annotated[int, typer.Option(min=1, help="In all, spread over the schemas.")] = 500,
     concurrency: Annotated[int, typer.Option(min=1)] = 16,
     tree: Annotated[str, typer.Option(help="chain, top_k, sampled or greedy_multi.")] = "sampled",
-    depth: Annotated[int, typer.Option(min=0, help="Drafted tokens a round.")] = 8,
+    depth: Annotated[int, typer.Option(min=0, help="Draft tokens per step.")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1)] = 1024,
     seed: Annotated[int, typer.Option(help="Where all random numbers come from.")] = 0,
     dtype: str = "auto",
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
-    """Complete the requests with the bundled pair, and count what is valid. Exits with 1 if anything is not."""
+    """Completes requests with the bundled pair and counts the valid ones. The exit code is 1 if any is not valid."""
     config = {"method": "draft_model", "model": str(zoo.path("draft")), "tree": tree, "num_speculative_tokens": depth}
     llm = LLM(zoo.path("target"), speculative_config=config, max_num_seqs=concurrency, dtype=dtype, seed=seed)
     names = [list(SCHEMAS)[i % len(SCHEMAS)] for i in range(requests)]
@@ -153,8 +156,8 @@ def main(
         for text in row.wrong:
             console.print(f"{row.schema}: {fault(text, SCHEMAS[row.schema])}: {text!r}", markup=False)
     if json_file is not None:
-        found = {"setting": facts, "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        result = {"setting": facts, "rows": [asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if any(row.valid < row.requests for row in rows):
         raise typer.Exit(1)
 

@@ -1,8 +1,8 @@
-"""The suffix store under many tokens: draft time a round, bytes a token, the cost of insertion, eviction.
+"""The suffix store with many tokens: drafting time per step, bytes per token, the cost of insertion and eviction.
 
-Requests are windows of Python's standard library with some tokens changed, a stand-in for the outputs of a service that
-writes similar things again and again. They fill the store one after another; then others are followed, as a target
-that wrote them would, and every draft is timed. The bound is below what comes, so that the oldest have to go.
+Requests are windows of Python's standard library with some tokens changed, in place of the outputs of a service that
+generates similar texts repeatedly. They are added one by one; then others are drafted for as a target that generates
+them would, and every draft is timed. The bound is below the total size, so that the oldest requests are evicted.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ class Figures:
     parts: int
     add_median: float
     add_highest: float
-    add_per_token: float  # processor time, as the next
+    add_per_token: float  # processor time, like the next
     background_per_token: float
     draft_median: float
     draft_p99: float
     draft_highest: float
-    tokens_per_round: float
-    drafted_per_round: float
+    tokens_per_step: float
+    drafted_per_step: float
     peak_memory_mib: float
 
 
 def requests(corpus: NDArray[np.int32], length: int, changed: float, seed: int, count: int) -> list[list[int]]:
-    """Windows of the corpus; a share of the tokens is another one."""
+    """Returns windows of the corpus in which a share of the tokens is replaced."""
     rng = np.random.default_rng(seed)
-    found = []
+    windows = []
     for start in rng.integers(0, len(corpus) - length, count):
         window = corpus[start : start + length].copy()
         others = rng.random(length) < changed
         window[others] = rng.choice(corpus, int(others.sum()))
-        found.append(window.tolist())
-    return found
+        windows.append(window.tolist())
+    return windows
 
 
 def accepted(draft: Draft, text: list[int]) -> int:
-    """Depth to which the draft spells ``text``."""
+    """Returns the number of draft tokens that agree with ``text``."""
     node, depth = -1, 0
     while depth < len(text):
         child = next((c for c in draft.children[node + 1] if draft.ids[c] == text[depth]), None)
@@ -80,9 +80,9 @@ def accepted(draft: Draft, text: list[int]) -> int:
 def follow(
     proposer: Suffix, identifier: int, text: list[int], budget: int, prompt: int = 50
 ) -> list[tuple[float, int, int]]:
-    """Rounds of a target that writes ``text``. -> microseconds, emitted tokens, drafted tokens of each"""
+    """Drafts for a target that generates ``text``. Returns microseconds, emitted and drafted tokens of each step."""
     context = Context(identifier, text[:prompt], prompt, SamplingLaw(), Streams(0))
-    rounds = []
+    steps = []
     while len(context.tokens) < len(text):
         started = time.perf_counter()
         draft = proposer.propose([context], [budget])[0]
@@ -90,12 +90,13 @@ def follow(
         rest = text[len(context.tokens) :]
         emitted = rest[: accepted(draft, rest) + 1]
         context.tokens.extend(emitted)
-        rounds.append((taken, len(emitted), len(draft)))
+        steps.append((taken, len(emitted), len(draft)))
     proposer.forget(context)
-    return rounds
+    return steps
 
 
 def measure(tokens: int, bound: int, length: int, changed: float, follows: int, budget: int) -> Figures:
+    """Fills a store and times drafts from it."""
     corpus = encode(standard_library().train, load_tokenizer(zoo.path("target"))).numpy().astype(np.int32)
     proposer = Suffix(SuffixConfig(suffix_decoding_max_cached_tokens=bound, suffix_decoding_max_cached_requests=2**30))
     store, busy, inline = proposer.store, 0.0, 0.0
@@ -113,8 +114,8 @@ def measure(tokens: int, bound: int, length: int, changed: float, follows: int, 
         busy += time.process_time() - began[0]
         inline += time.thread_time() - began[1]
     texts = requests(corpus, length, changed, 10**6, follows)
-    rounds = [r for i, text in enumerate(track(texts, "following")) for r in follow(proposer, i, text, budget)]
-    times = sorted(taken for taken, _, _ in rounds)
+    steps = [r for i, text in enumerate(track(texts, "following")) for r in follow(proposer, i, text, budget)]
+    times = sorted(taken for taken, _, _ in steps)
     return Figures(
         inserted_tokens=len(adds) * length,
         kept_tokens=len(store),
@@ -129,8 +130,8 @@ def measure(tokens: int, bound: int, length: int, changed: float, follows: int, 
         draft_median=times[len(times) // 2],
         draft_p99=times[len(times) * 99 // 100],
         draft_highest=times[-1],
-        tokens_per_round=statistics.fmean(emitted for _, emitted, _ in rounds),
-        drafted_per_round=statistics.fmean(drafted for _, _, drafted in rounds),
+        tokens_per_step=statistics.fmean(emitted for _, emitted, _ in steps),
+        drafted_per_step=statistics.fmean(drafted for _, _, drafted in steps),
         peak_memory_mib=memory("VmHWM") / 2**20,
     )
 
@@ -141,10 +142,10 @@ def main(
     length: Annotated[int, typer.Option(min=60, help="Tokens of a request.")] = 500,
     changed: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens that are changed.")] = 0.03,
     follows: Annotated[int, typer.Option(min=1, help="Requests that are followed and timed.")] = 50,
-    budget: Annotated[int, typer.Option(min=1, help="Drafted tokens a round at most.")] = 16,
+    budget: Annotated[int, typer.Option(min=1, help="Maximum number of draft tokens per step.")] = 16,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and figures here.")] = None,
 ) -> None:
-    """Fill a suffix store and draft from it."""
+    """Fills a suffix store and drafts from it."""
     figures = measure(tokens, bound, length, changed, follows, budget)
     result = Table(box=box.MARKDOWN)
     result.add_column("figure")

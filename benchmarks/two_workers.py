@@ -1,15 +1,15 @@
-"""Drafting on one worker while another verifies: texts and speed beside drafting in the engine's own process.
+"""Drafting on one worker while another verifies: texts and speed, compared with drafting in the engine's own process.
 
     python benchmarks/two_workers.py --output two_workers.json
     python benchmarks/two_workers.py --rtt-ms 20 --ahead 2
 
-One request at a time, at temperature 0, at temperature 1 in the distribution grade (where every draft counts for what
-is drawn), and with a seed. "one worker" drafts and verifies in turns, on all cores. "waiting" drafts in a process of
-its own when it is asked, "ahead" also while the target verifies. Those two share the cores out: --draft-threads for the
-drafting process, the others for the target. --rtt-ms delays every message by half of it each way, as a network would.
+One request at a time: at temperature 0, at temperature 1 in the distribution grade (where the output depends on the
+drafts), and with a seed. "one worker" drafts and verifies in turns, on all cores. "waiting" drafts in a separate
+process on request, "ahead" also while the target verifies. The last two divide the cores: --draft-threads for the
+drafting process, the others for the target. --rtt-ms delays every message by half of it in each direction.
 
-Systems take turns on every prompt, in another order each time. Texts have to be the same token for token, and so have
-the drafts. Speed is reported as it is: where both workers share a machine, drafting ahead takes cores from the target.
+Systems take turns on every prompt, in rotating order. Texts must be equal token for token, and so must the drafts.
+Where both workers share a machine, drafting ahead takes cores from the target, which the speed includes.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ KINDS: Mapping[str, tuple[float, Exactness]] = {
     "seeded": (1.0, Exactness.TRAJECTORY),
 }
 ONE = "one worker"
-Message = tuple[float, bytes | None]  # when it arrives, and None where there will be no more
+Message = tuple[float, bytes | None]  # arrival time, and the message; None at the end of the stream
 
 
 class Delayed:
-    """A link whose messages arrive ``seconds`` late, either way; they overtake nothing and nothing waits for them."""
+    """A transport whose messages arrive ``seconds`` late in both directions, in order."""
 
     def __init__(self, link: EngineEndpoint, seconds: float) -> None:
         self._link, self._seconds = link, seconds
@@ -105,7 +105,7 @@ class Delayed:
 
 @dataclass
 class System:
-    """One way to draft. threads: the target's. seconds: by kind, of each repeat; ready, rounds: drafts."""
+    """One way to draft. threads: the target's. seconds: by kind, for each repeat; ready, steps: drafts."""
 
     name: str
     engine: Engine
@@ -115,11 +115,11 @@ class System:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     passes: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
-    rounds: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
     ready: dict[str, int] = field(default_factory=dict)
 
     def run(self, kind: str, prompt: int, ids: Sequence[int], tokens: int, repeat: int) -> None:
-        """Complete one prompt. Raises RuntimeError where a repeat writes another text."""
+        """Completes one prompt. Raises RuntimeError if a repeat generates another text."""
         torch.set_num_threads(self.threads)
         temperature, grade = KINDS[kind]
         law = SamplingLaw(temperature=temperature)
@@ -141,15 +141,15 @@ class System:
         add(self.passes, kind, len(steps))
         add(self.tokens, kind, sum(len(each) for each, _ in steps))
         if isinstance(self.proposer, Remote):
-            add(self.rounds, kind, self.proposer.drafts_needed - before[0])
+            add(self.steps, kind, self.proposer.drafts_needed - before[0])
             add(self.ready, kind, self.proposer.drafts_ready - before[1])
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One system and kind. speed: tokens/s, the median of the repeats. ready: share of drafts that had arrived.
+    """Result of one system and kind. speed: tokens/s, median of the repeats. ready: share of drafts that had arrived.
 
-    same: prompts whose text and drafts, round by round, are those of one worker.
+    same: prompts whose text and drafts equal, step by step, those of one worker.
     """
 
     system: str
@@ -168,7 +168,7 @@ def add(counts: dict[str, int], key: str, value: int) -> None:
 def systems(
     target: Path, draft: Path, depth: int, ahead: int, threads: int, rtt: float, transport: str
 ) -> list[System]:
-    """One worker, one that is asked, one that goes ahead; the last two share a target on the remaining cores."""
+    """Returns one worker, one that drafts on request, and one that drafts ahead; the last two share a target."""
     tokenizer = load_tokenizer(target)
     member = {"method": "draft_model", "model": str(draft)}
 
@@ -179,9 +179,9 @@ def systems(
     def local(builder: Builder) -> Proposer:
         return builder.build(SpeculativeConfig.of(member))
 
-    def elsewhere(rounds: int) -> Any:
+    def elsewhere(ahead: int) -> Any:
         def made(builder: Builder) -> Proposer:
-            config = RemoteConfig(member, transport, ahead=rounds, threads=threads)
+            config = RemoteConfig(member, transport, ahead=ahead, threads=threads)
             workshop = BuildContext(builder.target, tokenizer, target, None, load_model, builder.member)
             link = start_worker(config, worker_config(config, workshop))
             return Remote(Delayed(link, rtt / 2) if rtt else link)
@@ -189,35 +189,36 @@ def systems(
         return made
 
     torch.set_num_threads(cores())
-    found = [build(local, ONE, cores(), load_model(target))]
+    result = [build(local, ONE, cores(), load_model(target))]
     left = max(1, cores() - threads)
     torch.set_num_threads(left)
     shared = load_model(target)
-    found.append(build(elsewhere(0), "two workers, waiting", left, shared))
-    return [*found, build(elsewhere(ahead), f"two workers, {ahead} ahead", left, shared)]
+    result.append(build(elsewhere(0), "two workers, waiting", left, shared))
+    return [*result, build(elsewhere(ahead), f"two workers, {ahead} ahead", left, shared)]
 
 
-def cells(found: Sequence[System], prompts: int) -> list[Cell]:
-    """By kind and system."""
+def cells(systems: Sequence[System], prompts: int) -> list[Cell]:
+    """Returns the results by kind and system."""
     made = []
     for kind in KINDS:
-        for system in found:
+        for system in systems:
             repeats = len(system.seconds[kind])
             speed = median(system.tokens[kind] / repeats / seconds for seconds in system.seconds[kind])
-            rounds = system.rounds.get(kind)
-            same = sum(system.texts[kind, at] == found[0].texts[kind, at] for at in range(prompts))
-            ready = system.ready[kind] / rounds if rounds else None
+            steps = system.steps.get(kind)
+            same = sum(system.texts[kind, at] == systems[0].texts[kind, at] for at in range(prompts))
+            ready = system.ready[kind] / steps if steps else None
             density = system.tokens[kind] / system.passes[kind]
             made.append(Cell(system.name, kind, speed, density, ready, same, prompts))
     return made
 
 
-def table(found: Sequence[Cell]) -> Table:
+def table(cells: Sequence[Cell]) -> Table:
+    """Returns a table with a line for each result."""
     made = Table(box=box.MARKDOWN)
     for head in ("texts", "system", "tokens/s", "over one worker", "tokens/pass", "ready ahead", "same as one worker"):
         made.add_column(head, justify="left" if head in ("texts", "system") else "right")
-    for cell in found:
-        base = next(each for each in found if each.kind == cell.kind and each.system == ONE)
+    for cell in cells:
+        base = next(each for each in cells if each.kind == cell.kind and each.system == ONE)
         made.add_row(
             cell.kind,
             cell.system,
@@ -237,29 +238,29 @@ def main(
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with a prompt each.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 6,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a completion.")] = 96,
-    depth: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
-    ahead: Annotated[int, typer.Option(min=1, help="Rounds that are drafted ahead.")] = 1,
+    depth: Annotated[int, typer.Option(min=1, help="Draft tokens per step.")] = 4,
+    ahead: Annotated[int, typer.Option(min=1, help="Steps that are drafted ahead.")] = 1,
     draft_threads: Annotated[int, typer.Option(min=1, help="Cores of the drafting process.")] = 1,
-    rtt_ms: Annotated[float, typer.Option(min=0.0, help="An artificial round trip between the workers.")] = 0.0,
+    rtt_ms: Annotated[float, typer.Option(min=0.0, help="Artificial network delay between the workers.")] = 0.0,
     transport: Annotated[str, typer.Option(help="process, thread or ray.")] = "process",
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
-    """Texts and tokens per second of one worker and of two."""
+    """Prints texts and tokens per second of one worker and of two."""
     path = target or (zoo.path("target") if small else scaled())
-    found = systems(path, draft or zoo.path("draft"), depth, ahead, draft_threads, rtt_ms / 1e3, transport)
+    ways = systems(path, draft or zoo.path("draft"), depth, ahead, draft_threads, rtt_ms / 1e3, transport)
     tokenizer = load_tokenizer(path)
     texts = (load_prompts(prompts) if prompts else list(FUNCTIONS))[:count]
     ids = [list(tokenizer.encode(text)) for text in texts]
     turns = [(repeat, kind, at) for repeat in range(repeats) for kind in KINDS for at in range(len(ids))]
-    for system in found:
+    for system in ways:
         system.run("greedy", 0, ids[0], tokens, 0)
-        for record in (system.seconds, system.passes, system.tokens, system.rounds, system.ready):
+        for record in (system.seconds, system.passes, system.tokens, system.steps, system.ready):
             record.clear()
     for turn, (repeat, kind, at) in enumerate(track(turns, description="requests", transient=True)):
-        for system in found[turn % 3 :] + found[: turn % 3]:
+        for system in ways[turn % 3 :] + ways[: turn % 3]:
             system.run(kind, at, ids[at], tokens, repeat)
-    made = cells(found, len(ids))
+    made = cells(ways, len(ids))
     console = wide_console()
     console.print(table(made))
     facts: dict[str, Any] = setting() | {
@@ -270,14 +271,14 @@ def main(
         "ahead": ahead,
         "rtt_ms": rtt_ms,
         "transport": transport,
-        "threads": f"{cores()} for one worker, {found[1].threads} + {draft_threads} for two",
+        "threads": f"{cores()} for one worker, {ways[1].threads} + {draft_threads} for two",
         "repeats": repeats,
     }
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     if json_file is not None:
         result = {"setting": facts, "cells": [asdict(cell) for cell in made]}
         json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    for system in found[1:]:
+    for system in ways[1:]:
         system.proposer.close()  # type: ignore[attr-defined]
 
 

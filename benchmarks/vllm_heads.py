@@ -1,10 +1,10 @@
-"""Do heads that were trained here serve in vLLM, and accept as much there? EAGLE-3 and Medusa, chains, greedy.
+"""Do heads that were trained here work in vLLM with the same acceptance? EAGLE-3 and Medusa, chains, greedy.
 
     python benchmarks/vllm_heads.py --prompts humaneval.jsonl --output heads.json
 
-The bundled heads are converted with `foretoken convert --to vllm` and loaded by vLLM's CPU build (`make peers`) beside
-the bundled target. Tokens per pass of the target of both systems on the same prompts; greedy texts in bf16 part after
-some tokens, so the two need not be equal to the last digit.
+The bundled heads are converted with `foretoken convert --to vllm` and loaded by vLLM's CPU build (`make peers`) with
+the bundled target. Compared are tokens per pass of the target on the same prompts. Greedy texts in bf16 diverge after
+some tokens, so the figures differ slightly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Row:
 
 
 def tokens_per_pass(peer: Peer, setup: Setup, prompts: list[list[int]], max_tokens: int, depth: int) -> float:
-    """The first pass of a prompt, which nothing can be drafted for, left out on both sides."""
+    """Returns tokens per pass, without each prompt's first pass, which has no draft in either system."""
     log = folder() / "logs" / f"heads-{peer.name}-{setup.method}.log"
     with PeerWorker(peer.command, setup, log) as worker:
         answers = [
@@ -62,7 +62,7 @@ def main(
     depth: Annotated[int, typer.Option(min=1)] = 4,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
-    """Compare mean acceptance lengths of the same heads here and in vLLM; exit 1 where they differ by over 5 %."""
+    """Compares mean acceptance lengths of the same heads here and in vLLM; exit code 1 if they differ by over 5 %."""
     tokenizer, target = load_tokenizer(zoo.path("target")), zoo.path("target")
     texts = load_prompts(prompts, count) if prompts else list(FUNCTIONS)[:count]
     ids = [list(tokenizer.encode(text)) for text in texts]
@@ -72,13 +72,13 @@ def main(
             converted = Path(temporary) / role
             convert(zoo.path(role), converted, to="vllm", target=str(target), force=True)
             chain = (("method", json.dumps(role)), ("top_k", "1"))
-            mine = Setup("foretoken", role, str(target), str(zoo.path(role)), threads=cores(), options=chain)
+            ours = Setup("foretoken", role, str(target), str(zoo.path(role)), threads=cores(), options=chain)
             theirs = Setup("vllm", role, str(target), str(converted), depth=depth, threads=cores())
             rows.append(
                 Row(
                     role,
                     depth,
-                    tokens_per_pass(OURS, mine, ids, max_tokens, depth),
+                    tokens_per_pass(OURS, ours, ids, max_tokens, depth),
                     tokens_per_pass(PEERS["vllm"], theirs, ids, max_tokens, depth),
                 )
             )

@@ -1,13 +1,13 @@
-"""How far is what `foretoken plan --engine vllm` predicts from what vLLM then does, on prompts it has not seen?
+"""How far are predictions of `foretoken plan --engine vllm` from vLLM's speed on prompts that the plan has not seen?
 
     python benchmarks/vllm_plan.py --output vllm_plan.json
     python benchmarks/vllm_plan.py --prompts humaneval.jsonl --count 82
 
-vLLM's CPU build (`make peers`). All prompts are completed at the depths of a plan and at some between them, every depth
-beside plain decoding. Then the prompts are halved at random, many times over: the plan is made from one half, as if
-there were no other, and compared with what came out on the other. So nothing depends on how one split fell; two halves
-of a hundred prompts differ by five percent. At last a fresh vLLM runs the configuration that the plan of the
-first half chose on the others, as its user would start it.
+vLLM's CPU build (`make peers`). All prompts are completed at the draft lengths of a plan and at some between them, each
+beside plain decoding. Then the prompts are split at random many times: the plan is made from one half and compared with
+the measurements of the other, so that nothing depends on a single split. Two halves of a hundred prompts differ by five
+percent. Finally a new vLLM process runs the configuration that the plan of the first half chose, as its user would
+start it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WITHIN = 0.1
 
 
 class Kept:
-    """A process that outlives its plan."""
+    """A process that is not closed with its plan."""
 
     def __init__(self, inner: PromptCompleter) -> None:
         self.inner = inner
@@ -58,13 +58,14 @@ class Kept:
 
 
 class Processes:
-    """Every lane's process, started once."""
+    """The process of every lane, started once."""
 
     def __init__(self, bench: Bench, stack: ExitStack) -> None:
         self.bench, self.stack = bench, stack
         self.known: dict[str, Kept] = {}
 
     def start(self, lane: VllmCandidate | None) -> PromptCompleter:
+        """Returns the lane's process, started on first use."""
         name = lane.name if lane is not None else PLAIN
         if name not in self.known:
             made = self.bench.start(lane)
@@ -73,9 +74,9 @@ class Processes:
         return self.known[name]
 
 
-def gain(found: Sequence[VllmRun], lane: str, depth: int, temperature: float) -> tuple[float, float]:
-    """Measured: tokens per second of decoding over plain decoding beside it, and tokens per pass."""
-    here = [run for run in found if run.temperature == temperature and run.beside == lane]
+def gain(runs_done: Sequence[VllmRun], lane: str, depth: int, temperature: float) -> tuple[float, float]:
+    """Returns measured figures: the speedup of decoding over plain decoding beside it, and tokens per pass."""
+    here = [run for run in runs_done if run.temperature == temperature and run.beside == lane]
     plain = next(run for run in here if run.lane == PLAIN)
     own = next(run for run in here if run.lane == lane and run.depth == depth)
     return own.tokens_per_pass * plain.step_seconds / own.step_seconds, own.tokens_per_pass
@@ -83,7 +84,7 @@ def gain(found: Sequence[VllmRun], lane: str, depth: int, temperature: float) ->
 
 @dataclass
 class Pair:
-    """One way to speculate at one depth: by split, predicted and measured. run: whether the plan had run this depth."""
+    """One configuration at one draft length: predicted and measured by split. run: whether the plan ran this length."""
 
     row: PlanRow
     run: bool
@@ -93,6 +94,7 @@ class Pair:
     covered: list[bool] = field(default_factory=list)
 
     def add(self, row: PlanRow, measured: tuple[float, float]) -> None:
+        """Adds the prediction and the measurement of one split."""
         speedup, per_pass = measured
         self.predicted.append(row.speedup)
         self.measured.append(speedup)
@@ -101,6 +103,7 @@ class Pair:
 
     @property
     def errors(self) -> list[float]:
+        """Returns the relative errors of the predicted speedups."""
         return [p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,41 +125,42 @@ class Pair:
 
 
 def deepened(known: Sequence[VllmCandidate], depths: Sequence[int]) -> list[VllmCandidate]:
-    """The lanes with ``depths`` besides, as far as the plan speaks of them."""
+    """Returns the lanes with ``depths`` in addition, as far as the plan covers them."""
     return [
         replace(lane, depths=tuple(sorted({*lane.depths, *(d for d in depths if d <= max(lane.depths))})))
         for lane in known
     ]
 
 
-def from_some(known: Sequence[VllmCandidate], heard: Sequence[Answers], places: Sequence[int]) -> Plan:
-    """The plan of these prompts, from the depths that a plan runs and no others."""
+def from_some(known: Sequence[VllmCandidate], measured: Sequence[Answers], places: Sequence[int]) -> Plan:
+    """Returns the plan of these prompts, from the draft lengths that a plan runs."""
     ran = {lane.name: {0, *lane.depths} for lane in known}
-    return vllm_plan(known, [each.run(places) for each in heard if each.depth in ran[each.beside]])
+    return vllm_plan(known, [each.run(places) for each in measured if each.depth in ran[each.beside]])
 
 
 def halves(
-    known: Sequence[VllmCandidate], heard: Sequence[Answers], count: int, splits: int, depths: Sequence[int]
+    known: Sequence[VllmCandidate], measured: Sequence[Answers], count: int, splits: int, depths: Sequence[int]
 ) -> list[Pair]:
-    """A plan from every half, beside the other half's runs."""
+    """Returns predictions from each half beside the measurements of the other."""
     ran = {lane.name: lane.depths for lane in known}
     places = list(range(count))
     mixed = random.Random(0)
-    found: dict[tuple[str, int, float], Pair] = {}
+    pairs: dict[tuple[str, int, float], Pair] = {}
     for _ in range(splits):
         mixed.shuffle(places)
         seen, unseen = places[: count // 2], places[count // 2 :]
-        plan = from_some(known, heard, seen)
-        others = [each.run(unseen) for each in heard]
+        plan = from_some(known, measured, seen)
+        others = [each.run(unseen) for each in measured]
         for row in plan.rows:
             name, depth = row.name, row.num_speculative_tokens
             if depth in depths:
-                pair = found.setdefault((name, depth, row.temperature), Pair(row, depth in ran[name]))
+                pair = pairs.setdefault((name, depth, row.temperature), Pair(row, depth in ran[name]))
                 pair.add(row, gain(others, name, depth, row.temperature))
-    return list(found.values())
+    return list(pairs.values())
 
 
 def report(pairs: Sequence[Pair], fresh: Sequence[Pair], console: Console) -> dict[str, float]:
+    """Prints tables and the summary. Returns the summary."""
     table = Table(box=box.MARKDOWN)
     table.add_column("vLLM")
     for head in ("tokens", "T", "run", "predicted", "measured", "bias", "error", "of tokens", "within 10 %", "covered"):
@@ -210,7 +214,7 @@ def main(
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Arguments of vllm.LLM.")] = '{"dtype": "bfloat16"}',
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting, rows and summary here.")] = None,
 ) -> None:
-    """Plan on some prompts, measure on others, compare."""
+    """Plans on some prompts, measures on others, and compares."""
     target = scaled("0.7b") if scaled_up else zoo.path("target")
     tokenizer = load_tokenizer(target)
     ids = [list(tokenizer(text)["input_ids"]) for text in some_prompts(prompts, count)]
@@ -228,7 +232,7 @@ def main(
         bar = progress.add_task("", total=1.0)
         processes = Processes(bench, stack)
         started = perf_counter()
-        heard = answers(
+        measured = answers(
             bench,
             deepened(known, depth),
             ids,
@@ -236,8 +240,8 @@ def main(
             processes.start,
         )
         seconds = perf_counter() - started
-        pairs = halves(known, heard, len(ids), splits, depth)
-        plan = from_some(known, heard, range(len(ids) // 2))
+        pairs = halves(known, measured, len(ids), splits, depth)
+        plan = from_some(known, measured, range(len(ids) // 2))
         fresh = []
         if plan.best is not None:
             progress.update(bar, description="the plan's choice, a fresh vLLM", completed=0.0)
@@ -270,15 +274,15 @@ def deployed(
     processes: Processes,
     prompts: Sequence[Sequence[int]],
 ) -> list[Pair]:
-    """The chosen configuration in a process that was made for its depth, beside plain decoding."""
+    """Runs the chosen configuration in a process created for its draft length, beside plain decoding."""
     depth = best["num_speculative_tokens"]
-    fresh = replace(lane, name=f"{lane.name}, started afresh", depths=(depth,))
-    found = runs(bench, [fresh], prompts, start=processes.start)
+    fresh = replace(lane, name=f"{lane.name}, restarted", depths=(depth,))
+    done = runs(bench, [fresh], prompts, start=processes.start)
     pairs = []
     for row in rows:
         if dict(row.config) == best:
             pairs.append(Pair(replace(row, name=fresh.name), depth in lane.depths))
-            pairs[-1].add(row, gain(found, fresh.name, depth, row.temperature))
+            pairs[-1].add(row, gain(done, fresh.name, depth, row.temperature))
     return pairs
 
 

@@ -1,11 +1,11 @@
-"""Our proposers inside vLLM: is greedy text the same with and without them, and what do they bring?
+"""Our proposers inside vLLM: is the greedy text the same, and how many tokens per pass do they give?
 
     python benchmarks/vllm_proposer.py --output vllm_proposer.json
 
-vLLM's CPU build (`make peers`) in float32, the bundled target. Two kinds of prompts: functions to be written, and the
-same with their text in front, to be written once more. Texts are compared, token for token, with vLLM's without
-speculation; in bf16 (`--dtype bfloat16`) vLLM's own passes over one row and over many round differently, and texts may
-part whoever drafts.
+vLLM's CPU build (`make peers`) in float32, with the bundled target. Two kinds of prompts: functions to complete, and
+the same after their own text, to be repeated. Texts are compared, token for token, with vLLM's without speculation. In
+bf16 (`--dtype bfloat16`) vLLM's own passes over one row and over several round differently, so texts may diverge with
+any proposer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Ids = list[int]
 
 @dataclass(frozen=True)
 class Line:
-    """One method on one kind of prompts. equal: of so many texts. step_over_plain: times of steps."""
+    """Result of one method on one kind of prompts. equal: number of equal texts. step_over_plain: of step times."""
 
     method: str
     kind: str
@@ -60,7 +60,7 @@ class Line:
 def ask_all(
     asked: PromptCompleter, prompts: Sequence[Ids], depth: int, max_tokens: int, batch: int, what: str
 ) -> list[VllmStepTimes]:
-    """After one that warms up, and whose text is forgotten."""
+    """Completes all prompts after a warm-up request, whose text is not kept in any store."""
     asked.complete(PeerRequest([prompts[0]], 8, depth=depth))
     asked.complete(PeerRequest([], 0, depth=depth))
     groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
@@ -68,10 +68,13 @@ def ask_all(
 
 
 def texts(answers: Sequence[VllmStepTimes]) -> list[Ids]:
+    """Returns the token ids of all completions."""
     return [text for answer in answers for text in answer.tokens]
 
 
 def line(method: str, kind: str, plain: Sequence[VllmStepTimes], own: Sequence[VllmStepTimes]) -> Line:
+    """Returns the result of one method beside plain decoding."""
+
     def mean(answers: Sequence[VllmStepTimes]) -> float:
         seconds = [each for answer in answers for each in answer.seconds]
         return sum(seconds) / len(seconds)
@@ -93,7 +96,7 @@ def main(
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = "{}",
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
 ) -> None:
-    """Compare texts and tokens per pass; exit 1 where a text differs."""
+    """Compares texts and tokens per pass; the exit code is 1 if a text differs."""
     target = zoo.path("target")
     tokenizer = load_tokenizer(target)
     given = load_prompts(prompts, count) if prompts else list(FUNCTIONS)[:count]

@@ -33,21 +33,21 @@ def test_every_mutant_changes_one_place_and_is_still_python() -> None:
         compile(planted, mutant.file, "exec")
 
 
-def test_every_mutant_is_tested_in_its_own_room() -> None:
+def test_every_mutant_is_tested_in_its_own_package() -> None:
     for mutant in TABLE:
         assert mutant.tests, mutant.name
         for test in mutant.tests:
             path, _, name = test.partition("::")
-            assert path.startswith(f"tests/{mutant.room}/"), mutant.name
+            assert path.startswith(f"tests/{mutant.package}/"), mutant.name
             text = (ROOT / path).read_text(encoding="utf-8")
             assert not name or f"def {name.partition('[')[0]}(" in text, f"{mutant.name}: no test {test}"
 
 
-def test_names_are_unique_and_every_room_has_several() -> None:
+def test_names_are_unique_and_every_package_has_several() -> None:
     names = [mutant.name for mutant in TABLE]
     assert len(set(names)) == len(names)
-    rooms = Counter(mutant.room for mutant in TABLE)
-    assert all(rooms[room] >= 10 for room in ("models", "propose", "engine", "serve"))
+    packages = Counter(mutant.package for mutant in TABLE)
+    assert all(packages[package] >= 10 for package in ("models", "propose", "engine", "serve"))
 
 
 def test_a_mutant_that_does_not_fit_the_source_is_refused() -> None:

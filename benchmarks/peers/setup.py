@@ -1,7 +1,7 @@
-"""``make peers``: each peer in an environment of its own, with the versions listed beside this script.
+"""``make peers``: each peer in its own virtual environment, with the versions listed beside this script.
 
-The lists are whole (every package, dependencies included), so nothing is resolved: the peers' own pins contradict each
-other in places that do not matter to them, and vLLM's CPU build asks for packages that are built for CUDA.
+The lists are complete (every package, dependencies included), so nothing is resolved: the peers' own pins contradict
+each other where it does not matter, and vLLM's CPU build requires packages that are built for CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IMPORTS = {"openvino": "import openvino_genai, optimum.intel", "vllm": "from vll
 
 
 def set_up(name: str, pip_args: list[str]) -> bool:
-    """One environment, made or brought up to its list. -> whether what it is for can be imported"""
+    """Creates or updates one environment. Returns whether its engine can be imported."""
     python = PEERS[name].python
     print(f"== {name}: {python.parents[1]}", flush=True)
     if not python.exists():
@@ -34,7 +34,7 @@ def set_up(name: str, pip_args: list[str]) -> bool:
 
 
 def main(args: list[str]) -> int:
-    """``args``: the peers to set up, all of them when none is named, and options for pip."""
+    """Sets up the peers that ``args`` name, all of them by default. args: names of peers, and options for pip."""
     names = [arg for arg in args if arg in IMPORTS] or list(IMPORTS)
     done = [set_up(name, [arg for arg in args if arg not in IMPORTS]) for name in names]
     return 0 if all(done) else 1

@@ -31,7 +31,7 @@ def test_attacks_are_measured(attacks: Any, spare: LLM) -> None:
     names = ["128 prompts, n=64", "foreign host"]
     with running(spare, ServerSettings(hosts=AllowedHosts(()))) as server:
         outcomes = asyncio.run(
-            attacks.measure(server.url, os.getpid(), names, streams=1, times=2, quiet=0.3, settle=0.1, steady=0.0)
+            attacks.measure(server.url, os.getpid(), names, streams=1, times=2, quiet=0.3, settle=0.1, fill=0.0)
         )
         server.until(server.idle)
     assert [outcome.answers for outcome in outcomes] == [{"400": 2}, {"403": 2}]

@@ -1,9 +1,9 @@
-"""What laws and verdicts cost beside the models: microseconds a round, by rule, rows, vocabulary and parameters.
+"""Cost of sampling distributions and verification: microseconds per step by rule, rows, vocabulary and parameters.
 
-A chain of rows - 1 tokens is drafted from a law near the target's, as the rule would have it, and its verdict is timed
-from the target's logits on, one request at a time. ``draft step`` is one draft token, from its logits to its id.
-Noise is made anew each time, although a round finds what its own draft has looked up.
-The logits are made: the k-th likeliest token lies ``slope`` log k below the top, in an order of its own for each row.
+A chain of rows - 1 tokens is drafted from a distribution near the target's, as the rule requires. Timed is what follows
+the target's logits, one request at a time. "draft step" is one draft token, from its logits to its id.
+Random numbers are recomputed in every call; within a step, verification reuses the numbers that drafting computed.
+The logits are synthetic: the token of rank k lies ``slope`` log k below the top, in a random order for each row.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LAWS = {
     "top-p .9": SamplingLaw(top_p=0.9),
     "top-k 50": SamplingLaw(top_k=50),
 }
-SEEDS = 64  # texts that take turns
+SEEDS = 64  # texts that are verified in turn
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of request. ``drawn``: the draft's tokens are draws whose law travels with them."""
+    """One kind of request. drawn: whether draft tokens are sampled, so that their distribution travels with them."""
 
     law: str
     grade: Exactness = Exactness.DISTRIBUTION
@@ -66,7 +66,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Microseconds: median and the quarter points. ``accepted``: drafted tokens that stood, on average."""
+    """Microseconds: median and quartiles. accepted: mean number of accepted draft tokens."""
 
     rule: str
     law: str
@@ -79,8 +79,8 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Round:
-    """What a verdict is made from."""
+class VerificationInput:
+    """The input of one verification."""
 
     context: Context
     draft: Draft
@@ -88,13 +88,13 @@ class Round:
 
 
 def made_logits(rows: int, vocabulary: int, slope: float, generator: torch.Generator) -> Tensor:
-    """[rows, V]: the shape of a language model's laws, some tokens likely and a long tail."""
+    """Returns logits [rows, V] shaped like a language model's: a few likely tokens and a long tail."""
     ranked = -slope * torch.arange(1, vocabulary + 1).log()
     return torch.stack([ranked[torch.randperm(vocabulary, generator=generator)] for _ in range(rows)])
 
 
 def draft_step(context: Context, law: SamplingLaw, logits: Tensor, index: int) -> tuple[int, Tensor | None]:
-    """One token as a draft model draws it, and the law it was drawn from."""
+    """Returns one token as a draft model draws it, and the distribution it was drawn from (None if it is an argmax)."""
     rows = NodeDistributions(law, logits, lambda row: context.history())
     certain = rows.certain(0)
     if certain is not None:
@@ -105,18 +105,18 @@ def draft_step(context: Context, law: SamplingLaw, logits: Tensor, index: int) -
     return stream.categorical(rows[0], index), rows[0]
 
 
-def new_round(case: Case, logits: Tensor, near: Tensor, seed: int) -> Round:
-    """A chain below a short text; a fixed candidate is the draft's argmax, or its draw from the shared noise."""
+def new_input(case: Case, logits: Tensor, near: Tensor, seed: int) -> VerificationInput:
+    """Drafts a chain after a short text. A fixed candidate is the draft's argmax, or its draw from the shared noise."""
     context = Context(seed, [1, 2, 3], 3, LAWS[case.law], Streams(seed), case.grade)
     law = LAWS[case.law] if case.drawn or case.grade is Exactness.TRAJECTORY else LAWS["greedy"]
     steps = [draft_step(context, law, near[i : i + 1], i) for i in range(len(near) - 1)]
     rows = [row for _, row in steps if row is not None]
     made_by = Sampled(torch.stack(rows)) if case.drawn and rows else PointMass()
-    return Round(context, Draft.chain([token for token, _ in steps], made_by), logits)
+    return VerificationInput(context, Draft.chain([token for token, _ in steps], made_by), logits)
 
 
-def verdict(state: Round) -> int:
-    """As the engine's loop does it. -> accepted tokens"""
+def verdict(state: VerificationInput) -> int:
+    """Verifies as the engine does. Returns the number of accepted tokens."""
     context, draft = state.context, state.draft
     probs = NodeDistributions(context.law, state.logits, partial(context.history_at, draft))
     stream = stream_for(context.exactness, context.streams, context.generated)
@@ -124,7 +124,7 @@ def verdict(state: Round) -> int:
 
 
 def timed(run: Callable[[int], int], repeats: int) -> tuple[list[float], float]:
-    """Microseconds of each call, sorted, and the mean of what they return; no call finds noise that is kept."""
+    """Returns the sorted microseconds of the calls, and the mean result. Each call starts without cached noise."""
     taken, results = [], []
     for i in range(repeats + 3):
         streams._all_exponentials.cache_clear()
@@ -137,15 +137,15 @@ def timed(run: Callable[[int], int], repeats: int) -> tuple[list[float], float]:
 
 @torch.inference_mode()
 def grid(rows: Sequence[int], vocabularies: Sequence[int], repeats: int, slope: float, apart: float) -> Iterator[Cell]:
-    """All cells; ``apart`` is the spread of the noise between draft and target logits."""
+    """Yields all cells. apart: standard deviation of the difference between draft and target logits."""
     for vocabulary in vocabularies:
         generator = torch.Generator().manual_seed(vocabulary)
         for count in rows:
             logits = made_logits(count, vocabulary, slope, generator)
             near = logits + apart * torch.randn(logits.shape, generator=generator)
             for case in CASES:
-                rounds = [new_round(case, logits, near, seed) for seed in range(min(SEEDS, repeats + 3))]
-                yield cell(case.rule, case.law, logits, *timed(lambda i: verdict(rounds[i % len(rounds)]), repeats))  # noqa: B023
+                inputs = [new_input(case, logits, near, seed) for seed in range(min(SEEDS, repeats + 3))]
+                yield cell(case.rule, case.law, logits, *timed(lambda i: verdict(inputs[i % len(inputs)]), repeats))  # noqa: B023
         for case in CASES:
             if case.rule != "walk" or case.law == "greedy":
                 step = partial(one_step, case, near[:1])
@@ -155,7 +155,7 @@ def grid(rows: Sequence[int], vocabularies: Sequence[int], repeats: int, slope: 
 
 
 def one_step(case: Case, logits: Tensor, seed: int) -> int:
-    """A draft's own law and draw, at a position nobody has been at."""
+    """Computes a draft's distribution and its draw, with random numbers that no earlier call has used."""
     context = Context(seed, [1, 2, 3], 3, LAWS[case.law], Streams(-1 - seed), case.grade)
     draft_step(context, LAWS[case.law], logits, 0)
     return 0
@@ -168,13 +168,13 @@ def cell(rule: str, law: str, logits: Tensor, taken: Sequence[float], accepted: 
 
 
 def table(cells: Sequence[Cell], rows: Sequence[int]) -> Table:
-    """A line for each vocabulary, rule and law; a column for each number of rows."""
+    """Returns a table with a line for each vocabulary, rule and parameters, and a column for each number of rows."""
     result = Table(box=box.MARKDOWN)
-    for head in ("vocabulary", "rule", "law", *(f"{count} row{'s' * (count > 1)}" for count in rows)):
-        result.add_column(head, justify="left" if head in ("rule", "law") else "right")
-    found = {(c.vocabulary, c.rule, c.law, c.rows): c for c in cells}
+    for head in ("vocabulary", "rule", "parameters", *(f"{count} row{'s' * (count > 1)}" for count in rows)):
+        result.add_column(head, justify="left" if head in ("rule", "parameters") else "right")
+    by_column = {(c.vocabulary, c.rule, c.law, c.rows): c for c in cells}
     for vocabulary, rule, law in dict.fromkeys((c.vocabulary, c.rule, c.law) for c in cells):
-        line = [found.get((vocabulary, rule, law, count)) for count in rows]
+        line = [by_column.get((vocabulary, rule, law, count)) for count in rows]
         result.add_row(str(vocabulary), rule, law, *(f"{c.median:,.0f} ({c.accepted:.1f})" if c else "" for c in line))
     return result
 
@@ -188,11 +188,15 @@ def main(
     ],
     vocabulary: Annotated[list[int], typer.Option(min=2, help="May be repeated.")] = [4096, 151_936],
     repeats: Annotated[int, typer.Option(min=4)] = 100,
-    slope: Annotated[float, typer.Option(help="How fast a law falls: p of rank k goes as k to the minus this.")] = 2.0,
-    apart: Annotated[float, typer.Option(min=0.0, help="Standard deviation of the draft's logits from these.")] = 0.5,
+    slope: Annotated[
+        float, typer.Option(help="Decay of the distribution: p of rank k is proportional to k to the minus this.")
+    ] = 2.0,
+    apart: Annotated[
+        float, typer.Option(min=0.0, help="Standard deviation between the logits of draft and target.")
+    ] = 0.5,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
 ) -> None:
-    """Median microseconds a round of laws and verdicts, and in brackets the drafted tokens that stood."""
+    """Prints the median microseconds per step of distributions and verification, and in brackets accepted tokens."""
     torch.set_num_threads(cores())
     console = wide_console()
     cells: list[Cell] = []
