@@ -17,7 +17,7 @@ import foretoken
 from foretoken.cli import main as cli
 from foretoken.core.errors import InvalidRequest
 
-COMMANDS = ("generate", "demo", "zoo", "widen", "train", "bench", "convert", "build-datastore", "plan", "audit")
+COMMANDS = ("generate", "demo", "zoo", "info", "widen", "train", "bench", "convert", "build-datastore", "plan", "audit")
 
 
 def test_help_lists_every_command(run):

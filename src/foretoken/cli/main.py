@@ -20,6 +20,7 @@ from foretoken.cli.convert import convert
 from foretoken.cli.datastore import build_datastore
 from foretoken.cli.demo import demo
 from foretoken.cli.generate import generate
+from foretoken.cli.info import info
 from foretoken.cli.plan import plan
 from foretoken.cli.serve import serve
 from foretoken.cli.simulate import simulate
@@ -52,6 +53,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command()(audit)
 app.command()(zoo)
+app.command()(info)
 app.command("widen")(widen)
 app.command()(convert)
 app.command("build-datastore")(build_datastore)

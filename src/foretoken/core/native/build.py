@@ -29,6 +29,10 @@ class KernelsUnavailable(Exception):
     """Compiled kernels cannot be used on this machine. The message says why."""
 
 
+class KernelsDisabled(KernelsUnavailable):
+    """Compiled kernels are switched off by FORETOKEN_NATIVE=0."""
+
+
 @functools.cache
 def cpu_flags() -> frozenset[str]:
     """Returns the processor's features by their names in /proc/cpuinfo; empty where that cannot be read."""
@@ -41,9 +45,19 @@ def cpu_flags() -> frozenset[str]:
 def require(*features: str) -> None:
     """Raises KernelsUnavailable where kernels are disabled or the processor lacks one of ``features``."""
     if os.environ.get(SWITCH) == "0":
-        raise KernelsUnavailable(f"{SWITCH}=0 is set")
+        raise KernelsDisabled(f"{SWITCH}=0 is set")
     if missing := sorted({*REQUIRED, *features} - cpu_flags()):
         raise KernelsUnavailable(f"the processor lacks {', '.join(missing)}")
+
+
+def compiler() -> str:
+    """Returns the path of the C++ compiler. Raises KernelsUnavailable."""
+    path = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if path is None:
+        raise KernelsUnavailable(
+            "there is no C++ compiler (c++, g++ or clang++); install one, for instance with 'apt install g++'"
+        )
+    return path
 
 
 def compiled(source: Path, flags: Sequence[str]) -> Path:
@@ -63,18 +77,16 @@ def compiled(source: Path, flags: Sequence[str]) -> Path:
     target = folder / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.so"
     if target.is_file():
         return target
-    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise KernelsUnavailable("there is no C++ compiler (c++, g++ or clang++)")
+    program = compiler()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             library = Path(scratch) / target.name
-            command = [compiler, *flags, f"-I{SHARED}", str(source), "-o", str(library)]
+            command = [program, *flags, f"-I{SHARED}", str(source), "-o", str(library)]
             _log.info("compiling kernels, once: %s", " ".join(command))
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise KernelsUnavailable(f"{compiler} does not compile the kernels: {_first_error(done.stderr)}")
+                raise KernelsUnavailable(f"{program} does not compile the kernels: {_first_error(done.stderr)}")
             library.replace(target)
     except OSError as error:
         raise KernelsUnavailable(f"the kernels cannot be stored in {folder} ({error.strerror})") from error

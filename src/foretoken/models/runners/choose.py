@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable
 
 import torch
 
-from foretoken.core.native.build import KernelsUnavailable
+from foretoken.core.native.build import KernelsDisabled, KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Runner
@@ -40,8 +41,16 @@ def build_runner(
     if device.type == "cpu":
         try:
             return NativeRunner(architecture, layers, ends, dtype, entry)
+        except KernelsDisabled:
+            pass
         except KernelsUnavailable as reason:
-            _log.info("torch operators compute the model: %s", reason)
+            _report_fallback(str(reason))
     if device.type == "cuda" and entry is None:
         return GraphRunner(architecture, layers, ends, dtype, device)
     return TorchRunner(architecture, layers, ends, dtype, device, entry)
+
+
+@functools.cache
+def _report_fallback(reason: str) -> None:
+    """Says once in this process, on standard error unless logging is set up, why the compiled kernels are not used."""
+    _log.warning("torch operators compute the model, several times slower than the compiled kernels: %s", reason)

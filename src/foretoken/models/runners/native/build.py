@@ -64,6 +64,11 @@ def packing_library() -> ctypes.CDLL:
     return declare_packing(ctypes.CDLL(str(build.compiled(_SOURCES / "packing.cpp", ("-mf16c",)))))
 
 
+def instruction_sets() -> list[str]:
+    """Returns the instruction sets that kernels compiled here use, by their usual names."""
+    return ["AVX-512", *(flag.removeprefix("-m") for flag in _instructions())]
+
+
 def _instructions() -> list[str]:
     """Returns compiler flags for the optional instruction sets of this processor."""
     named = _NAMES | (_TILES if build.cpu_flags().issuperset(_TILES) else {})

@@ -1,0 +1,126 @@
+"""``foretoken info``: the machine, the kernels chosen for it, and the versions, as a bug report needs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from foretoken.cli.options import Json
+from foretoken.cli.theme import ColorMode, wide_console
+
+_PACKAGES = (
+    *("foretoken", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "huggingface_hub"),
+    *("fastapi", "uvicorn", "llguidance", "ray", "vllm"),
+)
+_FEATURES = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"),
+    *("avx512vbmi", "gfni", "amx_tile", "amx_bf16", "amx_int8", "asimddp", "i8mm", "bf16"),
+)
+_VARIABLES = ("OMP_NUM_THREADS", "XDG_CACHE_HOME", "HF_HOME", "CUDA_VISIBLE_DEVICES")
+
+
+def info(as_json: Json = False) -> None:
+    """Show the machine, the kernels chosen for it and why, and the versions: what a bug report needs."""
+    import json
+
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    console = wide_console(ColorMode.AUTO)
+    for title, entries in facts.items():
+        console.print(f"[bold]{title}[/]")
+        width = max(map(len, entries), default=0)
+        for name, value in entries.items():
+            console.print(f"  {name:{width}}  {_text(value)}", markup=False)
+
+
+def collect() -> dict[str, dict[str, Any]]:
+    """Returns the facts by section."""
+    return {"machine": _machine(), "kernels": _kernels(), "versions": _versions(), "settings": _settings()}
+
+
+def _machine() -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    from foretoken.bench.setting import cores, memory, processor
+    from foretoken.core.native.build import cpu_flags
+
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": processor(),
+        "features": [name for name in _FEATURES if name in cpu_flags()],
+        "cores": {"in the machine": os.cpu_count(), "used": cores()},
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": {"total": _gib(memory("MemTotal")), "available": _gib(memory("MemAvailable"))},
+        "gpus": [f"{gpu.name}, {_gib(gpu.total_memory)} GiB" for gpu in gpus],
+    }
+
+
+def _kernels() -> dict[str, Any]:
+    from foretoken.core.native.build import KernelsUnavailable, compiler, require
+    from foretoken.models.runners.native.build import VNNI, instruction_sets
+
+    try:
+        require()
+        program = compiler()
+    except KernelsUnavailable as reason:
+        return {"runner": "torch operators", "why": str(reason), "instruction_sets": [], "int8_and_four_bits": False}
+    facts = {"runner": "compiled", "why": "AVX-512 and a C++ compiler are there", "compiler": program}
+    try:
+        require(VNNI)
+        packed = True
+    except KernelsUnavailable:
+        packed = False
+    return facts | {"instruction_sets": instruction_sets(), "int8_and_four_bits": packed}
+
+
+def _versions() -> dict[str, Any]:
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions: dict[str, Any] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _settings() -> dict[str, Any]:
+    from foretoken.core.files import cache_folder
+
+    folder = cache_folder()
+    names = sorted({name for name in os.environ if name.startswith("FORETOKEN_")} | {*_VARIABLES} & os.environ.keys())
+    return {
+        "cache": {"folder": str(folder), "mib": round(sum(_sizes(folder)) / 2**20, 1)},
+        # the key is a secret; that it is set matters
+        "environment": {name: "(set)" if name.endswith("_KEY") else os.environ[name] for name in names},
+    }
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for path in folder.rglob("*"):
+        try:
+            if path.is_file():
+                yield path.stat().st_size
+        except OSError:
+            continue
+
+
+def _gib(size: int) -> float:
+    return round(size / 2**30, 1)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

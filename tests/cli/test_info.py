@@ -1,0 +1,66 @@
+"""``foretoken info``: the facts that a bug report needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from typing import Any
+
+import pytest
+
+import foretoken
+from foretoken.core.native import build
+from foretoken.models.runners import choose
+
+
+def test_the_facts_are_one_document(run: Any) -> None:
+    facts = json.loads(run("info", "--json").out)
+    assert set(facts) == {"machine", "kernels", "versions", "settings"}
+    assert facts["versions"]["foretoken"] == foretoken.__version__
+    assert facts["machine"]["cores"]["used"] >= 1
+
+
+def test_the_text_has_every_section(run: Any) -> None:
+    text = run("info").out
+    assert all(f"\n{section}\n" in f"\n{text}" for section in ("machine", "kernels", "versions", "settings"))
+    assert foretoken.__version__ in text
+
+
+def test_switched_off_kernels_are_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_NATIVE", "0")
+    kernels = json.loads(run("info", "--json").out)["kernels"]
+    assert (kernels["runner"], kernels["why"]) == ("torch operators", "FORETOKEN_NATIVE=0 is set")
+
+
+def test_a_missing_compiler_is_named_with_what_to_do(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build.REQUIRED))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("FORETOKEN_NATIVE", raising=False)
+    why = json.loads(run("info", "--json").out)["kernels"]["why"]
+    assert "no C++ compiler" in why
+    assert "apt install g++" in why
+
+
+def test_keys_are_not_shown(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_API_KEY", "secret")
+    result = run("info", "--json")
+    assert "secret" not in result.out
+    assert json.loads(result.out)["settings"]["environment"]["FORETOKEN_API_KEY"] == "(set)"
+
+
+def test_the_fallback_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from foretoken import zoo
+    from foretoken.models.loading import load_model
+
+    def refuse(*_: Any) -> None:
+        raise build.KernelsUnavailable("the processor lacks wings")
+
+    monkeypatch.setattr(choose, "NativeRunner", refuse)
+    choose._report_fallback.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=choose.__name__):
+        for _ in range(2):
+            load_model(zoo.path("draft"), "float32", "cpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch operators compute the model, several times slower than the compiled kernels: the processor lacks wings"
+    ]
