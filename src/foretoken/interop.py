@@ -129,6 +129,7 @@ class GenerationRow:
 
     @property
     def tokens_left(self) -> int:
+        """Number of tokens that may still be generated."""
         limit = self.criteria.max_length
         return UNBOUNDED if limit is None else limit - len(self.ids)
 

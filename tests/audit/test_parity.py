@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.audit.toys import PROMPTS, drafting, subject, work
 
-from foretoken.audit.divergence import Divergence, explained, parity, parting
+from foretoken.audit.divergence import Divergence, explain_divergence, first_difference, parity
 from foretoken.audit.greedy import greedy
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.result import CheckOutcome
@@ -71,7 +71,7 @@ class Noisy(Foretoken):
 def test_a_tie_is_told_from_a_bug():
     subject_ = subject(kind=Noisy)
     plain = CompletionSettings(SamplingLaw(temperature=0.0), 4, (0,), depth=0)
-    found = explained(subject_, PROMPTS[:1], 0, 0, plain, replace(plain, depth=None))
+    found = explain_divergence(subject_, PROMPTS[:1], 0, 0, plain, replace(plain, depth=None))
     assert found.margin is None and "not again" in str(found)
     tie, bug = Divergence(0, 3, 0.015, 0.01), Divergence(1, 5, 0.5, 0.01)
     assert tie.tie and not bug.tie and "a tie" in str(tie)
@@ -85,10 +85,10 @@ def test_noise_is_what_two_passes_differ_by():
     assert noise(subject(kind=Noisy), PROMPTS) == pytest.approx(0.01, abs=1e-5)
 
 
-def test_parting():
-    assert parting((1, 2, 3), (1, 2, 3)) is None
-    assert parting((1, 2, 3), (1, 5, 3)) == 1
-    assert parting((1, 2), (1, 2, 3)) == 2
+def test_first_difference():
+    assert first_difference((1, 2, 3), (1, 2, 3)) is None
+    assert first_difference((1, 2, 3), (1, 5, 3)) == 1
+    assert first_difference((1, 2), (1, 2, 3)) == 2
 
 
 def test_a_target_that_drafts_for_itself_is_never_contradicted():

@@ -8,7 +8,7 @@ import pytest
 from tests.audit import mutants
 from tests.audit.toys import drafting, subject, work
 
-from foretoken.audit.negative import hunt, negative
+from foretoken.audit.negative import find_error, negative
 from foretoken.audit.ours import Foretoken
 from foretoken.audit.prefix import prefix
 from foretoken.audit.result import CheckOutcome
@@ -48,7 +48,7 @@ def test_seeded_texts_follow_the_law():
 def test_a_wrong_rule_fails(error):
     draft = drafting(strength=mutants.STRENGTHS.get(error, 0.5))
     wrong = subject(draft, rule=mutants.RULES[error])
-    assert hunt(work(wrong), error, wrong, TOKENS).found
+    assert find_error(work(wrong), error, wrong, TOKENS).found
 
 
 @pytest.mark.parametrize("error", mutants.PROPOSERS)

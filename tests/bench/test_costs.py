@@ -9,7 +9,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.clock import TimedTask, interleaved
 from foretoken.bench.costs import Loaded, pass_costs, step_cost
 from foretoken.bench.floor import Floor, kv_bytes, matrices
-from foretoken.bench.law import surprise
+from foretoken.bench.sampling_bias import sampling_bias
 from foretoken.bench.step_times import step_times
 from foretoken.bench.workloads import FUNCTIONS, ragged
 from foretoken.core.errors import InvalidRequest
@@ -92,14 +92,14 @@ def test_the_parts_of_a_step_add_up(tiny_pair):
 
 
 def test_a_bent_law_shows(tiny_pair, tokenizer):
-    """Draws at temperature 1 pass; texts drawn at 0.7, or greedily, and judged at 1 do not."""
+    """Draws at temperature 1 pass; texts drawn at 0.7, or greedily, and with_sampling_bias at 1 do not."""
     llm = LLM(tiny_pair.target)
     prompt = tokenizer.encode("def greet(")
 
     def z(temperature: float) -> float:
         params = SamplingParams(max_tokens=60, temperature=temperature, ignore_eos=True)
         texts = [o.outputs[0].token_ids for o in llm.generate([prompt] * 8, params)]
-        first, *rest = (surprise(llm.target, prompt, text, 1.0) for text in texts)
+        first, *rest = (sampling_bias(llm.target, prompt, text, 1.0) for text in texts)
         return sum(rest, first).z
 
     assert abs(z(1.0)) < 4

@@ -35,7 +35,7 @@ ROWS = [
     ROW,
     replace(ROW, num_speculative_tokens=8, tokens_per_second=40.0, best=False),
     replace(ROW, system="a<b>", method="plain", num_speculative_tokens=0, tokens_per_second=25.0),
-    replace(ROW, temperature=1.0, identical_to_plain=None, identical_texts=None, law_z=-0.7),
+    replace(ROW, temperature=1.0, identical_to_plain=None, identical_texts=None, sampling_bias_z=-0.7),
 ]
 SETTING = {
     "date": "2026-01-01",

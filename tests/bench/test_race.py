@@ -13,7 +13,7 @@ from foretoken.bench.peers import registry
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.worker import PeerError
 from foretoken.bench.pool import Pool
-from foretoken.bench.race import Course, Entrant, mark_best, race, ratios, summarize, turns
+from foretoken.bench.race import Entrant, RaceTask, mark_best, race, ratios, summarize, turns
 from foretoken.core.errors import InvalidRequest
 
 
@@ -27,7 +27,7 @@ class Fake:
     best: int = 4
     closed: bool = False
 
-    def ask(self, question: PeerRequest) -> Answer:
+    def complete(self, question: PeerRequest) -> Answer:
         if self.setup.method == "fails":
             raise PeerError("fake fails: out of luck")
         self.log.append((self.setup.system, question.depth))
@@ -44,7 +44,7 @@ def entrant(system: str, method: str = "plain", depth: int = 0) -> Entrant:
     return Entrant(system, method, depth, Setup(system, method, "target"))
 
 
-COURSE = Course([[[1, 2]], [[3]]], 20, 0.0)
+TASK = RaceTask([[[1, 2]], [[3]]], 20, 0.0)
 
 
 def test_every_repeat_begins_with_another():
@@ -54,11 +54,11 @@ def test_every_repeat_begins_with_another():
 def test_rows_of_an_interleaved_race():
     log: list[tuple[str, int]] = []
     racers = [entrant("foretoken"), *(entrant("foretoken", "draft_model", k) for k in (2, 4, 6)), entrant("other")]
-    rows, heats = race(racers, [COURSE], 2, lambda s: Fake(s, log), print)
-    first = [entry for entry in log if entry[0] != "x"][:: len(COURSE.groups) + 1]
+    rows, race_answers = race(racers, [TASK], 2, lambda s: Fake(s, log), print)
+    first = [entry for entry in log if entry[0] != "x"][:: len(TASK.groups) + 1]
     assert first[:5] == [("foretoken", 0), ("foretoken", 2), ("foretoken", 4), ("foretoken", 6), ("other", 0)]
     assert first[5:] == [*first[1:5], first[0]]
-    assert all(len(heat) == 2 for heat in heats.values())
+    assert all(len(answers) == 2 for answers in race_answers.values())
     best = [row for row in rows if row.best]
     assert [(r.system, r.method, r.num_speculative_tokens) for r in best] == [
         ("foretoken", "plain", 0),
@@ -83,28 +83,28 @@ def test_medians_spreads_and_texts_that_differ():
     texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
     repeats = [[answer(texts, s)] for s in (1.0, 4.0, 2.0)]
     repeats[2] = [answer([[1, 2, 3, 4], [5, 6, 7, 9]], 2.0)]
-    course = Course([[[0], [0]]], 4, 0.0)
-    row = summarize(entrant("a", "draft_model", 3), "1", course, repeats, repeats[0])
+    task = RaceTask([[[0], [0]]], 4, 0.0)
+    row = summarize(entrant("a", "draft_model", 3), "1", task, repeats, repeats[0])
     assert row.tokens_per_second == 4
     assert row.tokens_per_second_spread == (2, 8)
     assert row.decode_tokens_per_second == 6
     assert (row.identical_texts, row.texts, row.identical_to_plain) == (1, 2, False)
     assert (row.batch, row.tokens_per_pass) == (2, 2)
-    drawn = summarize(entrant("a"), "1", replace(course, temperature=1.0), repeats, repeats[0])
+    drawn = summarize(entrant("a"), "1", replace(task, temperature=1.0), repeats, repeats[0])
     assert drawn.identical_to_plain is None and drawn.identical_texts is None
     json.dumps(vars(row))
 
 
 def test_the_best_depth_is_chosen_for_each_temperature():
     racers = [entrant("foretoken", "draft_model", k) for k in (1, 4)]
-    rows, _ = race(racers, [COURSE, replace(COURSE, temperature=1.0)], 1, lambda s: Fake(s), print)
+    rows, _ = race(racers, [TASK, replace(TASK, temperature=1.0)], 1, lambda s: Fake(s), print)
     assert [(row.temperature, row.best) for row in rows] == [(0, False), (0, True), (1, False), (1, True)]
     assert mark_best([]) == []
 
 
 def test_one_that_fails_is_named_and_left_out():
     said: list[str] = []
-    rows, _ = race([entrant("foretoken"), entrant("bad", "fails")], [COURSE], 2, lambda s: Fake(s), said.append)
+    rows, _ = race([entrant("foretoken"), entrant("bad", "fails")], [TASK], 2, lambda s: Fake(s), said.append)
     assert [row.system for row in rows] == ["foretoken"]
     assert said == ["fake fails: out of luck. Racing without it."]
 

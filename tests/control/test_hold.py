@@ -33,7 +33,7 @@ def counted(controller: Capped) -> Capped:
 
 
 def world(right, *, resting: bool = True, fixed: bool = False, **kwargs) -> tuple[World, Capped]:
-    tuning = Tuning() if resting else Tuning(rest=0)
+    tuning = Tuning() if resting else Tuning(skipped=0)
     costs = CostModel(tuning)
     controller = counted(Capped(8, costs, Ledger(0.005)) if fixed else Goodput(16, costs, Ledger(0.005)))
     made = World(controller, right, **kwargs)

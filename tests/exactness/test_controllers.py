@@ -66,7 +66,7 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "guarded goodput": lambda: guarded(3),
     "guarded depth": lambda: Capped(2, CostModel(), Ledger(0.005)),
     "short of memory": pressed,
-    "never resting": lambda: pressed(Tuning(rest=0)),
+    "never resting": lambda: pressed(Tuning(skipped=0)),
 }
 
 

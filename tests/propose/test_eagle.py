@@ -126,7 +126,7 @@ def test_the_trajectory_grade_leads_with_the_targets_noise(tmp_path: Path) -> No
     c = context(0, [1, 2, 3], Exactness.TRAJECTORY)
     proposer.observe([c], [seen((3,), Draft.empty(), (), 0, 2)])
     draft = proposer.propose([c], [1])[0]
-    logits = proposer.net.teach([2, 3], features(proposer, [0, 1]))[-1:]
+    logits = proposer.net.teacher_forced([2, 3], features(proposer, [0, 1]))[-1:]
     row = proposer.net.to_target(logits).softmax(-1)[0]
     assert draft.ids[0] == c.streams.shared(1).categorical(row, 0)
 

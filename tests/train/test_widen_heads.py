@@ -60,7 +60,7 @@ def test_eagle(embedding: bool, folders: tuple[Path, Path], tmp_path: Path) -> N
         seen = states(target, loaded.taps)
         assert loaded.convention is None  # what was widened says what it taps
         features = loaded.net.features(torch.cat([seen[i] for i in loaded.taps], dim=-1)[:-1])
-        guesses.append(loaded.net.teach(IDS[1:], features))
+        guesses.append(loaded.net.teacher_forced(IDS[1:], features))
     torch.testing.assert_close(*guesses, rtol=1e-3, atol=2e-3)
     assert json.loads((scaled / "config.json").read_text())["foretoken_taps"] == [0, 4, 7]
 

@@ -94,29 +94,29 @@ class Assisted:
             repetition_penalty=setting("repetition_penalty", 1.0),
         )
 
-    def generate(self, prompts: Sequence[Ids], ask: CompletionSettings) -> list[AuditedCompletion]:
-        return [self._one(prompt, seed, ask) for prompt, seed in zip(prompts, ask.seeds, strict=True)]
+    def generate(self, prompts: Sequence[Ids], settings: CompletionSettings) -> list[AuditedCompletion]:
+        return [self._one(prompt, seed, settings) for prompt, seed in zip(prompts, settings.seeds, strict=True)]
 
-    def _one(self, prompt: Ids, seed: int, ask: CompletionSettings) -> AuditedCompletion:
-        options: dict[str, Any] = {"do_sample": not ask.law.greedy}
-        if not ask.law.greedy:
-            options["temperature"] = ask.law.temperature * self.temper
-        if ask.depth != 0:
+    def _one(self, prompt: Ids, seed: int, settings: CompletionSettings) -> AuditedCompletion:
+        options: dict[str, Any] = {"do_sample": not settings.law.greedy}
+        if not settings.law.greedy:
+            options["temperature"] = settings.law.temperature * self.temper
+        if settings.depth != 0:
             options |= self.options
-        if ask.ends:
-            options["eos_token_id"] = list(ask.ends)
+        if settings.ends:
+            options["eos_token_id"] = list(settings.ends)
         ids = torch.tensor([list(prompt)], device=self.model.device)
         with _seeded(seed), torch.inference_mode():
             out = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=ask.max_tokens,
+                max_new_tokens=settings.max_tokens,
                 return_dict_in_generate=True,
-                output_logits=ask.keep,
+                output_logits=settings.keep,
                 **options,
             )
         tokens = tuple(out.sequences[0, len(prompt) :].tolist())
-        rows = torch.cat(out.logits)[: len(tokens)].float() if ask.keep else None
+        rows = torch.cat(out.logits)[: len(tokens)].float() if settings.keep else None
         return AuditedCompletion(tokens, rows=rows)
 
     def logits(self, prompt: Ids, text: Ids) -> Tensor:

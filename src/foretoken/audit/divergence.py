@@ -42,7 +42,7 @@ class Divergence:
         return f"{where}, {kind}: the best two lie {self.margin:.3g} apart and the passes {self.moved:.3g}"
 
 
-def parting(left: Sequence[int], right: Sequence[int]) -> int | None:
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """Returns the first position at which two texts differ, in a token or in length; None if they are equal."""
     for position, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
@@ -50,7 +50,7 @@ def parting(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def explained(
+def explain_divergence(
     subject: Audited,
     prompts: Sequence[Ids],
     index: int,
@@ -62,7 +62,7 @@ def explained(
     alone = replace(plain, seeds=(plain.seeds[index],), keep=True)
     plain_text = subject.generate([prompts[index]], alone)[0]
     other_text = subject.generate(prompts, replace(speculative, keep=True))[index]
-    again = parting(plain_text.tokens, other_text.tokens)
+    again = first_difference(plain_text.tokens, other_text.tokens)
     if again != position or plain_text.rows is None or other_text.rows is None or position >= len(plain_text.rows):
         return Divergence(index, position)
     scores = _scores(plain_text.rows[position], plain, plain.seeds[index], position)
@@ -73,11 +73,11 @@ def explained(
     return Divergence(index, position, float(best[0] - best[1]), moved)
 
 
-def _scores(row: Tensor, ask: CompletionSettings, seed: int, position: int) -> Tensor:
+def _scores(row: Tensor, settings: CompletionSettings, seed: int, position: int) -> Tensor:
     """Returns the scores whose argmax is emitted: logits, or in the trajectory grade log p + Gumbel noise."""
-    if ask.grade is not Exactness.TRAJECTORY or ask.law.greedy:
+    if settings.grade is not Exactness.TRAJECTORY or settings.law.greedy:
         return row
-    probs = ask.law.probs(row[None], [])[0]
+    probs = settings.law.probs(row[None], [])[0]
     return SharedStream(seed, position).race(probs, 0).log()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from foretoken.audit.divergence import Divergence, explained, parity, parting
+from foretoken.audit.divergence import Divergence, explain_divergence, first_difference, parity
 from foretoken.audit.result import Check
 from foretoken.audit.subject import AuditedCompletion, CompletionSettings
 from foretoken.audit.work import AuditTask
@@ -17,15 +17,15 @@ TOKENS, PROMPTS = 64, 16
 def greedy(work: AuditTask) -> Check:
     """Compares prompts one at a time until the deadline, then all of them in one batch where supported."""
     subject = work.subject
-    ask = CompletionSettings(subject.law(0.0), TOKENS, (0,), subject.depth, ends=subject.ends, batch=1)
+    settings = CompletionSettings(subject.law(0.0), TOKENS, (0,), subject.depth, ends=subject.ends, batch=1)
     plain: list[AuditedCompletion] = []
     alone: list[AuditedCompletion] = []
     for index in work.portions(min(PROMPTS, len(work.prompts))):
         prompt = [work.prompts[index]]
-        plain += subject.generate(prompt, replace(ask, depth=0))
-        alone += subject.generate(prompt, ask)
+        plain += subject.generate(prompt, replace(settings, depth=0))
+        alone += subject.generate(prompt, settings)
     prompts = work.prompts[: len(plain)]
-    every = replace(ask, seeds=(0,) * len(prompts), batch=subject.batch)
+    every = replace(settings, seeds=(0,) * len(prompts), batch=subject.batch)
     divergences = _compare(work, plain, alone, replace(every, batch=1))
     ways = {"alone": len(plain)}
     if subject.batch > 1 and len(prompts) > 1:
@@ -36,9 +36,16 @@ def greedy(work: AuditTask) -> Check:
 
 
 def _compare(
-    work: AuditTask, plain: Sequence[AuditedCompletion], texts: Sequence[AuditedCompletion], ask: CompletionSettings
+    work: AuditTask,
+    plain: Sequence[AuditedCompletion],
+    texts: Sequence[AuditedCompletion],
+    settings: CompletionSettings,
 ) -> list[Divergence]:
     prompts = work.prompts[: len(plain)]
-    parts = [parting(here.tokens, there.tokens) for here, there in zip(plain, texts, strict=True)]
-    alone = replace(ask, depth=0, batch=1)
-    return [explained(work.subject, prompts, i, at, alone, ask) for i, at in enumerate(parts) if at is not None]
+    parts = [first_difference(here.tokens, there.tokens) for here, there in zip(plain, texts, strict=True)]
+    alone = replace(settings, depth=0, batch=1)
+    return [
+        explain_divergence(work.subject, prompts, i, at, alone, settings)
+        for i, at in enumerate(parts)
+        if at is not None
+    ]

@@ -35,7 +35,7 @@ def negative(work: AuditTask, max_tokens: int = MAX_TOKENS) -> Check:
     results: list[Plant] = []
     for index, (error, subject) in enumerate(plants.items()):
         share = (work.deadline - monotonic()) / (len(plants) - index)
-        results.append(hunt(replace(work, deadline=monotonic() + share), error, subject, max_tokens))
+        results.append(find_error(replace(work, deadline=monotonic() + share), error, subject, max_tokens))
     numbers = {
         "plants": [
             {
@@ -56,7 +56,7 @@ def negative(work: AuditTask, max_tokens: int = MAX_TOKENS) -> Check:
     return Check(CONTROL, CheckOutcome.INCONCLUSIVE, evidence or "no error could be planted", numbers)
 
 
-def hunt(work: AuditTask, error: str, subject: Audited, max_tokens: int) -> Plant:
+def find_error(work: AuditTask, error: str, subject: Audited, max_tokens: int) -> Plant:
     """Samples from ``subject`` until its error is found, ``max_tokens`` are reached, or the deadline has passed."""
     tally = drawn(work, subject, Exactness.DISTRIBUTION, max_tokens, partial(_caught, level=work.level))
     statistics, level = leveled(tally, work.level)

@@ -92,24 +92,24 @@ class Foretoken:
     def law(self, temperature: float) -> SamplingLaw:
         return SamplingLaw(temperature=temperature)
 
-    def generate(self, prompts: Sequence[Ids], ask: CompletionSettings) -> list[AuditedCompletion]:
-        proposer = _Keeping(self.proposer) if ask.keep else self.proposer
-        engine = Engine(self.target, proposer, self.controller, rule=self.rule, max_sequences=ask.batch)
+    def generate(self, prompts: Sequence[Ids], settings: CompletionSettings) -> list[AuditedCompletion]:
+        proposer = _Keeping(self.proposer) if settings.keep else self.proposer
+        engine = Engine(self.target, proposer, self.controller, rule=self.rule, max_sequences=settings.batch)
         contexts = [
             Context(
                 next(_IDENTIFIERS),
                 list(tokens),
                 len(tokens),
-                ask.law,
+                settings.law,
                 Streams(seed),
-                ask.grade,
-                ask.depth,
+                settings.grade,
+                settings.depth,
                 source=tuple(source),
             )
-            for (tokens, source), seed in zip(map(self._prompt_and_source, prompts), ask.seeds, strict=True)
+            for (tokens, source), seed in zip(map(self._prompt_and_source, prompts), settings.seeds, strict=True)
         ]
         steps: dict[int, list[StepOutput]] = {context.id: [] for context in contexts}
-        for step in engine.run((context, Length(ask.max_tokens, ask.ends)) for context in contexts):
+        for step in engine.run((context, Length(settings.max_tokens, settings.ends)) for context in contexts):
             steps[step.sequence].append(step)
         kept = proposer.rows if isinstance(proposer, _Keeping) else {}
         return [self._text(context, steps[context.id], kept.get(context.id)) for context in contexts]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.audit.chance import Fit, g_test
 from foretoken.audit.result import Check, CheckOutcome
-from foretoken.audit.sampled import laws
+from foretoken.audit.sampled import text_distributions
 from foretoken.audit.subject import CompletionSettings, Ids
 from foretoken.audit.work import AuditTask
 
@@ -46,10 +46,10 @@ def prefix(work: AuditTask, max_texts: int = MAX_TEXTS) -> Check:
     for portion in work.portions(-(-max_texts // size)):
         short = (i for i, counted in enumerate(counts) if _texts(counted) < MIN_TEXTS)
         at = next(short, portion % len(prompts))
-        ask = CompletionSettings(
+        settings = CompletionSettings(
             law, LENGTH + BEYOND, work.seeds(PURPOSE, portion, size), work.subject.depth, batch=batch
         )
-        for text in work.subject.generate([prompts[at]] * size, ask):
+        for text in work.subject.generate([prompts[at]] * size, settings):
             counts[at].update(text.tokens[:length] for length in range(1, LENGTH + 1))
     tested = [
         (prompt, counted) for prompt, counted in zip(prompts, counts, strict=True) if _texts(counted) >= MIN_TEXTS
@@ -88,7 +88,7 @@ def tree(work: AuditTask, prompt: Ids, counts: Counter[tuple[int, ...]]) -> list
 def _next(work: AuditTask, prompt: Ids, tokens: Sequence[int]) -> Tensor:
     """Returns the distribution after ``tokens``, float64 [V]."""
     law = work.subject.law(work.temperature)
-    return laws(work.subject, prompt, [*tokens, 0], law)[0][-1]
+    return text_distributions(work.subject, prompt, [*tokens, 0], law)[0][-1]
 
 
 def _texts(counts: Counter[tuple[int, ...]]) -> int:

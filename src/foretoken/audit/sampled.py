@@ -31,7 +31,7 @@ def sampled(
     if grade is Exactness.TRAJECTORY and not work.subject.seeded:
         return Check(name, CheckOutcome.SKIPPED, "it does not promise one text for one seed"), TokenTally()
     tally = drawn(work, work.subject, grade, max_tokens, lambda _: False)
-    return judge(name, tally, work), tally
+    return sampling_check(name, tally, work), tally
 
 
 def drawn(
@@ -45,18 +45,20 @@ def drawn(
     for portion in work.portions(-(-max_tokens // (size * TOKENS))):
         prompts, seeds = work.turn(portion, size), work.seeds(PURPOSES[grade], portion, size)
         depth = None if portion % 3 == 2 else subject.depth
-        ask = CompletionSettings(subject.law(work.temperature), TOKENS, seeds, depth, grade, batch=size)
-        for prompt, seed, text in zip(prompts, seeds, subject.generate(prompts, ask), strict=True):
-            probs, impossible = laws(subject, prompt, text.tokens, ask.law, work.noise)
+        settings = CompletionSettings(subject.law(work.temperature), TOKENS, seeds, depth, grade, batch=size)
+        for prompt, seed, text in zip(prompts, seeds, subject.generate(prompts, settings), strict=True):
+            probs, impossible = text_distributions(subject, prompt, text.tokens, settings.law, work.noise)
             spread = exponentials(random_seed_from(seed, SPREAD), len(text.tokens)).neg().exp()
-            tally.add(text, probs, spread, subject.reference(prompt, text.tokens, ask.law))
+            tally.add(text, probs, spread, subject.reference(prompt, text.tokens, settings.law))
             tally.impossible += impossible
         if enough(tally):
             break
     return tally
 
 
-def laws(subject: Audited, prompt: Ids, text: Ids, law: SamplingLaw, noise: float = 0.0) -> tuple[Tensor, int]:
+def text_distributions(
+    subject: Audited, prompt: Ids, text: Ids, law: SamplingLaw, noise: float = 0.0
+) -> tuple[Tensor, int]:
     """Returns the exact distributions along ``text``, float64 [n, V], and the number of impossible tokens.
 
     A token that a filter removes counts as possible if its logit passes when moved by ``noise``.
@@ -72,8 +74,8 @@ def laws(subject: Audited, prompt: Ids, text: Ids, law: SamplingLaw, noise: floa
     return probs, int(impossible.sum())
 
 
-def judge(name: str, tally: TokenTally, work: AuditTask) -> Check:
-    """Returns the verdict. All tests share ``work.level``; a token of probability 0 is an error by itself."""
+def sampling_check(name: str, tally: TokenTally, work: AuditTask) -> Check:
+    """Returns the outcome of all tests, which share ``work.level``. A token of probability 0 is an error by itself."""
     statistics, level = leveled(tally, work.level)
     wrong = [one for one in statistics if one.p_value < level]
     numbers = {

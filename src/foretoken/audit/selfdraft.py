@@ -18,18 +18,18 @@ def self_draft(work: AuditTask) -> Check:
     subject = work.subject.self_drafting()
     if subject is None:
         return Check(NAME, CheckOutcome.SKIPPED, "its decode steps are not visible")
-    laws = {
+    modes = {
         "greedy": (0.0, Exactness.DISTRIBUTION),
         "drawn": (work.temperature, Exactness.DISTRIBUTION),
         "seeded": (work.temperature, Exactness.TRAJECTORY),
     }
     shares: dict[str, float] = {}
     steps = 0
-    for index, (name, (temperature, grade)) in enumerate(laws.items()):
-        ask = CompletionSettings(
+    for index, (name, (temperature, grade)) in enumerate(modes.items()):
+        settings = CompletionSettings(
             subject.law(temperature), TOKENS, work.seeds(PURPOSE, index, TEXTS), grade=grade, batch=subject.batch
         )
-        seen = [one for text in subject.generate(work.turn(0, TEXTS), ask) for one in text.steps]
+        seen = [one for text in subject.generate(work.turn(0, TEXTS), settings) for one in text.steps]
         shares[name] = sum(one.whole for one in seen) / max(1, len(seen))
         steps += len(seen)
         work.tick()

@@ -76,8 +76,6 @@ class Audited(Protocol):
         open: Whether its decode steps are visible.
         depth: Draft tokens per step to request, None where that cannot be requested.
         ends: End-of-sequence token ids.
-        facts: What is audited, for the report.
-        encode: Converts a text to token ids.
     """
 
     bit_equal: bool
@@ -88,16 +86,20 @@ class Audited(Protocol):
     ends: tuple[int, ...]
 
     @property
-    def facts(self) -> Mapping[str, Any]: ...
+    def facts(self) -> Mapping[str, Any]:
+        """What is audited, for the report."""
+        ...
 
     @property
-    def encode(self) -> Callable[[str], Sequence[int]]: ...
+    def encode(self) -> Callable[[str], Sequence[int]]:
+        """Converts a text to token ids."""
+        ...
 
     def law(self, temperature: float) -> SamplingLaw:
         """Returns the distribution that it promises at ``temperature``, with its default filters."""
         ...
 
-    def generate(self, prompts: Sequence[Ids], ask: CompletionSettings) -> list[AuditedCompletion]:
+    def generate(self, prompts: Sequence[Ids], settings: CompletionSettings) -> list[AuditedCompletion]:
         """Returns one completion per prompt."""
         ...
 

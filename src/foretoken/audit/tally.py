@@ -38,6 +38,7 @@ class Sum:
 
     @property
     def z(self) -> float:
+        """The sum in standard errors."""
         return self.excess / math.sqrt(self.variance) if self.variance > 0.0 else 0.0
 
 
@@ -131,6 +132,7 @@ class TokenTally:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return self.everything.tokens
 
     def add(self, text: AuditedCompletion, probs: Tensor, spread: Tensor, reference: Tensor | None = None) -> None:
@@ -143,7 +145,7 @@ class TokenTally:
             reference: [n, V], see ``Audited.reference``.
         """
         n = len(text.tokens)
-        parts = judged(probs, torch.tensor(text.tokens), spread)
+        parts = token_figures(probs, torch.tensor(text.tokens), spread)
         self.everything.add(parts, range(n))
         if reference is not None:
             for at in range(n):
@@ -162,7 +164,7 @@ class TokenTally:
         return [statistic for group in (self.everything, *self.behind) for statistic in group.statistics(level)]
 
 
-def judged(probs: Tensor, tokens: Tensor, spread: Tensor) -> Parts:
+def token_figures(probs: Tensor, tokens: Tensor, spread: Tensor) -> Parts:
     """Returns the per-token figures. probs: float64 [n, V]; tokens, spread: [n]."""
     prob = probs.gather(1, tokens[:, None]).squeeze(1)
     entropies = torch.special.entr(probs)

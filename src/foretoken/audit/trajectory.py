@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from foretoken.audit.divergence import Divergence, explained, parity, parting
+from foretoken.audit.divergence import Divergence, explain_divergence, first_difference, parity
 from foretoken.audit.result import Check, CheckOutcome
 from foretoken.audit.subject import Audited, CompletionSettings, Ids
 from foretoken.audit.work import AuditTask
@@ -53,11 +53,13 @@ def _compare(
     prompts: Sequence[Ids],
     expected: Sequence[tuple[int, ...]],
     plain: CompletionSettings,
-    ask: CompletionSettings,
+    settings: CompletionSettings,
 ) -> list[Divergence]:
-    texts = subject.generate(prompts, ask)
-    parts = [parting(here, there.tokens) for here, there in zip(expected, texts, strict=True)]
-    return [explained(subject, prompts, i, at, plain, ask) for i, at in enumerate(parts) if at is not None]
+    texts = subject.generate(prompts, settings)
+    parts = [first_difference(here, there.tokens) for here, there in zip(expected, texts, strict=True)]
+    return [
+        explain_divergence(subject, prompts, i, at, plain, settings) for i, at in enumerate(parts) if at is not None
+    ]
 
 
 def _depths(subject: Audited) -> tuple[int | None, ...]:

@@ -36,6 +36,7 @@ class AuditTask:
 
     @property
     def late(self) -> bool:
+        """Whether the deadline has passed."""
         return monotonic() >= self.deadline
 
     def portions(self, max_portions: int) -> Iterator[int]:
@@ -59,9 +60,9 @@ def noise(subject: Audited, prompts: Sequence[Ids], tokens: int = 32) -> float:
     """Returns the largest difference of a logit between decoding and one forward pass over the same text."""
     if subject.bit_equal:
         return 0.0
-    ask = CompletionSettings(subject.law(0.0), tokens, (0,) * len(prompts), batch=subject.batch, keep=True)
+    settings = CompletionSettings(subject.law(0.0), tokens, (0,) * len(prompts), batch=subject.batch, keep=True)
     largest = 0.0
-    for prompt, text in zip(prompts, subject.generate(prompts, ask), strict=True):
+    for prompt, text in zip(prompts, subject.generate(prompts, settings), strict=True):
         if text.rows is not None:
             largest = max(largest, float((text.rows - subject.logits(prompt, text.tokens).float()).abs().max()))
     return largest

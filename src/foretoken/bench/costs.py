@@ -38,6 +38,7 @@ class Loaded:
 
     @staticmethod
     def of(path: Path, quantization: str = "", max_length: int | None = None) -> Loaded:
+        """Loads the model in ``path``."""
         options: dict[str, Any] = {"quantization": quantization} if quantization else {}
         model = load_model(path, max_length=max_length, **options)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -45,6 +46,7 @@ class Loaded:
 
     @property
     def burst(self) -> int:
+        """Number of steps per turn of a timing: more than one for small models."""
         return BURST if self.file_bytes < SMALL else 1
 
     @property
@@ -121,7 +123,7 @@ def _median(spread: TimeSpread) -> float:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of decoding one token of one sequence, in Foretoken and in transformers, behind the same context."""
+    """Cost of decoding one token of one sequence in Foretoken and in transformers, after the same context."""
 
     name: str
     context: int
@@ -130,6 +132,7 @@ class StepCost:
 
     @property
     def ratio(self) -> float:
+        """Seconds of Foretoken over those of transformers."""
         return self.foretoken.median / self.transformers.median
 
 

@@ -28,6 +28,7 @@ class Pairing:
     max_length: int = 2048
 
     def setup(self, peer: Peer, method: str) -> Setup:
+        """Returns what a process of ``peer`` loads for ``method``."""
         return Setup(
             system=peer.name,
             method=method,

@@ -15,7 +15,9 @@ from foretoken.params import SamplingParams
 class StreamingLLM(Protocol):
     """The part of ``LLM`` that timing needs."""
 
-    def stream(self, prompts: str, sampling_params: SamplingParams) -> Iterator[StreamPiece]: ...
+    def stream(self, prompts: str, sampling_params: SamplingParams) -> Iterator[StreamPiece]:
+        """Yields pieces of the output as tokens are accepted."""
+        ...
 
 
 OnPiece = Callable[[StreamPiece, float], None]
@@ -39,6 +41,7 @@ class TimedCompletion:
 
     @property
     def tokens(self) -> int:
+        """Number of generated tokens."""
         return len(self.output.token_ids)
 
 
@@ -56,6 +59,7 @@ class Totals:
 
     @staticmethod
     def of(runs: Iterable[TimedCompletion]) -> Totals:
+        """Returns the sums over ``runs``."""
         runs = list(runs)
         stats = [run.output.stats for run in runs]
         return Totals(
@@ -70,10 +74,12 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float:
+        """Emitted tokens per second, prefill included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
+        """Emitted tokens per second after each first piece."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property

@@ -76,5 +76,5 @@ def cells(row: RaceRow) -> tuple[str, ...]:
         f"{row.prefill_seconds * 1e3:.0f}",
         f"{row.tokens_per_pass:.2f}",
         "" if row.identical_texts is None else f"{row.identical_texts}/{row.texts}",
-        "" if row.law_z is None else f"{row.law_z:+.1f}",
+        "" if row.sampling_bias_z is None else f"{row.sampling_bias_z:+.1f}",
     )

@@ -18,8 +18,13 @@ class RaceWorker(Protocol):
 
     version: str
 
-    def ask(self, question: PeerRequest) -> Answer: ...
-    def close(self) -> None: ...
+    def complete(self, request: PeerRequest) -> Answer:
+        """Completes the request's prompts."""
+        ...
+
+    def close(self) -> None:
+        """Ends the process."""
+        ...
 
 
 class Pool:
@@ -55,6 +60,7 @@ class Pool:
             self._workers.pop(setup).close()
 
     def close(self) -> None:
+        """Unloads all workers."""
         for setup in list(self._workers):
             self.drop(setup)
 

@@ -25,7 +25,7 @@ class Entrant:
 
 
 @dataclass(frozen=True)
-class Course:
+class RaceTask:
     """The task of all entrants. groups: prompts that run in one batch, each as token ids."""
 
     groups: list[list[list[int]]]
@@ -42,8 +42,8 @@ class RaceRow:
         tokens_per_pass: Emitted tokens per target pass.
         identical_to_plain: Whether all texts equal the system's own plain ones. None for sampled texts.
         best: Whether this is the depth at which the system and method were fastest.
-        law_z: Sampling bias in standard errors, see ``law.py``.
-        law_excess: Sampling bias in nats per token.
+        sampling_bias_z: Sampling bias in standard errors, see ``sampling_bias.py``.
+        sampling_bias_nats: Sampling bias in nats per token.
     """
 
     system: str
@@ -64,8 +64,8 @@ class RaceRow:
     texts: int
     repeats: int
     best: bool = False
-    law_z: float | None = None
-    law_excess: float | None = None
+    sampling_bias_z: float | None = None
+    sampling_bias_nats: float | None = None
 
 
 def turns(count: int, repeats: int) -> list[int]:
@@ -73,23 +73,23 @@ def turns(count: int, repeats: int) -> list[int]:
     return [(i + r) % count for r in range(repeats) for i in range(count)]
 
 
-Heats = dict[tuple[Entrant, float], list[list[Answer]]]  # the answers of every repeat, by entrant and temperature
+RaceAnswers = dict[tuple[Entrant, float], list[list[Answer]]]  # the answers of every repeat, by entrant and temperature
 
 
 def race(
     entrants: Sequence[Entrant],
-    courses: Sequence[Course],
+    tasks: Sequence[RaceTask],
     repeats: int,
     start: Callable[[Setup], RaceWorker],
     say: Callable[[str], None],
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
-) -> tuple[list[RaceRow], Heats]:
-    """Runs all entrants on all courses, interleaved.
+) -> tuple[list[RaceRow], RaceAnswers]:
+    """Runs all entrants on all tasks, interleaved.
 
     Args:
         entrants: The systems.
-        courses: The tasks.
-        repeats: Turns of each entrant on each course.
+        tasks: The tasks.
+        repeats: Turns of each entrant on each task.
         start: Loads a system.
         say: Receives a line about a system that failed.
         track: Wraps the turns to show progress.
@@ -97,47 +97,49 @@ def race(
     Returns:
         Rows and answers of every entrant that finished.
     """
-    pairs = [(entrant, course) for entrant in entrants for course in courses]
+    pairs = [(entrant, task) for entrant in entrants for task in tasks]
     order = turns(len(pairs), repeats)
-    heats: Heats = {(entrant, course.temperature): [] for entrant, course in pairs}
+    race_answers: RaceAnswers = {(entrant, task.temperature): [] for entrant, task in pairs}
     versions: dict[Setup, str] = {}
     failed: set[Setup] = set()
     with Pool(start, [pairs[i][0].setup for i in order]) as pool:
         for turn in track(range(len(order))):
-            entrant, course = pairs[order[turn]]
+            entrant, task = pairs[order[turn]]
             if entrant.setup in failed:
                 continue
             try:
                 worker = pool.get(turn)
                 versions[entrant.setup] = worker.version
-                heats[entrant, course.temperature].append(run(worker, entrant, course))
+                race_answers[entrant, task.temperature].append(run(worker, entrant, task))
             except PeerError as error:
                 failed.add(entrant.setup)
                 pool.drop(entrant.setup)
                 say(f"{error}. Racing without it.")
-    heats = {key: heat for key, heat in heats.items() if key[0].setup not in failed}
+    race_answers = {key: answers for key, answers in race_answers.items() if key[0].setup not in failed}
     rows: list[RaceRow] = []
-    for course in courses:
-        by_entrant = {entrant: heat for (entrant, value), heat in heats.items() if value == course.temperature}
-        plain = {e.system: heat[0] for e, heat in by_entrant.items() if e.method == "plain"}
+    for task in tasks:
+        by_entrant = {
+            entrant: answers for (entrant, value), answers in race_answers.items() if value == task.temperature
+        }
+        plain = {e.system: answers[0] for e, answers in by_entrant.items() if e.method == "plain"}
         rows += mark_best(
-            [summarize(e, versions[e.setup], course, heat, plain.get(e.system)) for e, heat in by_entrant.items()]
+            [summarize(e, versions[e.setup], task, answers, plain.get(e.system)) for e, answers in by_entrant.items()]
         )
-    return rows, heats
+    return rows, race_answers
 
 
-def run(worker: RaceWorker, entrant: Entrant, course: Course) -> list[Answer]:
+def run(worker: RaceWorker, entrant: Entrant, task: RaceTask) -> list[Answer]:
     """Runs one turn: a short warm-up, then every group once."""
 
-    def ask(group: list[list[int]], tokens: int) -> Answer:
-        return worker.ask(PeerRequest(group, tokens, course.temperature, entrant.depth))
+    def complete(group: list[list[int]], tokens: int) -> Answer:
+        return worker.complete(PeerRequest(group, tokens, task.temperature, entrant.depth))
 
-    ask(course.groups[0], min(WARM_UP, course.max_tokens))
-    return [ask(group, course.max_tokens) for group in course.groups]
+    complete(task.groups[0], min(WARM_UP, task.max_tokens))
+    return [complete(group, task.max_tokens) for group in task.groups]
 
 
 def summarize(
-    entrant: Entrant, version: str, course: Course, repeats: Sequence[Sequence[Answer]], plain: Sequence[Answer] | None
+    entrant: Entrant, version: str, task: RaceTask, repeats: Sequence[Sequence[Answer]], plain: Sequence[Answer] | None
 ) -> RaceRow:
     """Summarizes all repeats of one entrant. plain: answers of the same system without speculation."""
     rates = [sum(a.total for a in run) / sum(a.seconds for a in run) for run in repeats]
@@ -148,7 +150,7 @@ def summarize(
     every = [answer for run in repeats for answer in run]
     texts = [tokens for answer in repeats[0] for tokens in answer.tokens]
     same = None
-    if plain is not None and course.temperature == 0:
+    if plain is not None and task.temperature == 0:
         expected = [tokens for answer in plain for tokens in answer.tokens]
         made = [[tokens for answer in run for tokens in answer.tokens] for run in repeats]
         same = sum(all(run[i] == text for run in made) for i, text in enumerate(expected))
@@ -158,8 +160,8 @@ def summarize(
         method=entrant.method,
         num_speculative_tokens=entrant.depth,
         quantization=entrant.setup.quantization or "bf16",
-        temperature=course.temperature,
-        batch=max(map(len, course.groups)),
+        temperature=task.temperature,
+        batch=max(map(len, task.groups)),
         tokens_per_second=median(rates),
         tokens_per_second_spread=(min(rates), max(rates)),
         decode_tokens_per_second=median(decode),

@@ -1,4 +1,4 @@
-"""Prompts of the benchmarks: bundled Python functions, alone or behind more text, or prompts from a file."""
+"""Prompts of the benchmarks: bundled Python functions, alone or after other text, or prompts from a file."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ CONTEXTS = ("textwrap", "shlex", "queue", "bisect", "heapq", "sched", "fnmatch",
 
 
 def ragged(encode: Callable[[str], list[int]], count: int = 16, low: int = 20, high: int = 1000) -> list[list[int]]:
-    """Returns prompts of ``low`` to ``high`` tokens: bundled functions behind part of a standard library module.
+    """Returns prompts of ``low`` to ``high`` tokens: bundled functions after part of a standard library module.
 
     Lengths grow by a constant factor and come in mixed order. The modules are those of the running Python.
     """

@@ -95,10 +95,10 @@ def _subject(
     from foretoken.audit.assisted import Assisted
     from foretoken.speculation import SpeculativeConfig, with_draft
 
-    wanted = SpeculativeConfig.of(given)
-    if model is None and draft is None and wanted.model is None and wanted.method in (None, "draft_model"):
+    speculation = SpeculativeConfig.of(given)
+    if model is None and draft is None and speculation.model is None and speculation.method in (None, "draft_model"):
         draft = str(zoo.path("draft"))
-    return Assisted(model or zoo.path("target"), with_draft(wanted, draft), dtype)
+    return Assisted(model or zoo.path("target"), with_draft(speculation, draft), dtype)
 
 
 def _seconds(text: str) -> float:

@@ -56,7 +56,7 @@ def race(
 
     check_places(output=output, html=html_file)
     configs = _configs(speculative_config)
-    wanted = chosen(peers)
+    candidates = chosen(peers)
     if target is None:
         target, draft = scaled("0.7b"), draft or zoo.path("draft")
     if draft is None:
@@ -69,7 +69,7 @@ def race(
     pairing = Pairing(target, draft, depths, batch, quantization or "", longest)
     groups = [ids[i : i + batch] for i in range(0, len(ids), batch)]
     console, notes = wide_console(color), wide_console(color, stderr=True)
-    rows = _race(pairing, configs, wanted, groups, (max_tokens, temperature or [0.0], repeats), notes)
+    rows = _race(pairing, configs, candidates, groups, (max_tokens, temperature or [0.0], repeats), notes)
     facts = setting() | {
         "target": target.name,
         "draft": draft.name,
@@ -86,19 +86,19 @@ def race(
 def _race(
     pairing: Pairing,
     configs: list[dict[str, Any]],
-    wanted: Sequence[Any],
+    candidates: Sequence[Any],
     groups: list[list[list[int]]],
-    course: tuple[int, list[float], int],
+    task: tuple[int, list[float], int],
     notes: Console,
 ) -> list[RaceRow]:
     """Runs the race. Returns its rows."""
     from foretoken.bench.costs import Loaded
     from foretoken.bench.entrants import own, peers
-    from foretoken.bench.law import judged
     from foretoken.bench.peers.protocol import Setup
     from foretoken.bench.peers.registry import OURS, PEERS, folder
     from foretoken.bench.peers.worker import PeerWorker
-    from foretoken.bench.race import Course, race
+    from foretoken.bench.race import RaceTask, race
+    from foretoken.bench.sampling_bias import with_sampling_bias
     from foretoken.cli.theme import waiting
     from foretoken.core.errors import ForetokenError
 
@@ -110,15 +110,17 @@ def _race(
         return PeerWorker((PEERS | {OURS.name: OURS})[setup.system].command, setup, log)
 
     with waiting(notes, "setting up"):
-        entrants = own(pairing, configs) + peers(pairing, configs, wanted, say)
-    max_tokens, temperatures, repeats = course
-    courses = [Course(groups, max_tokens, value) for value in dict.fromkeys(temperatures)]
-    rows, heats = race(entrants, courses, repeats, start, say, tracker(notes, "race"))
+        entrants = own(pairing, configs) + peers(pairing, configs, candidates, say)
+    max_tokens, temperatures, repeats = task
+    tasks = [RaceTask(groups, max_tokens, value) for value in dict.fromkeys(temperatures)]
+    rows, race_answers = race(entrants, tasks, repeats, start, say, tracker(notes, "race"))
     try:
-        with waiting(notes, "comparing laws"):
-            return judged(rows, heats, courses, lambda: Loaded.of(pairing.target, pairing.quantization).model)
+        with waiting(notes, "testing sampled texts"):
+            return with_sampling_bias(
+                rows, race_answers, tasks, lambda: Loaded.of(pairing.target, pairing.quantization).model
+            )
     except ForetokenError as error:  # keeps the result of the race
-        say(f"the laws of drawn texts were not compared: {error}")
+        say(f"sampled texts were not tested: {error}")
         return rows
 
 

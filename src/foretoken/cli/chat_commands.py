@@ -60,13 +60,24 @@ class Chat(Protocol):
     finished: bool
 
     @property
-    def conversation(self) -> Conversation: ...
+    def conversation(self) -> Conversation:
+        """The conversation so far."""
+        ...
+
     @property
-    def methods(self) -> tuple[str, ...]: ...
+    def methods(self) -> tuple[str, ...]:
+        """Names of the loaded methods, the selected one first."""
+        ...
+
     @property
-    def coloured(self) -> bool: ...
+    def coloured(self) -> bool:
+        """Whether rejected tokens can be shown."""
+        ...
+
     @property
-    def record(self) -> dict[str, Any]: ...
+    def record(self) -> dict[str, Any]:
+        """The document that /save writes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,7 @@ def _rejected(chat: Chat, argument: str) -> str:
 
 def _reset(chat: Chat, argument: str) -> str:
     chat.conversation.reset()
-    return "the conversation starts anew"
+    return "the conversation starts over"
 
 
 def _save(chat: Chat, argument: str) -> str:

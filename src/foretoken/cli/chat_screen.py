@@ -24,10 +24,12 @@ CONTINUED = "\\"  # at the end of a line: the message continues on the next
 
 
 class Screen(Protocol):
-    """Output of a chat. ``coloured`` is whether text is coloured by origin."""
+    """Output of a chat."""
 
     @property
-    def coloured(self) -> bool: ...
+    def coloured(self) -> bool:
+        """Whether text is coloured by origin."""
+        ...
 
     def welcome(self, text: str) -> None:
         """Shows the models' names before the first message."""

@@ -47,9 +47,9 @@ class Conversation:
             InvalidRequest: The message alone is too long, or the template refuses it. The message is not added.
         """
         turns = [*self.turns, {"role": "user", "content": text}]
-        first, room = self._from, self._max_length - min(max_tokens, self._max_length // 2)
+        first, budget = self._from, self._max_length - min(max_tokens, self._max_length // 2)
         ids = self._prompt(turns[first:])
-        while len(ids) > room and first < len(turns) - 1:
+        while len(ids) > budget and first < len(turns) - 1:
             first = next((i for i in range(first + 1, len(turns)) if turns[i]["role"] == "user"), len(turns) - 1)
             ids = self._prompt(turns[first:])
         if len(ids) >= self._max_length:

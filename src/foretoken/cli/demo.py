@@ -38,6 +38,7 @@ class Pair:
 
     @property
     def identical(self) -> bool:
+        """Whether both texts are equal."""
         return self.plain.output.token_ids == self.speculative.output.token_ids
 
 

@@ -65,8 +65,8 @@ for registered in (each for part in (app, train_app, bench_app) for each in part
 INTERRUPTED, BROKEN_PIPE, USAGE = 130, 141, 2  # 128 + the signal's number, as shells report it
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"foretoken {__version__}")
         raise typer.Exit()
 

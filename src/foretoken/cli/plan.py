@@ -60,7 +60,7 @@ def plan(
 ) -> None:
     """Predict tokens per step and speedup of every way to speculate, and recommend one, or none.
 
-    The target writes a sample after the prompts; every candidate is judged on it, and steps are timed here.
+    The target writes a sample after the prompts; every candidate is evaluated on it, and steps are timed here.
     """
     check_places(output=output, html=html_file)
     check_dtype(dtype)

@@ -104,6 +104,7 @@ class TextWriter:
         self.at_line_start = True
 
     def write(self, spans: Sequence[Span]) -> None:
+        """Writes spans to the console."""
         plain = "".join(span.text for span in spans if span.origin is not TokenOrigin.REJECTED)
         if self._coloured:
             self._console.print(styled(spans, self._rejected), end="", soft_wrap=True)

@@ -70,7 +70,9 @@ def serve(
         typer.Option(help="Host name that clients may use, such as a proxy's; may be repeated. [loopback's names]"),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences in one forward pass; more wait.")] = 16,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are told to try later.")] = 256,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Sequences that may wait; further requests get status 429.")
+    ] = 256,
     max_model_len: MaxModelLen = None,
     kv_cache_memory_bytes: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Memory of the KV cache, such as 2GiB. [no limit]")
@@ -82,7 +84,7 @@ def serve(
     body_timeout: Annotated[float, typer.Option(min=0, help="Seconds in which a request's body has to arrive.")] = 60.0,
     request_timeout: Annotated[float, typer.Option(min=0, help="Seconds that a request may take.")] = 600.0,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests have to finish when the server is told to end.")
+        float, typer.Option(min=0, help="Seconds that running requests have to finish when the server shuts down.")
     ] = 30.0,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -94,7 +96,7 @@ def serve(
         int | None, typer.Option(min=1, help="Engines behind this address, on Ray Serve. [one, in this process]")
     ] = None,
     max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="Start up to so many while requests ask for them. [--replicas]")
+        int | None, typer.Option(min=1, help="Start up to this many under load. [--replicas]")
     ] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="Ray cluster for replicas, such as auto or HOST:6379. [one of its own]")
@@ -108,8 +110,8 @@ def serve(
         raise InvalidRequest(f"--log-level must be one of {', '.join(_LEVELS)}, got {log_level!r}")
     if not all(api_key or ()):
         raise InvalidRequest("--api-key must not be empty; leave it out to serve without keys")
-    wanted = scale(replicas, max_replicas, ray_address, replica_cpus, replica_gpus)
-    if wanted is not None and tensor_parallel_size > 1:
+    replica_scale = scale(replicas, max_replicas, ray_address, replica_cpus, replica_gpus)
+    if replica_scale is not None and tensor_parallel_size > 1:
         raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
     config = speculative(speculative_config)
     options = {
@@ -144,10 +146,10 @@ def serve(
         hosts = allowed_hosts(host, listening.getsockname()[0], bool(api_key), allowed_host or ())
         settings = _settings(**served, hosts=hosts)
         _logging(log_level)
-        if wanted is not None:
+        if replica_scale is not None:
             engine = {"model": model, "draft_model": draft_model, "options": options, "max_waiting": max_waiting}
             announce = partial(_announce, settings, listening)
-            serve_replicas(engine, wanted, settings, listening, drain_timeout, announce, log_level == "debug")
+            serve_replicas(engine, replica_scale, settings, listening, drain_timeout, announce, log_level == "debug")
             return
         llm = load(model, draft_model, ColorMode.AUTO, **options)
         try:

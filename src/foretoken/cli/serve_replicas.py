@@ -31,7 +31,7 @@ def scale(
 
 def serve_replicas(
     engine: dict[str, Any],
-    wanted: dict[str, Any],
+    replica_scale: dict[str, Any],
     settings: ServerSettings,
     listening: socket.socket,
     drain_timeout: float,
@@ -40,15 +40,15 @@ def serve_replicas(
 ) -> None:
     """Starts replicas, serves until the server is told to end, and ends them.
 
-    ``engine`` has arguments of ``ReplicaConfig``, ``wanted`` those of ``ReplicaScale``.
+    ``engine`` has arguments of ``ReplicaConfig``, ``replica_scale`` those of ``ReplicaScale``.
     """
-    deploy = _deploying(alone="address" not in wanted)
+    deploy = _deploying(alone="address" not in replica_scale)
     from foretoken.serve.replicas.front import Front, create_front
     from foretoken.serve.replicas.replica import ReplicaConfig
     from foretoken.serve.replicas.scale import ReplicaScale
     from foretoken.serve.run import Server
 
-    made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**wanted)
+    made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**replica_scale)
     spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas")
     with deploy.replicas(made, size, drain_timeout, spinner, verbose) as answering:
         settings = replace(settings, max_concurrency=size.ceiling * made.max_requests)

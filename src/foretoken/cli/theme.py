@@ -24,7 +24,7 @@ class ColorMode(StrEnum):
 
 
 class TokenOrigin(StrEnum):
-    """Origin of a piece of text."""
+    """Origin of a piece of text: accepted, rejected, or the target's own."""
 
     ACCEPTED = "accepted"  # drafted, and accepted by the target
     REJECTED = "rejected"  # drafted, and not part of the text

@@ -34,7 +34,7 @@ Window = Annotated[int, typer.Option(help="Tokens per window.")]
 Rate = Annotated[float, typer.Option(help="The highest learning rate.")]
 Seed = Annotated[int, typer.Option(help="Of the weights and of the order of the windows.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT whatever it holds, and start afresh.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT whatever it holds, and start again.")]
 Compile = Annotated[
     bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile; else if a C++ compiler is found.")
 ]
@@ -97,7 +97,7 @@ def draft(
     acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
     generate: Annotated[bool, typer.Option("--generate", help="Let the target continue half of the windows.")] = False,
     generated_share: Annotated[float | None, typer.Option(help="Or this share of them.")] = None,
-    disk_gigabytes: Annotated[float, typer.Option(help="For the target's laws, during the run.")] = 2.0,
+    disk_gigabytes: Annotated[float, typer.Option(help="For the target's distributions, during the run.")] = 2.0,
     patience: Patience = None,
     compile_model: Compile = None,
     resume: Resume = False,

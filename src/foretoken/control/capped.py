@@ -57,8 +57,8 @@ class Batch:
 class Capped(Controller):
     """A constant draft length, as far as the ledger and memory allow. Base of controllers that choose the length.
 
-    A decision holds for some steps while the same requests run and their caps leave room for it. While a decision to
-    draft nothing holds, most steps are not observed.
+    A decision holds for some steps while the same requests run and their caps allow it. While a decision to draft
+    nothing holds, most steps are not observed.
 
     Args:
         max_tokens: Largest draft length of a request.
@@ -93,7 +93,7 @@ class Capped(Controller):
             self._age, self._ids, self._caps = 0, ids, limits
             self._income = self.ledger.income(self.costs, len(ids)) if self.ledger else 0.0
             self.held = self._decision(contexts, limits)
-        elif not drafting and self._age % (self.tuning.rest + 1) and self.held.steps - self._age > self.tuning.awake:
+        elif not drafting and self._age % (self.tuning.skipped + 1) and self.held.steps - self._age > self.tuning.awake:
             self.resting = True
             if self.ledger:
                 self.ledger.add(self._income)
@@ -142,7 +142,7 @@ class Capped(Controller):
         return Decision(budgets, 1, trial=contexts[first].id)
 
     def _holds(self, ids: list[int], limits: list[int]) -> bool:
-        """Returns whether the last decision holds: its caps may only have become smaller, and leave room for it."""
+        """Returns whether the last decision holds: its caps may only have become smaller, and still allow it."""
         if self._age >= self.held.steps or ids != self._ids:
             return False
         if limits != self._caps and not all(

@@ -21,7 +21,7 @@ from foretoken.costs.model import CostModel
 from foretoken.params import MAX_SPECULATIVE_TOKENS
 
 Control = str | Mapping[str, Any]
-_MAX_TOKENS = 16  # of goodput where nobody says how many
+_MAX_TOKENS = 16  # default maximum of goodput
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The ledger of seconds that drafting saved or lost against plain decoding, which keeps it from ever being slower."""
+"""The ledger of seconds that drafting saved or lost against plain decoding, which keeps it from being slower."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def _loss(own: Sequence[StepOutput], steps: Sequence[StepOutput], plain: float, 
         # Plain steps timed while the machine was slower would make a loss look like a gain.
         share = (timings.total - timings.propose) / timings.total
         base = min(base, seconds * share / float(costs.pass_ratio(np.asarray([rows]), without)[0]))
-    else:  # beside prefill only the added part can be told
+    else:  # in a step with prefill only the added part is known
         seconds = plain + timings.propose + max(0.0, costs.pass_seconds(rows) - plain)
     return seconds - base * sum(len(step.tokens) for step in own) / len(own)

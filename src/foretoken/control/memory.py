@@ -12,7 +12,7 @@ from foretoken.costs.tuning import TUNING, Tuning
 class MemoryWatch:
     """Halves draft lengths while memory is short.
 
-    It also holds for requests that ask for a draft length: theirs is a wish for speed, and this keeps them alive.
+    It also applies to requests that ask for a draft length: they ask for speed, and this keeps them from failing.
 
     Args:
         max_tokens: Largest draft length, which says how many halvings leave nothing.

@@ -103,9 +103,9 @@ def _estimate(sums: Array, ratios: Array, exists: Array, strength: float) -> tup
         exists: [..., max_rank], prior of the second.
         strength: Drafts that the priors count as.
     """
-    accepted, before, had, asked = sums
+    accepted, before, had, requested = sums
     ratios = np.minimum(1.0, (accepted + strength * ratios) / (before + strength))
-    return ratios, np.minimum.accumulate((had + strength * exists) / (asked + strength), axis=-1)
+    return ratios, np.minimum.accumulate((had + strength * exists) / (requested + strength), axis=-1)
 
 
 def _accepted_ranks(draft: Draft, verdict: Verdict) -> list[int]:

@@ -1,4 +1,4 @@
-"""One sequence as proposers and sampling laws see it: its tokens, sampling law and random numbers."""
+"""One sequence as proposers and verifiers see it: its tokens, sampling parameters and random numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Context:
         id: Identifier of the sequence, unique in its engine.
         tokens: Prompt and output. Only the engine appends to it.
         prompt_length: Number of prompt tokens.
-        law: Makes probabilities of the target's logits.
+        law: Sampling parameters: turns the target's logits into probabilities.
         streams: Random numbers of the sequence.
         exactness: Grade of exactness that the request is promised.
         depth: Draft tokens per step that the request asks for. None leaves it to the controller.

@@ -1,4 +1,4 @@
-"""Target distributions of the nodes of a draft: the interface of a sampling law, and its lazily computed rows."""
+"""Target distributions at the nodes of a draft: the interface ``Law``, and rows that are computed lazily."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foretoken.core.history import History
 
 
 class Law(Protocol):
-    """Turns logits into probabilities, one row per node, given each node's history."""
+    """Sampling parameters as a function: turns logits into probabilities, one row per node, given its history."""
 
     @property
     def greedy(self) -> bool:
@@ -52,7 +52,7 @@ class Law(Protocol):
         return not_finite()
 
     def with_temperature(self, temperature: float) -> Law:
-        """Returns the same law at another temperature, for a draft hotter or colder than its target."""
+        """Returns the same parameters at another temperature, for a draft with a temperature of its own."""
         ...
 
 
@@ -66,9 +66,9 @@ class NodeDistributions:
     rejected, and then the error must have no effect. ``refusal(i)`` is the error for a request that reaches row i.
 
     Args:
-        law: The sampling law of the request.
+        law: Sampling parameters of the request.
         logits: [n+1, V]. Row 0 at the root, row i + 1 at node i.
-        history: Returns the history of a row. Called only where the law needs it.
+        history: Returns the history of a row. Called only if ``law.needs_history``.
     """
 
     def __init__(self, law: Law, logits: Tensor, history: Callable[[int], History]) -> None:

@@ -1,4 +1,4 @@
-"""A process of its own for each task, forked from one that has loaded what the tasks need. POSIX only.
+"""Runs each task in its own process, forked from one that has loaded what the tasks need. POSIX only.
 
 Each process has a limit on processor time and memory. The kernel kills a process that exceeds it, and the other end of
 its connection reads an end of file. This module must not import torch, so that the processes start quickly.
@@ -16,7 +16,7 @@ from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-_NICER = 5  # niceness of work that nobody waits for in the middle of a step
+_NICER = 5  # niceness of work that no decode step waits for
 
 
 class ForkServer:
@@ -144,9 +144,9 @@ def limit_memory(memory_bytes: int) -> None:
 
 
 def nicely(work: Callable[[], None]) -> None:
-    """Does ``work`` in a thread that gives way to other threads and processes, and waits for it.
+    """Runs ``work`` in a thread of lower priority, and waits for it.
 
-    A niceness cannot be taken back without privileges. On Linux it is a thread's own, so this one's stays.
+    A niceness cannot be lowered without privileges. On Linux it belongs to a thread, so only this thread keeps it.
     """
 
     def run() -> None:

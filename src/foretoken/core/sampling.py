@@ -21,7 +21,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.filters import BLOCK, kth_largest, largest, nucleus
 from foretoken.core.grammar import Grammar
 from foretoken.core.history import History
-from foretoken.core.native import laws as native
+from foretoken.core.native import sampling as native
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foretoken.core.checks import MAX_SEED as MAX_SEED
 from foretoken.core.checks import MIN_SEED as MIN_SEED
-from foretoken.core.native import laws as native
+from foretoken.core.native import sampling as native
 
 MAX_DERIVED_SEED = 2**128 - 1
 
@@ -36,7 +36,7 @@ Ids = NDArray[np.int64]
 
 
 class Purpose(IntEnum):
-    """What a random number is for. Different purposes never use the same number."""
+    """The use of a random number. Different purposes never use the same number."""
 
     DRAFT = 1
     VERIFY = 2
@@ -44,7 +44,7 @@ class Purpose(IntEnum):
 
 
 class SeedDomain(StrEnum):
-    """What a derived seed is for. Seeds of different domains differ."""
+    """The use of a derived seed. Seeds of different domains differ."""
 
     COMPLETION = "completion"  # the second and later completions of a request with a seed
     REQUEST = "request"  # all completions of a request without a seed
@@ -263,8 +263,8 @@ def derived_seed(domain: SeedDomain, *parts: int | str) -> int:
     """Returns a seed from 2**127 to ``MAX_DERIVED_SEED``, a range that contains no user's seed.
 
     Args:
-        domain: What the seed is for.
-        parts: What distinguishes it from the other seeds of its domain, for example the number of a request.
+        domain: The use of the seed.
+        parts: Distinguish it from the other seeds of its domain, for example the number of a request.
     """
     data = repr((str(domain), *parts)).encode()
     return 2**127 | int.from_bytes(hashlib.blake2b(data, digest_size=16).digest(), "big")

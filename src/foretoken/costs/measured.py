@@ -14,7 +14,7 @@ from foretoken.core.files import atomic_file, cache_folder
 from foretoken.core.schema import read_object
 from foretoken.costs.curve import Curve
 
-CONTEXT = 256  # tokens before a pass, where nobody says how many
+CONTEXT = 256  # default number of tokens before a pass
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TimeSpread:
 
 @dataclass(frozen=True)
 class PassCost:
-    """Cost of a pass over ``rows`` rows of each of ``batch`` sequences behind ``context`` tokens.
+    """Cost of a pass over ``rows`` rows of each of ``batch`` sequences after ``context`` tokens.
 
     Attributes:
         floor: Seconds of the bare matrix products, in the same run. None where there is no bare kernel to time.
@@ -83,7 +83,7 @@ class MeasuredCosts:
 
     @staticmethod
     def load(name: str, identity: str) -> MeasuredCosts:
-        """Returns what was kept, nothing where there is none or the file is damaged."""
+        """Returns the saved costs; none if no file exists or it is damaged."""
         empty = MeasuredCosts(name, identity)
         try:
             record = read_object(_file(identity))

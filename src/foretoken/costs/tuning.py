@@ -16,7 +16,7 @@ class Tuning:
     row_share: float = 0.03  # of one row's time that a further row takes while one size is known; typical of CPUs
 
     # Speed of the machine.
-    known: float = 2.0  # observations of a size that let it tell the speed
+    known: float = 2.0  # observations of a size after which its time shows the machine's speed
     follow: float = 0.3  # share of a small change that one step applies: most of it is noise
     jump: float = 0.15  # log ratio above which a change is no noise
     leap: float = 0.5  # share of a large change that one step applies
@@ -32,7 +32,7 @@ class Tuning:
     refresh: int = 4  # steps with drafts, at least, between two plain ones: cheap while drafting gains nothing
     patience: float = 200.0  # more such steps per unit of speedup, so that timing plain steps costs half a percent
     stale: float = 3.0  # observations that older plain steps count as after ``refresh`` steps with drafts
-    slack: int = 8  # tokens missed by the proposer that take too little time to be told apart from drafting
+    slack: int = 8  # tokens missed by the proposer whose time cannot be distinguished from drafting
     missed_per_step: float = 16.0  # missed tokens that take as long as a drafting step, until measured
 
     # Acceptance of draft tokens, as priors.
@@ -57,12 +57,12 @@ class Tuning:
     # How long a decision holds for the same requests.
     hold: int = 4  # steps with drafts
     hold_none: int = 64  # steps without: nothing is learned from them that would change the decision
-    rest: int = 15  # of ``rest + 1`` steps without drafts that are not observed; the last tells the machine's speed
+    skipped: int = 15  # of ``skipped + 1`` steps without drafts that are not observed; the last one shows the speed
     awake: int = 3  # steps that are observed before a decision without drafts ends
 
     # Ledger.
-    start: float = 2.0  # plain steps that may be lost before anything was gained
-    max_balance: float = 16.0  # plain steps that may be saved up, so that a good hour licenses no bad minute
+    start: float = 2.0  # plain steps that may be lost before any time was saved
+    max_balance: float = 16.0  # plain steps that may be saved up, so that a good hour does not permit a bad minute
     charged: float = 3.0  # times the expected seconds that the proposer is charged at most: others caused the rest
     unknown: int = 2  # draft tokens of one request while the time of drafting is unknown
 

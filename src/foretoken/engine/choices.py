@@ -96,10 +96,10 @@ class Choices:
                 byte = texts[start][depth + shared]
                 stop = bisect_right(texts, byte, start, end, key=in_text)
                 first = bisect_left(tokens, byte, first, last, key=in_token)
-                behind = bisect_right(tokens, byte, first, last, key=in_token)
-                if first < behind:
-                    ranges.append((start, stop, first, behind, shared + 1))
-                start, first = stop, behind
+                after = bisect_right(tokens, byte, first, last, key=in_token)
+                if first < after:
+                    ranges.append((start, stop, first, after, shared + 1))
+                start, first = stop, after
         return ids
 
 

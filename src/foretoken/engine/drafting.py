@@ -58,7 +58,7 @@ class RemoteTarget(Model):
 
 
 def drafter(line: WorkerEndpoint, order: Mapping[str, Any]) -> DraftingWorker:
-    """Loads what ``order`` describes (see ``propose.remote``). Raises InvalidRequest or ModelLoadError."""
+    """Loads the proposer that ``order`` describes (see ``propose.remote``). Raises InvalidRequest or ModelLoadError."""
     if order["threads"] is not None:
         torch.set_num_threads(order["threads"])
     models: list[Resumable] = []

@@ -149,7 +149,7 @@ def main(descriptor: int) -> None:
                 compiled.append(error)
 
         allow_seconds(limits.compile_seconds)
-        nicely(compile_spec)  # steps wait for masks, and for no grammar
+        nicely(compile_spec)  # decode steps wait for masks, but not for compiling
         allow_seconds(0.0)
         grammar = compiled[0]
         if isinstance(grammar, InvalidRequest):

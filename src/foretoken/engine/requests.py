@@ -148,7 +148,9 @@ class RequestBuilder:
         self._check(tokenized, params, ends)
         restrictions = restrictions or self.restrictions(params)
         law, structured = params.law(self._vocab_size, restrictions.bad_words, ends), restrictions.structured
-        laws = [replace(law, grammar=None if structured is None else structured.follow(ends)) for _ in range(params.n)]
+        sampling_laws = [
+            replace(law, grammar=None if structured is None else structured.follow(ends)) for _ in range(params.n)
+        ]
         prediction = self.prediction(params.prediction)
         number = next(self._requests)
         contexts, stoppings = [], []
@@ -158,7 +160,7 @@ class RequestBuilder:
                     id=next(self._sequences),
                     tokens=list(tokenized.tokens),
                     prompt_length=len(tokenized.tokens),
-                    law=laws[index],
+                    law=sampling_laws[index],
                     streams=Streams(self._seed_of(params.seed, number, index)),
                     exactness=params.grade,
                     depth=params.speculative_tokens,

@@ -174,11 +174,14 @@ def explain(context: Context, draft: Draft, rows: list[int], tokens: list[int], 
         tokens: The accepted tokens and the target's token.
         logits: [n+1, V].
     """
-    laws = NodeDistributions(context.law, logits, partial(context.history_at, draft))
+    distributions = NodeDistributions(context.law, logits, partial(context.history_at, draft))
     return Explained(
-        p=tuple(_known(float(laws[parent + 1][token])) for parent, token in zip(draft.parents, draft.ids, strict=True)),
+        p=tuple(
+            _known(float(distributions[parent + 1][token]))
+            for parent, token in zip(draft.parents, draft.ids, strict=True)
+        ),
         q=tuple(draft.chance(node) for node in range(len(draft))),
-        emitted_prob=tuple(float(laws[row][token]) for row, token in zip(rows, tokens, strict=True)),
+        emitted_prob=tuple(float(distributions[row][token]) for row, token in zip(rows, tokens, strict=True)),
     )
 
 

@@ -25,7 +25,7 @@ from foretoken.propose.base import Proposer
 _PROMPT = 96  # tokens
 _FIRST = (0, 1)  # prefill, and the proposer's catching up
 _SWEEP = (0, 1, 2, 4, 6, 7, 8, 12, 16)  # depths
-_SWEEPS = 3  # the medians of which count, since a slow moment would be remembered; fewer if they take longer than
+_SWEEPS = 3  # their medians count, so that a slow moment has no effect; fewer if they take longer than
 _SECONDS = 1.0
 
 

@@ -69,7 +69,7 @@ class Handle:
         self.rewind()
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the path of cached nodes, from the root down, that spells the longest prefix of ``tokens``."""
+        """Returns the longest path of cached nodes, from the root down, whose tokens are a prefix of ``tokens``."""
         path: list[int] = []
         at = -1
         for token in tokens:
@@ -160,9 +160,9 @@ class Model(ABC):
 
     @abstractmethod
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:
-        """Appends tokens to each sequence. Cached nodes that spell them are kept, the others are dropped.
+        """Appends tokens to each sequence. Cached nodes of these tokens are kept, the others are dropped.
 
-        Appending nothing abandons the step: the next pass computes the newest token's row again.
+        Appending no tokens abandons the step: the next pass computes the newest token's row again.
         """
 
     @abstractmethod

@@ -105,7 +105,7 @@ class MeasuredStepTimes:
         self._visits, self._batch, self._passes = visits, batch, passes or PassTimes(visits)
         lanes = [lane for visit in visits for lane in visit.values()]
         plain = [LaneTimes(lane.plain, lane.plain) for lane in lanes]
-        self.plain = self._passes.plain + self._overhead(plain, steady=True)
+        self.plain = self._passes.plain + self._overhead(plain, same_rows=True)
 
     def of(self, name: str, sizes: Mapping[int, float]) -> StepTime:
         """Returns the step time of a lane.
@@ -120,17 +120,18 @@ class MeasuredStepTimes:
         """
         lanes = [visit[name] for visit in self._visits]
         rows = {step.rows for lane in lanes for step in lane.steps}
-        steady = len(rows) == 1
+        same_rows = len(rows) == 1
         pass_seconds = self._mean_pass(sizes)
-        if steady:
+        if same_rows:
             full = rows.pop()
             pass_seconds *= self._passes.of(name, full) / float(self._passes.over(full + 1)[-1])
-        overhead = self._overhead(lanes, steady=steady)
+        overhead = self._overhead(lanes, same_rows=same_rows)
         drafting, whole = (
-            sum(_part(lane, part, steady=steady) for lane in lanes) for part in (lambda step: step.propose, _overhead)
+            sum(_part(lane, part, same_rows=same_rows) for lane in lanes)
+            for part in (lambda step: step.propose, _overhead)
         )
         over = (overhead + pass_seconds) / self.plain
-        error = _joined([_relative(lane, over, steady=steady) for lane in lanes])
+        error = _joined([_relative(lane, over, same_rows=same_rows) for lane in lanes])
         return StepTime(
             seconds=overhead + pass_seconds,
             propose=overhead * drafting / whole if whole else 0.0,
@@ -138,10 +139,12 @@ class MeasuredStepTimes:
             error=float(np.hypot(error, _DRIFT)),
         )
 
-    def _overhead(self, lanes: Sequence[LaneTimes], *, steady: bool) -> float:
+    def _overhead(self, lanes: Sequence[LaneTimes], *, same_rows: bool) -> float:
         """Returns the seconds of a step outside of the target's pass."""
         samples = [
-            SpeedSample(len(lane.steps), _part(lane, _overhead, steady=steady), _plain(lane, lambda step: step.score))
+            SpeedSample(
+                len(lane.steps), _part(lane, _overhead, same_rows=same_rows), _plain(lane, lambda step: step.score)
+            )
             for lane in lanes
         ]
         return at_speed(samples, self._passes.plain)
@@ -177,18 +180,18 @@ def _plain(lane: LaneTimes, part: Callable[[TimedStep], float]) -> float:
     return median(part(step) for step in lane.plain)
 
 
-def _part(lane: LaneTimes, part: Callable[[TimedStep], float], *, steady: bool) -> float:
+def _part(lane: LaneTimes, part: Callable[[TimedStep], float], *, same_rows: bool) -> float:
     """Returns the seconds of a part of a step: the median, or where it varies the mean without the longest.
 
     For a part of a part it never exceeds that of the whole, because each sorted value is at most its counterpart.
     """
     parts = sorted(part(step) for step in lane.steps)
-    return median(parts) if steady else fmean(parts[: max(1, len(parts) - 1)])
+    return median(parts) if same_rows else fmean(parts[: max(1, len(parts) - 1)])
 
 
-def _relative(lane: LaneTimes, over: float, *, steady: bool) -> tuple[float, float]:
+def _relative(lane: LaneTimes, over: float, *, same_rows: bool) -> tuple[float, float]:
     """Returns the time of a step over a plain one at one visit, and its relative error."""
-    if steady:
+    if same_rows:
         ratios = [step.seconds / other.seconds for step, other in zip(lane.steps, lane.plain, strict=True)]
         return median(ratios), _error(ratios)
     overheads = [_overhead(step) for step in lane.steps]

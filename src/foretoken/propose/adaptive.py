@@ -1,7 +1,7 @@
 """Online adaptation: a draft that learns from every row that its target verifies (2310.07177, 2310.08461).
 
 The target's logits for the text that it emits are free training data. Samples wait in a bounded buffer. A thread trains
-a copy of the draft on them and hands over a finished version, which takes over between two steps. Within a step the
+a copy of the draft on them; a finished version replaces the draft between two steps. Within a step the
 draft is constant, and the distribution that travels with its tokens is the one they were drawn from, so exactness is
 not affected. Some samples are held out: a version that does worse on them is rolled back.
 
@@ -82,8 +82,8 @@ class Update:
 
     Attributes:
         before: Acceptance on held-out samples before it.
-        after: The same after it.
-        taken: It was taken over.
+        after: Acceptance on held-out samples after it.
+        taken: Whether the new version is used.
     """
 
     before: float

@@ -136,8 +136,8 @@ class Chain:
         """Returns whether the gate ends the chain here."""
         if self.gate is None:
             return False
-        judged = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
-        return self.gate.stops(judged[0], None if hidden is None else hidden[0])
+        tested = self._rows(self.law.with_temperature(1.0), logits) if self.law.greedy else rows
+        return self.gate.stops(tested[0], None if hidden is None else hidden[0])
 
     def _rows(self, law: Law, logits: Tensor) -> NodeDistributions:
         return NodeDistributions(law, logits, lambda row: self.context.history(self.tokens))
@@ -172,11 +172,11 @@ class SampledTreeGrower:
     """Grows a tree of drawn nodes, whose distributions travel with the draft.
 
     Attributes:
-        laws: Returns the distribution at each node of the frontier.
+        distributions: Returns the distribution at each node of the frontier.
     """
 
     tree: DrawnTree
-    laws: Callable[[Tensor, Growth], Tensor]
+    distributions: Callable[[Tensor, Growth], Tensor]
 
     @property
     def done(self) -> bool:
@@ -186,7 +186,7 @@ class SampledTreeGrower:
         return self.tree.growing()
 
     def extend(self, logits: Tensor, hidden: Tensor | None = None) -> None:
-        self.tree.expand(self.laws(logits, self.tree))
+        self.tree.expand(self.distributions(logits, self.tree))
 
     def draft(self) -> Draft:
         return self.tree.finished()
@@ -216,7 +216,7 @@ def begin(
         return Chain(context, steps, law, widen, stream, drawn=not shared and not law.greedy, gate=gate)
     ranking = law.with_temperature(1.0) if law.greedy else law
 
-    def laws(logits: Tensor, tree: Growth) -> Tensor:
+    def distributions(logits: Tensor, tree: Growth) -> Tensor:
         """Returns [frontier, V], each node with its own history; all zeros where no token is possible."""
         histories = [context.history(tree.path(node)) for node in tree.frontier] if ranking.needs_history else ()
         return drafting_probs(ranking, widen(logits), histories)
@@ -224,12 +224,16 @@ def begin(
     if law.greedy:
         own = None if law.needs_history else greedy_rank
         return RankedTreeGrower(
-            budget, steps, width, own or (lambda logits, tree: likeliest(laws(logits, tree), width))
+            budget, steps, width, own or (lambda logits, tree: likeliest(distributions(logits, tree), width))
         )
     if shared:
         return RankedTreeGrower(
-            budget, steps, width, lambda logits, tree: racing(laws(logits, tree), width, stream, tree.level)
+            budget, steps, width, lambda logits, tree: racing(distributions(logits, tree), width, stream, tree.level)
         )
     if config.tree == "top_k":
-        return RankedTreeGrower(budget, steps, width, lambda logits, tree: likeliest(laws(logits, tree), width))
-    return SampledTreeGrower(DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream), laws)
+        return RankedTreeGrower(
+            budget, steps, width, lambda logits, tree: likeliest(distributions(logits, tree), width)
+        )
+    return SampledTreeGrower(
+        DrawnTree(kind=config.tree, budget=budget, steps=steps, width=width, stream=stream), distributions
+    )

@@ -19,7 +19,7 @@ _BLANK = (b" ", b"\n", b"\t", b"\r")
 
 
 class Pieces:
-    """Bytes of a tokenizer's ids, and the same tokenizer without additions: no leading space, no special token.
+    """The bytes of a tokenizer's ids, and the tokenizer without its additions (leading space, special tokens).
 
     Attributes:
         spelled: Bytes by id. None for special tokens and for undefined ids.
@@ -61,9 +61,7 @@ class Pieces:
         self.blank = self.lead[-1] if self.lead else end if end is not None else 0  # stands for an empty text
 
     def encode(self, text: bytes) -> list[int]:
-        """Returns ids that spell ``text``, which may begin or end within a character. Bytes without a token are
-        dropped.
-        """
+        """Returns the ids of ``text``, which may begin or end within a character. Drops bytes without a token."""
         ids: list[int] = []
         for at, part in enumerate(_INVALID.split(text.decode("utf-8", "surrogateescape"))):
             if at % 2 == 0:
@@ -189,8 +187,10 @@ def _parts(part: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _tamed(state: dict[str, Any]) -> bool:
-    """Removes from a tokenizer's state, in place, what adds to a text. Returns whether it put a space before every
-    text.
+    """Removes additions to texts from a tokenizer's state, in place.
+
+    Returns:
+        Whether the tokenizer put a space before every text.
     """
     spaced = False
     normalizers, cutters = list(_parts(state["normalizer"])), list(_parts(state["pre_tokenizer"]))

@@ -93,7 +93,7 @@ class Commit:
     Attributes:
         budget: Draft tokens that the step allowed this drafter, 0 for none.
         path: Accepted nodes of the worker's own draft, None if another draft was verified.
-        reason: The finish reason, None while the sequence goes on.
+        reason: The finish reason, None while the sequence continues.
     """
 
     session_id: int

@@ -58,6 +58,7 @@ class ApiError(ForetokenError):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
+        """Returns the response with status, headers and error object."""
         return JSONResponse(self.body(), self.status, headers=dict(self.headers))
 
 

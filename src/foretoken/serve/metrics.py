@@ -80,6 +80,7 @@ class SpeculationRecord:
     _drafted: list[int] = field(default_factory=list)
 
     def add(self, step: StepOutput) -> None:
+        """Counts one step; a step without a draft is left out."""
         if len(step.draft):
             self._accepted.append(step.accepted)
             self._drafted.append(len(step.draft))

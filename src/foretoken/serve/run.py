@@ -27,8 +27,13 @@ class Servable(Protocol):
     draining: bool
 
     @property
-    def busy(self) -> bool: ...
-    def abandon(self) -> None: ...
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        ...
+
+    def abandon(self) -> None:
+        """Ends unfinished requests."""
+        ...
 
 
 class Server(uvicorn.Server):

@@ -123,8 +123,8 @@ def train_draft(
     trainer = Trainer(model, config, checkpoint_of(out), lambda row: row["overlap"])
     if resume:
         trainer.resume()
-    laws = out.with_name(out.name + ".laws")
-    taught = _taught(teacher, stream, laws, config, distill)
+    store = out.with_name(out.name + ".distributions")
+    taught = _taught(teacher, stream, store, config, distill)
     if config.minutes is not None:
         trainer.config = replace(config, minutes=max(config.minutes - taught.seconds / 60, config.minutes / 10))
 
@@ -158,7 +158,7 @@ def train_draft(
         )
         write_json(folder / PROVENANCE, card)
     trainer.checkpoint.unlink(missing_ok=True)
-    shutil.rmtree(laws, ignore_errors=True)
+    shutil.rmtree(store, ignore_errors=True)
     return trainer.history[-1]
 
 
@@ -190,7 +190,7 @@ def measure(teacher: LlamaForCausalLM, model: LlamaForCausalLM, held_out: list[t
 
 
 def _taught(
-    teacher: LlamaForCausalLM, stream: torch.Tensor, laws: Path, config: TrainConfig, distill: DistillConfig
+    teacher: LlamaForCausalLM, stream: torch.Tensor, store: Path, config: TrainConfig, distill: DistillConfig
 ) -> TaughtWindows:
     windows = fixed_windows(stream, config.window, config.seed)
     if len(windows) < 1:
@@ -204,7 +204,7 @@ def _taught(
         windows = torch.cat([windows[: len(windows) - count], _continued(teacher, windows[-count:], config.seed)])
         windows = fixed_windows(windows.flatten(), config.window, config.seed + 1)
     limit = None if config.minutes is None else config.minutes * 60 * distill.teacher_share
-    return teach(teacher, windows, laws, distill.top, limit, config.compile)
+    return teach(teacher, windows, store, distill.top, limit, config.compile)
 
 
 @torch.no_grad()

@@ -43,11 +43,11 @@ def wait() -> None:
         dist.barrier()
 
 
-def largest(seconds: float, asked: bool) -> tuple[float, bool]:
-    """Returns the greatest time of all processes, and whether any was asked to stop, so that all end at one step."""
+def largest(seconds: float, stop: bool) -> tuple[float, bool]:
+    """Returns the greatest time of all processes, and whether any must stop, so that all end at one step."""
     if world() == 1:
-        return seconds, asked
-    both = torch.tensor([seconds, float(asked)], device=_device(), dtype=torch.float64)
+        return seconds, stop
+    both = torch.tensor([seconds, float(stop)], device=_device(), dtype=torch.float64)
     dist.all_reduce(both, dist.ReduceOp.MAX)
     return both[0].item(), bool(both[1].item())
 

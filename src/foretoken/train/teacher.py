@@ -120,9 +120,9 @@ def top_law(model: LlamaForCausalLM, top: int) -> LawFn:
 
 
 def _pass(
-    model: LlamaForCausalLM, windows: torch.Tensor, folder: Path, top: int, limit: float | None, wanted: bool | None
+    model: LlamaForCausalLM, windows: torch.Tensor, folder: Path, top: int, limit: float | None, enabled: bool | None
 ) -> tuple[int, float]:
-    law = compiled(top_law(model, top), wanted)
+    law = compiled(top_law(model, top), enabled)
     batch = min(_BATCH, len(windows))
     total = len(windows) // batch
     started = time.monotonic()

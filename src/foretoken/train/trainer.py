@@ -178,15 +178,15 @@ class Trainer:
         next_evaluation = self.elapsed + self.config.evaluate_every_seconds
         with Reporter("training", shown=processes.rank() == 0) as report, _Interrupt() as interrupt:
             try:
-                asked = interrupt.asked
+                stop = interrupt.requested
                 while self.progress() < 1.0 and not self._stalled():
-                    if asked:
+                    if stop:
                         raise KeyboardInterrupt
                     batch = next(batches)
                     started = time.monotonic()
                     loss = self._update(batch, loss_fn)
                     spent = time.monotonic() - started
-                    self.elapsed, asked = processes.largest(self.elapsed + spent, interrupt.asked)
+                    self.elapsed, stop = processes.largest(self.elapsed + spent, interrupt.requested)
                     self.step += 1
                     speed = (batch if isinstance(batch, torch.Tensor) else batch[0]).numel() / spent
                     report.update(self.progress(), f"step {self.step}  loss {loss:.3f}  {speed:,.0f} tok/s")
@@ -248,7 +248,7 @@ class _Interrupt:
     """Defers Ctrl-C to the end of a step, so that no update is interrupted."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._main = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> _Interrupt:
@@ -261,9 +261,9 @@ class _Interrupt:
             signal.signal(signal.SIGINT, self._previous)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         sys.stderr.write("\nstopping after this step (press again to stop at once)\n")
 
 
@@ -287,17 +287,17 @@ def _is_matrix(name: str) -> bool:
     return not any(table in name for table in ("embed", "lm_head", "shared.weight", "relative_attention_bias"))
 
 
-def compiled(fn: Callable[..., Any], wanted: bool | None, dynamic: bool | None = None) -> Callable[..., Any]:
+def compiled(fn: Callable[..., Any], enabled: bool | None, dynamic: bool | None = None) -> Callable[..., Any]:
     """Returns ``fn`` compiled by torch.compile.
 
     Args:
         fn: A function or model.
-        wanted: Whether to compile, None for where a C++ compiler exists.
+        enabled: Whether to compile, None for where a C++ compiler exists.
         dynamic: As in torch.compile.
     """
-    if wanted is None:
-        wanted = shutil.which("g++") is not None
-    return torch.compile(fn, dynamic=dynamic) if wanted else fn
+    if enabled is None:
+        enabled = shutil.which("g++") is not None
+    return torch.compile(fn, dynamic=dynamic) if enabled else fn
 
 
 def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: object) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 The exact verifier follows from how the draft was made and from the grade of exactness:
 
-| law of the draft | distribution | trajectory |
+| how the draft was made (``ProposalLaw``) | distribution | trajectory |
 |---|---|---|
 | fixed candidates | walk | coupled |
 | drawn chain | block (or token) | coupled |

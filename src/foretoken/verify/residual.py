@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.law import PointMass
-from foretoken.core.native import laws as native
+from foretoken.core.native import sampling as native
 from foretoken.verify.rows import Probs
 
 

@@ -117,7 +117,7 @@ def test_the_net_equals_the_papers_equations(name: str, runner: str, tmp_path: P
     torch.testing.assert_close(net.features(raw), features, rtol=1e-4, atol=1e-4)
     whole, states = reference.run(tokens, features)
     close = {"rtol": 1e-3, "atol": 2e-3}
-    torch.testing.assert_close(net.teach(tokens, net.features(raw)), whole, **close)
+    torch.testing.assert_close(net.teacher_forced(tokens, net.features(raw)), whole, **close)
 
     # Two sequences that share passes; the second is a piece of the first, and comes in two pieces.
     first, second = net.open(), net.open()
@@ -148,7 +148,7 @@ def test_long_prompts_are_prefilled_in_chunks(tmp_path: Path) -> None:
     head = read_eagle(tiny.save(tmp_path, config, tensors))
     net = EagleNet(head, tensors["embed_tokens.weight"], torch.float32, CPU, 2048)
     tokens, raw = [i % 101 for i in range(600)], _random(600, 192)
-    whole = net.teach(tokens, net.features(raw))
+    whole = net.teacher_forced(tokens, net.features(raw))
     handle = net.open()
     net.extend(handle, tokens, net.features(raw))
     torch.testing.assert_close(net.catch_up([handle])[0], whole[-1:], rtol=1e-4, atol=1e-4)
@@ -163,7 +163,7 @@ def test_rows_do_not_depend_on_what_shares_the_pass(dtype: torch.dtype, tmp_path
         pytest.skip("no compiled kernels here")
     raw = [_random(n, 192) for n in (3, 11, 40)]
     tokens = [[i % 101 for i in range(len(part))] for part in raw]
-    alone = [net.teach(t, net.features(r))[-1:] for t, r in zip(tokens, raw, strict=True)]
+    alone = [net.teacher_forced(t, net.features(r))[-1:] for t, r in zip(tokens, raw, strict=True)]
     handles = [net.open() for _ in raw]
     for handle, t, r in zip(handles, tokens, raw, strict=True):
         net.extend(handle, t, net.features(r))

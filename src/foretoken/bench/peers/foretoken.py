@@ -27,13 +27,16 @@ def load(setup: Setup) -> tuple[Complete, str]:
         **options,
     )
 
-    def complete(ask: PeerRequest) -> Answer:
+    def complete(request: PeerRequest) -> Answer:
         params = SamplingParams(
-            max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True, speculative_tokens=ask.depth
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            ignore_eos=True,
+            speculative_tokens=request.depth,
         )
-        watch, outputs = Watch(len(ask.prompts)), {}
+        watch, outputs = Watch(len(request.prompts)), {}
         started = perf_counter()
-        for piece in llm.stream(ask.prompts, params):
+        for piece in llm.stream(request.prompts, params):
             watch.saw(piece.request_id, len(piece.token_ids), perf_counter() - started)
             if piece.output is not None:
                 outputs[piece.request_id] = piece.output

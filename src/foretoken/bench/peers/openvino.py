@@ -38,15 +38,15 @@ def load(setup: Setup) -> tuple[Complete, str]:
         def end(self) -> None:
             return
 
-    def complete(ask: PeerRequest) -> Answer:
+    def complete(request: PeerRequest) -> Answer:
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.apply_chat_template = ask.max_tokens, True, False
-        config.do_sample = ask.temperature > 0
-        if ask.temperature:
-            config.temperature, config.top_p, config.top_k = ask.temperature, 1.0, 0
-        if ask.depth:
-            config.num_assistant_tokens = ask.depth
-        ids = openvino.Tensor(numpy.array([ask.prompts[0]], dtype=numpy.int64))
+        config.max_new_tokens, config.ignore_eos, config.apply_chat_template = request.max_tokens, True, False
+        config.do_sample = request.temperature > 0
+        if request.temperature:
+            config.temperature, config.top_p, config.top_k = request.temperature, 1.0, 0
+        if request.depth:
+            config.num_assistant_tokens = request.depth
+        ids = openvino.Tensor(numpy.array([request.prompts[0]], dtype=numpy.int64))
         streamer = Streamer()
         result = pipeline.generate(ids, config, streamer)
         seconds = perf_counter() - streamer.started

@@ -68,6 +68,7 @@ class Answer:
 
     @property
     def total(self) -> int:
+        """Number of generated tokens of all prompts."""
         return sum(len(tokens) for tokens in self.tokens)
 
 
@@ -89,6 +90,7 @@ class Watch:
             self.first = (seconds, sum(self.tokens.values()))
 
     def answer(self, tokens: list[list[int]], seconds: float, passes: int) -> Answer:
+        """Returns the answer to a request of all sequences."""
         first_seconds, first_tokens = self.first or (seconds, sum(map(len, tokens)))
         return Answer(tokens, seconds, first_seconds, first_tokens, passes)
 

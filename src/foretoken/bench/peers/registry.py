@@ -35,10 +35,12 @@ class Peer:
 
     @property
     def python(self) -> Path:
+        """The interpreter of its virtual environment."""
         return folder() / self.home / "bin" / "python" if self.home else Path(sys.executable)
 
     @property
     def command(self) -> list[str]:
+        """The command that starts its process."""
         return [str(self.python), "-P", str(BOOT), self.name]
 
     def refusal(self, batch: int, quantization: str) -> str:

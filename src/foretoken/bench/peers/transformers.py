@@ -30,16 +30,16 @@ def load(setup: Setup) -> tuple[Complete, str]:
         assistant.assistant_confidence_threshold = 0.0
         assistant.top_k = 0
 
-    def complete(ask: PeerRequest) -> Answer:
+    def complete(request: PeerRequest) -> Answer:
         options: dict[str, Any] = {"do_sample": False}
-        if ask.temperature:
-            options = {"do_sample": True, "temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
-        if ask.depth and setup.method == "ngram":
-            options["prompt_lookup_num_tokens"] = ask.depth
-        elif ask.depth:
-            models[1].generation_config.num_assistant_tokens = ask.depth
+        if request.temperature:
+            options = {"do_sample": True, "temperature": request.temperature, "top_k": 0, "top_p": 1.0}
+        if request.depth and setup.method == "ngram":
+            options["prompt_lookup_num_tokens"] = request.depth
+        elif request.depth:
+            models[1].generation_config.num_assistant_tokens = request.depth
             options["assistant_model"] = models[1]
-        return _generate(models[0], ask.prompts[0], ask.max_tokens, options)
+        return _generate(models[0], request.prompts[0], request.max_tokens, options)
 
     return complete, transformers.__version__
 

@@ -47,21 +47,21 @@ def load(setup: Setup) -> tuple[Complete, str]:
         speculative_config=speculation,
     )
 
-    def complete(ask: PeerRequest) -> Answer:
+    def complete(request: PeerRequest) -> Answer:
         params = vllm.SamplingParams(
-            max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True, detokenize=False
+            max_tokens=request.max_tokens, temperature=request.temperature, ignore_eos=True, detokenize=False
         )
-        return _drain(llm.llm_engine, ask, params)
+        return _drain(llm.llm_engine, request, params)
 
     return complete, vllm.__version__
 
 
-def _drain(engine: Any, ask: PeerRequest, params: Any) -> Answer:
+def _drain(engine: Any, request: PeerRequest, params: Any) -> Answer:
     """Adds all prompts and steps until they are done. Every output of a step is one pass of one sequence."""
-    watch, passes = Watch(len(ask.prompts)), 0
+    watch, passes = Watch(len(request.prompts)), 0
     done: dict[int, list[int]] = {}
     started = perf_counter()
-    for number, prompt in enumerate(ask.prompts):
+    for number, prompt in enumerate(request.prompts):
         engine.add_request(f"{started}-{number}", {"prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -69,4 +69,4 @@ def _drain(engine: Any, ask: PeerRequest, params: Any) -> Answer:
             watch.saw(number, len(tokens) - len(done.get(number, ())), perf_counter() - started)
             done[number] = tokens
             passes += 1
-    return watch.answer([done[i] for i in range(len(ask.prompts))], perf_counter() - started, passes)
+    return watch.answer([done[i] for i in range(len(request.prompts))], perf_counter() - started, passes)

@@ -59,15 +59,15 @@ def load(setup: Setup) -> tuple[Callable[[PeerRequest], VllmStepTimes], str]:
 
     depths = Depths(llm, speculation, arguments["max_num_seqs"]) if speculation is not None else None
 
-    def complete(ask: PeerRequest) -> VllmStepTimes:
+    def complete(request: PeerRequest) -> VllmStepTimes:
         if depths is not None:
-            depths.choose(ask.depth, fresh=not ask.prompts)
-        if not ask.prompts:
+            depths.choose(request.depth, fresh=not request.prompts)
+        if not request.prompts:
             return VllmStepTimes([], [], [], [], 0.0)
         params = vllm.SamplingParams(
-            max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True, detokenize=False
+            max_tokens=request.max_tokens, temperature=request.temperature, ignore_eos=True, detokenize=False
         )
-        return timed(llm.llm_engine, ask, params)
+        return timed(llm.llm_engine, request, params)
 
     return complete, vllm.__version__
 
@@ -94,19 +94,19 @@ class Depths:
                 made.depth = made.num_speculative_tokens = depth
                 made.load_model(self.runner.model)
             self.runner.drafter = self.learned[depth]
-        if method != "custom_class":  # a custom class is not told the number
+        if method != "custom_class":  # a custom class does not receive the number
             made_for = depth == self.speculation["num_speculative_tokens"]  # then the engine's own setting applies
             self.scheduler.dynamic_sd_lookup = None if made_for else [depth] * (self.max_sequences + 1)
 
 
-def timed(engine: Any, ask: PeerRequest, params: Any) -> VllmStepTimes:
+def timed(engine: Any, request: PeerRequest, params: Any) -> VllmStepTimes:
     """Adds all prompts and steps until they are done. Every output of a step is one pass of one sequence."""
-    count = len(ask.prompts)
+    count = len(request.prompts)
     done: list[list[int]] = [[] for _ in range(count)]
     passes, seconds, emitted = [0] * count, [], []
     started = perf_counter()
     first_seconds = 0.0
-    for number, prompt in enumerate(ask.prompts):
+    for number, prompt in enumerate(request.prompts):
         engine.add_request(f"{started}-{number}", {"prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():
         fresh, before = [], perf_counter()

@@ -46,9 +46,9 @@ class PeerWorker:
             self.close()
             raise
 
-    def ask(self, question: PeerRequest) -> Answer:
+    def complete(self, request: PeerRequest) -> Answer:
         """Resumes the process, completes the request, stops it again."""
-        return Answer(**self._exchange(asdict(question)))
+        return Answer(**self._exchange(asdict(request)))
 
     def close(self) -> None:
         """Kills the process and its children. Idempotent."""
@@ -60,7 +60,7 @@ class PeerWorker:
                 try:
                     pipe.close()
                 except BrokenPipeError:
-                    continue  # what it no longer reads need not be flushed
+                    continue  # the process has ended, so unread data need not be flushed
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -83,7 +83,7 @@ class PeerWorker:
         try:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
-            return  # it is gone, which the next read finds out
+            return  # the process has ended; the next read raises
 
     @property
     def _name(self) -> str:

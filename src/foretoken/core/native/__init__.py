@@ -1,1 +1,1 @@
-"""Building and caching of compiled kernels, and the sampling kernels (csrc/laws.cpp)."""
+"""Building and caching of compiled kernels, and the sampling kernels (csrc/sampling.cpp)."""

@@ -1,4 +1,4 @@
-"""The architecture that a config.json describes, with what each family leaves implicit written out."""
+"""The architecture that a config.json describes, with the defaults of its family made explicit."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from foretoken.models.families.schema import BartConfig, T5Config
 
 T5, BART = ("t5", "mt5", "umt5"), ("bart", "mbart")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish")
-ENDLESS = 4096  # maximum length in tokens if positions are relative and config.json has no limit
+UNLIMITED = 4096  # maximum length in tokens if positions are relative and config.json has no limit
 LEARNED_OFFSET = 2  # BART's positions begin in the third row of their table
 
 
@@ -120,7 +120,7 @@ def _of_t5(c: Mapping[str, Any], max_length: int | None) -> Seq2SeqArchitecture:
     scaled = family == "umt5" or (
         family == "t5" and bool(c.get("scale_decoder_outputs", c.get("tie_word_embeddings") is not False))
     )
-    length = max(c.get("n_positions") or 0, ENDLESS)
+    length = max(c.get("n_positions") or 0, UNLIMITED)
     return Seq2SeqArchitecture(
         family=family,
         vocab=c["vocab_size"],

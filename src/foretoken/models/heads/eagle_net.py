@@ -187,7 +187,7 @@ class EagleNet:
             handle.states = own if handle.states is None else torch.cat([handle.states, own])
         return logits
 
-    def teach(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+    def teacher_forced(self, tokens: Sequence[int], features: Tensor) -> Tensor:
         """Returns the logits [n, Vd] of all rows of a new sequence, computed from the target's features [n, H]."""
         handle = HeadHandle(self._runner.acquire()[0], list(tokens))
         try:

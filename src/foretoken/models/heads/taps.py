@@ -103,7 +103,7 @@ def _accuracy(
     right = total = 0
     for text, states in zip(texts, taps, strict=True):
         features = net.features(torch.cat([states[i] for i in ids], dim=-1))
-        predicted = net.target_ids(net.teach(text[1:], features).argmax(-1)).tolist()
+        predicted = net.target_ids(net.teacher_forced(text[1:], features).argmax(-1)).tolist()
         actual = text[2:]
         right += sum(a == b for a, b in zip(predicted[-TOKENS:-1], actual[-TOKENS + 1 :], strict=True))
         total += TOKENS - 1

@@ -84,7 +84,7 @@ class RankGroup:
         yield
         self._in_step = True
 
-    def hear(self) -> dict[str, Any] | None:
+    def receive(self) -> dict[str, Any] | None:
         """Waits for the leader's next order. Returns it with its details; None if there will be no more."""
         try:
             message = self._receive()
@@ -98,7 +98,7 @@ class RankGroup:
         return tensor
 
     def end(self) -> None:
-        """Tells the other ranks to end, and leaves the group. Ending twice does nothing."""
+        """Orders the other ranks to end, and leaves the group. Ending twice does nothing."""
         if self.leads and self._in_step and dist.is_initialized():
             with suppress(RuntimeError):  # they have left already
                 self._send(b"")

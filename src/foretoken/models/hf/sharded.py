@@ -94,7 +94,7 @@ class ShardedModel(HFModel):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-        while (order := self._ranks.hear()) is not None:
+        while (order := self._ranks.receive()) is not None:
             try:
                 self._obey(order)
             except RuntimeError as error:

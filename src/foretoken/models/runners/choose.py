@@ -36,7 +36,7 @@ def build_runner(
         ends: embedding, last norm and vocabulary head.
         dtype: dtype of the computation.
         device: device of weights and KV cache.
-        entry: how a model that takes features instead of tokens begins; None for an ordinary decoder.
+        entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
     """
     if device.type == "cpu":
         try:

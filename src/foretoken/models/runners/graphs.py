@@ -28,7 +28,7 @@ from foretoken.models.runners.torch_runner import TorchRunner
 
 WIDTHS = (2, 4, 8, 16, 32, 64)  # rows per sequence
 MIN_KEYS = 256  # doubled until all rows fit
-MAX_ROWS = 256  # from about here on a GPU's time goes into products, and launches hide behind them
+MAX_ROWS = 256  # with more rows, a GPU's time goes into products, which hide the launches
 MAX_GRAPHS = 128  # graphs hold memory; beyond this number all are dropped
 WARM_UPS = 2  # runs before a capture, in which libraries choose kernels and allocate workspaces
 WORD = 32  # draft nodes in one integer

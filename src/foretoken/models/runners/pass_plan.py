@@ -13,7 +13,7 @@ from foretoken.models.base import Handle
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence's rows in a pass: their place in its slot, and the draft tree that the last of them form."""
+    """One sequence's rows in a pass: their position in its slot, and the draft tree of the last rows."""
 
     slot: int
     first: int  # the cache row of the first new row

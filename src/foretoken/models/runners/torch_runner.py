@@ -71,7 +71,7 @@ class TorchRunner(DecoderOnly):
         ends: embedding, last norm and vocabulary head.
         dtype: dtype of the computation.
         device: device of weights and KV cache.
-        entry: how a model that takes features begins; None for an ordinary decoder.
+        entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
     """
 
     joint_rows = 32

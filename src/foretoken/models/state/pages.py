@@ -121,14 +121,14 @@ class Pages:
             at = slot.known
             before = slot.pages[at - 1].serial if at else slot.cache_salt
             key = before, tuple(tokens[at * PAGE : (at + 1) * PAGE])
-            page, twin = slot.pages[at], self._known.get(key)
-            if twin is None:
+            page, shared = slot.pages[at], self._known.get(key)
+            if shared is None:
                 page.key = key
                 self._known[key] = page
-            elif twin is not page:  # another sequence computed the same content meanwhile
-                twin.users += 1
-                self._idle.pop(twin.serial, None)
-                slot.pages[at], slot.addresses[at] = twin, twin.address
+            elif shared is not page:  # another sequence computed the same content meanwhile
+                shared.users += 1
+                self._idle.pop(shared.serial, None)
+                slot.pages[at], slot.addresses[at] = shared, shared.address
                 self._let_go(page)
             slot.known += 1
 

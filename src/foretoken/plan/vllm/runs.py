@@ -25,9 +25,13 @@ _WARM_UP = 8  # tokens of a warm-up request
 class PromptCompleter(Protocol):
     """Completes prompts and times the steps."""
 
-    def complete(self, request: PeerRequest) -> VllmStepTimes: ...
+    def complete(self, request: PeerRequest) -> VllmStepTimes:
+        """Completes the request's prompts. Returns the tokens and the times of the steps."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the process."""
+        ...
 
 
 StartProcess = Callable[[VllmCandidate | None], PromptCompleter]
@@ -185,36 +189,36 @@ class _Session:
         own = self.start(lane)
         try:
             self.say(f"{lane.name}: short runs", shares[1])
-            seats = [(PLAIN, 0, plain)] if plain is not None else []
-            seats += [(lane.name, depth, own) for depth in lane.depths]
-            return self.alternate(seats, lane.name)
+            places = [(PLAIN, 0, plain)] if plain is not None else []
+            places += [(lane.name, depth, own) for depth in lane.depths]
+            return self.alternate(places, lane.name)
         finally:
             own.close()
 
-    def alternate(self, seats: Sequence[tuple[str, int, PromptCompleter]], beside: str) -> list[Answers]:
-        """Runs all seats (lane, draft length, process) on every group of prompts, in rotating order."""
+    def alternate(self, places: Sequence[tuple[str, int, PromptCompleter]], beside: str) -> list[Answers]:
+        """Runs all places (lane, draft length, process) on every group of prompts, in rotating order."""
         result = []
         for temperature in self.bench.temperatures:
             for batch in self.bench.batches:
                 groups = grouped(self.prompts, batch)
-                for _, depth, process in seats:
+                for _, depth, process in places:
                     process.complete(PeerRequest(groups[0], _WARM_UP, temperature, depth))
-                for _, depth, process in seats:  # a request without prompts resets proposers that learn
+                for _, depth, process in places:  # a request without prompts resets proposers that learn
                     process.complete(PeerRequest([], 0, temperature, depth))
-                completed = self._completed(seats, groups, temperature)
-                for (lane, depth, _), own in zip(seats, completed, strict=True):
+                completed = self._completed(places, groups, temperature)
+                for (lane, depth, _), own in zip(places, completed, strict=True):
                     result.append(Answers(lane, depth, beside, temperature, batch, tuple(own)))
         return result
 
     def _completed(
-        self, seats: Sequence[tuple[str, int, PromptCompleter]], groups: Sequence[list[list[int]]], temperature: float
+        self, places: Sequence[tuple[str, int, PromptCompleter]], groups: Sequence[list[list[int]]], temperature: float
     ) -> list[list[VllmStepTimes]]:
-        """Returns the answers of each seat."""
-        result: list[list[VllmStepTimes]] = [[] for _ in seats]
+        """Returns the answers of each place."""
+        result: list[list[VllmStepTimes]] = [[] for _ in places]
         for turn, group in enumerate(groups):
-            for i in range(len(seats)):
-                at = (i + turn) % len(seats)
-                _, depth, process = seats[at]
+            for i in range(len(places)):
+                at = (i + turn) % len(places)
+                _, depth, process = places[at]
                 request = PeerRequest(group, self.bench.max_tokens, temperature, depth)
                 result[at].append(process.complete(request))
         return result

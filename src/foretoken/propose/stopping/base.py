@@ -1,7 +1,7 @@
 """Rules that end a draft before its budget is spent. A rule is asked at each position before its token is drawn.
 
-A rule sees the draft's distribution q at the position, and perhaps the hidden state behind it, but never the token that
-is drawn. The end of a draft is then a stopping time, and verification stays exact (non-anticipation). A rule that
+A rule sees the draft's distribution q at the position, and possibly its hidden state, but never the token that is
+drawn. The end of a draft is then a stopping time, and verification stays exact (non-anticipation). A rule that
 looked at the drawn token's own probability would bias the output.
 """
 

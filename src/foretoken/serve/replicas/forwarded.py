@@ -60,6 +60,7 @@ class Forwarded:
 
     @classmethod
     def of(cls, scope: Scope, body: bytes, parsed: Mapping[str, Any]) -> Forwarded:
+        """Returns the request to forward, from the front's ASGI scope and the parsed body."""
         kept = {"type": "http", "asgi": {"version": "3.0"}, **{key: scope[key] for key in _KEPT if key in scope}}
         salt = parsed.get("cache_salt")
         return cls(kept, body, prefix_hashes(parsed, effective_salt(scope, salt if isinstance(salt, str) else None)))

@@ -11,7 +11,7 @@ import torch
 
 from foretoken.core import streams
 from foretoken.core.distributions import NodeDistributions
-from foretoken.core.native import laws as native
+from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import residual

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from foretoken.bench.race import Course, Heats, RaceRow
+from foretoken.bench.race import RaceAnswers, RaceRow, RaceTask
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 
 
 @dataclass(frozen=True)
-class Surprise:
+class SamplingBias:
     """Sums over tokens, in nats. excess: of -log p(x) - H(p); variance: of -log p under p."""
 
     tokens: int = 0
@@ -30,12 +30,12 @@ class Surprise:
         """The excess in standard errors."""
         return self.excess / self.variance**0.5 if self.variance else 0.0
 
-    def __add__(self, other: Surprise) -> Surprise:
-        return Surprise(self.tokens + other.tokens, self.excess + other.excess, self.variance + other.variance)
+    def __add__(self, other: SamplingBias) -> SamplingBias:
+        return SamplingBias(self.tokens + other.tokens, self.excess + other.excess, self.variance + other.variance)
 
 
 @torch.inference_mode()
-def surprise(model: Model, prompt: Sequence[int], text: Sequence[int], temperature: float) -> Surprise:
+def sampling_bias(model: Model, prompt: Sequence[int], text: Sequence[int], temperature: float) -> SamplingBias:
     """Returns the sums of ``text`` [n] after ``prompt`` under ``model`` at ``temperature``, from one pass."""
     handle = model.open(prompt)
     try:
@@ -47,14 +47,14 @@ def surprise(model: Model, prompt: Sequence[int], text: Sequence[int], temperatu
     entropy = -(probs * logs).sum(-1)
     drawn = -logs.gather(1, torch.tensor(list(text), device=logs.device).unsqueeze(1)).squeeze(1)
     variance = (probs * logs.square()).sum(-1) - entropy.square()
-    return Surprise(len(text), float((drawn - entropy).sum()), float(variance.sum()))
+    return SamplingBias(len(text), float((drawn - entropy).sum()), float(variance.sum()))
 
 
-def judged(
-    rows: Sequence[RaceRow], heats: Heats, courses: Sequence[Course], load: Callable[[], Model]
+def with_sampling_bias(
+    rows: Sequence[RaceRow], race_answers: RaceAnswers, tasks: Sequence[RaceTask], load: Callable[[], Model]
 ) -> list[RaceRow]:
     """Adds the sampling bias to the rows that sampled, plain and at their best depth. ``load`` returns the target."""
-    groups = {course.temperature: course.groups for course in courses}
+    groups = {task.temperature: task.groups for task in tasks}
     sampled = {
         key: row
         for row in rows
@@ -65,14 +65,14 @@ def judged(
         return list(rows)
     model = load()
     updated: dict[RaceRow, RaceRow] = {}
-    for (entrant, temperature), heat in heats.items():
+    for (entrant, temperature), repeats in race_answers.items():
         row = sampled.get((entrant.system, entrant.method, entrant.depth, temperature))
         if row is None:
             continue
-        total = Surprise()
-        for answers in heat:
+        total = SamplingBias()
+        for answers in repeats:
             for group, answer in zip(groups[temperature], answers, strict=True):
                 for prompt, text in zip(group, answer.tokens, strict=True):
-                    total += surprise(model, prompt, text, temperature)
-        updated[row] = replace(row, law_z=total.z, law_excess=total.excess / max(1, total.tokens))
+                    total += sampling_bias(model, prompt, text, temperature)
+        updated[row] = replace(row, sampling_bias_z=total.z, sampling_bias_nats=total.excess / max(1, total.tokens))
     return [updated.get(row, row) for row in rows]

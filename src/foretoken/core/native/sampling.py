@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foretoken.core.native.build import KernelsUnavailable, compiled, require
 
-_SOURCE = Path(__file__).parent / "csrc" / "laws.cpp"
+_SOURCE = Path(__file__).parent / "csrc" / "sampling.cpp"
 _MAX_FLOAT = torch.finfo(torch.float32).max
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class _Filter(Structure):
     _fields_ = [("inverse", c_float), ("floor", c_float), ("top_k", c_int32), ("top_p", c_float)]
 
 
-class _Law(Structure):
+class _Distribution(Structure):
     _fields_ = [*((name, c_float) for name in ("top", "inverse", "lowest", "over")), ("last", c_int32)]
 
 
@@ -50,29 +50,35 @@ class Kernels:
     def rows(self, logits: Tensor, kept: Filter) -> Tensor:
         """Returns probabilities, float32 [rows, V]. A row that contains NaN or whose maximum is not finite is NaN."""
         out = torch.empty(logits.shape)
-        laws, (rows, vocabulary) = self._laws(logits, kept), logits.shape
+        distributions, (rows, vocabulary) = self._distributions(logits, kept), logits.shape
         self._library.foretoken_rows(
-            logits.data_ptr(), logits.stride(0), rows, vocabulary, laws, out.data_ptr(), torch.get_num_threads()
+            logits.data_ptr(),
+            logits.stride(0),
+            rows,
+            vocabulary,
+            distributions,
+            out.data_ptr(),
+            torch.get_num_threads(),
         )
         return out
 
     def chances(self, logits: Tensor, tokens: Sequence[int], kept: Filter) -> list[float]:
         """Returns the probability of ``tokens[r]`` in row r, equal to that of ``rows``, without writing rows."""
         ids, out = (c_int64 * len(tokens))(*tokens), (c_float * len(tokens))()
-        laws = self._laws(logits, kept)
-        self._library.foretoken_chances(logits.data_ptr(), logits.stride(0), len(tokens), laws, ids, out)
+        distributions = self._distributions(logits, kept)
+        self._library.foretoken_chances(logits.data_ptr(), logits.stride(0), len(tokens), distributions, ids, out)
         return list(out)
 
-    def _laws(self, logits: Tensor, kept: Filter) -> ctypes.Array[_Law]:
+    def _distributions(self, logits: Tensor, kept: Filter) -> ctypes.Array[_Distribution]:
         rows, vocabulary = logits.shape
-        laws = (_Law * rows)()
+        distributions = (_Distribution * rows)()
         floor = math.log(kept.min_p) if kept.min_p > 0.0 else -math.inf
         top_k = min(max(kept.top_k, 0), vocabulary)  # a larger one would overflow 32 bits
         filters = _Filter(min(1.0 / kept.temperature, _MAX_FLOAT), floor, top_k, kept.top_p)
-        self._library.foretoken_laws(
-            logits.data_ptr(), logits.stride(0), rows, vocabulary, filters, laws, torch.get_num_threads()
+        self._library.foretoken_distributions(
+            logits.data_ptr(), logits.stride(0), rows, vocabulary, filters, distributions, torch.get_num_threads()
         )
-        return laws
+        return distributions
 
     def excess(self, p: Tensor, q: Tensor, weight: float) -> tuple[Tensor, float]:
         """Returns (weight p - q)+ in float64 [V], and its mass. p: float32 or float64; q: float32."""
@@ -109,10 +115,10 @@ def kernels() -> Kernels | None:
         _log.info("sampling uses torch operators: %s", why)
         return None
     pointer, wide, number = c_void_p, c_int64, c_int32
-    laws, filters = POINTER(_Law), POINTER(_Filter)
-    library.foretoken_laws.argtypes = [pointer, wide, wide, wide, filters, laws, number]
-    library.foretoken_rows.argtypes = [pointer, wide, wide, wide, laws, pointer, number]
-    library.foretoken_chances.argtypes = [pointer, wide, wide, laws, POINTER(c_int64), POINTER(c_float)]
+    distributions, filters = POINTER(_Distribution), POINTER(_Filter)
+    library.foretoken_distributions.argtypes = [pointer, wide, wide, wide, filters, distributions, number]
+    library.foretoken_rows.argtypes = [pointer, wide, wide, wide, distributions, pointer, number]
+    library.foretoken_chances.argtypes = [pointer, wide, wide, distributions, POINTER(c_int64), POINTER(c_float)]
     library.foretoken_excess.argtypes = [pointer, number, pointer, c_double, pointer, wide, number]
     library.foretoken_excess.restype = c_double
     library.foretoken_draw.argtypes = [pointer, number, wide, c_double, POINTER(c_double), number]

@@ -1,8 +1,8 @@
 // Sampling kernels over whole vocabularies: logits to probabilities, the excess (p - q)+, a draw, an exponential race.
 //
-// A distribution is five numbers (`Law`) that determine every token's probability. Rows of probabilities are written
-// only where all of them are needed. Sums go over chunks of fixed size, in order, so results do not depend on the number
-// of threads or on the other rows.
+// Five numbers (`Distribution`) determine every token's probability. Rows of probabilities are written only where all of
+// them are needed. Sums go over chunks of fixed size, in order, so results do not depend on the number of threads or on
+// the other rows.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -26,7 +26,7 @@ struct Filter {
 };
 
 // p(v) = exp((x_v - top) inverse) / mass where x_v > lowest, or x_v = lowest and v <= last; else 0.
-struct Law {
+struct Distribution {
     float top, inverse, lowest, over;  // over: 1 / mass
     int32_t last;
 };
@@ -40,19 +40,19 @@ inline int64_t chunks(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 inline __mmask16 lanes(int64_t left) { return left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1); }
 inline int sharing(int64_t numbers, int threads) { return numbers < ALONE ? 1 : threads; }
 
-inline __m512 power(__m512 x, const Law& law) {
-    return exponential(_mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(law.top)), _mm512_set1_ps(law.inverse)));
+inline __m512 power(__m512 x, const Distribution& dist) {
+    return exponential(_mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(dist.top)), _mm512_set1_ps(dist.inverse)));
 }
 
 // Probabilities of sixteen tokens from id `at` on.
-inline __m512 chances(__m512 x, int64_t at, const Law& law) {
-    const __m512 lowest = _mm512_set1_ps(law.lowest);
+inline __m512 chances(__m512 x, int64_t at, const Distribution& dist) {
+    const __m512 lowest = _mm512_set1_ps(dist.lowest);
     const __m512i ids = _mm512_add_epi32(_mm512_set1_epi32((int)at),
                                          _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
     __mmask16 kept = _mm512_cmp_ps_mask(x, lowest, _CMP_GT_OQ);
-    kept |= _mm512_cmp_ps_mask(x, lowest, _CMP_EQ_OQ) & _mm512_cmple_epi32_mask(ids, _mm512_set1_epi32(law.last));
-    if (std::isnan(law.over)) kept = 0xffff;  // a row without a distribution is NaN everywhere
-    return _mm512_maskz_mul_ps(kept, power(x, law), _mm512_set1_ps(law.over));
+    kept |= _mm512_cmp_ps_mask(x, lowest, _CMP_EQ_OQ) & _mm512_cmple_epi32_mask(ids, _mm512_set1_epi32(dist.last));
+    if (std::isnan(dist.over)) kept = 0xffff;  // a row without a distribution is NaN everywhere
+    return _mm512_maskz_mul_ps(kept, power(x, dist), _mm512_set1_ps(dist.over));
 }
 
 // First pass over a chunk: its largest entry (NaN if any entry is), and the sum of exponentials relative to it.
@@ -76,7 +76,7 @@ Look look(const float* x, int64_t n, float inverse, bool sum, float* groups) {
         if (groups) _mm512_storeu_ps(groups + from / GROUP, largest);
         top = _mm512_max_ps(top, largest);
     }
-    const Law own{_mm512_reduce_max_ps(top), inverse, 0.0f, 0.0f, 0};
+    const Distribution own{_mm512_reduce_max_ps(top), inverse, 0.0f, 0.0f, 0};
     if (lost || !sum || !std::isfinite(own.top)) return {lost ? NAN : own.top, 0.0};
     __m512 all = _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i += LANES)
@@ -85,11 +85,11 @@ Look look(const float* x, int64_t n, float inverse, bool sum, float* groups) {
 }
 
 // Sum of the exponentials of a chunk that are not under the floor. `lowest` becomes the smallest x among them.
-double summed(const float* x, int64_t n, const Law& law, float floor, float& lowest) {
+double summed(const float* x, int64_t n, const Distribution& dist, float floor, float& lowest) {
     __m512 sum = _mm512_setzero_ps(), low = _mm512_set1_ps(INFINITY);
     for (int64_t i = 0; i < n; i += LANES) {
         const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(n - i), x + i);
-        const __m512 y = _mm512_mul_ps(_mm512_sub_ps(v, _mm512_set1_ps(law.top)), _mm512_set1_ps(law.inverse));
+        const __m512 y = _mm512_mul_ps(_mm512_sub_ps(v, _mm512_set1_ps(dist.top)), _mm512_set1_ps(dist.inverse));
         const __mmask16 kept = _mm512_cmp_ps_mask(y, _mm512_set1_ps(floor), _CMP_GE_OQ);
         sum = _mm512_mask_add_ps(sum, kept, sum, exponential(y));
         low = _mm512_mask_min_ps(low, kept, low, v);
@@ -134,49 +134,49 @@ float kth_of_row(const Row& row, int64_t k, std::vector<Entry>& entries) {
     return kth(values, k);
 }
 
-float power_of(float x, const Law& law) { return _mm512_cvtss_f32(power(_mm512_set1_ps(x), law)); }
+float power_of(float x, const Distribution& dist) { return _mm512_cvtss_f32(power(_mm512_set1_ps(x), dist)); }
 
 // Selects the nucleus: the most probable entries preceded by less than top_p of `total`, lowest ids first on ties.
 // Returns whether `entries`, the head of the row, contains all of it.
-bool nucleus(std::vector<Entry>& entries, double total, float top_p, bool whole, Law& law) {
+bool nucleus(std::vector<Entry>& entries, double total, float top_p, bool whole, Distribution& dist) {
     std::sort(entries.begin(), entries.end(),
               [](const Entry& a, const Entry& b) { return a.x > b.x || (a.x == b.x && a.id < b.id); });
     const float over = (float)(1.0 / total);
     double before = 0.0, mass = 0.0;
     size_t count = 0;
     for (; count < entries.size(); count++) {
-        const float e = power_of(entries[count].x, law), p = e * over;
+        const float e = power_of(entries[count].x, dist), p = e * over;
         if (count && (float)(before + p) - p >= top_p) break;
         before += p, mass += e;
-        law.lowest = entries[count].x, law.last = entries[count].id;
+        dist.lowest = entries[count].x, dist.last = entries[count].id;
     }
-    law.over = (float)(1.0 / mass);
+    dist.over = (float)(1.0 / mass);
     return count < entries.size() || whole;
 }
 
 // Applies top_k and top_p to a row whose top is known. total: mass of the entries that min_p keeps, whose smallest is
-// law.lowest.
-void narrow(const Row& row, const Filter& f, double total, Law& law) {
+// dist.lowest.
+void narrow(const Row& row, const Filter& f, double total, Distribution& dist) {
     static thread_local std::vector<Entry> entries;
     const bool few = f.top_k > 0 && f.top_k < row.n;
     if (few) {
         const float smallest = kth_of_row(row, f.top_k, entries);
-        auto outside = [&](const Entry& e) { return e.x < smallest || (e.x - law.top) * f.inverse < f.floor; };
+        auto outside = [&](const Entry& e) { return e.x < smallest || (e.x - dist.top) * f.inverse < f.floor; };
         entries.erase(std::remove_if(entries.begin(), entries.end(), outside), entries.end());
-        total = 0.0, law.lowest = INFINITY;
-        for (const Entry& e : entries) total += power_of(e.x, law), law.lowest = std::min(law.lowest, e.x);
-        law.over = (float)(1.0 / total);
+        total = 0.0, dist.lowest = INFINITY;
+        for (const Entry& e : entries) total += power_of(e.x, dist), dist.lowest = std::min(dist.lowest, e.x);
+        dist.over = (float)(1.0 / total);
     }
     if (f.top_p >= 1.0f) return;
     if (few) {
-        nucleus(entries, total, f.top_p, true, law);
+        nucleus(entries, total, f.top_p, true, dist);
         return;
     }
-    const float lowest = law.lowest;
+    const float lowest = dist.lowest;
     for (double floor : {1e-3, 1e-5, (1.0 - f.top_p) / (double)row.n, 0.0}) {
-        const float bound = floor > 0.0 ? law.top + (float)std::log(floor * total) / f.inverse : -INFINITY;
+        const float bound = floor > 0.0 ? dist.top + (float)std::log(floor * total) / f.inverse : -INFINITY;
         collect(row, std::max(bound, lowest), entries);
-        if (nucleus(entries, total, f.top_p, bound <= lowest, law)) return;
+        if (nucleus(entries, total, f.top_p, bound <= lowest, dist)) return;
     }
 }
 
@@ -307,9 +307,9 @@ int64_t winner(const T* w, int64_t n, uint64_t key, int threads) {
 
 extern "C" {
 
-// Computes the laws of `rows` rows of logits, a stride apart.
-void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n, const Filter* f, Law* laws,
-                    int threads) {
+// Computes the distributions of `rows` rows of logits [n], which are `stride` numbers apart.
+void foretoken_distributions(const float* logits, int64_t stride, int64_t rows, int64_t n, const Filter* f,
+                             Distribution* distributions, int threads) {
     const int64_t each = chunks(n), items = rows * each, groups = CHUNK / GROUP;
     const bool few = f->top_k > 0 && f->top_k < n, floored = f->floor > -INFINITY && !few;
     const bool narrowed = few || f->top_p < 1.0f;
@@ -328,32 +328,32 @@ void foretoken_laws(const float* logits, int64_t stride, int64_t rows, int64_t n
             float top = -INFINITY;
             for (int64_t i = r * each; i < (r + 1) * each; i++) top = top >= looks[i].top ? top : looks[i].top;
             for (int64_t i = r * each; i < (r + 1) * each; i++) top = std::isnan(looks[i].top) ? NAN : top;
-            laws[r] = {top, f->inverse, -INFINITY, std::isfinite(top) ? 0.0f : NAN, INT32_MAX};
+            distributions[r] = {top, f->inverse, -INFINITY, std::isfinite(top) ? 0.0f : NAN, INT32_MAX};
         }
         if (floored) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < items; i++) {
                 lowest[i] = INFINITY;
-                looks[i].sum = summed(chunk(i), length(i), laws[i / each], f->floor, lowest[i]);
+                looks[i].sum = summed(chunk(i), length(i), distributions[i / each], f->floor, lowest[i]);
             }
         }
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
-            Law& law = laws[r];
-            if (std::isnan(law.over)) continue;
+            Distribution& dist = distributions[r];
+            if (std::isnan(dist.over)) continue;
             double total = 0.0;
-            if (floored) law.lowest = *std::min_element(&lowest[r * each], &lowest[r * each] + each);
+            if (floored) dist.lowest = *std::min_element(&lowest[r * each], &lowest[r * each] + each);
             for (int64_t i = r * each; i < (r + 1) * each; i++)
-                total += looks[i].sum * (floored ? 1.0 : std::exp(((double)looks[i].top - law.top) * law.inverse));
-            law.over = (float)(1.0 / total);
-            if (narrowed) narrow({logits + r * stride, n, &tops[r * each * groups]}, *f, total, law);
+                total += looks[i].sum * (floored ? 1.0 : std::exp(((double)looks[i].top - dist.top) * dist.inverse));
+            dist.over = (float)(1.0 / total);
+            if (narrowed) narrow({logits + r * stride, n, &tops[r * each * groups]}, *f, total, dist);
         }
     }
 }
 
 // Computes all probabilities of each row. out: [rows][n].
-void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Law* laws, float* out,
-                    int threads) {
+void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Distribution* distributions,
+                    float* out, int threads) {
     const int64_t each = chunks(n), items = rows * each;
     const int team = sharing(rows * n, threads);
 #pragma omp parallel for num_threads(team) if (team > 1) schedule(static)
@@ -362,16 +362,17 @@ void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n
         const float* x = logits + row * stride;
         for (int64_t v = from; v < to; v += LANES) {
             const __mmask16 there = lanes(to - v);
-            _mm512_mask_storeu_ps(out + row * n + v, there, chances(_mm512_maskz_loadu_ps(there, x + v), v, laws[row]));
+            const __m512 values = chances(_mm512_maskz_loadu_ps(there, x + v), v, distributions[row]);
+            _mm512_mask_storeu_ps(out + row * n + v, there, values);
         }
     }
 }
 
 // Computes the probability of one token of each row.
-void foretoken_chances(const float* logits, int64_t stride, int64_t rows, const Law* laws, const int64_t* tokens,
-                       float* out) {
+void foretoken_chances(const float* logits, int64_t stride, int64_t rows, const Distribution* distributions,
+                       const int64_t* tokens, float* out) {
     for (int64_t r = 0; r < rows; r++)
-        out[r] = _mm512_cvtss_f32(chances(_mm512_set1_ps(logits[r * stride + tokens[r]]), tokens[r], laws[r]));
+        out[r] = _mm512_cvtss_f32(chances(_mm512_set1_ps(logits[r * stride + tokens[r]]), tokens[r], distributions[r]));
 }
 
 // Writes (weight p - q)+ in float64. Returns its mass.
