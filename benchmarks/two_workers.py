@@ -42,7 +42,8 @@ from foretoken.engine.stopping import Length
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.loading import load_model
 from foretoken.propose.base import BuildContext, Proposer
-from foretoken.propose.remote import Remote, RemoteConfig, start_worker, worker_config
+from foretoken.propose.remote import RemoteConfig, start_worker, worker_config
+from foretoken.propose.remote_proposer import Remote
 from foretoken.propose.transports import EngineEndpoint, WorkerLost
 from foretoken.speculation import Builder, SpeculativeConfig
 from foretoken.train.widen.checkpoint import scaled

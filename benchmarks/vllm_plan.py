@@ -36,7 +36,8 @@ from foretoken.cli.plan_vllm import lanes
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.plan.outcome import Plan
 from foretoken.plan.rows import PlanRow
-from foretoken.plan.vllm.planning import PLAIN, VllmCandidate, VllmRun, chosen, vllm_plan
+from foretoken.plan.vllm.measured import PLAIN, VllmCandidate, VllmRun
+from foretoken.plan.vllm.planning import chosen, vllm_plan
 from foretoken.plan.vllm.runs import Answers, Bench, PromptCompleter, answers, runs
 from foretoken.train.widen.checkpoint import scaled
 from prompts import some_prompts

@@ -17,7 +17,8 @@ from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.lookup import Lookup
-from foretoken.propose.mixture import Member, Mixture
+from foretoken.propose.mixture import Mixture
+from foretoken.propose.mixture_members import Member
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.recycling import Recycling, RecyclingConfig
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig

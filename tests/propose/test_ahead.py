@@ -27,7 +27,7 @@ from foretoken.propose.ahead import DraftingWorker, likely_path
 from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.remote import Remote
+from foretoken.propose.remote_proposer import Remote
 from foretoken.propose.suffix import Suffix
 from foretoken.propose.transports import ThreadTransport, WorkerEndpoint, WorkerLost
 

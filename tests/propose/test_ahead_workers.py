@@ -16,7 +16,8 @@ from foretoken.core.law import PointMass, Sampled, TopPlusSampled, WithoutReplac
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 from foretoken.propose.fallback import FallbackProposer
-from foretoken.propose.remote import Remote, RemoteConfig
+from foretoken.propose.remote import RemoteConfig
+from foretoken.propose.remote_proposer import Remote
 from foretoken.propose.transports import ProcessTransport
 from foretoken.propose.wire import (
     Commit,

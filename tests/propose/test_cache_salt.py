@@ -23,12 +23,13 @@ from foretoken.propose.draft_model import DraftModel
 from foretoken.propose.eagle import Eagle
 from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.lookup import Lookup
-from foretoken.propose.mixture import Member, Mixture
+from foretoken.propose.mixture import Mixture
+from foretoken.propose.mixture_members import Member
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.propose.pieces import Pieces
 from foretoken.propose.prediction import Prediction
 from foretoken.propose.recycling import Recycling, RecyclingConfig
-from foretoken.propose.remote import Remote
+from foretoken.propose.remote_proposer import Remote
 from foretoken.propose.suffix import Suffix
 from foretoken.propose.transports import ThreadTransport, WorkerEndpoint
 from foretoken.propose.vocabulary import Vocabulary, VocabularyConfig

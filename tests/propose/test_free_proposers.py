@@ -17,10 +17,10 @@ from foretoken.models.toy import ToyModel
 from foretoken.propose.base import Proposer
 from foretoken.propose.datastore import Datastore
 from foretoken.propose.lookup import Lookup
-from foretoken.propose.matches import SuffixArray
 from foretoken.propose.prediction import Prediction
 from foretoken.propose.retrieval import Retrieval
 from foretoken.propose.suffix import Suffix, SuffixConfig
+from foretoken.propose.suffix_array import SuffixArray
 
 VOCAB, LENGTH = 6, 60
 TARGET = ToyModel(VOCAB, order=2, seed=3, sharpness=3.0)

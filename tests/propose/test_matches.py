@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.propose.matches import BREAK, GrowingText, Matches, SuffixArray, sort_suffixes
+from foretoken.propose.matches import BREAK, GrowingText, Matches
+from foretoken.propose.suffix_array import SuffixArray, sort_suffixes
 
 DEPTH, STEPS = 6, 4
 TEXTS = st.lists(st.sampled_from([BREAK, 0, 1, 2, 3]), min_size=1, max_size=80)

@@ -23,7 +23,8 @@ from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.propose.acceptance import BucketedMeans, DecayingMean, MemberRecord, NodeRates, PendingDraft
 from foretoken.propose.base import Needs, Proposer
-from foretoken.propose.mixture import Member, Mixture, MixtureConfig
+from foretoken.propose.mixture import Mixture
+from foretoken.propose.mixture_members import Member, MixtureConfig
 from foretoken.propose.pace import DraftingCosts
 from foretoken.propose.union import DraftUnion
 

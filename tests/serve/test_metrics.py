@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from foretoken.core.draft import Draft
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
-from foretoken.serve.metrics import Metrics, SpeculationRecord
+from foretoken.serve.metrics import Metrics
+from foretoken.serve.speculation_record import SpeculationRecord
 
 DOCS = Path(__file__).parents[2] / "docs"
 TIMINGS = Timings(0.5, 1.0, 0.25, 0.125, 1)

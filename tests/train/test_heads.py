@@ -20,9 +20,9 @@ from foretoken.train.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.train.head_config import HeadConfig
 from foretoken.train.heads import train_head
 from foretoken.train.lessons import Lesson, Teacher
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.parallel_heads import BlockwiseTrainConfig, EarlyExitTrainConfig, MedusaTrainConfig
 from foretoken.train.target import Shape, train_target
-from foretoken.train.trainer import TrainConfig
 
 from .tiny import STEPS
 

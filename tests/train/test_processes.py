@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from foretoken.train import processes
-from foretoken.train.trainer import TrainConfig, Trainer
+from foretoken.train.optimization import TrainConfig
+from foretoken.train.trainer import Trainer
 
 WORK = """
 import sys
 from pathlib import Path
 import torch
 from foretoken.train import processes
-from foretoken.train.trainer import TrainConfig, Trainer
+from foretoken.train.trainer import Trainer
+from foretoken.train.optimization import TrainConfig
 from tests.train.test_processes import batches, make
 
 with processes.joined(torch.device("cpu")):

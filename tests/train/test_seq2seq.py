@@ -14,11 +14,11 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from foretoken.core.errors import InvalidRequest, ModelLoadError, WriteError
 from foretoken.train import repair
 from foretoken.train.data import Corpus
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.repair import IGNORED
 from foretoken.train.seq2seq import T5Shape, label_loss, logits_of, new_model, train_seq2seq
 from foretoken.train.seq2seq_card import exactness, write_seq2seq_cards
 from foretoken.train.seq2seq_draft import law_loss, load_seq2seq, train_seq2seq_draft
-from foretoken.train.trainer import TrainConfig
 
 from .test_cli import invoke
 

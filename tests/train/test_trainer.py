@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from foretoken.core.errors import InvalidRequest, TrainingError
-from foretoken.train.trainer import TrainConfig, Trainer
+from foretoken.train.optimization import TrainConfig
+from foretoken.train.trainer import Trainer
 
 from .tiny import STEPS
 

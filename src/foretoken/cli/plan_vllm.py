@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from foretoken.plan.outcome import Plan
-    from foretoken.plan.vllm.planning import VllmCandidate
+    from foretoken.plan.vllm.measured import VllmCandidate
     from foretoken.plan.vllm.runs import Bench
 
 OURS = "foretoken.interop_vllm.VllmProposer"
@@ -36,7 +36,7 @@ def lanes(
     """
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import resolve
-    from foretoken.plan.vllm.planning import VllmCandidate
+    from foretoken.plan.vllm.measured import VllmCandidate
 
     result = [VllmCandidate.of({"method": "draft_model", "model": str(resolve(draft))}) for draft in drafts]
     result += [_head(resolve(head), target) for head in heads]
@@ -60,7 +60,7 @@ def _head(folder: Path, target: Path) -> VllmCandidate:
     from foretoken.core.errors import InvalidRequest
     from foretoken.models.formats.checkpoint import load_config
     from foretoken.plan.candidates import head_method
-    from foretoken.plan.vllm.planning import VllmCandidate
+    from foretoken.plan.vllm.measured import VllmCandidate
 
     method = head_method(folder)
     if method not in ("eagle3", "eagle", "medusa"):

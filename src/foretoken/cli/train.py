@@ -11,8 +11,8 @@ from foretoken.cli.options import Json
 
 if TYPE_CHECKING:
     from foretoken.train.data import Corpus
+    from foretoken.train.optimization import TrainConfig
     from foretoken.train.target import Shape
-    from foretoken.train.trainer import TrainConfig
 
 app = typer.Typer(help="Train a target, distil a draft from it, write their cards.", no_args_is_help=True)
 

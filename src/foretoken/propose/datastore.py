@@ -18,7 +18,8 @@ from pydantic import Field
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import Schema, Size, parse, read_object
-from foretoken.propose.matches import BREAK, LIMIT, PAD, GrowingText, Ids, Matches, SuffixArray
+from foretoken.propose.matches import BREAK, LIMIT, PAD, GrowingText, Ids, Matches
+from foretoken.propose.suffix_array import SuffixArray
 
 MANIFEST = "datastore.json"
 FORMAT = "foretoken-datastore-1"

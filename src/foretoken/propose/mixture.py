@@ -15,127 +15,23 @@ The choice depends on the past alone and precedes any draw of the step, so it ca
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from foretoken.control.survival import Survival
-from foretoken.core.checks import number
 from foretoken.core.context import Context
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
 from foretoken.core.law import PointMass
 from foretoken.core.verdict import Verdict
 from foretoken.costs.model import CostModel
 from foretoken.models.base import Scores
-from foretoken.propose.acceptance import BucketedMeans, DecayingMean, MemberRecord, NodeRates, PendingDraft
+from foretoken.propose.acceptance import BucketedMeans, MemberRecord, NodeRates, PendingDraft
 from foretoken.propose.base import BuildContext, Method, Needs, Observation, Proposer
+from foretoken.propose.mixture_members import MAX_COSTLY, PROBE, TRIALS, Member, MixtureConfig, MixtureState
 from foretoken.propose.pace import DraftingCosts
 from foretoken.propose.union import DraftUnion, MergedDraft
-
-_DEFAULT = ({"method": "suffix"}, {"method": "recycling"})
-_TRIALS = 8  # steps with a costly member before it may be left out
-_MAX_COSTLY = 16  # default maximum number of nodes of a costly member's draft
-_PROBE = 32  # steps of a request without a costly member before it is tried again; doubles each time
-
-
-@dataclass(frozen=True, slots=True)
-class MixtureConfig:
-    """Members of the mixture.
-
-    Attributes:
-        members: Configurations as in ``speculative_config``, one per member. "num_speculative_tokens" bounds the
-            member's own part of a draft; without it a costly member drafts up to 16 nodes, a free one up to the step's
-            budget. Within these bounds, as many nodes are drafted or kept as pay for their rows. "cost" is the duration
-            of the member's longest draft in target passes; without it the duration is measured.
-    """
-
-    members: Sequence[Mapping[str, Any]] = _DEFAULT
-
-    def __post_init__(self) -> None:
-        if isinstance(self.members, str | Mapping) or not self.members:
-            raise InvalidRequest("members must be a list of speculative configurations, one at least")
-        for member in self.members:
-            if not isinstance(member, Mapping) or not isinstance(member.get("method"), str):
-                raise InvalidRequest(f"a member is a speculative configuration with a 'method', got {member!r}")
-            if member["method"] == "mixture":
-                raise InvalidRequest("a mixture cannot be a member of a mixture; list its members instead")
-            number("cost (in passes of the target)", member.get("cost"), 0.0, optional=True)
-
-
-@dataclass(eq=False, slots=True)
-class Member:
-    """A proposer in the mixture, with what is known of it over all requests.
-
-    Attributes:
-        free: Its drafts take negligible time.
-        max_nodes: Maximum number of nodes that it drafts, None for the whole budget.
-        cost: Duration of its longest draft in target passes, None if measured.
-        seconds: Measured seconds to draft one node.
-        rates: Acceptance rates of its nodes.
-        gain: Accepted tokens of the steps in which it drafted. Costly members only.
-        survival: Probability that its nodes are accepted, by position. Costly members only.
-    """
-
-    name: str
-    proposer: Proposer
-    free: bool
-    max_nodes: int | None = None
-    cost: float | None = None
-    seconds: DecayingMean = field(default_factory=lambda: DecayingMean(memory=32.0))
-    rates: NodeRates = field(default_factory=NodeRates)
-    gain: BucketedMeans = field(default_factory=BucketedMeans)
-    survival: Survival = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.survival = Survival(_MAX_COSTLY if self.max_nodes is None else self.max_nodes, memory=256.0)
-
-    def budget(self, nodes: int) -> int:
-        """Returns the member's part of a budget."""
-        return nodes if self.max_nodes is None else min(nodes, self.max_nodes)
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        """Drafts, and measures the time per node."""
-        started = time.perf_counter()
-        drafts = self.proposer.propose(contexts, [self.budget(nodes) for nodes in budgets])
-        self.seconds.add((time.perf_counter() - started) / max(1, *map(len, drafts)))
-        return drafts
-
-
-@dataclass(eq=False, slots=True)
-class MixtureState:
-    """State of one request.
-
-    Attributes:
-        accounts: Records of the free members.
-        costly: Records of the costly members.
-        gains: See ``Member.gain``.
-        survivals: See ``Member.survival``.
-        surplus: Tokens that free trees brought beyond what they promised.
-        idle: Steps since each costly member drafted.
-        probe: Steps after which each costly member is tried again.
-        trees: Free trees that are not fully scored, each with the accepted tokens that it promised.
-        chosen: The costly member of the current step, None for the free tree.
-        promised: Accepted tokens that the current free tree promises.
-        requested: Nodes that the costly member was to draft.
-        own: The costly member's draft.
-    """
-
-    accounts: list[MemberRecord]
-    costly: list[MemberRecord]
-    gains: list[BucketedMeans]
-    survivals: list[Survival]
-    surplus: BucketedMeans
-    idle: list[int]
-    probe: list[int]
-    trees: list[tuple[PendingDraft, float]] = field(default_factory=list)
-    chosen: int | None = None
-    promised: float = 0.0
-    requested: int = 0
-    own: PendingDraft | None = None
 
 
 class Mixture(Proposer):
@@ -218,7 +114,7 @@ class Mixture(Proposer):
                 survivals=[Survival(member.survival.max_rank, member.survival) for member in self.costly],
                 surplus=BucketedMeans(self._surplus, strength=8.0, memory=32.0),
                 idle=[0] * len(self.costly),
-                probe=[_PROBE] * len(self.costly),
+                probe=[PROBE] * len(self.costly),
             )
         return self._records[context.id]
 
@@ -274,7 +170,7 @@ class Mixture(Proposer):
             )
             nodes = int(np.argmax((1.0 + np.cumsum(record.survivals[i].accepted()[:max_nodes])) / seconds))
             value = (1.0 + gain.at(tree.promised).value) / seconds[nodes]
-            unexplored = member.gain.all.count < _TRIALS or record.idle[i] >= record.probe[i]
+            unexplored = member.gain.all.count < TRIALS or record.idle[i] >= record.probe[i]
             if unexplored or value > best:
                 best, choice, record.requested = value, i, nodes + 1
             if unexplored:
@@ -318,7 +214,7 @@ def build(config: MixtureConfig, build_context: BuildContext) -> Mixture:
         name = method if all(member.name != method for member in members) else f"{method} {len(members) + 1}"
         proposer = build_context.member(own)
         free = proposer.costless and not member_config.get("cost")
-        max_nodes = member_config.get("num_speculative_tokens", None if free else _MAX_COSTLY)
+        max_nodes = member_config.get("num_speculative_tokens", None if free else MAX_COSTLY)
         members.append(Member(name, proposer, free, max_nodes, member_config.get("cost")))
     return Mixture(members, build_context.costs)
 

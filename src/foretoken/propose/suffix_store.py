@@ -11,7 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from foretoken.propose.matches import BREAK, LIMIT, GrowingText, Ids, Matches, SearchableText, SuffixArray
+from foretoken.propose.matches import BREAK, LIMIT, GrowingText, Ids, Matches, SearchableText
+from foretoken.propose.suffix_array import SuffixArray
 
 FRESH_TOKENS = 16384  # tokens that are searched unsorted, in about 20 us
 SHARE = 4  # a segment holds at most this fraction of the bound, which limits what one eviction drops

@@ -15,8 +15,9 @@ from foretoken.core.context import Context
 from foretoken.engine.requests import Request
 from foretoken.outputs import StreamPiece
 from foretoken.params import SamplingParams
-from foretoken.serve.metrics import Metrics, SpeculationRecord
+from foretoken.serve.metrics import Metrics
 from foretoken.serve.responses import RequestMetrics, TokenUsage
+from foretoken.serve.speculation_record import SpeculationRecord
 
 BuiltRequest = tuple[Request, list[Context]]
 Delivery = tuple["Generation", StreamPiece | Exception]

@@ -29,8 +29,9 @@ from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, w
 from foretoken.train.generated import PROMPTS, Prompts, prepare_windows
 from foretoken.train.head_config import HeadConfig, changed_options
 from foretoken.train.lessons import Teacher, capped
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter
-from foretoken.train.trainer import TrainConfig, Trainer, provenance
+from foretoken.train.trainer import Trainer, provenance
 
 ACCEPTANCE_CONFIG = TrainConfig(steps=1500, batch=512, window=256, learning_rate=3e-3, weight_decay=0.05, compile=False)
 

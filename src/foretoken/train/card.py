@@ -17,8 +17,8 @@ from foretoken.models.loading import load_model
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.draft import DistillConfig, load_teacher, measure
 from foretoken.train.files import PROVENANCE, write_json
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.target import DRAFT_SHAPE, TARGET_SHAPE, Shape, command_line
-from foretoken.train.trainer import TrainConfig
 
 ZOO_ENTRY = "zoo.json"
 _DATA = {

@@ -18,10 +18,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.train.data import Corpus, encode, held_out_batches
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter, quiet_transformers
 from foretoken.train.target import DRAFT_SHAPE, Shape, command_line, new_model, next_token_loss, save
 from foretoken.train.teacher import TaughtWindows, fixed_windows, teach
-from foretoken.train.trainer import TrainConfig, Trainer, provenance
+from foretoken.train.trainer import Trainer, provenance
 
 DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=8, window=512, learning_rate=4e-3, weight_decay=0.05)
 _FLOOR = 1e-6

@@ -21,9 +21,9 @@ from foretoken.models.loading import load_model
 from foretoken.train import processes
 from foretoken.train.data import Corpus, encode
 from foretoken.train.head_config import HeadConfig
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter
 from foretoken.train.teacher import fixed_windows
-from foretoken.train.trainer import TrainConfig
 
 _BATCH = 64  # sequences per forward pass
 

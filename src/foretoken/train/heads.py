@@ -26,6 +26,7 @@ from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, w
 from foretoken.train.generated import Prompts, prepare_windows
 from foretoken.train.head_config import HEAD, HeadConfig, changed_options
 from foretoken.train.lessons import Head, Lessons, Teacher
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.parallel_heads import (
     BlockwiseHead,
     BlockwiseTrainConfig,
@@ -34,7 +35,7 @@ from foretoken.train.parallel_heads import (
     MedusaHead,
     MedusaTrainConfig,
 )
-from foretoken.train.trainer import TrainConfig, Trainer, provenance
+from foretoken.train.trainer import Trainer, provenance
 
 HEAD_CONFIG = TrainConfig(minutes=20.0, batch=4, window=512, learning_rate=2e-3, weight_decay=0.05)
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
 from foretoken.core.files import atomic_file
 from foretoken.train import processes
+from foretoken.train.optimization import compiled
 from foretoken.train.progress import Reporter, quiet_transformers
-from foretoken.train.trainer import compiled
 
 _BATCH = 8  # windows per forward pass of the target
 

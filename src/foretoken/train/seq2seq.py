@@ -16,9 +16,10 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
 from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.optimization import TrainConfig, compiled
 from foretoken.train.progress import quiet_transformers
 from foretoken.train.repair import IGNORED, Batch, batches, bundled_tokenizer, held_out, held_out_batches, snippets
-from foretoken.train.trainer import LossFn, TrainConfig, Trainer, compiled, provenance
+from foretoken.train.trainer import LossFn, Trainer, provenance
 
 
 @dataclass(frozen=True)

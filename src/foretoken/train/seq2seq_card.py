@@ -12,11 +12,11 @@ from foretoken.core.schema import read_object
 from foretoken.train.card import ZOO_ENTRY, read_provenance
 from foretoken.train.data import Corpus
 from foretoken.train.files import PROVENANCE, write_json
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import Reporter, quiet_transformers
 from foretoken.train.repair import IGNORED, Batch, RepairTask, bundled_tokenizer, held_out, held_out_batches
 from foretoken.train.seq2seq import SEQ2SEQ_SHAPE, T5Shape, command_line, measure
 from foretoken.train.seq2seq_draft import SEQ2SEQ_DRAFT_SHAPE, load_seq2seq, measure_pair
-from foretoken.train.trainer import TrainConfig
 
 _TASKS = 256  # evaluated with teacher forcing
 _GENERATED = 96  # of them, generated greedily

@@ -18,6 +18,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.train.data import Corpus
 from foretoken.train.draft import agreement
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import quiet_transformers
 from foretoken.train.repair import IGNORED, Batch, batches, bundled_tokenizer, snippets
 from foretoken.train.seq2seq import (
@@ -31,7 +32,7 @@ from foretoken.train.seq2seq import (
     rate_scale,
     save,
 )
-from foretoken.train.trainer import TrainConfig, Trainer, provenance
+from foretoken.train.trainer import Trainer, provenance
 
 SEQ2SEQ_DRAFT_SHAPE = T5Shape(96, 192, 2, 2, 4, 32)
 SEQ2SEQ_DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=16, window=176, learning_rate=4e-3, weight_decay=0.05)

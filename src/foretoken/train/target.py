@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
 from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, write_json
+from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import quiet_transformers
-from foretoken.train.trainer import TrainConfig, Trainer, provenance
+from foretoken.train.trainer import Trainer, provenance
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 from foretoken.core.errors import TrainingError
 from foretoken.core.schema import read_object
 from foretoken.train.files import write_json
+from foretoken.train.optimization import compiled
 from foretoken.train.progress import Reporter
-from foretoken.train.trainer import compiled
 
 _BATCH = 16
 LawFn = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import platform
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,64 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from foretoken.core.errors import InvalidRequest, TrainingError
+from foretoken.core.errors import TrainingError
 from foretoken.core.files import atomic_file
 from foretoken.train import processes
+from foretoken.train.optimization import TrainConfig, compiled, optimizers
 from foretoken.train.progress import Reporter
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Length of a run, learning rate and batches.
-
-    Args:
-        steps: Optimizer steps, used if ``minutes`` is None.
-        minutes: Length of the run in minutes. The schedule then follows the clock.
-        batch: Windows per step.
-        window: Tokens per window.
-        learning_rate: Greatest learning rate.
-        weight_decay: Weight decay of matrices.
-        warmup: First share of the run, in which the learning rate rises.
-        decay: Last share of the run, in which the learning rate falls to zero.
-        seed: Seed of initialization and batches.
-        evaluate_every_seconds: Seconds between evaluations.
-        compile: Whether to compile, None for where a C++ compiler exists.
-        patience: Evaluations without improvement after which the run ends with the best weights.
-    """
-
-    steps: int = 2000
-    minutes: float | None = None
-    batch: int = 10
-    window: int = 768
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    warmup: float = 0.02
-    decay: float = 0.6
-    seed: int = 0
-    evaluate_every_seconds: float = 300.0
-    compile: bool | None = None
-    patience: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("steps", 1), ("batch", 1), ("window", 2)):
-            if getattr(self, name) < minimum:
-                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
-        if self.patience is not None and self.patience < 1:
-            raise InvalidRequest(f"patience is {self.patience}; it must be at least 1 evaluation")
-        for name in ("learning_rate", "warmup", "decay", "minutes"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise InvalidRequest(f"{name} is {value}; it must be a positive number")
-
-    def arguments(self) -> str:
-        """Returns the command line options that give these settings."""
-        length = f"--steps {self.steps}" if self.minutes is None else f"--minutes {self.minutes:g}"
-        patience = f" --patience {self.patience}" if self.patience is not None else ""
-        return (
-            f"{length} --batch {self.batch} --window {self.window} --learning-rate {self.learning_rate:g} "
-            f"--seed {self.seed}{patience}"
-        )
-
 
 LossFn = Callable[[Any], torch.Tensor]
 Judge = Callable[[dict[str, float]], float]
@@ -109,7 +55,7 @@ class Trainer:
         self.model, self.config, self.checkpoint = model, config, checkpoint
         self.step, self.elapsed = 0, 0.0
         self.history: list[dict[str, float]] = []
-        self.optimizers = _optimizers(model, config, scale)
+        self.optimizers = optimizers(model, config, scale)
         self._judge, self._best, self._waited = judge, -math.inf, 0
         self._kept: dict[str, torch.Tensor] = {}
 
@@ -265,39 +211,6 @@ class _Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         sys.stderr.write("\nstopping after this step (press again to stop at once)\n")
-
-
-def _optimizers(model: nn.Module, config: TrainConfig, scale: Callable[[str], float]) -> list[torch.optim.Optimizer]:
-    """Returns Muon (orthogonalised momentum) for matrices, and AdamW for embeddings and gains."""
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups.setdefault((parameter.ndim == 2 and _is_matrix(name), scale(name)), []).append(parameter)
-    rate, decay, made = config.learning_rate, config.weight_decay, list[torch.optim.Optimizer]()
-    for matrices in (False, True):
-        own = [{"params": listed, "scale": s} for (kind, s), listed in groups.items() if kind == matrices]
-        if own and matrices:
-            made.append(torch.optim.Muon(own, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-        elif own:
-            made.append(torch.optim.AdamW(own, lr=rate, weight_decay=0.0, betas=(0.9, 0.95), fused=True))
-    return made
-
-
-def _is_matrix(name: str) -> bool:
-    return not any(table in name for table in ("embed", "lm_head", "shared.weight", "relative_attention_bias"))
-
-
-def compiled(fn: Callable[..., Any], enabled: bool | None, dynamic: bool | None = None) -> Callable[..., Any]:
-    """Returns ``fn`` compiled by torch.compile.
-
-    Args:
-        fn: A function or model.
-        enabled: Whether to compile, None for where a C++ compiler exists.
-        dynamic: As in torch.compile.
-    """
-    if enabled is None:
-        enabled = shutil.which("g++") is not None
-    return torch.compile(fn, dynamic=dynamic) if enabled else fn
 
 
 def provenance(command: str, config: TrainConfig, trainer: Trainer, **extra: object) -> dict[str, object]:

@@ -13,7 +13,8 @@ from foretoken.bench.peers.protocol import PeerRequest
 from foretoken.bench.peers.vllm_steps import Depths, VllmStepTimes, timed
 from foretoken.bench.peers.worker import PeerError
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.vllm.planning import CHAIN, COPIED, PLAIN, VllmCandidate, VllmRun, predict, record, vllm_plan
+from foretoken.plan.vllm.measured import CHAIN, COPIED, PLAIN, VllmCandidate, VllmRun
+from foretoken.plan.vllm.planning import predict, record, vllm_plan
 from foretoken.plan.vllm.runs import Bench, answers, grouped, runs
 
 DRAFT = VllmCandidate.of({"method": "draft_model", "model": "some/draft"})

@@ -74,7 +74,7 @@ class Runner(Protocol):
         """Frees a slot. Its rows stay available to the prefix cache only."""
 
     def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
-        """Makes the slot's first ``rows`` rows shareable. They belong to the first ``rows`` of ``tokens``, and are final."""
+        """Makes the slot's first ``rows`` rows shareable: the final rows of the first of ``tokens``."""
 
     def enable_prefix_cache(self, max_bytes: int) -> bool:
         """Enables prefix caching within ``max_bytes`` bytes of KV cache. Returns whether the runner supports it."""

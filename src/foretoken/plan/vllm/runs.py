@@ -15,7 +15,7 @@ from foretoken.bench.peers.vllm_steps import VllmStepTimes
 from foretoken.bench.peers.worker import PeerError, PeerWorker
 from foretoken.bench.setting import cores
 from foretoken.core.errors import InvalidRequest
-from foretoken.plan.vllm.planning import PLAIN, VllmCandidate, VllmRun
+from foretoken.plan.vllm.measured import PLAIN, VllmCandidate, VllmRun
 
 Say = Callable[[str, float], None]
 """Reports progress: what is being done, and the share of the whole that is done."""
