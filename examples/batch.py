@@ -11,7 +11,7 @@ PROMPTS = ("def area(width, height):", "import json\n\n", "class Stack:\n    def
 
 
 def main() -> None:
-    """Completes all prompts together and each alone, and compares."""
+    """Completes all prompts in one batch and each alone, and compares the texts."""
     llm = LLM()
     params = [SamplingParams(max_tokens=20 + 10 * i, temperature=0.8, seed=i) for i in range(len(PROMPTS))]
     together = llm.generate(PROMPTS, params, use_tqdm=False)

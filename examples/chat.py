@@ -15,7 +15,7 @@ from foretoken import LLM, SamplingParams
 
 def main(model: str | None = None, draft_model: str | None = None) -> None:
     """Asks twice; the second question refers to the first answer."""
-    llm = LLM(model, draft_model, enable_prefix_caching=True)  # the second prompt begins as the first one did
+    llm = LLM(model, draft_model, enable_prefix_caching=True)  # the second prompt starts with the first one
     params = SamplingParams(max_tokens=40, temperature=0.7, seed=1)
     messages: list[dict[str, str]] = []
     for question in ("def read_lines(path):", "def write_lines(path, lines):"):

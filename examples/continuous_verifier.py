@@ -1,16 +1,16 @@
-"""Real values instead of tokens: a drafted series against an autoregressive Gaussian target.
+"""Real values instead of tokens: a drafted series verified by an autoregressive Gaussian target.
 
 The rule is token rejection's (2211.17192) with densities for probabilities: x ~ q is accepted with probability
 min(1, p(x) / q(x)), on average 1 - TV(p, q), the maximum of any rule for one value. A rejected value is replaced by:
 
-* equal scales: its reflection about the hyperplane midway between the two means, which is exact as it stands and keeps
-  close to what was drafted (reflection-maximal coupling; Bou-Rabee, Eberle and Zimmer, Annals of Applied Probability
-  2020, section 2.3). With xi = (x - m) / s and e the direction of (m - mu) / s:
+* equal scales: its reflection about the hyperplane midway between the two means, which is exact and stays close to the
+  draft value (reflection-maximal coupling; Bou-Rabee, Eberle and Zimmer, Annals of Applied Probability 2020, section
+  2.3). With xi = (x - m) / s and e the direction of (m - mu) / s:
       y = mu + s (xi - 2 <e, xi> e);        in one dimension y = mu + m - x
   Its density is q(x(y)) (1 - min(1, p(x(y)) / q(x(y)))) = (p(y) - q(y))+, since the reflection swaps p and q.
-  The probability to be accepted is 2 Phi(-|(m - mu) / s| / 2).
+  The acceptance probability is 2 Phi(-|(m - mu) / s| / 2).
 * other scales: y ~ p until one is accepted with 1 - min(1, q(y) / p(y)), a draw from norm((p - q)+). A rejection takes
-  1 / TV draws on average and has probability TV: one draw per value over all.
+  1 / TV draws on average and has probability TV: one draw per value overall.
 
 Here p is N(mu, sigma^2) and q is N(m, s^2), diagonal where a value has several coordinates.
 """
@@ -32,24 +32,25 @@ Reals = NDArray[np.float64]
 
 
 class RealStream(Protocol):
-    """The randomness that a series is drafted and verified with; a quadrature can stand in for it.
+    """Interface of the random numbers of drafting and verification. A test can replace it by a quadrature.
 
-    ``index`` addresses the draw within the step; a ``bernoulli`` and a ``normal`` may share one.
+    ``index`` addresses the draw within the step; a ``bernoulli`` and a ``normal`` may have the same index.
     """
 
     def bernoulli(self, p: float, index: int) -> bool:
-        """True with probability ``p``."""
+        """Returns True with probability ``p``."""
         ...
 
     def normal(self, size: int, index: int) -> Reals:
-        """``size`` independent standard normal numbers."""
+        """Returns ``size`` independent standard normal numbers."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SeededReals:
-    """Numbers of the step that begins after ``position`` values, for one purpose alone: the same address, the same
-    numbers, as with ``Streams``.
+    """Random numbers of the step that begins after ``position`` values, for one purpose.
+
+    As with ``Streams``, the same address gives the same numbers.
     """
 
     streams: Streams
@@ -68,7 +69,12 @@ class SeededReals:
 
 @dataclass(frozen=True, slots=True)
 class Gaussians:
-    """One Gaussian a row, with independent coordinates. means, scales (standard deviations, > 0): float64 [rows, d]."""
+    """One Gaussian per row, with independent coordinates.
+
+    Args:
+        means: float64 [rows, d].
+        scales: Standard deviations, above 0, float64 [rows, d].
+    """
 
     means: Reals
     scales: Reals
@@ -85,19 +91,22 @@ class Gaussians:
         return len(self.means)
 
     def draw(self, row: int, stream: RealStream, index: int) -> Reals:
-        """A value of row ``row``, [d]."""
+        """Returns a value drawn from row ``row``, [d]."""
         return self.means[row] + self.scales[row] * stream.normal(self.means.shape[1], index)
 
     def log_density(self, row: int, value: Reals) -> float:
-        """Up to the constant -d/2 log(2 pi), which no ratio sees. value: [d]."""
+        """Returns the log-density of ``value`` [d], up to the constant -d/2 log(2 pi), which cancels in ratios."""
         z = (value - self.means[row]) / self.scales[row]
         return float(-0.5 * (z @ z) - np.log(self.scales[row]).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesDraft:
-    """Guessed next values of one series. values: float64 [n, d]; value i was drawn from row i of ``law``, whose rows
-    may depend on the values before it. No values are legal and are plain sampling.
+    """Draft values of one series. No values are legal and mean plain sampling.
+
+    Args:
+        values: float64 [n, d]. Value i was drawn from row i of ``law``.
+        law: The distributions; a row may depend on the values before it.
     """
 
     values: Reals
@@ -112,7 +121,7 @@ class SeriesDraft:
 
 
 class Origin(StrEnum):
-    """Where the target's own value came from."""
+    """The origin of the target's own value."""
 
     BONUS = "bonus"  # every drafted value is accepted
     REFLECTED = "reflected"  # the reflection of the rejected value
@@ -121,7 +130,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SeriesVerdict:
-    """``accepted``: number of accepted draft values. ``value`` [d]: the one that the target always adds."""
+    """Result of verification. accepted: number of accepted draft values. value [d]: the value that the target adds."""
 
     accepted: int
     value: Reals
@@ -129,11 +138,16 @@ class SeriesVerdict:
 
 
 def verify(draft: SeriesDraft, target: Gaussians, stream: RealStream) -> SeriesVerdict:
-    """The first ``accepted`` drafted values and then ``value`` have the target's law.
+    """Verifies a draft. The ``accepted`` draft values followed by ``value`` have the target's distribution.
 
-    target: n + 1 rows, row i the distribution after the first i draft values. stream: of ``Purpose.VERIFY``; values are
-    verified at indices 0 to n - 1, the bonus is drawn at n, the residual above it.
-    Raises ValueError if the rows do not fit the draft.
+    Args:
+        draft: The draft of n values.
+        target: n + 1 rows; row i is the distribution after the first i draft values.
+        stream: Random numbers of ``Purpose.VERIFY``. Values are verified at indices 0 to n - 1, the bonus is drawn at
+            n, the residual above it.
+
+    Raises:
+        ValueError: The rows do not fit the draft.
     """
     n = len(draft)
     if target.means.shape != (n + 1, draft.values.shape[1]):
@@ -147,7 +161,7 @@ def verify(draft: SeriesDraft, target: Gaussians, stream: RealStream) -> SeriesV
 
 
 def overlap(p: Gaussians, q: Gaussians, row: int) -> float:
-    """1 - TV of two rows of equal scales, the probability that a draft value is accepted: 2 Phi(-|z| / 2)."""
+    """Returns 1 - TV of two rows of equal scales, the probability that a draft value is accepted: 2 Phi(-|z| / 2)."""
     if not np.array_equal(p.scales[row], q.scales[row]):
         raise ValueError("the closed form is that of equal scales")
     z = (p.means[row] - q.means[row]) / p.scales[row]
@@ -155,12 +169,12 @@ def overlap(p: Gaussians, q: Gaussians, row: int) -> float:
 
 
 def _chance(p: Gaussians, q: Gaussians, row: int, value: Reals) -> float:
-    """min(1, p / q) at ``value``."""
+    """Returns min(1, p / q) at ``value``."""
     return math.exp(min(0.0, p.log_density(row, value) - q.log_density(row, value)))
 
 
 def _reflect(p: Gaussians, q: Gaussians, row: int, value: Reals) -> Reals:
-    """p's mean plus q's deviation, mirrored along the line between the means."""
+    """Returns p's mean plus q's deviation, reflected along the line between the means."""
     scale = p.scales[row]
     gap = (q.means[row] - p.means[row]) / scale
     xi = (value - q.means[row]) / scale
@@ -171,7 +185,7 @@ def _reflect(p: Gaussians, q: Gaussians, row: int, value: Reals) -> Reals:
 
 
 def _residual(p: Gaussians, q: Gaussians, row: int, stream: RealStream, first: int) -> Reals:
-    """y ~ p until one is accepted with 1 - min(1, q / p); attempt k uses index ``first + k``."""
+    """Draws y ~ p until one is accepted with 1 - min(1, q / p). Attempt k uses index ``first + k``."""
     for index in count(first):
         value = p.draw(row, stream, index)
         if stream.bernoulli(-math.expm1(min(0.0, q.log_density(row, value) - p.log_density(row, value))), index):

@@ -1,4 +1,4 @@
-"""A proposer of your own: drafts the token that followed the last time, again and again.
+"""A custom proposer: drafts, for each token, the token that followed it the last time.
 
 .venv/bin/python examples/custom_proposer.py
 """

@@ -1,9 +1,9 @@
-"""A verifier of your own, and the proof by enumeration that it keeps the target's distribution.
+"""A custom verifier, and the proof by enumeration that it keeps the target's distribution.
 
     .venv/bin/python examples/custom_verifier.py
 
-A verifier is a pure function of a draft, the target's rows and random numbers. The numbers are an interface, so every
-draw can take each of its outcomes in turn: the probabilities of all results add up to the output distribution, exactly.
+A verifier is a pure function of a draft, the target's rows and random numbers. The random numbers are an interface, so
+each draw can take every outcome in turn: the probabilities of all results add up to the exact output distribution.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def verify(draft: Draft, probs: Any, stream: Stream) -> Verdict:
 
 
 def wrong(draft: Draft, probs: Any, stream: Stream) -> Verdict:
-    """The same with a common mistake: after a rejection it samples from p and not from the residual."""
+    """The same with a common mistake: after a rejection it samples from p instead of the residual."""
     verdict = verify(draft, probs, stream)
     i = len(verdict.path)
     return verdict if i == len(draft) else Verdict(verdict.path, stream.categorical(probs[i], index=DEPTH + 1 + i))
@@ -87,13 +87,13 @@ def enumerate_outcomes(run: Callable[[Stream], tuple[int, ...]]) -> dict[tuple[i
 
 
 def rows(seed: int) -> Tensor:
-    """The distribution of each token after each token, [V, V] in float64."""
+    """Returns the distribution of each token after each token, [V, V] in float64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64).softmax(-1)
 
 
 def step(verifier: Verifier, target: Tensor, proposal: Tensor, stream: Stream) -> tuple[int, ...]:
-    """One decode step after token 0: draft DEPTH tokens, verify them. Returns the emitted tokens."""
+    """Runs one decode step after token 0: drafts DEPTH tokens and verifies them. Returns the emitted tokens."""
     drafted: list[int] = []
     for i in range(DEPTH):
         drafted.append(stream.categorical(proposal[[0, *drafted][-1]], index=-1 - i))
@@ -121,12 +121,12 @@ def _texts(length: int) -> list[tuple[int, ...]]:
 
 
 def _pairs(text: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Each token with the one before it; token 0 comes first."""
+    """Returns each token with the one before it; token 0 comes first."""
     return list(zip((0, *text), text, strict=False))
 
 
 def main() -> None:
-    """Enumerates both verifiers."""
+    """Enumerates the right and the wrong verifier, and prints their errors."""
     print(f"rejection sampling: total variation {error(verify):.1e}")
     print(f"with the mistake:   total variation {error(wrong):.1e}")
 

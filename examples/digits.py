@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/digits.py --picture docs/img/digits.png
 
-scikit-learn's digits have 8 x 8 pixels of 17 grey levels: 17 tokens, drawn in raster order after one of ten more that
-names the class. The draft is a table over the class, the place, and the pixels above and to the left in four shades.
+scikit-learn's digits have 8 x 8 pixels of 17 grey levels: 17 tokens, in raster order, after one of ten class tokens.
+The draft is a table over the class, the position, and the pixels above and to the left in four shades.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SIDE, LEVELS, CLASSES = 8, 17, 10
 PIXELS = SIDE * SIDE
 VOCABULARY = LEVELS + CLASSES  # grey levels first, then the class tokens
 ABOVE, BESIDE = 3, 3  # the network's window: rows above, columns to either side
-SHADES = 4  # what the draft tells apart
+SHADES = 4  # shades that the draft distinguishes
 
 
 def load() -> Tensor:
-    """int64 [1797, 65]: each image as its class token and 64 pixels."""
+    """Returns int64 [1797, 65]: each image as its class token and 64 pixels."""
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     data = load_digits()
@@ -49,7 +49,11 @@ def load() -> Tensor:
 
 
 def _window() -> tuple[Tensor, Tensor]:
-    """For each pixel the places around it that come before it: indices [64, W], and which are in the image [64, W]."""
+    """Returns, for each pixel, the positions around it that precede it.
+
+    Returns:
+        Indices [64, W], and whether each of them is inside the image [64, W].
+    """
     steps = [(-r, c) for r in range(1, ABOVE + 1) for c in range(-BESIDE, BESIDE + 1)]
     steps += [(0, -c) for c in range(1, BESIDE + 1)]
     places, inside = [], []
@@ -64,9 +68,14 @@ PLACES, INSIDE = _window()
 
 
 def inputs(images: Tensor, at: Tensor) -> Tensor:
-    """What the network sees before pixel ``at[i]`` of ``images[i]``; later pixels are not looked at.
+    """Returns the network's input before pixel ``at[i]`` of ``images[i]``. Later pixels are not used.
 
-    images: int64 [n, 65]. -> float64 [n, W + 64 + 64 + 10]: the window, all pixels so far, the place, the class.
+    Args:
+        images: int64 [n, 65].
+        at: int64 [n].
+
+    Returns:
+        float64 [n, W + 64 + 64 + 10]: the window, all pixels so far, the position, the class.
     """
     levels = images[:, 1:].double() / (LEVELS - 1)
     so_far = levels * (torch.arange(PIXELS) < at[:, None])
@@ -76,10 +85,13 @@ def inputs(images: Tensor, at: Tensor) -> Tensor:
 
 
 class PixelModel(Model):
-    """A network of two hidden layers over the image so far, as a target. It needs no KV cache.
+    """A target: a network of two hidden layers over the image so far. It needs no KV cache.
 
-    float64, so that the number of rows in a pass changes only the sixteenth digit.
-    weights: matrices [in + 1, out], biases as their last row. Class tokens have probability 0.
+    It computes in float64, so that the number of rows in a pass changes only the sixteenth digit. Class tokens have
+    probability 0.
+
+    Args:
+        weights: Matrices [in + 1, out], with the bias as the last row.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -91,12 +103,12 @@ class PixelModel(Model):
         self._open: set[int] = set()
 
     def logits(self, histories: Sequence[Sequence[int]]) -> Tensor:
-        """float64 [n, 27], after each of ``histories``: a class token and up to 63 pixels."""
+        """Returns logits, float64 [n, 27], after each of ``histories``: a class token and up to 63 pixels."""
         images = torch.zeros(len(histories), PIXELS + 1, dtype=torch.int64)
         for image, history in zip(images, histories, strict=True):
             image[: len(history)] = torch.tensor(history)
         at = torch.tensor([len(history) - 1 for history in histories])
-        # After the last pixel nothing is asked for, but a whole draft may reach it.
+        # No logits are needed after the last pixel, but a full draft may reach it.
         levels = network(self.weights, inputs(images, at.clamp(max=PIXELS - 1)))
         return F.pad(levels, (0, CLASSES), value=-torch.inf)
 
@@ -132,14 +144,14 @@ class PixelModel(Model):
 
 
 def network(weights: Sequence[Tensor], x: Tensor) -> Tensor:
-    """[n, in] -> logits of the grey levels [n, 17]."""
+    """Returns the logits of the grey levels [n, 17] for inputs [n, in]."""
     for weight in weights[:-1]:
         x = torch.relu(x @ weight[:-1] + weight[-1])
     return x @ weights[-1][:-1] + weights[-1][-1]
 
 
 def train(images: Tensor, epochs: int = 16, seed: int = 1) -> PixelModel:
-    """Adam with a falling rate on the cross-entropy of every pixel; half a minute on one core."""
+    """Trains with Adam and a falling rate on the cross-entropy of every pixel; half a minute on one core."""
     generator = torch.Generator().manual_seed(seed)
     n = len(images)
     x = inputs(images.repeat_interleave(PIXELS, 0), torch.arange(PIXELS).repeat(n)).float()
@@ -161,16 +173,16 @@ def train(images: Tensor, epochs: int = 16, seed: int = 1) -> PixelModel:
 
 
 class CoarseDraft(Proposer):
-    """Draws pixels from counts over (class, place, the pixel above and the one to the left in four shades).
+    """Draws pixels from counts over the class, the position, and the pixels above and to the left in four shades.
 
-    Where a class was seldom seen so, the counts over all classes speak. In the trajectory grade the draws share the
+    Where a class has few counts, the counts over all classes are mixed in. In the trajectory grade the draws share the
     target's noise and count as fixed candidates.
     """
 
     name = "coarse"
 
     def __init__(self, images: Tensor, trust: float = 4.0) -> None:
-        """trust: sightings by all classes that weigh as much as those by one."""
+        """Counts ``images``. trust: number of counts over all classes that weigh as much as those of one class."""
         classes, pixels = images[:, 0] - LEVELS, images[:, 1:]
         counts = torch.zeros(CLASSES, PIXELS, SHADES, SHADES, LEVELS, dtype=torch.float64)
         for at in range(PIXELS):
@@ -183,7 +195,7 @@ class CoarseDraft(Proposer):
         self.table = F.pad(mixed / mixed.sum(-1, keepdim=True), (0, CLASSES)).log()
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """float64 [27], after a class token and some pixels."""
+        """Returns logits, float64 [27], after a class token and some pixels."""
         at = len(tokens) - 1
         above = tokens[at + 1 - SIDE] if at >= SIDE else 0
         left = tokens[at] if at % SIDE else 0
@@ -193,7 +205,7 @@ class CoarseDraft(Proposer):
         return [self._one(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def _one(self, context: Context, budget: int) -> Draft:
-        """Returns a chain with the distributions that it was drawn from, after the request's parameters."""
+        """Returns a chain with the distributions that it was drawn from, under the request's sampling parameters."""
         shared = context.exactness is Exactness.TRAJECTORY
         position = context.generated
         stream = context.streams.shared(position) if shared else context.streams.private(Purpose.DRAFT, position)
@@ -207,13 +219,13 @@ class CoarseDraft(Proposer):
 
 
 def _shade(level: Any) -> Any:
-    """Grey levels 0 to 16 as one of four shades, blank paper its own; of a number or a tensor."""
+    """Returns grey levels 0 to 16 as one of four shades; blank is a shade of its own. Takes a number or a tensor."""
     return (level > 0) * 1 + (level > 5) * 1 + (level > 11) * 1
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """An image, where each of its pixels came from, and the steps it took."""
+    """An image, the origin of each of its pixels, and the number of its decode steps."""
 
     pixels: tuple[int, ...]
     accepted: tuple[bool, ...]
@@ -230,9 +242,22 @@ def sample(
     pixels: int = PIXELS,
     batch: int = 32,
 ) -> tuple[list[Drawing], list[StepOutput]]:
-    """One image for each prompt (a class token and perhaps first pixels), ``pixels`` more of each.
+    """Draws one image for each prompt (a class token and perhaps first pixels).
 
-    Image i draws the numbers of (seed, i) whatever else is drawn. -> images in the order of the prompts, and all steps
+    Image i depends on (seed, i) alone.
+
+    Args:
+        target: The target.
+        proposer: The draft.
+        prompts: One per image.
+        depth: Draft tokens per step.
+        seed: Seed of all images.
+        grade: Grade of exactness.
+        pixels: Pixels to draw in each image.
+        batch: Images in one pass.
+
+    Returns:
+        The images in the order of the prompts, and all decode steps.
     """
     engine = Engine(target, proposer, Fixed(depth), max_sequences=batch)
     contexts = [
@@ -265,9 +290,12 @@ def report(name: str, drawings: list[Drawing], steps: list[StepOutput]) -> None:
 
 
 def draw(picture: Path, real: Tensor, drawings: list[Drawing]) -> None:
-    """A row of images of the data, then rows of drawings, each row a second time coloured by the origin of the pixels.
+    """Draws a row of images of the data, then rows of drawings, each repeated with pixels coloured by origin.
 
-    real: [columns, 64]. drawings: whole rows of ``columns``.
+    Args:
+        picture: File to write.
+        real: Images of the data, [columns, 64].
+        drawings: Whole rows of ``columns``.
     """
     import matplotlib as mpl
 
@@ -295,7 +323,7 @@ def draw(picture: Path, real: Tensor, drawings: list[Drawing]) -> None:
 
 
 def _ink(levels: Sequence[int], accepted: Sequence[bool] | None = None) -> Any:
-    """[8, 8, 3] colours: grey, or green where ``accepted`` and orange elsewhere."""
+    """Returns colours [8, 8, 3]: grey, or green where ``accepted`` and orange elsewhere."""
     ink = torch.tensor(levels).view(SIDE, SIDE, 1) / (LEVELS - 1)
     if accepted is None:
         return (1 - ink).expand(-1, -1, 3).numpy()
@@ -306,7 +334,7 @@ def _ink(levels: Sequence[int], accepted: Sequence[bool] | None = None) -> Any:
 
 
 def nats(logits: Tensor, images: Tensor) -> float:
-    """Cross-entropy a pixel. logits: [n, 64, 27]."""
+    """Returns the cross-entropy per pixel. logits: [n, 64, 27]."""
     return float(F.cross_entropy(logits.flatten(0, 1), images[:, 1:].flatten()))
 
 
@@ -317,7 +345,7 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="where a picture is written")] = None,
     seed: Annotated[int, typer.Option(help="of the images")] = 7,
 ) -> None:
-    """Train the target, count for the draft, draw digits with and without it."""
+    """Trains the target, builds the draft, and draws digits with and without it."""
     torch.set_num_threads(1)
     images = load()
     images, unseen = images[:1500], images[1500:]

@@ -1,4 +1,4 @@
-"""Planning from Python: which method and draft length pay on this machine and text, before anything is deployed.
+"""Planning from Python: finds the fastest method and draft length on this machine and text, before deployment.
 
     .venv/bin/python examples/plan_speedup.py
 
@@ -19,8 +19,8 @@ def main(max_tokens: int = 32, turns: int = 6) -> None:
     """Plans for the bundled target with its draft model and prompt lookup.
 
     Args:
-        max_tokens: Tokens that the target writes after each prompt.
-        turns: Timed steps of each candidate. More give narrower intervals.
+        max_tokens: Tokens that the target generates after each prompt.
+        turns: Timed steps of each candidate. More steps give narrower intervals.
     """
     llm = LLM(speculative_config={"method": "none"})
     candidates = [

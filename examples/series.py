@@ -2,9 +2,9 @@
 
     .venv/bin/python examples/series.py --picture docs/img/series.png
 
-The series is hourly and made here: a daily and a weekly cycle and noise with a threshold in it,
+The series is hourly and synthetic: a daily and a weekly cycle, and noise with a threshold,
     y_t = 10 + 2.5 sin(2 pi t / 24) + sin(2 pi t / 168) + a_t,   a_t = 0.8 tanh(1.4 a_{t-1}) - 0.25 a_{t-2} + 0.45 e_t
-Neither model is told so: both are fitted to the first weeks of it.
+Both models are fitted to its first weeks and know nothing else about it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from continuous_verifier import Gaussians, Origin, SeededReals, SeriesDraft, Ser
 from foretoken.core.streams import Purpose, Streams, random_seed_from
 
 Reals = NDArray[np.float64]
-Means = Callable[[Reals], Reals]  # pasts [rows, WINDOW] -> means of what comes next [rows]
+Means = Callable[[Reals], Reals]  # pasts [rows, WINDOW] -> means of the next values [rows]
 
 DAY, WINDOW = 24, 48
-LAGS = (1, 2, 24, 25)  # what the draft looks at
+LAGS = (1, 2, 24, 25)  # lags that the draft uses
 
 
 def make_series(length: int, seed: int) -> Reals:
-    """``length`` hourly values of the process above."""
+    """Returns ``length`` hourly values of the process above."""
     noise = np.random.default_rng(seed).normal(size=length)
     a = np.zeros(length + 2)
     for t in range(length):
@@ -43,27 +43,27 @@ def make_series(length: int, seed: int) -> Reals:
 
 @dataclass(frozen=True)
 class Forecaster:
-    """An autoregressive Gaussian: the next value is N(means(last WINDOW values), scale^2). ``calls`` counts passes."""
+    """An autoregressive Gaussian: the next value is N(means(last WINDOW values), scale^2). calls: rows of each pass."""
 
     means: Means
     scale: float
     calls: list[int] = field(default_factory=list)  # rows of each pass
 
     def rows(self, pasts: Reals, scale: float | None = None) -> Gaussians:
-        """One pass over any number of pasts, [rows, WINDOW]."""
+        """Runs one pass over any number of pasts, [rows, WINDOW]. Returns the distributions of the next values."""
         self.calls.append(len(pasts))
         means = self.means(pasts)[:, None]
         return Gaussians(means, np.full_like(means, scale or self.scale))
 
 
 def windows(series: Reals) -> tuple[Reals, Reals]:
-    """Every stretch of WINDOW values and the value after it."""
+    """Returns every window of WINDOW values, and the value after it."""
     stretches = np.lib.stride_tricks.sliding_window_view(series, WINDOW)[:-1]
     return stretches, series[WINDOW:]
 
 
 def fit_draft(series: Reals) -> Forecaster:
-    """Least squares on LAGS and a constant."""
+    """Fits LAGS and a constant by least squares."""
     pasts, nexts = windows(series)
 
     def inputs(past: Reals) -> Reals:
@@ -74,7 +74,7 @@ def fit_draft(series: Reals) -> Forecaster:
 
 
 def fit_target(series: Reals, steps: int = 1500, seed: int = 1) -> Forecaster:
-    """A network of two hidden layers on what least squares over the whole window leaves, trained by Adam."""
+    """Trains a network of two hidden layers on the residual of least squares over the whole window, with Adam."""
     pasts, nexts = windows(series)
     middle = float(series.mean())
     held_out = len(nexts) // 5
@@ -100,7 +100,7 @@ def fit_target(series: Reals, steps: int = 1500, seed: int = 1) -> Forecaster:
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        scale = float((network(x[:held_out]) - y[:held_out]).square().mean().sqrt())  # honest: not trained on
+        scale = float((network(x[:held_out]) - y[:held_out]).square().mean().sqrt())  # held out from training
 
     def means(past: Reals) -> Reals:
         with torch.no_grad():
@@ -150,7 +150,7 @@ def decode_step(
 def forecast(
     past: Reals, length: int, target: Forecaster, draft: Forecaster, seed: int, depth: int, own_scale: bool = False
 ) -> tuple[Reals, list[ForecastStep]]:
-    """Samples ``length`` future values, and returns the decode steps too. depth 0 is plain sampling."""
+    """Samples ``length`` future values. Returns them and the decode steps. depth 0 is plain sampling."""
     future, steps, streams = np.empty(0), list[ForecastStep](), Streams(seed)
     while len(future) < length:
         budget = min(depth, length - len(future) - 1)
@@ -184,7 +184,7 @@ BAND = "#dfe7f1"
 
 
 def draw(picture: Path, past: Reals, future: Reals, steps: list[ForecastStep], others: Reals, shown: int = 30) -> None:
-    """The future among others, [futures, hours], and below its first ``shown`` hours by decode step."""
+    """Draws the future among others, [futures, hours], and its first ``shown`` hours by decode step."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -210,7 +210,7 @@ def draw(picture: Path, past: Reals, future: Reals, steps: list[ForecastStep], o
 
 
 def _draw_steps(axes: Any, future: Reals, steps: list[ForecastStep], shown: int) -> None:
-    """Band, draft values and verdicts of the steps that end within ``shown`` hours, with dotted lines between."""
+    """Draws band, draft values and verdicts of the steps that end within ``shown`` hours, separated by dotted lines."""
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in LOOKS}
     accepted, rejected, reflected, dropped, bonus = points.values()
     end = 0
@@ -252,7 +252,7 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="where a picture is written")] = None,
     seed: Annotated[int, typer.Option(help="of the futures")] = 7,
 ) -> None:
-    """Fit both models, draw futures three ways, say what speculation saved."""
+    """Fits both models, samples futures in three ways, and prints how many passes speculation saved."""
     torch.set_num_threads(1)
     series = make_series(24 * 7 * 30, seed=3)
     target, draft = fit_target(series), fit_draft(series)

@@ -1,10 +1,10 @@
-"""A BentoML service around one engine: OpenAI's API as `foretoken serve` has it, and a typed endpoint of BentoML's own.
+"""A BentoML service around one engine: OpenAI's API as in `foretoken serve`, and a typed BentoML endpoint.
 
     export BENTOML_DO_NOT_TRACK=True
     bentoml serve bentoml_service:Foretoken --working-dir examples/recipes --host 127.0.0.1 --port 3000
 
-FORETOKEN_MODEL and FORETOKEN_DRAFT_MODEL name the models; without them it is the bundled pair. BentoML's own routes
-(/metrics, /healthz, /livez, /readyz) come first; those of the app are at /foretoken/ as well.
+FORETOKEN_MODEL and FORETOKEN_DRAFT_MODEL name the models; the default is the bundled pair. BentoML's own routes
+(/metrics, /healthz, /livez, /readyz) take precedence; those of the app are also at /foretoken/.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from foretoken.serve.worker import Worker
 
 
 class Answer(BaseModel):
-    """A completion, and what speculation did for it."""
+    """A completion with statistics of its speculation."""
 
     text: str
     finish_reason: str
@@ -37,7 +37,7 @@ class Answer(BaseModel):
 
 @asynccontextmanager
 async def lifespan(front: Starlette) -> AsyncIterator[None]:
-    """Load the models in the process that serves, and in no other, and mount the app of their engine."""
+    """Loads the models in the serving process only, and mounts the app of their engine."""
     llm = LLM(
         os.environ.get("FORETOKEN_MODEL"),
         os.environ.get("FORETOKEN_DRAFT_MODEL"),
@@ -61,13 +61,13 @@ front = Starlette(lifespan=lifespan)
 @bentoml.asgi_app(front)
 @bentoml.service(name="foretoken", workers=1, traffic={"timeout": 600})
 class Foretoken:
-    """One worker: an engine batches its requests by itself, and a second process would hold the models again."""
+    """One worker: an engine batches its requests itself, and a second process would load the models again."""
 
     @bentoml.api  # type: ignore[untyped-decorator]
     async def generate(
         self, prompt: str, max_tokens: int = 100, temperature: float = 0.0, seed: int | None = None
     ) -> Answer:
-        """Continue a prompt. The same seed gives the same text, however it is drafted."""
+        """Continues a prompt. The same seed gives the same text with every draft."""
         try:
             params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
             output = await _complete(front.state.worker, prompt, params)
@@ -85,7 +85,7 @@ class Foretoken:
 
 
 async def _complete(worker: Worker, prompt: str, params: SamplingParams) -> CompletionOutput:
-    """The whole of it; a client that goes away ends it."""
+    """Returns the whole completion. A client that disconnects cancels it."""
     with await worker.submit([prompt], params) as generation:
         outputs = [piece.output async for piece in generation if piece.output is not None]
     return outputs[0]

@@ -1,10 +1,10 @@
-"""The steps of a Containerfile as plain commands, where no container engine runs.
+"""Runs the steps of a Containerfile as plain commands, on a machine without a container engine.
 
     .venv/bin/python examples/recipes/container_steps.py FOLDER
 
-FOLDER becomes the root: what the file copies lies there, its absolute paths lead there, and a virtual environment
-stands for the image's Python. What needs the administrator (apt-get, useradd) is left out and named. At the end the
-command runs on loopback until the health check passes and a completion has come.
+FOLDER is the root: copied files go there, absolute paths are resolved there, and a virtual environment replaces the
+image's Python. Steps that need root privileges (apt-get, useradd) are skipped and named. Finally the container's
+command runs on loopback until the health check passes and a completion has arrived.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _PRIVILEGED = ("apt-get", "useradd")
 
 @dataclass(frozen=True)
 class Step:
-    """One instruction: RUN, COPY and so on, and what follows it."""
+    """One instruction, such as RUN or COPY, and its argument."""
 
     name: str
     value: str
 
     @property
     def words(self) -> list[str]:
-        """As a list: of the JSON form, or as a shell would split it."""
-        found = re.search(r"\[.*\]$", self.value)
-        return list(json.loads(found[0])) if found else shlex.split(self.value)
+        """Returns the argument as a list: its JSON form, or split as a shell does."""
+        array = re.search(r"\[.*\]$", self.value)
+        return list(json.loads(array[0])) if array else shlex.split(self.value)
 
 
 def steps(text: str) -> list[Step]:
-    """The instructions of a Containerfile, in order, its comments and line breaks gone."""
+    """Returns the instructions of a Containerfile in order, without comments and line breaks."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     pairs = (line.strip().partition(" ") for line in joined.splitlines() if line.strip())
@@ -63,13 +63,13 @@ class Plain:
 
     @classmethod
     def start(cls, root: Path) -> Plain:
-        """With a virtual environment made by this Python."""
+        """Creates a virtual environment with this Python."""
         subprocess.run([sys.executable, "-m", "venv", str(root / "python")], check=True)
         path = f"{root / 'python' / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return cls(root, os.environ | {"PATH": path}, root)
 
     def take(self, step: Step) -> None:
-        """Carry it out, or say why not."""
+        """Runs a step, or prints why it is skipped."""
         if step.name in ("ARG", "ENV"):
             for pair in step.words:
                 name, _, value = pair.partition("=")
@@ -89,7 +89,7 @@ class Plain:
             print(f"- left out: {step.value}", flush=True)
 
     def inside(self, path: str) -> Path:
-        """An absolute path of the container."""
+        """Returns the local path of an absolute path in the container."""
         return self.root / path.lstrip("/")
 
     def _copy(self, source: Path, destination: Path) -> None:
@@ -100,7 +100,7 @@ class Plain:
 
 
 def serve(plain: Plain, command: list[str], check: list[str]) -> str:
-    """Run the last command on a free loopback port. -> a completion, once the health check has passed"""
+    """Runs the last command on a free loopback port. Returns a completion once the health check has passed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -129,21 +129,21 @@ def _completion(url: str) -> str:
         return str(json.load(answer)["choices"][0]["text"])
 
 
-def last(found: list[Step], name: str) -> Step:
-    """The instruction of that name that is in force."""
-    return next(step for step in reversed(found) if step.name == name)
+def last(all_steps: list[Step], name: str) -> Step:
+    """Returns the last instruction of that name, the one in force."""
+    return next(step for step in reversed(all_steps) if step.name == name)
 
 
 def main(folder: Annotated[Path, typer.Argument(help="An empty folder, or one to be made.")]) -> None:
-    """Run them all."""
+    """Runs all steps."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise SystemExit(f"{folder} is not empty")
-    found = steps((HERE / "Containerfile").read_text(encoding="utf-8"))
+    container = steps((HERE / "Containerfile").read_text(encoding="utf-8"))
     plain = Plain.start(folder.resolve())
-    for step in found:
+    for step in container:
         plain.take(step)
-    print(serve(plain, last(found, "CMD").words, last(found, "HEALTHCHECK").words))
+    print(serve(plain, last(container, "CMD").words, last(container, "HEALTHCHECK").words))
 
 
 if __name__ == "__main__":

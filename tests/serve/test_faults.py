@@ -78,7 +78,7 @@ class Broken(RuntimeError):
 def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A law that cannot be computed in the middle of a stream ends that stream with an error, and nothing else."""
     bad = {"prompt": "x", "max_tokens": 50, "stream": True, "ignore_eos": True, "seed": 123456}
-    judge = server.worker.engine._judge
+    judge = server.worker.engine._verify
 
     def failing(sequence: Any, draft: Any, scores: Any) -> Any:
         if sequence.context.streams.seed == 123456 and sequence.context.generated > 5:
@@ -86,7 +86,7 @@ def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch:
             return None
         return judge(sequence, draft, scores)
 
-    monkeypatch.setattr(server.worker.engine, "_judge", failing)
+    monkeypatch.setattr(server.worker.engine, "_verify", failing)
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as other:
         lines = other.iter_lines()
         next(lines)

@@ -154,7 +154,7 @@ class Engine:
                 scores = self.target.score([s.handle for s in batch], drafts, self.proposer.needs.taps)
                 clock.lap()
                 own = slice(len(plan.ready))
-                verdicts = [self._judge(*each) for each in zip(plan.ready, drafts[own], scores[own], strict=True)]
+                verdicts = [self._verify(*each) for each in zip(plan.ready, drafts[own], scores[own], strict=True)]
             failed = self._prefill(plan.prefilling, scores[len(plan.ready) :])
             steps = self._settle(plan.ready, budgets, drafts[own], verdicts, scores[own], clock) if plan.ready else []
             return [*steps, *(self._end(sequence) for sequence in failed)]
@@ -200,7 +200,7 @@ class Engine:
         finally:
             self._alone.release()
 
-    def _judge(self, sequence: Sequence, draft: Draft, scores: Scores) -> Verdict | None:
+    def _verify(self, sequence: Sequence, draft: Draft, scores: Scores) -> Verdict | None:
         """Verifies a draft with the verifier that its law and the request's grade require.
 
         Where the verdict reaches a node at which no token is possible, the accepted tokens are still emitted, the last
