@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 PATIENCE = 120.0  # seconds that an answer may take
 SIZE = 3_900_000  # bytes of a body that the server's default limit just lets through
-HEADER = 64 * 2**20  # bytes of one header line, if the server goes on reading
+HEADER = 64 * 2**20  # bytes of one header line, if the server keeps reading
 CONNECTIONS = 512
 HELD = 3.0  # seconds that unfinished requests are held
 

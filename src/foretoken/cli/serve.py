@@ -91,7 +91,7 @@ def serve(
     quantization: Quantization = None,
     backend: Annotated[str, typer.Option(help="auto, native or hf.")] = "auto",
     tensor_parallel_size: TensorParallel = 1,
-    seed: Annotated[int | None, typer.Option(help="For requests without a seed of their own. [drawn anew]")] = None,
+    seed: Annotated[int | None, typer.Option(help="For requests without a seed of their own. [a random one]")] = None,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Engines behind this address, on Ray Serve. [one, in this process]")
     ] = None,

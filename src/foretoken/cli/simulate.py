@@ -39,7 +39,9 @@ def simulate(
     draft_ms: Annotated[float, typer.Option(help="A step of the draft, in ms.")] = 5.0,
     acceptance: Annotated[
         list[float] | None,
-        typer.Option(help="Chance of a drafted token; repeat it for one each by position, the last goes on. [0.8]"),
+        typer.Option(
+            help="Chance of a drafted token; repeat it for one each by position, the last holds for the others. [0.8]"
+        ),
     ] = None,
     depth: Annotated[int, typer.Option("--depth", "--lookahead", help="Tokens drafted before a pass.")] = 5,
     verifiers: Annotated[int, typer.Option(help="Target servers. 0: as many as DSI's formula asks for.")] = 0,

@@ -16,7 +16,7 @@ from foretoken.core.errors import WriteError
 from foretoken.costs.measured import CONTEXT, MeasuredCosts, PassCost
 
 ROWS, TURNS = (1, 2, 4, 6, 8, 12, 16), 5
-_FORMAT = 1  # of the file; another number measures anew
+_FORMAT = 1  # of the file; another number measures again
 
 
 def known(loaded: Loaded) -> MeasuredCosts:

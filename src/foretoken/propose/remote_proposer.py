@@ -225,7 +225,7 @@ class Remote(Proposer):
 
     def _leave_out(self, error: WorkerLost) -> None:
         if not self.lost:
-            _log.warning("%s; decoding goes on without drafts", error)
+            _log.warning("%s; decoding continues without drafts", error)
         self.lost = True
         self._sessions.clear()
         self._by_session_id.clear()

@@ -225,7 +225,7 @@ def _continued(teacher: LlamaForCausalLM, windows: torch.Tensor, seed: int) -> t
                 top_k=0,
                 top_p=1.0,
                 max_length=length,
-                eos_token_id=None,  # windows of the corpus go on past the end of a file, too
+                eos_token_id=None,  # windows of the corpus continue past the end of a file, too
                 pad_token_id=0,
             )
             rows.append(text)

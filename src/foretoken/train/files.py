@@ -50,7 +50,7 @@ def check_run(out: Path, resume: bool, force: bool) -> Path:
     checkpoint = checkpoint_of(out)
     if checkpoint.exists() and not (resume or force):
         raise InvalidRequest(
-            f"{checkpoint} is left from an interrupted run; pass --resume to continue it, or --force to start afresh"
+            f"{checkpoint} is left from an interrupted run; pass --resume to continue it, or --force to start again"
         )
     if force and not resume:
         checkpoint.unlink(missing_ok=True)

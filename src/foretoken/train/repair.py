@@ -83,7 +83,7 @@ def snippets(texts: tuple[str, ...], tokenizer: PreTrainedTokenizerFast, window:
 def batches(data: Snippets, tokens: int, seed: int, start: int = 0) -> Iterator[Batch]:
     """Yields endless batches of about ``tokens`` target tokens, all rows of one length.
 
-    Batch i depends on (seed, i) alone, so a run resumes exactly at batch ``start``. Faults are planted anew each time a
+    Batch i depends on (seed, i) alone, so a run resumes exactly at batch ``start``. New faults are planted each time a
     snippet is used.
     """
     weights = np.array([length * len(texts) for length, texts in data.by_length.items()], dtype=np.float64)

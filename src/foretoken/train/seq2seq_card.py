@@ -96,7 +96,7 @@ def _card(folder: Path, facts: dict[str, Any], figures: dict[str, float]) -> str
         ("parameters", f"{facts['parameters']:,}"),
         ("layers x width", f"{config['num_layers']} + {config['num_decoder_layers']} x {config['d_model']}"),
         ("vocabulary", f"{config['vocab_size']:,} (byte-level BPE, as the causal models')"),
-        ("tasks", f"{facts['snippets']:,} snippets of at most {window} tokens, faults planted anew each time"),
+        ("tasks", f"{facts['snippets']:,} snippets of at most {window} tokens, new faults each time"),
         ("training", f"{facts['steps']:,} steps, {facts['minutes']} minutes on one core ({facts['processor']})"),
         ("held-out loss", f"{figures['held_out_loss']:.3f} nats per token"),
         ("accuracy of the next token", f"{figures['token_accuracy']:.1%}"),

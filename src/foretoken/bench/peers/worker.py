@@ -17,7 +17,7 @@ from foretoken.core.errors import ForetokenError
 
 
 class PeerError(ForetokenError):
-    """A peer could not load or answer. The race goes on without it."""
+    """A peer could not load or answer. The race continues without it."""
 
 
 class PeerWorker:

@@ -53,7 +53,7 @@ def open_head(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
         if pickles:
             raise ModelLoadError(
                 f"{path} has its weights only as a pickle ({pickles[0]}), which can run code when it is read; where "
-                "you trust it, save it anew: save_file({k: v.contiguous() for k, v in torch.load(F, weights_only=True)"
+                "you trust it, save it again: save_file({k: v.contiguous() for k, v in torch.load(F, weights_only=True)"
                 f".items()}}, '{SINGLE}') with safetensors.torch"
             )
     return config, open_weights(path)

@@ -78,7 +78,7 @@ class RankGroup:
             ForetokenError: an earlier order failed.
         """
         if not self._in_step:
-            raise ForetokenError("a pass failed on one of the ranks, so this model cannot go on; start it again")
+            raise ForetokenError("a pass failed on one of the ranks, so this model cannot continue; start it again")
         self._in_step = False
         self._send(json.dumps({"order": order, **details}, separators=(",", ":")).encode())
         yield

@@ -45,7 +45,7 @@ def servers_needed(target: float, draft: float, depth: int) -> int:
 
 
 def distributed_seconds(alpha: float, depth: int, target: float, draft: float, rtt: float = 0.0) -> float:
-    """DSI: (1 - a) (t + r + g d a / (1 - a^g)). Drafting goes on during target passes (2405.14105, algorithm 1).
+    """DSI: (1 - a) (t + r + g d a / (1 - a^g)). Drafting continues during target passes (2405.14105, algorithm 1).
 
     A run of G accepted tokens and the recovered token, 1/(1-a) tokens on average, ends when the pass returns that was
     requested after ceil(G/g) blocks; E[ceil(G/g)] = a / (1 - a^g). It holds with ``servers_needed`` servers where

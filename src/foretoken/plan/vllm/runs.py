@@ -144,7 +144,7 @@ def answers(
         prompts: Token ids.
         say: Reports progress.
         start: Starts the process of a lane. None is ``bench.start``.
-        refused: Called with a lane that vLLM fails to load or run. The others go on.
+        refused: Called with a lane that vLLM fails to load or run. The others continue.
 
     Raises:
         InvalidRequest: There are no prompts or lanes.
