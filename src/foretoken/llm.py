@@ -65,8 +65,8 @@ class LLM:
             modules. In the first process the constructor returns. In the others it serves the forward passes until the
             first process ends, and then raises SystemExit.
         gguf_file: Name of a GGUF file in the target's folder or repository.
-        isolate_failures: For servers. Requests continue without drafts if the proposer fails, and every grammar compiles
-            in its own process with limits on time and memory (POSIX only).
+        isolate_failures: For servers. Requests continue without drafts if the proposer fails, and every grammar
+            compiles in its own process with limits on time and memory (POSIX only).
 
     Raises:
         InvalidRequest: An argument is not valid.

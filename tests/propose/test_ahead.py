@@ -208,7 +208,7 @@ def test_decoding_continues_when_the_worker_dies(caplog: pytest.LogCaptureFixtur
     assert whole(result) == whole(texts)
     assert any(len(step.draft) for step in steps) and not len(steps[-1].draft)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "goes on without drafts" in caplog.text
+    assert "continues without drafts" in caplog.text
     for thread in set(threading.enumerate()) - before:  # its end is this test's affair, not the next one's
         thread.join(1.0)
 

@@ -110,7 +110,7 @@ def test_a_process_gives_the_text_of_one_worker_and_may_die(
     endpoint.process.kill()
     endpoint.process.wait()
     assert next(reversed(list(pieces))).output is not None
-    assert caplog.text.count("goes on without drafts") == 1
+    assert caplog.text.count("continues without drafts") == 1
     assert texts(llm)["greedy"] == one_worker[0]["greedy"]
     llm.engine.check_integrity()
     endpoint.close()
@@ -136,7 +136,7 @@ def test_a_ray_actor_gives_the_text_of_one_worker_and_may_die(
         assert (texts(llm), accepted(llm)) == one_worker
         ray.kill(remote_of(llm).endpoint.actor)  # type: ignore[attr-defined]
         assert texts(llm) == one_worker[0] | {"drawn": texts(llm)["drawn"]}
-        assert caplog.text.count("goes on without drafts") == 1
+        assert caplog.text.count("continues without drafts") == 1
     finally:
         ray.shutdown()
 

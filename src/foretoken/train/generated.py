@@ -71,8 +71,8 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Samples continuations in one batch, and returns each prompt with its continuation, ``length`` tokens in all.
 
-    End-of-text tokens do not stop a text, because windows of the corpus continue past the end of a file, too. Temperature
-    0 takes the argmax. The samples depend on ``seed`` and on the other sequences of the batch.
+    End-of-text tokens do not stop a text, because windows of the corpus also continue past the end of a file.
+    Temperature 0 takes the argmax. The samples depend on ``seed`` and on the other sequences of the batch.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     heat = torch.tensor(temperatures, device=model.device)

@@ -73,7 +73,7 @@ class Trainer:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TrainingError(
                 f"the checkpoint {self.checkpoint} is damaged or was written with other settings ({reason}); "
-                "run with the settings it was started with, or pass --force to start afresh"
+                "run with the settings it was started with, or pass --force to start again"
             ) from error
         return True
 
