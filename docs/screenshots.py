@@ -21,7 +21,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from foretoken import LLM, zoo
 from foretoken.serve.app import create_app
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.run import Server, bind
+from foretoken.serve.listening import bind
+from foretoken.serve.run import Server
 from foretoken.serve.worker import Worker
 from foretoken.train.widen.checkpoint import scaled
 

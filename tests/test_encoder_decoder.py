@@ -167,15 +167,15 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
 def reference(target: Model, law: SamplingLaw) -> dict[tuple[int, ...], float]:
     """The probability of every text, by the chain rule."""
     context = Context(0, list(START), 1, law, Streams(0), source=SOURCE)
-    found: dict[tuple[int, ...], float] = {}
+    actual: dict[tuple[int, ...], float] = {}
     for text in product(range(VOCAB), repeat=LENGTH):
         handle = target.open(START, SOURCE)
         (scores,) = target.score([handle], [Draft.chain(list(text[:-1]))])
         target.close(handle)
         rows = law.probs(scores.logits, [context.history(text[:i]) for i in range(LENGTH)])
-        found[text] = float(torch.stack([row[token] for row, token in zip(rows, text, strict=True)]).prod())
-    assert abs(sum(found.values()) - 1) < 1e-5
-    return found
+        actual[text] = float(torch.stack([row[token] for row, token in zip(rows, text, strict=True)]).prod())
+    assert abs(sum(actual.values()) - 1) < 1e-5
+    return actual
 
 
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
@@ -215,13 +215,13 @@ def test_a_plan_says_what_a_run_shows(folders: Folders) -> None:
     drafts = {"method": "draft_model", "model": str(folders.draft)}
     ways = [Candidate("draft", drafts, (3,)), Candidate("copied", {"method": "ngram"}, (3,))]
     settings = PlanSettings(temperatures=(0.0,), batches=(2,), max_tokens=24, turns=3)
-    found = Planner(target, build, settings, ()).plan([reader.tokenize(source) for source in SOURCES], ways)
-    for row, config in zip(found.rows, (drafts, {"method": "ngram"}), strict=True):
+    actual = Planner(target, build, settings, ()).plan([reader.tokenize(source) for source in SOURCES], ways)
+    for row, config in zip(actual.rows, (drafts, {"method": "ngram"}), strict=True):
         model = llm(folders, {**config, "num_speculative_tokens": 3})
         outputs = model.generate(SOURCES, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
-        rounds = sum(output.stats.steps - 1 for output in outputs)
+        decode_steps = sum(output.stats.steps - 1 for output in outputs)
         emitted = sum(len(output.outputs[0].token_ids) for output in outputs)
-        assert abs(row.tokens_per_pass - emitted / (rounds + len(SOURCES))) < 0.35
+        assert abs(row.tokens_per_pass - emitted / (decode_steps + len(SOURCES))) < 0.35
 
 
 def test_the_audit_asks_the_target_behind_its_source(folders: Folders) -> None:

@@ -190,9 +190,9 @@ def test_a_prediction_is_followed_from_the_first_token_on():
 def test_no_draft_goes_beyond_the_longest_text():
     drafter = VllmProposer(vllm_config({"method": "suffix"}))
     text = ([1, 2, 3] * LONGEST)[: LONGEST - 2]
-    for size, most in ((LONGEST - 2, 1), (LONGEST - 1, 0)):
+    for size, maximum in ((LONGEST - 2, 1), (LONGEST - 1, 0)):
         row = np.array([[*text, 3][:size]], np.int32)
-        assert len(drafter.propose([[int(row[0, -1])]], np.array([size]), row)[0]) <= most
+        assert len(drafter.propose([[int(row[0, -1])]], np.array([size]), row)[0]) <= maximum
 
 
 def test_best_path_has_the_largest_sum_of_probabilities():

@@ -112,10 +112,10 @@ def test_streamed_pieces_join_to_the_output(llm: LLM) -> None:
     pieces = list(llm.stream(PROMPTS, params))
     whole = llm.generate(PROMPTS, params)
     for i, expected in enumerate(whole):
-        mine = [p for p in pieces if p.request_id == pieces[0].request_id + i]
-        assert "".join(p.text for p in mine) == expected.outputs[0].text
-        assert tuple(t for p in mine for t in p.token_ids) == expected.outputs[0].token_ids
-        assert mine[-1].output is not None
+        ours = [p for p in pieces if p.request_id == pieces[0].request_id + i]
+        assert "".join(p.text for p in ours) == expected.outputs[0].text
+        assert tuple(t for p in ours for t in p.token_ids) == expected.outputs[0].token_ids
+        assert ours[-1].output is not None
 
 
 @pytest.mark.parametrize("depth", [0, 4])

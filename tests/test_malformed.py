@@ -113,7 +113,7 @@ def test_every_field_of_every_configuration(
     kind = checkpoints[name]
     kind.use(kind.folder, tiny_pair.target)
     chosen = malformed.cases(kind, random.Random(f"{SEED} {name}"), VALUES)
-    wrong = [found for case in chosen if (found := outcome(case, kind, tmp_path / "case", tiny_pair.target))]
+    wrong = [result for case in chosen if (result := outcome(case, kind, tmp_path / "case", tiny_pair.target))]
     assert not wrong, "\n".join(wrong)
 
 

@@ -48,10 +48,10 @@ def test_integers_that_would_wrap_in_32_bits_are_refused(name: str) -> None:
         ("seed", 2**63 - 1),
     ],
 )
-def test_the_largest_integers_are_accepted(name: str, most: int) -> None:
-    assert getattr(SamplingParams(**{name: most}), name) == most
-    with pytest.raises(InvalidRequest, match=f"^{name} must be an integer from .* to {most}"):
-        SamplingParams(**{name: most + 1})
+def test_the_largest_integers_are_accepted(name: str, maximum: int) -> None:
+    assert getattr(SamplingParams(**{name: maximum}), name) == maximum
+    with pytest.raises(InvalidRequest, match=f"^{name} must be an integer from .* to {maximum}"):
+        SamplingParams(**{name: maximum + 1})
 
 
 @pytest.mark.parametrize("name", REALS)

@@ -40,5 +40,5 @@ def test_a_difference_is_reported(fuzz: Any, tmp_path: Path):
     pair, counts = fuzz.Pair(tmp_path), Counter()
     arena = fuzz.Arena.open("tiny", pair.target, pair.draft, [fuzz.TINY[0]], "float32")
     arena.plain = fuzz.Arena.open("tiny", pair.draft, pair.draft, [], "float32").plain  # another model
-    found = [d for d in arena.compare(1, engines=1, counts=counts) if d is not None]
-    assert found and {"seed", "proposer", "prompt", "params", "plain", "drafted"} <= set(found[0])
+    result = [d for d in arena.compare(1, engines=1, counts=counts) if d is not None]
+    assert result and {"seed", "proposer", "prompt", "params", "plain", "drafted"} <= set(result[0])

@@ -29,11 +29,11 @@ def test_a_detectable_shift_is_found_nine_times_in_ten():
 def test_g_test_agrees_with_the_one_that_tests_use():
     law = {0: 0.5, 1: 0.25, 2: 0.125, 3: 0.115, 4: 0.01}
     counts = {0: 480, 1: 270, 2: 130, 3: 105, 4: 15}
-    mine = g_test(list(counts.values()), [1000 * p for p in law.values()], 1e-3)
+    ours = g_test(list(counts.values()), [1000 * p for p in law.values()], 1e-3)
     other = gtest.g_test(counts, law)
-    assert (mine.dof, mine.statistic) == (other.dof, pytest.approx(other.statistic))
-    assert mine.p_value == pytest.approx(other.p_value)
-    assert mine.moved == pytest.approx(other.delta, rel=1e-6)
+    assert (ours.dof, ours.statistic) == (other.dof, pytest.approx(other.statistic))
+    assert ours.p_value == pytest.approx(other.p_value)
+    assert ours.moved == pytest.approx(other.delta, rel=1e-6)
 
 
 def test_cells_that_expect_little_are_pooled():

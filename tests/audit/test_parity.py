@@ -71,8 +71,8 @@ class Noisy(Foretoken):
 def test_a_tie_is_told_from_a_bug():
     subject_ = subject(kind=Noisy)
     plain = CompletionSettings(SamplingLaw(temperature=0.0), 4, (0,), depth=0)
-    found = explain_divergence(subject_, PROMPTS[:1], 0, 0, plain, replace(plain, depth=None))
-    assert found.margin is None and "not again" in str(found)
+    result = explain_divergence(subject_, PROMPTS[:1], 0, 0, plain, replace(plain, depth=None))
+    assert result.margin is None and "not again" in str(result)
     tie, bug = Divergence(0, 3, 0.015, 0.01), Divergence(1, 5, 0.5, 0.01)
     assert tie.tie and not bug.tie and "a tie" in str(tie)
     assert parity("x", [tie], False, {"alone": 4}, 8).outcome is CheckOutcome.PASSED

@@ -20,28 +20,28 @@ PROMPTS = ["0123", "45", "678901", "2"]
 @pytest.mark.slow
 def test_an_honest_engine():
     seen = []
-    found = audit(subject(), PROMPTS, budget=4.0, watch=lambda name, share: seen.append((name, share)))
-    assert [check.name for check in found.checks] == list(SHARES)
-    assert found.outcome in (CheckOutcome.PASSED, CheckOutcome.INCONCLUSIVE), found.summary
-    assert [c for c in found.checks if c.outcome is CheckOutcome.FAILED] == []
+    result = audit(subject(), PROMPTS, budget=4.0, watch=lambda name, share: seen.append((name, share)))
+    assert [check.name for check in result.checks] == list(SHARES)
+    assert result.outcome in (CheckOutcome.PASSED, CheckOutcome.INCONCLUSIVE), result.summary
+    assert [c for c in result.checks if c.outcome is CheckOutcome.FAILED] == []
     assert list(dict.fromkeys(name for name, _ in seen)) == list(SHARES)
     assert all(0.0 <= share <= 1.0 for _, share in seen)
-    record = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert record["outcome"] == found.outcome and len(record["checks"]) == len(SHARES)
+    record = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert record["outcome"] == result.outcome and len(record["checks"]) == len(SHARES)
 
 
 @pytest.mark.slow
 def test_a_wrong_one():
-    found = audit(subject(drafting(strength=0.9), rule=RULES["rejects whenever p < q"]), PROMPTS, budget=3.0)
-    assert found.outcome is CheckOutcome.FAILED
-    assert "sampled distribution" in found.summary and found.summary.endswith("failed")
+    result = audit(subject(drafting(strength=0.9), rule=RULES["rejects whenever p < q"]), PROMPTS, budget=3.0)
+    assert result.outcome is CheckOutcome.FAILED
+    assert "sampled distribution" in result.summary and result.summary.endswith("failed")
 
 
 @pytest.mark.slow
 def test_an_llm(tiny_pair):
-    found = audit(LLM(tiny_pair.target, tiny_pair.draft, max_model_len=256), ["def f(", "x = 1"], budget=3.0)
-    assert not any(check.outcome is CheckOutcome.FAILED for check in found.checks), found.to_dict()
-    assert found.subject["method"] == "draft_model"
+    result = audit(LLM(tiny_pair.target, tiny_pair.draft, max_model_len=256), ["def f(", "x = 1"], budget=3.0)
+    assert not any(check.outcome is CheckOutcome.FAILED for check in result.checks), result.to_dict()
+    assert result.subject["method"] == "draft_model"
 
 
 def check(name: str, outcome: CheckOutcome) -> Check:

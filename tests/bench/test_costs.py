@@ -81,13 +81,13 @@ def test_a_step_beside_transformers(tiny_pair):
 def test_the_parts_of_a_step_add_up(tiny_pair):
     llm = LLM(tiny_pair.target, tiny_pair.draft)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, speculative_tokens=2)
-    found = step_times(llm, ["def f(", "class"], params)
-    assert found.steps >= 2 and found.tokens <= 22
-    parts = found.per_step()
+    result = step_times(llm, ["def f(", "class"], params)
+    assert result.steps >= 2 and result.tokens <= 22
+    parts = result.per_step()
     total = parts.pop("total")
     assert sum(parts.values()) == pytest.approx(total)
     assert min(parts["target"], parts["draft"], parts["other"]) > 0
-    assert 0 < found.outside < 1
+    assert 0 < result.outside < 1
     assert "score" not in vars(llm.engine.proposer.model)
 
 

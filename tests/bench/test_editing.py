@@ -32,7 +32,7 @@ def test_an_edit_is_a_rename_and_a_fix(edit):
     assert edit.edited != edit.source.replace(old, new)
 
 
-def rounds(proposer: Proposer, tokenizer, temperature: float = 0.0) -> int:
+def steps(proposer: Proposer, tokenizer, temperature: float = 0.0) -> int:
     """Passes over all tasks; every text must be the dictated one."""
     engine = Engine(ToyModel(len(tokenizer), order=1), proposer, Fixed(16))
     passes = 0
@@ -49,6 +49,6 @@ def rounds(proposer: Proposer, tokenizer, temperature: float = 0.0) -> int:
 
 def test_edits_are_mostly_drafted(tokenizer):
     plain = sum(len(task.output) for task in editing_tasks(tokenizer)[:3])
-    assert rounds(Proposer(), tokenizer) == plain
+    assert steps(Proposer(), tokenizer) == plain
     for proposer, gain in ((Lookup(), 5), (Suffix(), 5), (Prediction(), 7)):
-        assert rounds(proposer, tokenizer) < plain / gain
+        assert steps(proposer, tokenizer) < plain / gain

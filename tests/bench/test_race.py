@@ -136,17 +136,17 @@ def test_our_entrants_follow_the_configurations():
     configs = [{"method": "draft_model"}, {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 5}]
     assert [e.method for e in entering.own(PAIRING, configs)] == ["plain", "draft_model", "draft_model", "ngram"]
     configs.append({"method": "ngram", "num_speculative_tokens": 6})
-    mine = entering.own(PAIRING, configs)
-    assert [(e.method, e.depth) for e in mine] == [
+    ours = entering.own(PAIRING, configs)
+    assert [(e.method, e.depth) for e in ours] == [
         ("plain", 0),
         ("draft_model", 2),
         ("draft_model", 4),
         ("ngram prompt_lookup_max=3", 5),
         ("ngram", 6),
     ]
-    assert mine[0].setup == mine[1].setup == mine[2].setup
-    assert dict(mine[3].setup.options) == {"method": '"ngram"', "prompt_lookup_max": "3"}
-    assert mine[3].setup.draft == ""
+    assert ours[0].setup == ours[1].setup == ours[2].setup
+    assert dict(ours[3].setup.options) == {"method": '"ngram"', "prompt_lookup_max": "3"}
+    assert ours[3].setup.draft == ""
     with pytest.raises(InvalidRequest, match="unknown key"):
         entering.own(PAIRING, [{"metod": "ngram"}])
 
@@ -164,9 +164,9 @@ def installed(monkeypatch, tmp_path):
 def test_peers_share_a_process_where_they_can(installed):
     said: list[str] = []
     configs = [{"method": "draft_model"}, {"method": "ngram"}, {"method": "draft_model", "num_speculative_tokens": 9}]
-    found = entering.peers(PAIRING, configs, list(registry.PEERS.values()), said.append)
+    result = entering.peers(PAIRING, configs, list(registry.PEERS.values()), said.append)
     assert not said
-    by = {name: [e for e in found if e.system == name] for name in registry.PEERS}
+    by = {name: [e for e in result if e.system == name] for name in registry.PEERS}
     assert [(e.method, e.depth) for e in by["transformers"]] == [
         ("plain", 0),
         ("draft_model", 2),

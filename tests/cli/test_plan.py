@@ -141,9 +141,9 @@ def test_drafting_on_another_machine_is_foretold_beside_it(run, tiny_pair, cache
     result = run(*command, "--output", str(files[0]), "--html", str(files[1]))
     assert result.code == 0, result.err
     assert "drafting 5 ms away, speedup over plain, simulated" in result.out
-    (found,) = json.loads(files[0].read_text())["remote_drafting"]
-    assert [option["strategy"] for option in found["options"]] == ["local", "si", "dsd", "pearl", "dsi"]
-    assert found["rtt"] == 0.005 and found["verdict"] in result.out
+    (actual,) = json.loads(files[0].read_text())["remote_drafting"]
+    assert [option["strategy"] for option in actual["options"]] == ["local", "si", "dsd", "pearl", "dsi"]
+    assert actual["rtt"] == 0.005 and actual["verdict"] in result.out
     assert "Drafting on another machine" in files[1].read_text()
 
 

@@ -36,8 +36,8 @@ class Anything:
 
 
 def support(law: SamplingLaw, logits: Tensor = LOGITS) -> list[int]:
-    found: list[int] = law.probs(logits, HERE)[0].nonzero().flatten().tolist()
-    return found
+    result: list[int] = law.probs(logits, HERE)[0].nonzero().flatten().tolist()
+    return result
 
 
 def test_a_row_is_restricted_and_normalized():

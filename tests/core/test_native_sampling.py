@@ -35,15 +35,15 @@ def test_rows_are_those_of_torch(vocabulary: int) -> None:
     logits = made(3, vocabulary)
     for temperature, min_p, top_k, top_p in FILTERS:
         law = SamplingLaw(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
-        found, wanted = law.probs(logits, ()), law._filtered(logits.double())
-        assert torch.allclose(found.sum(-1), torch.ones(3), atol=1e-5)
-        far = (found - wanted).abs() > 1e-6 + 1e-4 * wanted
+        result, wanted = law.probs(logits, ()), law._filtered(logits.double())
+        assert torch.allclose(result.sum(-1), torch.ones(3), atol=1e-5)
+        far = (result - wanted).abs() > 1e-6 + 1e-4 * wanted
         # Where rounding decides whether the last of a nucleus is in it, both are right: its mass alone tells.
         for row in far.any(-1).nonzero()[:, 0].tolist():
-            assert top_p < 1.0 and ((found[row] > 0) != (wanted[row] > 0)).any()
+            assert top_p < 1.0 and ((result[row] > 0) != (wanted[row] > 0)).any()
             whole = replace(law, top_p=1.0)._filtered(logits[row : row + 1].double())[0]
             ordered = whole.sort(descending=True).values.cumsum(-1)
-            counts = [int((each[row] > 0).sum()) for each in (found, wanted)]
+            counts = [int((each[row] > 0).sum()) for each in (result, wanted)]
             assert all(abs(float(ordered[count - 1]) - top_p) < 1e-5 for count in range(min(counts), max(counts)))
 
 
@@ -150,8 +150,8 @@ def test_the_excess_is_that_of_torch(vocabulary: int, wide: bool, monkeypatch: p
     p = p.double() if wide else p
     rest, mass = residual.excess(p, q, 0.8)
     monkeypatch.setattr(native, "for_weights", lambda *weights: None)
-    twin, its_mass = residual.excess(p, q, 0.8)
-    assert torch.equal(rest, twin) and mass == pytest.approx(its_mass, rel=1e-12)
+    counterpart, its_mass = residual.excess(p, q, 0.8)
+    assert torch.equal(rest, counterpart) and mass == pytest.approx(its_mass, rel=1e-12)
 
 
 def test_torch_is_the_fallback_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

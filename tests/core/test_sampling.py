@@ -105,8 +105,8 @@ def agrees(law: SamplingLaw, row: list[float], prompt: list[int], output: list[i
         reject()
     cut = max(0, len(output) - split)
     history = History([*prompt, *output[:cut]], len(prompt), tuple(output[cut:]))
-    found = law.probs(torch.tensor([row], dtype=torch.float64), [history])[0].tolist()
-    assert found == pytest.approx(expected, abs=1e-12)
+    result = law.probs(torch.tensor([row], dtype=torch.float64), [history])[0].tolist()
+    assert result == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -182,13 +182,13 @@ LAWS = {
 @pytest.mark.parametrize("name", LAWS)
 def test_a_row_does_not_depend_on_how_many_share_the_pass(name, vocab, counts):
     """Bit for bit: the text of the trajectory grade may not hang on the batch or the draft's length."""
-    law, most = LAWS[name], max(counts)
-    logits = 3 * torch.randn(most, vocab, generator=torch.Generator().manual_seed(vocab))
+    law, maximum = LAWS[name], max(counts)
+    logits = 3 * torch.randn(maximum, vocab, generator=torch.Generator().manual_seed(vocab))
     tokens = [1, 5, 5, 7]
-    histories = [History(tokens, 2, tuple(range(i % 4))) for i in range(most)]
+    histories = [History(tokens, 2, tuple(range(i % 4))) for i in range(maximum)]
     whole = law.probs(logits, histories)
     for count in counts:
-        for start in {0, (most - count) // 2, most - count}:
+        for start in {0, (maximum - count) // 2, maximum - count}:
             part = slice(start, start + count)
             assert torch.equal(law.probs(logits[part], histories[part]), whole[part])
 
@@ -210,9 +210,9 @@ def tied_scores(vocab: int, rows: int = 3) -> torch.Tensor:
 
 
 def same_nucleus(scores: torch.Tensor, top_p: float) -> None:
-    found, ordered = filters.nucleus(scores, top_p), filters.nucleus_sorted(scores, top_p)
-    assert torch.equal(found > 0.0, ordered > -torch.inf)
-    assert torch.allclose(found, ordered.softmax(-1), rtol=1e-5, atol=0.0)
+    result, ordered = filters.nucleus(scores, top_p), filters.nucleus_sorted(scores, top_p)
+    assert torch.equal(result > 0.0, ordered > -torch.inf)
+    assert torch.allclose(result, ordered.softmax(-1), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -237,8 +237,8 @@ def test_the_kth_largest_is_that_of_the_whole_order(vocab, k):
 @pytest.mark.parametrize("vocab, k", [(64, 2), (4096, 50), (4101, 128), (151_936, 50)])
 def test_the_largest_are_those_that_no_k_others_exceed(vocab, k):
     for row in tied_scores(vocab).numpy():
-        least = np.sort(row)[-k]
-        assert filters.largest(row, k).tolist() == np.flatnonzero(row >= least).tolist()
+        minimum = np.sort(row)[-k]
+        assert filters.largest(row, k).tolist() == np.flatnonzero(row >= minimum).tolist()
 
 
 def test_a_row_with_nan_stays_nan():

@@ -52,7 +52,7 @@ def expected(texts: list[str], tokens: list[int]) -> set[int] | None:
     return fits | ({END} if so_far in whole else set())
 
 
-def found(mask: torch.Tensor | None) -> set[int] | None:
+def result(mask: torch.Tensor | None) -> set[int] | None:
     return None if mask is None else set(mask.nonzero().flatten().tolist())
 
 
@@ -64,8 +64,8 @@ def test_masks_are_those_of_a_search_through_all(texts, data):
     for _ in range(8):
         cut = data.draw(st.integers(2, len(tokens)))
         mask = grammar.allowed(History(tokens[:cut], 2, tuple(tokens[cut:])))
-        assert found(mask) == expected(texts, tokens[2:])
-        likely = sorted((found(mask) or set()) - {END})
+        assert result(mask) == expected(texts, tokens[2:])
+        likely = sorted((result(mask) or set()) - {END})
         stray = st.integers(0, VOCAB - 1)
         tokens.append(data.draw(st.one_of(st.sampled_from(likely), stray) if likely else stray))
 
@@ -83,8 +83,8 @@ def test_masks_are_those_of_llguidance(texts, data):
     grammar, tokens = Choices(texts, TOKENS).follow([END]), list[int]()
     while True:
         mask = grammar.allowed(History(tokens, 0))
-        assert found(mask) == found(oracle.allowed(History(tokens, 0)))
-        likely = sorted((found(mask) or set()) - {END})
+        assert result(mask) == result(oracle.allowed(History(tokens, 0)))
+        likely = sorted((result(mask) or set()) - {END})
         if not likely:
             return
         tokens.append(data.draw(st.sampled_from(likely)))
@@ -93,9 +93,9 @@ def test_masks_are_those_of_llguidance(texts, data):
 def test_an_end_id_is_allowed_only_after_a_complete_text():
     """Also where it is one of the texts' own tokens, and where the empty text is one of the choices."""
     grammar = Choices(["", "ab", "abb"], TOKENS).follow([END, 2])
-    assert found(grammar.allowed(History([], 0))) == {END, 1, 2, 3, 5}
-    assert found(grammar.allowed(History([1], 0))) == {13}
-    assert found(grammar.allowed(History([3], 0))) == {END, 2}
+    assert result(grammar.allowed(History([], 0))) == {END, 1, 2, 3, 5}
+    assert result(grammar.allowed(History([1], 0))) == {13}
+    assert result(grammar.allowed(History([3], 0))) == {END, 2}
     assert grammar.allowed(History([3, END], 0)) is None
 
 

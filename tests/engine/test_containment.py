@@ -103,9 +103,9 @@ def test_a_failure_ends_its_own_request_alone(fault, monkeypatch):
     with monkeypatch.context() as patch:
         expected, _ = texts("none", patch)
     with monkeypatch.context() as patch:
-        found, engine = texts(fault, patch)
+        result, engine = texts(fault, patch)
     assert len(expected) == 3
-    assert found == {i: tokens for i, tokens in expected.items() if i != VICTIM}
+    assert result == {i: tokens for i, tokens in expected.items() if i != VICTIM}
     failed = engine.finished[VICTIM]
     assert isinstance(failed.error, Failure) and failed.finish_reason == "error"
     assert failed.context.tokens == expected[VICTIM][: len(failed.context.tokens)]

@@ -128,8 +128,10 @@ def test_a_request_that_stops_drafting_and_starts_again() -> None:
     """A draft model that sat out some rounds catches up by itself."""
 
     class Alternating(Fixed):
-        def budgets(self, contexts, rooms):  # type: ignore[no-untyped-def]
-            return [min(room, 4 if c.generated % 3 else 0) for c, room in zip(contexts, rooms, strict=True)]
+        def budgets(self, contexts, max_draft_tokens):  # type: ignore[no-untyped-def]
+            return [
+                min(limit, 4 if c.generated % 3 else 0) for c, limit in zip(contexts, max_draft_tokens, strict=True)
+            ]
 
     plain = run(Engine(TARGET, Proposer(), Fixed(0)), [context(0, 9, Exactness.TRAJECTORY)])[0]
     engine = Engine(TARGET, DraftModel(TARGET.perturbed(0.2)), Alternating(4))
@@ -166,8 +168,11 @@ def test_missed_tokens_are_those_since_the_last_draft() -> None:
     """Prompts count too. A request without a draft in a step misses that step's token."""
 
     class Every(Fixed):
-        def budgets(self, contexts, rooms):  # type: ignore[no-untyped-def]
-            return [min(room, 2 if c.generated % 5 == 0 else 0) for c, room in zip(contexts, rooms, strict=True)]
+        def budgets(self, contexts, max_draft_tokens):  # type: ignore[no-untyped-def]
+            return [
+                min(limit, 2 if c.generated % 5 == 0 else 0)
+                for c, limit in zip(contexts, max_draft_tokens, strict=True)
+            ]
 
     costs = Counting()
     controller = Every(2)

@@ -82,14 +82,14 @@ relaxed = settings(deadline=None, max_examples=100, suppress_health_check=[Healt
 def numbers(context: Context) -> list[Number]:
     """Two uniform numbers of each purpose at each of four positions, and two of the noise that they share."""
     streams = context.streams
-    found = []
+    result = []
     for position in range(4):
         for purpose in (Purpose.DRAFT, Purpose.VERIFY):
             stream = streams.private(purpose, position)
-            found.append((stream.uniform(0).value, stream.uniform(1).value))  # type: ignore[attr-defined]
+            result.append((stream.uniform(0).value, stream.uniform(1).value))  # type: ignore[attr-defined]
         first, second = streams.shared(position).race(torch.ones(2), 0).tolist()  # type: ignore[attr-defined]
-        found.append((first, second))
-    return found
+        result.append((first, second))
+    return result
 
 
 def seeded(tokenizer, llm_seed: int, *requests: SamplingParams) -> list[Context]:

@@ -85,11 +85,11 @@ def test_a_long_prompt_does_not_stop_the_others():
     one.add(context(0, 4), Length(100))
     one.step()
     one.add(context(1, 81), Length(4))
-    rounds = 0
+    decode_steps = 0
     while 1 not in one.running or one.running[1].num_uncomputed > 8:
         assert [step.sequence for step in one.step()] == [0]
-        rounds += 1
-    assert rounds == 9
+        decode_steps += 1
+    assert decode_steps == 9
     assert {step.sequence for step in one.step()} == {0, 1}
 
 

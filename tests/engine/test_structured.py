@@ -58,8 +58,8 @@ def grammars(request, pair) -> Iterator[Grammars]:
 
 def ids(mask: torch.Tensor | None) -> list[int]:
     assert mask is not None
-    found: list[int] = mask.nonzero().flatten().tolist()
-    return found
+    result: list[int] = mask.nonzero().flatten().tolist()
+    return result
 
 
 @pytest.fixture(scope="module")

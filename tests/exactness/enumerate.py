@@ -89,9 +89,9 @@ class BranchingUniform:
             raise AssertionError(f"below({p}) is no probability")
         share = min(1.0, max(0.0, (p - self.low) / (self.high - self.low)))
         self.asked += 1
-        found = bool(self.streams.branch((*self.address, self.asked), [(1, share), (0, 1.0 - share)]))
-        self.low, self.high = (self.low, min(p, self.high)) if found else (max(p, self.low), self.high)
-        return found
+        result = bool(self.streams.branch((*self.address, self.asked), [(1, share), (0, 1.0 - share)]))
+        self.low, self.high = (self.low, min(p, self.high)) if result else (max(p, self.low), self.high)
+        return result
 
 
 @dataclass(frozen=True)

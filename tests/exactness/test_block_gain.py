@@ -23,9 +23,9 @@ def simplex(vocab: int) -> st.SearchStrategy[tuple[float, ...]]:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(2, 3).flatmap(lambda v: st.tuples(simplex(v), simplex(v))), st.integers(1, 3))
-def test_block_is_exact_and_never_worse_than_token(laws, depth):
-    p, q = (constant(*law) for law in laws)
-    depth = depth if len(laws[0]) == 2 else min(depth, 2)
+def test_block_is_exact_and_never_worse_than_token(distributions, depth):
+    p, q = (constant(*law) for law in distributions)
+    depth = depth if len(distributions[0]) == 2 else min(depth, 2)
     block, token = (Pair(p, drawn(q), rejection=r, budget=lambda g: depth) for r in ("block", "token"))
     assert block.gap(length=1) < 1e-12
     assert token.gap(length=1) < 1e-12

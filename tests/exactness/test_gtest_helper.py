@@ -33,17 +33,17 @@ def test_the_rule_of_thumb():
 
 def test_level_under_the_true_law():
     law = law_of(81, 1)
-    found = p_values(law, law, draws_needed(0.05, 81), repeats=400)
-    assert 0.01 < (found < 0.05).mean() < 0.10
-    assert (found < 1e-3).sum() <= 4
+    result = p_values(law, law, draws_needed(0.05, 81), repeats=400)
+    assert 0.01 < (result < 0.05).mean() < 0.10
+    assert (result < 1e-3).sum() <= 4
 
 
 def test_power_at_the_stated_distance():
     law = law_of(81, 2)
     wrong = moved(law, 0.05, seed=3)
     assert 0.5 * np.abs(law - wrong).sum() == pytest.approx(0.05)
-    found = p_values(wrong, law, draws_needed(0.05, 81), repeats=200)
-    assert (found < 1e-3).mean() > 0.83  # 0.9 and three standard errors
+    result = p_values(wrong, law, draws_needed(0.05, 81), repeats=200)
+    assert (result < 1e-3).mean() > 0.83  # 0.9 and three standard errors
 
 
 def test_small_cells_are_pooled():

@@ -85,7 +85,7 @@ def test_law_of_the_engine(rule, law, rejection, target, length, end, makers):
         return generate(engine, LAWS[law], Length(length, () if end is None else (end,)), streams)
 
     assert total_variation(outcomes(run), reference(target, LAWS[law], length, end)) < LIMIT
-    assert any(drafted < room for drafted, room in lengths), "the rule never stopped a draft"
+    assert any(drafted < limit for drafted, limit in lengths), "the rule never stopped a draft"
     assert any(drafted > 0 for drafted, _ in lengths), "the rule stopped every draft at once"
 
 

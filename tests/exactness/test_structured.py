@@ -110,8 +110,8 @@ def test_law_of_the_coupled_rule(proposer):
 def test_text_of_a_seed(proposer):
     def text(depth: int, seed: int) -> Text:
         pair = Pair(P, proposer, law=LAWS["twice each"], exactness=Exactness.TRAJECTORY, budget=lambda g: depth)
-        found = pair.text(seed, 3)  # no text ends before
-        return found[: found.index(END) + 1] if END in found else found
+        result = pair.text(seed, 3)  # no text ends before
+        return result[: result.index(END) + 1] if END in result else result
 
     assert all(text(depth, seed) == text(0, seed) for depth in (1, 2) for seed in range(8))
 

@@ -51,8 +51,8 @@ class Step:
         (mu, sigma), (m, s) = self.p, self.q
         a, b = 1 / s**2 - 1 / sigma**2, mu / sigma**2 - m / s**2
         c = m**2 / s**2 - mu**2 / sigma**2 + 2 * math.log(s / sigma)
-        found = np.roots([a, 2 * b, c] if a else [2 * b, c])
-        return sorted(float(r.real) for r in found if abs(r.imag) < 1e-12)
+        result = np.roots([a, 2 * b, c] if a else [2 * b, c])
+        return sorted(float(r.real) for r in result if abs(r.imag) < 1e-12)
 
     def density(self, of: tuple[float, float], x: float) -> float:
         return float(stats.norm.pdf(x, *of))

@@ -39,12 +39,12 @@ def environment() -> dict[str, str]:
 
 
 def test_reading_steps() -> None:
-    found = container.steps(
+    result = container.steps(
         '# no\nFROM a\nRUN b && \\\n    c\nHEALTHCHECK --interval=3s \\\n  CMD ["d", "e f"]\nCMD ["g"]\n'
     )
-    assert [step.name for step in found] == ["FROM", "RUN", "HEALTHCHECK", "CMD"]
-    assert found[1].value == "b && c" and found[1].words == ["b", "&&", "c"]
-    assert found[2].words == ["d", "e f"] and container.last(found, "CMD").words == ["g"]
+    assert [step.name for step in result] == ["FROM", "RUN", "HEALTHCHECK", "CMD"]
+    assert result[1].value == "b && c" and result[1].words == ["b", "&&", "c"]
+    assert result[2].words == ["d", "e f"] and container.last(result, "CMD").words == ["g"]
 
 
 def test_what_is_copied_exists_and_is_what_a_build_needs() -> None:

@@ -55,9 +55,9 @@ def test_one_values_characteristic_function_is_the_targets(name, t):
     def drawn(y: float) -> float:
         return step.density(step.p, y) * step.run(verify, y, [False, True], y)[1][1] * math.cos(t * y)
 
-    found = step.integral(reflected) if ratio is None else step.integral(stood) + ratio * step.integral(drawn)
+    result = step.integral(reflected) if ratio is None else step.integral(stood) + ratio * step.integral(drawn)
     mu, sigma = step.p
-    assert found == pytest.approx(math.cos(t * mu) * math.exp(-((t * sigma) ** 2) / 2), abs=LIMIT)
+    assert result == pytest.approx(math.cos(t * mu) * math.exp(-((t * sigma) ** 2) / 2), abs=LIMIT)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -96,8 +96,8 @@ def two_steps_error(rule: Verify = verify) -> float:
                 rule, first, y1, mirrored, [True, False]
             )
             refused = first.density(first.q, source) * (1.0 - first.stands(rule, source))
-            found = in_round + refused * below.out(rule, y2)
-            worst = max(worst, abs(found - first.density(first.p, y1) * below.density(below.p, y2)))
+            result = in_round + refused * below.out(rule, y2)
+            worst = max(worst, abs(result - first.density(first.p, y1) * below.density(below.p, y2)))
     return worst
 
 
@@ -147,8 +147,8 @@ def test_several_coordinates_are_mirrored_along_the_line_between_the_means():
         refused = Scripted([False])
         back = verify(SeriesDraft(source[None], q), p, refused).value
         assert back == pytest.approx(y, abs=1e-12)
-        found = pdf(q, y) * stood.chances[0] + pdf(q, source) * refused.chances[0]
-        assert found == pytest.approx(pdf(p, y), abs=1e-12)
+        result = pdf(q, y) * stood.chances[0] + pdf(q, source) * refused.chances[0]
+        assert result == pytest.approx(pdf(p, y), abs=1e-12)
 
 
 # Trajectories drawn with the production streams
@@ -210,23 +210,23 @@ def p_values(series: np.ndarray) -> dict[str, float]:
         "sum": ones,
         "last step": np.eye(LENGTH)[5] - np.eye(LENGTH)[4],
     }
-    found = {
+    result = {
         name: float(stats.kstest(series @ w, "norm", args=(0.0, math.sqrt(w @ covariance @ w))).pvalue)
         for name, w in scales.items()
     }
     noise = np.linalg.solve(np.linalg.cholesky(covariance), series.T)
-    found["noise"] = float(stats.kstest(noise.ravel(), "norm").pvalue)
-    found["length"] = float(stats.kstest((noise**2).sum(0), "chi2", args=(LENGTH,)).pvalue)
-    found["neighbours"] = float(stats.norm.sf(abs(np.sum(noise[1:] * noise[:-1])) / math.sqrt(noise[1:].size)) * 2)
-    return found
+    result["noise"] = float(stats.kstest(noise.ravel(), "norm").pvalue)
+    result["length"] = float(stats.kstest((noise**2).sum(0), "chi2", args=(LENGTH,)).pvalue)
+    result["neighbours"] = float(stats.norm.sf(abs(np.sum(noise[1:] * noise[:-1])) / math.sqrt(noise[1:].size)) * 2)
+    return result
 
 
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.slow
 def test_trajectories_follow_the_targets_law(name):
     drawn = [sample(DRAFTS[name], random_seed_from(5, i)) for i in range(DRAWS)]
-    found = p_values(np.array([series for series, _ in drawn]))
-    assert min(found.values()) > ALPHA, found
+    result = p_values(np.array([series for series, _ in drawn]))
+    assert min(result.values()) > ALPHA, result
     own = Origin.REFLECTED if name == "equal scales" else Origin.RESIDUAL
     assert set().union(*(origins for _, origins in drawn)) == {Origin.BONUS, own}
 

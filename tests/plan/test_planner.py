@@ -75,13 +75,15 @@ def test_the_best_is_chosen_and_plain_decoding_where_nothing_gains():
         row("a", 4, 0.7, 1.0),
         row("b", 2, 0.95, 1.0),
     ]
-    found = Plan(tuple(mark_best(rows)), tuple(choices(rows)))
-    assert [r.best for r in found.rows] == [False, True, False, False, False, False]
-    first, second = found.choices
+    result = Plan(tuple(mark_best(rows)), tuple(choices(rows)))
+    assert [r.best for r in result.rows] == [False, True, False, False, False, False]
+    first, second = result.choices
     assert first.row.num_speculative_tokens == 4 and first.sure
     assert second.row is None and not second.sure, "0.95 with an interval up to 1.05"
-    assert found.best == {"method": "ngram", "num_speculative_tokens": 2}, "the mean over what was asked, not one place"
-    record = found.to_dict()
+    assert result.best == {"method": "ngram", "num_speculative_tokens": 2}, (
+        "the mean over what was asked, not one place"
+    )
+    record = result.to_dict()
     assert record["rows"][0]["tokens_per_pass_high"] is None
     assert record["rows"][1]["paste"]["vLLM"]["method"] == "ngram"
     json.dumps(record, allow_nan=False)
@@ -95,8 +97,8 @@ def test_depths_that_are_timed_hold_both_ends():
 
 
 def test_candidates_are_what_was_given_and_what_is_free(tiny_pair):
-    found = candidates([tiny_pair.draft], [], [{"method": "ngram", "num_speculative_tokens": 3}])
-    methods = [(c.method, c.depths) for c in found]
+    result = candidates([tiny_pair.draft], [], [{"method": "ngram", "num_speculative_tokens": 3}])
+    methods = [(c.method, c.depths) for c in result]
     assert methods == [
         ("draft_model", CHAIN),
         ("draft_model", TREE),
@@ -105,8 +107,8 @@ def test_candidates_are_what_was_given_and_what_is_free(tiny_pair):
         ("recycling", TREE),
         ("ngram", (3,)),
     ]
-    assert len({c.name for c in found[:5]}) == 5
-    assert found[0].at(5) == {"method": "draft_model", "model": str(tiny_pair.draft), "num_speculative_tokens": 5}
+    assert len({c.name for c in result[:5]}) == 5
+    assert result[0].at(5) == {"method": "draft_model", "model": str(tiny_pair.draft), "num_speculative_tokens": 5}
     for wrong in ({"method": "none"}, {"method": "ngram", "num_speculative_tokens": 0}, {"method": "what"}):
         with pytest.raises(InvalidRequest):
             candidates([], [], [wrong])
@@ -146,9 +148,9 @@ def turns(*seconds: float, rows: tuple[int, ...] = (1,), score: float = 0.8) -> 
 def test_step_times_of_one_size_are_medians_in_plain_steps():
     plain = turns(1.0, 1.0, 1.1, 0.9)
     times = MeasuredStepTimes([{"a": LaneTimes(turns(2.0, 2.0, 2.2, 9.0, rows=(5,)), plain)}], batch=1)
-    found = times.of("a", {4: 1.0})
-    assert found.over_plain == pytest.approx(2.1) and found.seconds == pytest.approx(2.1)
-    assert 0.01 <= found.error < 0.2
+    result = times.of("a", {4: 1.0})
+    assert result.over_plain == pytest.approx(2.1) and result.seconds == pytest.approx(2.1)
+    assert 0.01 <= result.error < 0.2
 
 
 def test_reading_prompts_is_timed_beside_plain_reading(monkeypatch):
@@ -164,8 +166,8 @@ def test_reading_prompts_is_timed_beside_plain_reading(monkeypatch):
             pass
 
     monkeypatch.setattr("foretoken.plan.step_timing.TimedBatch", Read)
-    found = time_prefill(TARGET, {"a": Lookup()}, [(1, 2, 3)], WARM)
-    assert found.over_plain == {"a": 1.5} and found.seconds == 2.0
+    result = time_prefill(TARGET, {"a": Lookup()}, [(1, 2, 3)], WARM)
+    assert result.over_plain == {"a": 1.5} and result.seconds == 2.0
     assert order == [Proposer] + [Proposer, Lookup] * 3
 
 
@@ -176,9 +178,9 @@ def test_drafting_never_takes_more_than_its_step():
     quick = tuple(TimedStep(1.1, 0.9, 0.1, rows) for rows in (5, 3, 2))
     for lanes in ([held_up], [held_up, quick], [quick, quick, held_up]):
         visits = [{"a": LaneTimes(lane, plain)} for lane in lanes]
-        found = MeasuredStepTimes(visits, 1).of("a", {4: 0.5, 2: 0.5})
-        assert 0.0 < found.propose < found.seconds
-        assert found.propose == pytest.approx(0.9 * found.seconds, rel=0.15)
+        result = MeasuredStepTimes(visits, 1).of("a", {4: 0.5, 2: 0.5})
+        assert 0.0 < result.propose < result.seconds
+        assert result.propose == pytest.approx(0.9 * result.seconds, rel=0.15)
 
 
 def test_seconds_at_another_speed_are_on_the_line_through_what_was_seen():
@@ -206,19 +208,19 @@ def test_plain_passes_between_visits_tell_how_fast_the_machine_is():
     """Visits happened to meet a fast machine: two rows take what arithmetic takes, one row what memory takes."""
     visits = [{"a": LaneTimes(turns(4.0, 4.0, rows=(5,)), turns(base, base))} for base in (1.0, 1.2, 0.8)]
     assert PassTimes(visits).plain == pytest.approx(0.8)
-    found = PassTimes(visits, [1.6] * 3)
-    assert found.plain == pytest.approx(1.2)
-    assert found.of("a", 5) == pytest.approx(3.2, rel=0.06)
-    assert found.over(2)[1] == pytest.approx(1.2)
-    times = MeasuredStepTimes(visits, 1, found)
+    result = PassTimes(visits, [1.6] * 3)
+    assert result.plain == pytest.approx(1.2)
+    assert result.of("a", 5) == pytest.approx(3.2, rel=0.06)
+    assert result.over(2)[1] == pytest.approx(1.2)
+    times = MeasuredStepTimes(visits, 1, result)
     assert times.plain == pytest.approx(1.5) and times.of("a", {4: 1.0}).over_plain == pytest.approx(4 / 1.5, rel=0.06)
 
 
 def test_a_plan_listens_to_the_machine_between_all_its_steps(tiny_pair, tokenizer, monkeypatch):
-    heard: list[int] = []
+    messages: list[int] = []
 
     def plain_pass(target, prompts, law):
-        heard.append(len(prompts))
+        messages.append(len(prompts))
         return 0.001
 
     monkeypatch.setattr("foretoken.plan.planner.time_plain_pass", plain_pass)
@@ -227,7 +229,7 @@ def test_a_plan_listens_to_the_machine_between_all_its_steps(tiny_pair, tokenize
     settings = PlanSettings(temperatures=(0.0, 1.0), batches=(1, 3), max_tokens=12, turns=3)
     chosen = [Candidate("ngram", {"method": "ngram"}, (2, 4)), Candidate("suffix", {"method": "suffix"}, (3,))]
     Planner(target, builder.build, settings).plan([tokenizer.encode("def greet(")], chosen)
-    assert heard == [1, 3] * 3 * 2
+    assert messages == [1, 3] * 3 * 2
 
 
 def test_a_plain_pass_leaves_nothing_open():
@@ -278,11 +280,11 @@ def test_step_times_of_varying_sizes_follow_their_law():
 
 def test_lanes_go_on_where_a_sequence_ends():
     short = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5, max_length=24)
-    found = time_lanes(
+    result = time_lanes(
         short, {"a": (Lookup(), 4), "b": (DraftModel(short.perturbed(0.3)), 3)}, [(1, 2, 3)] * 2, WARM, 30
     )
-    assert all(len(each.steps) == len(each.plain) == 30 for each in found.values())
-    assert {turn.rows for turn in found["b"].plain} == {2}
+    assert all(len(each.steps) == len(each.plain) == 30 for each in result.values())
+    assert {turn.rows for turn in result["b"].plain} == {2}
     assert short._open == set()
     lane = TimedBatch(short, Proposer(), 0, [(1, 2, 3)] * 20, WARM)
     assert lane.step().rows == 20 and lane.prefill > 0
@@ -303,18 +305,18 @@ def test_estimators_follow_what_a_proposer_draws(temperature):
     proposers = Proposers(lambda config: pytest.fail("all are there"), dict(made))
     texts = write(TARGET, [[i % 6, 1, 2] for i in range(6)], law, 16)
     sample = Sample(TARGET, law, texts, (), proposers)
-    found = {name: sample.estimate(candidate, 3) for name, candidate in wanted.items()}
+    result = {name: sample.estimate(candidate, 3) for name, candidate in wanted.items()}
     drawn = "steps" if temperature else "text"
-    assert {name: e.estimator for name, e in found.items()} == {
+    assert {name: e.estimator for name, e in result.items()} == {
         "chain": "distribution",
         "argmax": "distribution",
         "likely": "text",
         "drawn": drawn,
         "copied": "text",
     }
-    assert all(1.0 <= e.tokens_per_pass <= 4.0 for e in found.values())
+    assert all(1.0 <= e.tokens_per_pass <= 4.0 for e in result.values())
     if not temperature:
-        assert found["chain"].tokens_per_pass == pytest.approx(found["argmax"].tokens_per_pass)
+        assert result["chain"].tokens_per_pass == pytest.approx(result["argmax"].tokens_per_pass)
 
 
 def drawn_tree_and_chain(texts, depth: int = 4):
@@ -346,8 +348,8 @@ def test_a_drawn_tree_gets_what_it_has_in_the_long_run():
         for s in range(9, 29)
     ]
     truth = np.mean([each.tokens_per_pass for each in long])
-    found = [drawn_tree_and_chain(write(TARGET, prompts, WARM, 24, seed=seed))[0] for seed in range(8)]
-    assert np.mean([each.tokens_per_pass for each in found]) == pytest.approx(truth, rel=0.03)
+    result = [drawn_tree_and_chain(write(TARGET, prompts, WARM, 24, seed=seed))[0] for seed in range(8)]
+    assert np.mean([each.tokens_per_pass for each in result]) == pytest.approx(truth, rel=0.03)
 
 
 def test_one_request_tells_nothing_of_others_however_often_it_is_drawn():
@@ -375,16 +377,16 @@ def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):
         Candidate("recycling", {"method": "recycling"}, (4,)),
     ]
     prompts = [tokenizer.encode(text) for text in ("def greet(", "class Ün", "for i in range(10):\n", "    return")]
-    found = planner.plan(prompts, chosen)
-    assert len(found.rows) == 10 * 4 and len(found.choices) == 4
+    result = planner.plan(prompts, chosen)
+    assert len(result.rows) == 10 * 4 and len(result.choices) == 4
     assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] < 1.0
-    for each in found.rows:
+    for each in result.rows:
         assert 1.0 <= each.tokens_per_pass <= each.num_speculative_tokens + 1
         assert each.low < each.speedup < each.high and each.step_seconds > 0 and each.end_to_end > 0
-    depths = [each.tokens_per_pass for each in found.rows if each.name == "draft"][:7]
+    depths = [each.tokens_per_pass for each in result.rows if each.name == "draft"][:7]
     assert depths == sorted(depths)
-    assert {key[1] for key in found.predictors} == {0.0, 1.0}
-    json.dumps(found.to_dict(), allow_nan=False)
+    assert {key[1] for key in result.predictors} == {0.0, 1.0}
+    json.dumps(result.to_dict(), allow_nan=False)
     with pytest.raises(InvalidRequest, match="prompt"):
         planner.plan([], chosen)
 
@@ -392,12 +394,12 @@ def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):
 def test_intervals_cover_another_sample():
     """Tokens per pass of a second, independent sample lie in the first one's interval about as often as promised."""
     prompts = [[i % 6, (5 * i) % 6, 1] for i in range(12)]
-    found = [
+    result = [
         step_estimate(TARGET, prompts, DraftModel(TARGET.perturbed(0.4)), WARM, 4, 24, seed=seed) for seed in range(24)
     ]
     covered = [
         abs(math.log(other.tokens_per_pass / one.tokens_per_pass)) <= spread(one)
-        for one, other in zip(found[::2], found[1::2], strict=True)
+        for one, other in zip(result[::2], result[1::2], strict=True)
     ]
     assert np.mean(covered) >= 0.75
 

@@ -39,18 +39,18 @@ REQUESTS = [request(seed, 0.2 + 0.15 * seed) for seed in range(16)]
 
 def test_statistics_are_means_over_positions():
     rows = REQUESTS[3]
-    found = statistics(rows)
-    assert set(found) == {*STATISTICS, "calibration error"}
-    assert found["total variation"] == pytest.approx(float(acceptance.total_variation(rows.p, rows.q).mean()))
-    assert found["KL divergence"] == pytest.approx(float(bounds.divergence(rows.p, rows.q).mean()))
-    assert found["target entropy"] == pytest.approx(float(bounds.entropy(rows.p).mean()))
-    assert found["Bhattacharyya overlap"] == pytest.approx(float((rows.p * rows.q).sqrt().sum(-1).mean()))
+    result = statistics(rows)
+    assert set(result) == {*STATISTICS, "calibration error"}
+    assert result["total variation"] == pytest.approx(float(acceptance.total_variation(rows.p, rows.q).mean()))
+    assert result["KL divergence"] == pytest.approx(float(bounds.divergence(rows.p, rows.q).mean()))
+    assert result["target entropy"] == pytest.approx(float(bounds.entropy(rows.p).mean()))
+    assert result["Bhattacharyya overlap"] == pytest.approx(float((rows.p * rows.q).sqrt().sum(-1).mean()))
 
 
 def test_acceptance_of_the_text_is_the_overlap_in_the_mean():
-    found = np.mean([text_acceptance(rows) for rows in REQUESTS])
+    result = np.mean([text_acceptance(rows) for rows in REQUESTS])
     truth = np.mean([float(acceptance.token(rows.p, rows.q).mean()) for rows in REQUESTS])
-    assert found == pytest.approx(truth, abs=0.02)
+    assert result == pytest.approx(truth, abs=0.02)
 
 
 def test_entropy_overlap_and_margin():
@@ -75,14 +75,14 @@ def test_a_divergence_without_end_is_cut():
 
 
 def test_the_overlap_foretells_best_and_all_that_measure_distance_beat_the_constant():
-    found = predictors(REQUESTS)
-    errors = {predictor.name: predictor.error for predictor in found}
+    result = predictors(REQUESTS)
+    errors = {predictor.name: predictor.error for predictor in result}
     assert list(errors.values()) == sorted(errors.values())
     assert set(errors) == {*STATISTICS, "calibration error", CONSTANT}
     assert errors["total variation"] < 0.03
     for name in ("KL divergence", "Bhattacharyya overlap", "entropy overlap", "total variation"):
         assert errors[name] < 0.5 * errors[CONSTANT], name
-    by_name = {predictor.name: predictor for predictor in found}
+    by_name = {predictor.name: predictor for predictor in result}
     assert by_name["total variation"].correlation < -0.98
     assert by_name["total variation"].slope == pytest.approx(-1.0, abs=0.15)
     assert by_name["entropy overlap"].correlation > 0.9
@@ -90,8 +90,8 @@ def test_the_overlap_foretells_best_and_all_that_measure_distance_beat_the_const
 
 def test_acceptance_may_be_measured_in_another_way():
     measured = [0.9 - 0.02 * i for i in range(16)]
-    found = {predictor.name: predictor for predictor in predictors(REQUESTS, measured)}
-    assert found["total variation"].predict(statistics(REQUESTS[0])["total variation"]) == pytest.approx(0.9, abs=0.05)
+    result = {predictor.name: predictor for predictor in predictors(REQUESTS, measured)}
+    assert result["total variation"].predict(statistics(REQUESTS[0])["total variation"]) == pytest.approx(0.9, abs=0.05)
 
 
 def test_errors_are_those_of_requests_left_out():
@@ -109,10 +109,10 @@ def test_errors_are_those_of_requests_left_out():
 
 
 def test_a_statistic_that_never_changes_is_the_constant():
-    found = fitted([{"x": 0.1}] * 4, [0.1, 0.3, 0.5, 0.7])
-    assert {(p.correlation, p.slope) for p in found} == {(0.0, 0.0)}
-    assert found[0].error == pytest.approx(found[1].error)
-    assert found[0].predict(5.0) == pytest.approx(0.4)
+    result = fitted([{"x": 0.1}] * 4, [0.1, 0.3, 0.5, 0.7])
+    assert {(p.correlation, p.slope) for p in result} == {(0.0, 0.0)}
+    assert result[0].error == pytest.approx(result[1].error)
+    assert result[0].predict(5.0) == pytest.approx(0.4)
 
 
 def test_predictions_are_chances():

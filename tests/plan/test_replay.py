@@ -71,10 +71,10 @@ def test_drawn_drafts_are_refused_by_the_record():
 
 def test_chains_at_temperature_0_are_counted_exactly():
     texts = write(TARGET, PROMPTS, GREEDY, LIMIT, eos=(5,))
-    found = [both(text, GREEDY) for text in texts]
+    result = [both(text, GREEDY) for text in texts]
     for depth in (1, 3, 6):
         real = step_estimate(TARGET, PROMPTS, DraftModel(DRAFT), GREEDY, depth, LIMIT, eos=(5,), batch=1)
-        told_ = chain_estimate(found, depth)
+        told_ = chain_estimate(result, depth)
         assert told_.tokens == pytest.approx(real.tokens)
         assert told_.steps == pytest.approx(real.steps)
         assert sum(told_.sizes.values()) == pytest.approx(1)
@@ -87,14 +87,14 @@ def test_the_distribution_of_steps_is_the_engines(law, rejection):
     """The same ratio from texts written plainly and from real steps, within their joint error."""
     prompts = [PROMPTS[i % 12] for i in range(140)]
     texts = write(TARGET, prompts, law, LIMIT, eos=(5,), seed=1)
-    found = [both(text, law) for text in texts]
+    result = [both(text, law) for text in texts]
     for depth in (1, 4) if law is WARM else (4,):
-        estimate = chain_estimate(found, depth, rejection)
+        estimate = chain_estimate(result, depth, rejection)
         real = step_estimate(TARGET, prompts, DraftModel(DRAFT), law, depth, LIMIT, (5,), rejection, seed=2)
         assert estimate.tokens_per_pass == pytest.approx(sum(estimate.tokens) / sum(estimate.steps))
-        mine, theirs = error(estimate.tokens, estimate.steps), error(real.tokens, real.steps)
-        assert mine < theirs
-        assert abs(estimate.tokens_per_pass - real.tokens_per_pass) < 3.5 * np.hypot(mine, theirs)
+        ours, theirs = error(estimate.tokens, estimate.steps), error(real.tokens, real.steps)
+        assert ours < theirs
+        assert abs(estimate.tokens_per_pass - real.tokens_per_pass) < 3.5 * np.hypot(ours, theirs)
         for position, rates in enumerate(zip(estimate.acceptance, real.acceptance, strict=True)):
             allowed = np.hypot(*(error(*at(each, position)) for each in (estimate, real)))
             assert abs(rates[0] - rates[1]) < 4 * allowed

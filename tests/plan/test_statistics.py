@@ -22,8 +22,8 @@ def test_student(freedom, probability):
 
 @pytest.mark.parametrize("freedom", [1.2, 1.7, 2.5, 4.9, 20.3])
 def test_fractions_of_a_degree_err_to_the_wider_side(freedom):
-    exact, found = stats.t.ppf(0.975, freedom), student_quantile(0.975, freedom)
-    assert exact <= found <= min(1.15 * exact, student_quantile(0.975, math.floor(freedom)))
+    exact, result = stats.t.ppf(0.975, freedom), student_quantile(0.975, freedom)
+    assert exact <= result <= min(1.15 * exact, student_quantile(0.975, math.floor(freedom)))
 
 
 def test_less_than_a_degree_is_one():
@@ -31,16 +31,16 @@ def test_less_than_a_degree_is_one():
 
 
 def test_a_ratio_of_sums_and_its_jackknife():
-    tokens, rounds = [120.0, 80.0, 200.0, 60.0], [40.0, 35.0, 55.0, 22.0]
-    found = ratio_interval(tokens, rounds)
-    assert found.estimate == pytest.approx(460 / 152)
-    shifts = [(460 - y) / (152 - x) - found.estimate for y, x in zip(tokens, rounds, strict=True)]
+    tokens, steps = [120.0, 80.0, 200.0, 60.0], [40.0, 35.0, 55.0, 22.0]
+    result = ratio_interval(tokens, steps)
+    assert result.estimate == pytest.approx(460 / 152)
+    shifts = [(460 - y) / (152 - x) - result.estimate for y, x in zip(tokens, steps, strict=True)]
     error = math.sqrt(3 / 4 * sum(shift**2 for shift in shifts))
-    quantile = (found.high - found.estimate) / error
+    quantile = (result.high - result.estimate) / error
     assert stats.t.ppf(0.975, 3) < quantile < stats.t.ppf(0.975, 2)  # four requests of unequal length
-    assert found.estimate - found.low == pytest.approx(found.high - found.estimate)
-    narrow = ratio_interval(tokens, rounds, level=0.5)
-    assert found.low < narrow.low < narrow.high < found.high
+    assert result.estimate - result.low == pytest.approx(result.high - result.estimate)
+    narrow = ratio_interval(tokens, steps, level=0.5)
+    assert result.low < narrow.low < narrow.high < result.high
 
 
 def test_equal_denominators_give_the_classical_interval_of_a_mean():
@@ -51,16 +51,16 @@ def test_equal_denominators_give_the_classical_interval_of_a_mean():
 
 def requests(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Requests of very unequal length, each with an acceptance length of its own; the true ratio is 2.5."""
-    rounds = np.ceil(rng.gamma(2.0, 20.0, count))
+    steps = np.ceil(rng.gamma(2.0, 20.0, count))
     own = 1.0 + 3.0 * rng.beta(2.0, 2.0, count)
-    return own * rounds, rounds
+    return own * steps, steps
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8, 16, 64])
 def test_intervals_cover_what_they_promise(count):
     rng = np.random.default_rng(count)
-    found = [ratio_interval(*requests(rng, count)) for _ in range(800)]
-    assert 0.93 <= np.mean([low <= 2.5 <= high for _, low, high in found]) <= 0.985
+    result = [ratio_interval(*requests(rng, count)) for _ in range(800)]
+    assert 0.93 <= np.mean([low <= 2.5 <= high for _, low, high in result]) <= 0.985
 
 
 @pytest.mark.parametrize("paired", [True, False], ids=["paired", "independent"])
@@ -69,10 +69,10 @@ def test_intervals_of_a_ratio_of_ratios_cover_too(count, paired):
     rng = np.random.default_rng(count)
     inside, widths = [], []
     for _ in range(400):
-        tokens, rounds = requests(rng, count)
-        base, seconds = (tokens, rounds) if paired else requests(rng, count)
+        tokens, steps = requests(rng, count)
+        base, seconds = (tokens, steps) if paired else requests(rng, count)
         noisy = base * np.exp(0.1 * rng.standard_normal(count))  # about twice as fast, and half of it noise in common
-        _, low, high = ratio_of_ratios(2.0 * tokens, rounds, noisy, seconds, paired=paired)
+        _, low, high = ratio_of_ratios(2.0 * tokens, steps, noisy, seconds, paired=paired)
         truth = 2.0 / math.exp(0.1**2 / 2)
         inside.append(low <= truth <= high)
         widths.append(math.log(high / low))
@@ -81,10 +81,10 @@ def test_intervals_of_a_ratio_of_ratios_cover_too(count, paired):
 
 
 def test_what_two_sides_have_in_common_cancels():
-    tokens, rounds = [120.0, 80.0, 200.0, 60.0], [40.0, 35.0, 55.0, 22.0]
-    same = ratio_of_ratios(tokens, rounds, [2 * t for t in tokens], rounds)
+    tokens, steps = [120.0, 80.0, 200.0, 60.0], [40.0, 35.0, 55.0, 22.0]
+    same = ratio_of_ratios(tokens, steps, [2 * t for t in tokens], steps)
     assert same == pytest.approx((0.5, 0.5, 0.5))
-    apart = ratio_of_ratios(tokens, rounds, [2 * t for t in tokens], rounds, paired=False)
+    apart = ratio_of_ratios(tokens, steps, [2 * t for t in tokens], steps, paired=False)
     assert apart.estimate == pytest.approx(0.5)
     assert apart.low < 0.45 < 0.55 < apart.high
 

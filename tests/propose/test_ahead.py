@@ -48,10 +48,10 @@ class Varied(Controller):
     def __init__(self, budget: int) -> None:
         self.budget = budget
 
-    def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
+    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         return [
-            max(0, min(room, random.Random(f"{c.id},{len(c.tokens)}").choice((0, 1, self.budget, self.budget))))
-            for c, room in zip(contexts, rooms, strict=True)
+            max(0, min(limit, random.Random(f"{c.id},{len(c.tokens)}").choice((0, 1, self.budget, self.budget))))
+            for c, limit in zip(contexts, max_draft_tokens, strict=True)
         ]
 
 
@@ -59,8 +59,8 @@ class Steady(Controller):
     def __init__(self, budget: int) -> None:
         self.budget = budget
 
-    def budgets(self, contexts: Sequence[Context], rooms: Sequence[int]) -> list[int]:
-        return [max(0, min(self.budget, room)) for room in rooms]
+    def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
+        return [max(0, min(self.budget, limit)) for limit in max_draft_tokens]
 
 
 def inner(config: DraftModelConfig, strength: float = 0.3) -> tuple[Proposer, Resumable]:

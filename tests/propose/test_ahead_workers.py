@@ -194,9 +194,9 @@ def test_messages_are_decoded_unchanged() -> None:
     message = EngineMessage((1, 2), (opening,), commits, (DraftRequest(4, 2),))
     back = EngineMessage.decode(message.encode())
     assert (back.closed, back.committed, back.requested) == (message.closed, message.committed, message.requested)
-    twin = back.opened[0].context()
-    assert (twin.id, twin.tokens, twin.prompt_length, twin.law) == (4, [1, 2, 3], 2, law)
-    assert (twin.streams, twin.exactness, twin.prediction, twin.source) == (
+    counterpart = back.opened[0].context()
+    assert (counterpart.id, counterpart.tokens, counterpart.prompt_length, counterpart.law) == (4, [1, 2, 3], 2, law)
+    assert (counterpart.streams, counterpart.exactness, counterpart.prediction, counterpart.source) == (
         context.streams,
         context.exactness,
         context.prediction,

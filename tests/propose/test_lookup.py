@@ -14,30 +14,30 @@ def context(tokens: list[int]) -> Context:
     return Context(0, tokens, len(tokens), SamplingLaw(), Streams(0))
 
 
-def guess(tokens: list[int], budget: int, config: LookupConfig | None = None) -> tuple[int, ...]:
+def drafted(tokens: list[int], budget: int, config: LookupConfig | None = None) -> tuple[int, ...]:
     return Lookup(config).propose([context(tokens)], [budget])[0].ids
 
 
 def test_the_longest_match_wins_over_a_later_short_one() -> None:
-    assert guess([1, 2, 3, 9, 9, 3, 7, 1, 2, 3], 2) == (9, 9)
+    assert drafted([1, 2, 3, 9, 9, 3, 7, 1, 2, 3], 2) == (9, 9)
 
 
 def test_the_latest_occurrence_wins() -> None:
-    assert guess([5, 1, 5, 2, 5], 1) == (2,)
+    assert drafted([5, 1, 5, 2, 5], 1) == (2,)
 
 
 def test_periodic_text_continues_its_period() -> None:
-    assert guess([1, 2, 1, 2], 5) == (1, 2, 1, 2, 1)
+    assert drafted([1, 2, 1, 2], 5) == (1, 2, 1, 2, 1)
 
 
 def test_texts_without_a_match_are_not_drafted_for() -> None:
-    assert guess([1, 2, 3], 4) == ()
-    assert guess([1], 4) == ()
-    assert guess([1, 1], 0) == ()
+    assert drafted([1, 2, 3], 4) == ()
+    assert drafted([1], 4) == ()
+    assert drafted([1, 1], 0) == ()
 
 
 def test_the_minimum_match_length_holds() -> None:
-    assert guess([4, 1, 5, 1], 2, LookupConfig(2, 3)) == ()
+    assert drafted([4, 1, 5, 1], 2, LookupConfig(2, 3)) == ()
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8))
@@ -48,7 +48,7 @@ def test_incremental_equals_from_scratch_and_a_plain_search(tokens: list[int], b
         live.tokens.append(token)
         draft = lookup.propose([live], [budget])[0]
     assert isinstance(draft.law, PointMass)
-    assert draft.ids == guess(tokens, budget)
+    assert draft.ids == drafted(tokens, budget)
     for length in range(min(4, len(tokens)), 0, -1):
         ends = [e for e in range(length, len(tokens)) if tokens[e - length : e] == tokens[-length:]]
         if ends:

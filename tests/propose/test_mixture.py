@@ -168,12 +168,12 @@ def test_bad_members_are_refused(members: object, message: str) -> None:
 
 def test_a_pending_draft_follows_the_text() -> None:
     rates = NodeRates()
-    guess = PendingDraft(Draft(torch.tensor([5, 6, 7, 8]), (-1, 0, 1, 0)), start=2)
-    assert not guess.follow([1, 2], rates)
-    assert not guess.follow([1, 2, 5], rates)
-    assert guess.depth == 1 and not guess.missed([1, 2, 5])
-    assert guess.follow([1, 2, 5, 9], rates)
-    assert guess.depth == 1 and guess.missed([1, 2, 5, 9])
+    drafted = PendingDraft(Draft(torch.tensor([5, 6, 7, 8]), (-1, 0, 1, 0)), start=2)
+    assert not drafted.follow([1, 2], rates)
+    assert not drafted.follow([1, 2, 5], rates)
+    assert drafted.depth == 1 and not drafted.missed([1, 2, 5])
+    assert drafted.follow([1, 2, 5, 9], rates)
+    assert drafted.depth == 1 and drafted.missed([1, 2, 5, 9])
     right = PendingDraft(Draft.chain([5, 6]), start=2)
     assert right.follow([1, 2, 5, 6, 4]) and right.depth == 2 and not right.missed([1, 2, 5, 6, 4])
 

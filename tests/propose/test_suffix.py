@@ -33,7 +33,7 @@ def config(**options) -> SuffixConfig:
     return SuffixConfig(**{f"suffix_decoding_{k}" if k != "top_k" else k: v for k, v in options.items()})
 
 
-def guess(tokens, budget, **options) -> Draft:
+def drafted(tokens, budget, **options) -> Draft:
     return Suffix(config(**options)).propose([context(tokens)], [budget])[0]
 
 
@@ -67,7 +67,7 @@ def by_definition(tokens, budget, factor, min_prob, depth) -> tuple[float, int]:
     st.sampled_from([0.0, 0.1, 0.6]),
 )
 def test_the_best_score_wins(tokens, budget, factor, min_prob):
-    draft = guess(tokens, budget, max_spec_factor=factor, min_token_prob=min_prob, top_k=1, max_tree_depth=8)
+    draft = drafted(tokens, budget, max_spec_factor=factor, min_token_prob=min_prob, top_k=1, max_tree_depth=8)
     score, length = by_definition(tokens, budget, factor, min_prob, 8)
     assert len(draft) <= min(budget, int(factor * length))
     assert isinstance(draft.law, PointMass)
@@ -77,16 +77,16 @@ def test_the_best_score_wins(tokens, budget, factor, min_prob):
 
 def test_a_long_match_is_followed_further_than_a_short_one():
     text = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert guess([*text, 9, 9, 9, 2, 3], 8, max_spec_factor=1.0).ids == (4, 5)
-    assert guess([*text, 9, 9, 9, 1, 2, 3], 8, max_spec_factor=1.0).ids == (4, 5, 6)
-    assert guess([*text, 9, 9, 9, 1, 2, 3], 8, max_spec_factor=2.0).ids == (4, 5, 6, 7, 8, 9)
-    assert guess([*text, 9, 9, 9, 1, 2, 3], 2).ids == (4, 5)
+    assert drafted([*text, 9, 9, 9, 2, 3], 8, max_spec_factor=1.0).ids == (4, 5)
+    assert drafted([*text, 9, 9, 9, 1, 2, 3], 8, max_spec_factor=1.0).ids == (4, 5, 6)
+    assert drafted([*text, 9, 9, 9, 1, 2, 3], 8, max_spec_factor=2.0).ids == (4, 5, 6, 7, 8, 9)
+    assert drafted([*text, 9, 9, 9, 1, 2, 3], 2).ids == (4, 5)
 
 
 def test_a_tree_covers_what_a_chain_leaves_out():
     tokens = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
-    chain = guess(tokens, 4, top_k=1, max_spec_factor=1.0, max_tree_depth=2)
-    tree = guess(tokens, 4, top_k=2, max_spec_factor=1.0, max_tree_depth=2)
+    chain = drafted(tokens, 4, top_k=1, max_spec_factor=1.0, max_tree_depth=2)
+    tree = drafted(tokens, 4, top_k=2, max_spec_factor=1.0, max_tree_depth=2)
     assert chain.is_chain and chain.ids[0] == 3
     assert {tree.ids[node] for node in tree.children[0]} == {3, 4}
 

@@ -184,8 +184,8 @@ def test_rows_are_the_drafts_own_on_shared_tokens(tokenizer: Any, other: Any) ->
     row = translated.score([handle], [Draft.chain([])])[0].logits[0]
     expected = model.logits(own.encode(b"for i in"))
     for token, piece in enumerate(source.spelled):
-        twin = own.special_ids.get(source.specials.get(token, "")) if piece is None else own.ids.get(piece)
-        assert float(row[token]) == (float("-inf") if twin is None else float(expected[twin]))
+        counterpart = own.special_ids.get(source.specials.get(token, "")) if piece is None else own.ids.get(piece)
+        assert float(row[token]) == (float("-inf") if counterpart is None else float(expected[counterpart]))
 
 
 def test_bundled_target_with_another_tokenizer(other_draft: Path) -> None:

@@ -40,8 +40,8 @@ def drawn(markup: str) -> ElementTree.Element:
         (NAN, 1, []),
     ],
 )
-def test_ticks(low, high, found):
-    assert ticks(low, high) == pytest.approx(found)
+def test_ticks(low, high, result):
+    assert ticks(low, high) == pytest.approx(result)
 
 
 def test_tick_numbers():

@@ -134,11 +134,11 @@ def test_acceptance_is_labelled_as_the_engine_measures_it():
 
 def test_the_page_of_a_plan_shows_its_costs_and_predictors():
     measured = TimeSpread(0.01, 0.009, 0.012, 5)
-    found = Plan(
+    result = Plan(
         rows=(),
         choices=(),
         predictors={("tiny-1m", 0.0): [Predictor("constant", 0.0, 0.05, 0.0, 0.6)]},
         costs={"tiny-15m": [asdict(PassCost(rows, 256, 1, measured, measured, 0, 0)) for rows in (1, 4)]},
     )
-    titles = [each.text for each in read(plan.page(found.to_dict())).iterfind(".//svg/title")]
+    titles = [each.text for each in read(plan.page(result.to_dict())).iterfind(".//svg/title")]
     assert titles == ["tiny-15m", "tiny-1m at temperature 0"]

@@ -54,14 +54,14 @@ def test_eagle(embedding: bool, folders: tuple[Path, Path], tmp_path: Path) -> N
     head = tiny.save(tmp_path / "head", *written)
     scaled = widen_head(head, *folders)
     assert scaled == folders[1] / "heads" / "eagle3"
-    guesses = []
+    predicted = []
     for target, folder, model in zip(targets, folders, (head, None), strict=True):
         loaded = load_eagle(target, None, model, folder)
         seen = states(target, loaded.taps)
         assert loaded.convention is None  # what was widened says what it taps
         features = loaded.net.features(torch.cat([seen[i] for i in loaded.taps], dim=-1)[:-1])
-        guesses.append(loaded.net.teacher_forced(IDS[1:], features))
-    torch.testing.assert_close(*guesses, rtol=1e-3, atol=2e-3)
+        predicted.append(loaded.net.teacher_forced(IDS[1:], features))
+    torch.testing.assert_close(*predicted, rtol=1e-3, atol=2e-3)
     assert json.loads((scaled / "config.json").read_text())["foretoken_taps"] == [0, 4, 7]
 
 
@@ -72,23 +72,23 @@ def test_medusa(own: int, layers: int, folders: tuple[Path, Path], tmp_path: Pat
     targets = [load_model(folder, F32, "cpu") for folder in folders]
     config, tensors = tiny.medusa(hidden=32, vocab=targets[0].vocab_size, own=own, layers=layers)
     head = tiny.save(tmp_path / "head", config | {"original_lm_head": own < 3}, tensors)
-    guesses = []
+    predicted = []
     for target, folder in zip(targets, (head, widen_head(head, *folders)), strict=True):
         heads = read_medusa(folder)
         assert heads.hidden == target.hidden_size
         net = MedusaNet(heads, F32, torch.device("cpu"), target.unembed)
-        guesses.append(net(states(target, (target.num_layers,))[target.num_layers]))
-    torch.testing.assert_close(*guesses, rtol=1e-3, atol=5e-3)
+        predicted.append(net(states(target, (target.num_layers,))[target.num_layers]))
+    torch.testing.assert_close(*predicted, rtol=1e-3, atol=5e-3)
 
 
 def test_blockwise(folders: tuple[Path, Path], tmp_path: Path) -> None:
     targets = [load_model(folder, F32, "cpu") for folder in folders]
     head = tiny.save(tmp_path / "head", *tiny.blockwise(hidden=32))
-    guesses = []
+    predicted = []
     for target, folder in zip(targets, (head, widen_head(head, *folders)), strict=True):
         net = BlockwiseNet(read_blockwise(folder), F32, torch.device("cpu"), target.unembed)
-        guesses.append(net(states(target, (target.num_layers,))[target.num_layers]))
-    torch.testing.assert_close(*guesses, rtol=1e-3, atol=5e-3)
+        predicted.append(net(states(target, (target.num_layers,))[target.num_layers]))
+    torch.testing.assert_close(*predicted, rtol=1e-3, atol=5e-3)
 
 
 def test_the_same_heads_are_widened_once(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def row(model, path=()) -> torch.Tensor:
     return model((*PROMPT, *path)).softmax(-1)
 
 
-def laws(vocab: int = 4) -> st.SearchStrategy[torch.Tensor]:
+def distributions(vocab: int = 4) -> st.SearchStrategy[torch.Tensor]:
     """[V]; some tokens impossible, some laws one-hot."""
     weights = st.lists(st.integers(0, 9), min_size=vocab, max_size=vocab).filter(any)
     return weights.map(lambda w: torch.tensor(w, dtype=torch.float64) / sum(w))
@@ -52,7 +52,7 @@ def test_token(seed, zeros):
 
 
 @relaxed
-@given(laws(), laws())
+@given(distributions(), distributions())
 def test_leviathans_divergence_is_total_variation(p, q):
     middle = (p + q) / 2
     assert float((p - middle).abs().sum()) == pytest.approx(float(acceptance.total_variation(p, q)), abs=1e-12)
@@ -114,16 +114,16 @@ def test_lenience_accepts_what_it_says():
 
 
 @relaxed
-@given(laws(), laws())
+@given(distributions(), distributions())
 def test_coupled_is_its_formula_and_keeps_its_bounds(p, q):
     slow = 0.0
     for x in range(len(p)):
         if p[x] > 0 and q[x] > 0:
             slow += 1 / sum(max(float(p[y] / p[x]), float(q[y] / q[x])) for y in range(len(p)))
-    found = float(acceptance.coupled(p, q))
-    assert found == pytest.approx(slow, abs=1e-12)
+    result = float(acceptance.coupled(p, q))
+    assert result == pytest.approx(slow, abs=1e-12)
     limits = bounds.coupled_from_variation(acceptance.total_variation(p, q))
-    assert float(limits.low) - 1e-12 <= found <= float(limits.high) + 1e-12
+    assert float(limits.low) - 1e-12 <= result <= float(limits.high) + 1e-12
 
 
 @pytest.mark.parametrize("seed, children", [(0, 1), (1, 2), (2, 3)])
@@ -176,11 +176,11 @@ def test_coupled_on_laws_like_a_language_models():
 
 def conditional(model, depth: int, vocab: int) -> list[torch.Tensor]:
     """For ``chain``: [V], [V, V], ... by path."""
-    found = []
+    result = []
     for at in range(depth):
         paths = torch.cartesian_prod(*[torch.arange(vocab)] * at).reshape(-1, at).tolist() if at else [()]
-        found.append(torch.stack([row(model, path) for path in paths]).reshape([vocab] * (at + 1)))
-    return found
+        result.append(torch.stack([row(model, path) for path in paths]).reshape([vocab] * (at + 1)))
+    return result
 
 
 @pairs
@@ -205,7 +205,7 @@ def test_chain_toy_of_the_block_paper():
 
 
 @relaxed
-@given(st.lists(st.tuples(laws(3), laws(3)), min_size=1, max_size=4))
+@given(st.lists(st.tuples(distributions(3), distributions(3)), min_size=1, max_size=4))
 def test_token_under_block_under_ideal(rows):
     p, q = zip(*rows, strict=True)
     token, block, ideal = (float(acceptance.chain(p, q, rule)) for rule in ("token", "block", "ideal"))
@@ -253,9 +253,9 @@ def test_leading_dimensions_and_kinds_of_arrays():
 
 
 @relaxed
-@given(laws(), laws())
+@given(distributions(), distributions())
 def test_every_acceptance_is_a_chance(p, q):
-    for found in (
+    for result in (
         acceptance.token(p, q),
         acceptance.coupled(p, q),
         acceptance.coupled(p, q, 2),
@@ -264,7 +264,7 @@ def test_every_acceptance_is_a_chance(p, q):
         acceptance.greedy_multi(p, q, 2),
         acceptance.typical(p, q),
     ):
-        assert -1e-12 <= float(found) <= 1 + 1e-12
+        assert -1e-12 <= float(result) <= 1 + 1e-12
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_a_draft_that_is_always_right_yields_all_and_never_varies():
 
 def test_a_measured_curve_may_be_jagged_and_every_depth_is_checked():
     curve = {1: 10.0, 2: 11.0, 3: 19.0, 4: 20.0, 5: 12.0, 6: 30.0}
-    speeds = [found.speedup for found in theory.depths([0.6] * 5, 0.05, curve.__getitem__)]
+    speeds = [result.speedup for result in theory.depths([0.6] * 5, 0.05, curve.__getitem__)]
     assert speeds[0] == 1.0
     assert speeds[1] > speeds[2] < speeds[4]
     best = theory.best_depth([0.6] * 5, 0.05, curve.__getitem__)
@@ -178,9 +178,9 @@ def test_survival_and_steps_given_the_text_are_unbiased(rejection, seed):
     pair = Pair(p, drawn(q), rejection=rejection, budget=lambda generated: depth)
     first, steps = torch.zeros(depth, dtype=torch.float64), 0.0
     for text in product(range(vocab), repeat=length):
-        laws = [[float(m((*PROMPT, *text[:t])).softmax(-1)[text[t]]) for t in range(length)] for m in (p, q)]
-        reach = theory.text_survival(*map(torch.tensor, laws), depth, block=rejection == "block")
-        mass = torch.tensor(laws[0], dtype=torch.float64).prod()
+        distributions = [[float(m((*PROMPT, *text[:t])).softmax(-1)[text[t]]) for t in range(length)] for m in (p, q)]
+        reach = theory.text_survival(*map(torch.tensor, distributions), depth, block=rejection == "block")
+        mass = torch.tensor(distributions[0], dtype=torch.float64).prod()
         first += mass * reach[0]
         steps += float(mass) * theory.text_steps(reach)
     law = outcomes(lambda streams: len(pair.emit((), streams)), position=0)
@@ -227,6 +227,6 @@ def test_block_toy_of_the_paper_on_its_own_texts():
     for block, expected in ((False, 10 / 9), (True, 11 / 9)):
         total = 0.0
         for text in product(range(2), repeat=2):
-            laws = [torch.stack([m(()).softmax(-1)[x] for x in text]) for m in (p, q)]
-            total += float(laws[0].prod() * theory.text_survival(*laws, 2, block=block)[0].sum())
+            distributions = [torch.stack([m(()).softmax(-1)[x] for x in text]) for m in (p, q)]
+            total += float(distributions[0].prod() * theory.text_survival(*distributions, 2, block=block)[0].sum())
         assert total == pytest.approx(expected, abs=1e-12)

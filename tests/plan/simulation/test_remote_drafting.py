@@ -76,8 +76,8 @@ def test_far_away_nothing_pays_and_near_by_a_slow_draft_does():
 def test_waiting_across_the_network_takes_what_it_takes_on_paper(monkeypatch):
     monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.STRATEGIES", ("si",))
     monkeypatch.setattr("foretoken.plan.simulation.remote_drafting.TOKENS", 1000)
-    found = remote_drafting(chain(0.030, 0.003), 0.010)[0]
-    si = next(way for way in found.options if way.strategy == "si")
+    result = remote_drafting(chain(0.030, 0.003), 0.010)[0]
+    si = next(way for way in result.options if way.strategy == "si")
     paper = max(0.030 / sequential_seconds(CHANCE, depth, 0.030, 0.003, 0.010) for depth in range(1, 9))
     assert si.speedup == pytest.approx(paper, rel=0.06)
 
@@ -92,8 +92,8 @@ def test_the_best_chains_of_each_temperature_are_told_one_request_at_a_time():
         row(8, 0.03, 0.001, "tree", config={"method": "draft_model", "tree": "sampled", "num_speculative_tokens": 8}),
         row(8, 0.03, 0.001, "other", method="ngram"),
     ]
-    found = remote_drafting(rows, 0.01)
-    assert [(each.name, each.temperature) for each in found] == [("a", 0.0), ("b", 0.0), ("a", 1.0)]
+    result = remote_drafting(rows, 0.01)
+    assert [(each.name, each.temperature) for each in result] == [("a", 0.0), ("b", 0.0), ("a", 1.0)]
     assert remote_drafting(rows[-2:], 0.01) == ()
 
 

@@ -25,7 +25,7 @@ def paces(setting: Setting, strategies=STRATEGIES) -> dict[str, float]:
 def test_the_simulator_agrees_with_the_closed_forms(alpha, ratio, depth, rtt):
     draft = TARGET / ratio
     servers = pipelines.servers_needed(TARGET + rtt, draft, depth)
-    found = paces(Setting(TARGET, draft, (alpha,), depth, servers, rtt, 4000, seed=2))
+    result = paces(Setting(TARGET, draft, (alpha,), depth, servers, rtt, 4000, seed=2))
     window = pipelines.best_window(alpha, TARGET, draft, rtt)
     expected = {
         "plain": pipelines.plain_seconds(TARGET),
@@ -34,23 +34,23 @@ def test_the_simulator_agrees_with_the_closed_forms(alpha, ratio, depth, rtt):
         "pearl": pipelines.parallel_seconds(alpha, depth, TARGET, draft, rtt),
         "dsd": pipelines.sequential_seconds(alpha, window, TARGET, draft, rtt),
     }
-    assert found == pytest.approx(expected, rel=0.05)
+    assert result == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("alpha, depth, share", [(0.0, 3, 0.6), (0.5, 1, 0.9), (0.8, 5, 0.2), (1.0, 4, 0.1)])
 def test_distributed_speculation_is_never_slower(alpha, depth, share):
     draft = share * TARGET
     servers = pipelines.servers_needed(TARGET, draft, depth)
-    found = {one.strategy: one for one in simulate(Setting(TARGET, draft, (alpha,), depth, servers, tokens=1000))}
-    least, most = pipelines.bounds(alpha, depth, TARGET, draft)
-    assert found["dsi"].over_plain >= 0.999 and found["dsi"].over_si >= 0.999
-    assert 0.95 * least <= found["dsi"].seconds / found["dsi"].tokens <= 1.05 * most
+    result = {one.strategy: one for one in simulate(Setting(TARGET, draft, (alpha,), depth, servers, tokens=1000))}
+    minimum, maximum = pipelines.bounds(alpha, depth, TARGET, draft)
+    assert result["dsi"].over_plain >= 0.999 and result["dsi"].over_si >= 0.999
+    assert 0.95 * minimum <= result["dsi"].seconds / result["dsi"].tokens <= 1.05 * maximum
 
 
 def test_one_server_is_never_slower_than_plain_whatever_the_draft():
     for alpha, share in product((0.0, 0.4, 0.9), (0.1, 0.9, 3.0)):
-        (found,) = simulate(Setting(TARGET, share * TARGET, (alpha,), tokens=300), ("dsi",))
-        assert found.over_plain >= 0.999
+        (result,) = simulate(Setting(TARGET, share * TARGET, (alpha,), tokens=300), ("dsi",))
+        assert result.over_plain >= 0.999
 
 
 @pytest.mark.parametrize(
@@ -79,22 +79,22 @@ def test_pearl_s_best_draft_length_is_the_ratio_of_the_speeds(ratio):
 def test_pearl_gains_with_the_ratio_and_beats_waiting_where_drafts_are_good():
     gains = []
     for ratio in (2, 4, 8, 12):
-        (found,) = simulate(Setting(TARGET, TARGET / ratio, (0.9,), ratio, tokens=3000), ("pearl",))
-        gains.append(found.over_plain)
+        (result,) = simulate(Setting(TARGET, TARGET / ratio, (0.9,), ratio, tokens=3000), ("pearl",))
+        gains.append(result.over_plain)
         best = min(pipelines.sequential_seconds(0.9, depth, TARGET, TARGET / ratio) for depth in range(1, 33))
-        assert best > TARGET / found.over_plain
+        assert best > TARGET / result.over_plain
     assert gains == sorted(gains)
     assert pipelines.parallel_tokens(1.0, 6) == 6 and pipelines.parallel_tokens(0.0, 6) == 1
 
 
 def test_a_round_trip_favours_longer_windows_and_ends_the_gain():
-    found = sweep(Setting(TARGET, 0.005, (0.8,), 5, 4, tokens=2000), "rtt", [0.0, 0.02, 0.05, 0.2])
-    assert [each[0].strategy for each in found.outcomes] == ["plain"] * 4
+    result = sweep(Setting(TARGET, 0.005, (0.8,), 5, 4, tokens=2000), "rtt", [0.0, 0.02, 0.05, 0.2])
+    assert [each[0].strategy for each in result.outcomes] == ["plain"] * 4
     for at in range(1, 5):
-        gains = [each[at].over_plain for each in found.outcomes]
+        gains = [each[at].over_plain for each in result.outcomes]
         assert gains == sorted(gains, reverse=True)
-    assert pays(found.outcomes[0]) is not None and pays(found.outcomes[-1]) is None
-    windows = [pipelines.best_window(0.8, TARGET, 0.005, rtt) for rtt in found.values]
+    assert pays(result.outcomes[0]) is not None and pays(result.outcomes[-1]) is None
+    windows = [pipelines.best_window(0.8, TARGET, 0.005, rtt) for rtt in result.values]
     assert windows == sorted(windows) and windows[0] < windows[-1]
 
 
@@ -104,8 +104,8 @@ def test_what_is_slower_than_plain_does_not_pay_even_where_it_was_asked_for_alon
 
 def test_acceptance_by_position_follows_the_round():
     draft = TARGET / 5
-    found = paces(Setting(TARGET, draft, (1.0, 0.0), 3, tokens=300), ("si",))["si"]
-    assert found == pytest.approx((3 * draft + TARGET) / 2)
+    result = paces(Setting(TARGET, draft, (1.0, 0.0), 3, tokens=300), ("si",))["si"]
+    assert result == pytest.approx((3 * draft + TARGET) / 2)
 
 
 def test_the_same_seed_gives_the_same_figures():

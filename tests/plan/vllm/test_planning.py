@@ -60,10 +60,10 @@ def test_depths_between_those_that_were_run():
     rate = 0.7
     low, high = (run("x", depth, 1.0 + 0.1 * depth, geometric(rate, depth)) for depth in (2, 8))
     for depth in (2, 3, 5, 8):
-        found = predict([low, high], depth)
-        assert found.tokens_per_pass == pytest.approx((1 - rate ** (depth + 1)) / (1 - rate), rel=1e-4)
-        assert found.step_seconds == pytest.approx(1.0 + 0.1 * depth)
-        assert found.acceptance == pytest.approx([rate] * depth, rel=1e-3)
+        result = predict([low, high], depth)
+        assert result.tokens_per_pass == pytest.approx((1 - rate ** (depth + 1)) / (1 - rate), rel=1e-4)
+        assert result.step_seconds == pytest.approx(1.0 + 0.1 * depth)
+        assert result.acceptance == pytest.approx([rate] * depth, rel=1e-3)
     for outside in (1, 9):
         with pytest.raises(InvalidRequest, match="outside"):
             predict([low, high], outside)
@@ -71,9 +71,9 @@ def test_depths_between_those_that_were_run():
 
 def test_between_two_runs_the_estimate_agrees_with_both():
     low, high = run("x", 1, 1.0, (30, 70)), run("x", 5, 1.4, (40, 20, 10, 5, 5, 20))
-    found = [predict([low, high], depth).tokens_per_pass for depth in (1, 2, 3, 4, 5)]
-    assert found[0] == pytest.approx(1.7) and found[-1] == pytest.approx(high.tokens_per_pass)
-    assert found == sorted(found)
+    result = [predict([low, high], depth).tokens_per_pass for depth in (1, 2, 3, 4, 5)]
+    assert result[0] == pytest.approx(1.7) and result[-1] == pytest.approx(high.tokens_per_pass)
+    assert result == sorted(result)
 
 
 def test_a_plan_weighs_tokens_against_time():
@@ -89,9 +89,9 @@ def test_a_plan_weighs_tokens_against_time():
     best = max(range(1, 9), key=lambda d: (1 - 0.8 ** (d + 1)) / 0.2 / (1.0 + 0.2 * d))
     assert plan.best == DRAFT.at(best)
     assert plan.choices[0].sure
-    found = record(plan, [DRAFT, OURS], [plain, *rows])
-    assert found["exports"] == {"vllm": plan.best} and found["additional_config"] == {}
-    read = [VllmRun.read(each) for each in json.loads(json.dumps(found, allow_nan=False))["runs"]]
+    result = record(plan, [DRAFT, OURS], [plain, *rows])
+    assert result["exports"] == {"vllm": plan.best} and result["additional_config"] == {}
+    read = [VllmRun.read(each) for each in json.loads(json.dumps(result, allow_nan=False))["runs"]]
     assert read == [plain, *rows]
 
 
@@ -104,10 +104,10 @@ def test_plain_decoding_measured_alone_serves_all():
 
 def test_one_request_leaves_the_interval_open_and_disturbed_steps_do_not_count():
     answer = VllmStepTimes([[1] * 9], [4], [0.1, 0.1, 0.1, 5.0], [2, 2, 2, 2], 0.3)
-    found = VllmRun.of([answer], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
-    assert found.steps == (3,) and found.step_seconds == pytest.approx(0.1)
-    assert found.tokens_per_pass == 2.0 and found.emitted == (0, 4)
-    assert math.isinf(found.tokens_width) and found.seconds_width == 0.0
+    result = VllmRun.of([answer], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
+    assert result.steps == (3,) and result.step_seconds == pytest.approx(0.1)
+    assert result.tokens_per_pass == 2.0 and result.emitted == (0, 4)
+    assert math.isinf(result.tokens_width) and result.seconds_width == 0.0
     with pytest.raises(InvalidRequest, match="no step"):
         VllmRun.of([VllmStepTimes([[1]], [0], [], [], 0.3)], lane="x", depth=1, beside="x", temperature=0.0, batch=1)
 
@@ -146,16 +146,16 @@ def test_every_lane_takes_turns_with_plain_decoding(alone):
 
     bench = Bench(target="t", temperatures=(0.0, 1.0), batches=(1, 2), max_tokens=17, alone=alone)
     prompts = [[1], [2], [3]]
-    found = runs(bench, [DRAFT, OURS], prompts, lambda what, share: said.append(share), start)
+    result = runs(bench, [DRAFT, OURS], prompts, lambda what, share: said.append(share), start)
     ends = ["close plain", *log[-1:]] if alone else log[-1:]
     assert log[0] == "start plain" and log.count("close plain") == 1
     assert ends[-1] == ("close ours" if alone else "close plain")
-    assert len(found) == 4 * (len(CHAIN) + len(COPIED) + (1 if alone else 2))
+    assert len(result) == 4 * (len(CHAIN) + len(COPIED) + (1 if alone else 2))
     assert said == sorted(said) and said[-1] <= 1.0
-    deepest = next(r for r in found if (r.lane, r.depth, r.batch, r.temperature) == (DRAFT.name, 8, 2, 1.0))
+    deepest = next(r for r in result if (r.lane, r.depth, r.batch, r.temperature) == (DRAFT.name, 8, 2, 1.0))
     assert len(deepest.passes) == 4, "the last group is filled up"
     assert started["plain"].asked[0].max_tokens == 8, "to warm up"
-    assert vllm_plan([DRAFT, OURS], found).best == DRAFT.at(8)
+    assert vllm_plan([DRAFT, OURS], result).best == DRAFT.at(8)
 
 
 def test_what_vllm_does_not_run_is_left_out_or_an_error():
@@ -165,21 +165,21 @@ def test_what_vllm_does_not_run_is_left_out_or_an_error():
         return Fake(lane, [])
 
     bench, told = Bench(target="t", max_tokens=17), []
-    found = runs(bench, [OURS, DRAFT], [[1]], start=start, refused=lambda lane, error: told.append(lane))
-    assert told == [OURS] and {row.name for row in vllm_plan([OURS, DRAFT], found).rows} == {DRAFT.name}
+    result = runs(bench, [OURS, DRAFT], [[1]], start=start, refused=lambda lane, error: told.append(lane))
+    assert told == [OURS] and {row.name for row in vllm_plan([OURS, DRAFT], result).rows} == {DRAFT.name}
     with pytest.raises(InvalidRequest, match="none of the ways"):
-        vllm_plan([OURS], found)
+        vllm_plan([OURS], result)
     with pytest.raises(PeerError):
         runs(bench, [OURS, DRAFT], [[1]], start=start)
 
 
 def test_a_plan_may_rest_on_some_of_what_was_answered():
     bench, prompts = Bench(target="t", batches=(2,), max_tokens=17), [[1], [2], [3], [4]]
-    heard = answers(bench, [DRAFT], prompts, start=lambda lane: Fake(lane, []))
-    assert [each.run() for each in heard] == runs(bench, [DRAFT], prompts, start=lambda lane: Fake(lane, []))
-    half = [each.run([1]) for each in heard]
+    messages = answers(bench, [DRAFT], prompts, start=lambda lane: Fake(lane, []))
+    assert [each.run() for each in messages] == runs(bench, [DRAFT], prompts, start=lambda lane: Fake(lane, []))
+    half = [each.run([1]) for each in messages]
     assert {len(run.tokens) for run in half} == {2} and {len(run.steps) for run in half} == {1}
-    assert vllm_plan([DRAFT], half).best == vllm_plan([DRAFT], [each.run() for each in heard]).best
+    assert vllm_plan([DRAFT], half).best == vllm_plan([DRAFT], [each.run() for each in messages]).best
 
 
 def test_groups_are_full():
@@ -249,7 +249,7 @@ def test_who_learns_does_so_for_every_depth_apart_and_forgets_when_told(method):
 
 
 def test_steps_are_those_in_which_all_take_part():
-    found = timed(Steps(), PeerRequest([[1], [2]], 5), None)
-    assert found.tokens == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
-    assert found.passes == [2, 2] and found.emitted == [2, 1, 3, 1]
-    assert len(found.seconds) == 1 and found.first_seconds > 0
+    result = timed(Steps(), PeerRequest([[1], [2]], 5), None)
+    assert result.tokens == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert result.passes == [2, 2] and result.emitted == [2, 1, 3, 1]
+    assert len(result.seconds) == 1 and result.first_seconds > 0

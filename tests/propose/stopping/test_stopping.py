@@ -170,7 +170,7 @@ def test_the_margin_tells_what_the_bundled_target_will_accept() -> None:
     llm = LLM(speculative_config=config)
     proposer = llm.engine.proposer
     assert isinstance(proposer, DraftModel) and isinstance(proposer.stop, MarginStop)
-    found = {}
+    result = {}
     for kind, settings in (("greedy", {"temperature": 0.0}), ("distribution", {"temperature": 1.0})):
         params = SamplingParams(max_tokens=48, ignore_eos=True, **settings)  # type: ignore[arg-type]
         llm.generate(FUNCTIONS[:3], params)
@@ -180,10 +180,10 @@ def test_the_margin_tells_what_the_bundled_target_will_accept() -> None:
         llm.generate(FUNCTIONS[3:], params)
         fresh = list(estimate.outcomes)[known:]
         chances = torch.tensor([estimate.chance(depth, value) for depth, value, _ in fresh])
-        found[kind] = auc(chances, torch.tensor([float(accepted) for *_, accepted in fresh]))
+        result[kind] = auc(chances, torch.tensor([float(accepted) for *_, accepted in fresh]))
     # At temperature 1 the draws themselves cannot be foreseen.
-    assert found["greedy"] > 0.75, found
-    assert found["distribution"] > 0.55, found
+    assert result["greedy"] > 0.75, result
+    assert result["distribution"] > 0.55, result
 
 
 # the trained head
