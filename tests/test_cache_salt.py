@@ -25,7 +25,7 @@ def open_llm(pair: Any, config: dict[str, Any], **options: Any) -> LLM:
 
 
 def stream(llm: LLM, prompt: str, salt: str | None, wanted: str | None = None) -> tuple[list[int], list[Draft]]:
-    """-> what came out, and what every round drafted for it"""
+    """Returns the output, and the drafts of every step for it."""
     structured = None if wanted is None else {"choice": [wanted]}
     params = SamplingParams(
         max_tokens=60,

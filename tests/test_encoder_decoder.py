@@ -140,7 +140,7 @@ def test_pairs_of_two_kinds_are_refused(folders: Folders, tiny_pair: Any) -> Non
 
 @pytest.mark.slow
 def test_memory_runs_short_and_nothing_is_lost(folders: Folders) -> None:
-    """Sources count, too: with so little room sequences are set aside, and their texts are the same."""
+    """Sources count too: with so little memory sequences are preempted, and their texts are the same."""
     plain = llm(folders, {"method": "none"}, max_model_len=80)
     expected = texts(plain, SOURCES)
     each = plain.target.kv_bytes_per_token

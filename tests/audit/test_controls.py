@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.exactness.rounds import Pair, argmax, drawn, drawn_tree, fixed_tree, table, top_plus_tree
+from tests.exactness.decode_step import Pair, argmax, drawn, drawn_tree, fixed_tree, table, top_plus_tree
 
 from foretoken.audit.controls import PLANTS, sequential
 from foretoken.core.context import Exactness

@@ -1,4 +1,4 @@
-"""Who runs when, what the rows say, who is left out and why."""
+"""The order of the turns, the contents of the rows, and which systems are left out with which reason."""
 
 from __future__ import annotations
 

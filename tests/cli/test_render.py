@@ -43,7 +43,7 @@ def test_plain_decoding_is_all_the_targets():
 
 
 def test_text_that_lags_behind_keeps_its_origins():
-    """A character over two tokens belongs to the token that completes it; held-back text to whoever made it."""
+    """A character over two tokens belongs to the token that completes it; held-back text to its own token."""
     origins = Origins(Letters())
     assert origins.push(piece("", step(Draft.chain([26]), (0,), 27, emitted=1))) == []
     assert origins.push(piece("é", step(Draft.chain([27]), (0,), 0))) == [Span("é", A)]

@@ -96,7 +96,7 @@ class World:
         return budgets
 
     def run(self, tokens: int) -> None:
-        """Decodes until so many more tokens have come."""
+        """Decodes until that many more tokens have arrived."""
         end = self.tokens + tokens
         while self.tokens < end:
             self.decode()

@@ -1,4 +1,4 @@
-"""The laws' kernels beside what torch and numpy make of the same numbers."""
+"""The sampling kernels compared with torch and numpy on the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers: the same address the same number, different addresses independent, the right laws."""
+"""Random numbers: equal for equal addresses, independent for different ones, with the right distributions."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_aborting_frees_every_slot() -> None:
 
 
 def test_a_request_that_stops_drafting_and_starts_again() -> None:
-    """A draft model that sat out some rounds catches up by itself."""
+    """A draft model that did not run for some steps catches up by itself."""
 
     class Alternating(Fixed):
         def budgets(self, contexts, max_draft_tokens):  # type: ignore[no-untyped-def]

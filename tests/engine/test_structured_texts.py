@@ -1,4 +1,4 @@
-"""Texts of the bundled pair under schemas: valid, and the same ones whoever drafts."""
+"""Texts of the bundled pair under schemas: valid, and the same with every proposer."""
 
 from __future__ import annotations
 

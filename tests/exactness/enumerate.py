@@ -23,7 +23,7 @@ from foretoken.core.streams import Purpose
 T = TypeVar("T", bound=Hashable)
 Text = tuple[int, ...]
 Law = dict[Text, float]
-Round = Callable[[Text, "Branching"], Text]
+DecodeStep = Callable[[Text, "Branching"], Text]
 
 
 class AddressReused(AssertionError):
@@ -52,7 +52,7 @@ class Branching:
         return BranchingStream(self, Purpose.SHARED, position)
 
     def check_shared(self, before: int) -> None:
-        """Shared noise of a position not yet reached would be drawn again when the next round gets there."""
+        """Shared noise of a position not yet reached would be drawn again in the next step."""
         for purpose, position, *_ in self.used:
             if purpose is Purpose.SHARED and position >= before:  # type: ignore[operator]
                 raise AddressReused(f"shared noise of position {position} drawn in a round that ends at {before}")
@@ -139,7 +139,7 @@ def outcomes(run: Callable[[Branching], T], position: int | None = None) -> dict
         script[-1] += 1
 
 
-def exact_law(emit: Round, length: int, ended: Callable[[Text], bool] = lambda text: False) -> Law:
+def exact_law(emit: DecodeStep, length: int, ended: Callable[[Text], bool] = lambda text: False) -> Law:
     """The law of the first ``length`` tokens when ``emit(text so far, streams)`` is called until they are there.
 
     A text for which ``ended`` is true goes on no further. Rounds are independent given the text so far, since

@@ -1,4 +1,4 @@
-"""Mistakes seen in well-known code, planted one at a time into an otherwise exact round.
+"""Mistakes seen in well-known code, planted one at a time into an otherwise exact decode step.
 
 Each stands in for one part of a ``Pair``: its proposer, its target rows, its verifier, its stream or its cut.
 ``test_mutants`` shows that each is caught. An audit of another implementation should fail on them too.
@@ -179,7 +179,7 @@ def one_uniform_for_accept_and_residual(stream: Stream, p: float, index: int) ->
 
 
 def reseeded(stream: Stream, p: float, index: int) -> bool:
-    """The generator is seeded anew for every accept test, so that all of them see one number."""
+    """The generator is seeded again for every acceptance test, so that all of them see one number."""
     return stream.bernoulli(p, index=0)
 
 
@@ -216,7 +216,7 @@ def _block(
 
 
 def walk_of_every_path(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
-    """The target draws anew along each path, and the one that agrees longest wins: draws per path, not per prefix."""
+    """The target draws again along each path, and the one that agrees longest wins: draws per path, not per prefix."""
     best: Verdict | None = None
     leaves = [node for node in range(len(draft)) if not draft.children[node + 1]]
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""Whoever decides how much to draft, the law is the target's; one who peeks at what will be drawn bends it."""
+"""The output distribution is the target's with every controller; a controller that sees the coming draw biases it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_text_is_that_of_plain_decoding(name, law):
         assert generate(CONTROLLERS[name](), Streams(seed), 200, law, Exactness.TRAJECTORY) == plain
 
 
-# One who peeks
+# A controller that sees the coming draw
 
 
 class Remembering(Branching):

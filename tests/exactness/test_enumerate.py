@@ -63,7 +63,7 @@ def test_shared_addresses_are_absolute():
 
 
 def test_rounds_of_any_length_are_continued_and_cut():
-    def emit(text, streams):  # one or two fair-to-COIN tokens a round
+    def emit(text, streams):  # one or two fair-to-COIN tokens per step
         stream = streams.private(Purpose.VERIFY, len(text))
         first = stream.categorical(COIN, index=0)
         return (first, stream.categorical(COIN, index=1)) if stream.bernoulli(0.5, index=0) else (first,)

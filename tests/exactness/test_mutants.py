@@ -1,4 +1,4 @@
-"""Every planted mistake is caught, and the honest round beside it is not."""
+"""Every planted mistake is detected, and the honest decode step beside it is not rejected."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_reseeding_inside_the_accept_loop():
 
 
 def test_drafting_with_noise_that_comes_again():
-    """Block verification has judged the noise of deeper positions, and the next round drafts from it again."""
+    """Block verification has used the noise of deeper positions, and the next step drafts from it again."""
     p, q = constant(1 / 3, 2 / 3), constant(2 / 3, 1 / 3)
     honest = Pair(p, drawn(q), budget=lambda g: 2)
     mutant = replace(honest, propose=mutants.drafting_with_shared_noise(q))

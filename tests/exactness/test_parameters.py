@@ -78,7 +78,7 @@ def test_text_up_to_eos(proposer, law):
 
 
 def test_stop_sequence_that_straddles_rounds():
-    """The text ends at the first (2, 0), wherever the rounds fell."""
+    """The text ends at the first (2, 0), wherever steps begin."""
 
     def cut(text: Text, added: Text) -> Text:
         whole = text + added

@@ -1,4 +1,4 @@
-"""A grammar in the law, enumerated: every node is judged by the grammar where it stands, whoever drafts."""
+"""A grammar in the sampling distribution, enumerated: each node has its own restrictions, with every proposer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of one drafted value, taken apart: the verifier's questions answered both ways, densities by quadrature."""
+"""Steps of one draft value, by quadrature: each decision of the verifier is taken both ways."""
 
 from __future__ import annotations
 
@@ -58,7 +58,11 @@ class Step:
         return float(stats.norm.pdf(x, *of))
 
     def run(self, rule: Verify, x: float, answers: list[bool], y: float = 0.0) -> tuple[SeriesVerdict, list[float]]:
-        """A round of one drafted value x; a draw from the target is y. -> verdict, what each answer was worth"""
+        """Runs a step of one draft value x; a draw from the target is y.
+
+        Returns:
+            The verdict, and the probability of each decision.
+        """
         stream = Scripted(answers, (y - self.p[0]) / self.p[1])
         draft = SeriesDraft(np.array([[x]]), rows(self.q))
         return rule(draft, rows(self.p, self.p), stream), stream.chances
@@ -72,7 +76,7 @@ class Step:
         return sum(integrate.quad(f, a, b, epsabs=1e-13, epsrel=1e-12)[0] for a, b in pairwise(inner))
 
     def out(self, rule: Verify, y: float, refused: float | None = None) -> float:
-        """The density of the round's first value at y, all ways to it summed.
+        """Returns the density of the step's first value at y, summed over all paths to it.
 
         refused: the mass of the residual, for rules that draw from it.
         """

@@ -72,11 +72,11 @@ def test_a_draft_stands_as_often_as_the_laws_overlap(name):
         assert overlap(rows(step.p), rows(step.q), 0) == pytest.approx(accepted, abs=LIMIT)
 
 
-# Two values: y1 ~ p, y2 ~ p(. | y1), whichever way the rounds fell
+# Two values: y1 ~ p, y2 ~ p(. | y1), wherever steps begin
 
 
 def second(y: float) -> Step:
-    """The second value's laws below a first one; both means move with it."""
+    """The distributions of the second value after a first one, on which both means depend."""
     return Step((0.8 * y - 0.1, 1.0), (0.5 * math.tanh(y) + 0.2, 1.0))
 
 
@@ -184,7 +184,7 @@ LENGTH, DEPTH, DRAWS = 6, 3, 3000
 
 
 def sample(draft: AR, seed: int, rule: Verify = verify) -> tuple[list[float], set[Origin]]:
-    """One series of LENGTH values, in rounds."""
+    """One series of LENGTH values, in decode steps."""
     streams, past = Streams(seed), list[float]()
     origins: set[Origin] = set()
     while len(past) < LENGTH:

@@ -172,7 +172,7 @@ def test_reading_prompts_is_timed_beside_plain_reading(monkeypatch):
 
 
 def test_drafting_never_takes_more_than_its_step():
-    """Rounds of this temperature were timed on a machine held up; passes are known from a faster moment, too."""
+    """Steps of this temperature were timed while the machine was slow; passes are also known from a faster moment."""
     plain = tuple(TimedStep(s, 0.0, 0.9 * s, 1) for s in (1.0, 1.0, 9.0))
     held_up = tuple(TimedStep(s, 0.9 * s, 0.1 * s, 5) for s in (1.0, 30.0, 30.0))
     quick = tuple(TimedStep(1.1, 0.9, 0.1, rows) for rows in (5, 3, 2))

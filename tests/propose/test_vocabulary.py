@@ -145,7 +145,7 @@ def test_special_tokens_map_by_content(tokenizer: Any, metaspace: Any, other: An
     same = Script(source, Pieces(other), [end, *source.encode(b"a "), end, *source.encode(b"b")])
     assert same.ids == [other.eos_token_id, *other.encode("a "), other.eos_token_id, *other.encode("b")]
     without = Script(source, Pieces(metaspace), [end])
-    assert len(without.ids) == 1  # no twin, and something must stand for no text
+    assert len(without.ids) == 1  # it has no counterpart, and an empty text needs some token
     without.extend(source.encode(b"an"))
     assert Pieces(metaspace).spell(without.ids) == b" an"
 

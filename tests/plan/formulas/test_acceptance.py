@@ -7,8 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exactness.decode_step import (
+    PROMPT,
+    Pair,
+    argmax,
+    constant,
+    drawn,
+    drawn_tree,
+    fixed_tree,
+    table,
+    top_plus_tree,
+)
 from tests.exactness.enumerate import outcomes
-from tests.exactness.rounds import PROMPT, Pair, argmax, constant, drawn, drawn_tree, fixed_tree, table, top_plus_tree
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -35,7 +45,7 @@ def row(model, path=()) -> torch.Tensor:
 
 
 def distributions(vocab: int = 4) -> st.SearchStrategy[torch.Tensor]:
-    """[V]; some tokens impossible, some laws one-hot."""
+    """[V]; some tokens impossible, some rows one-hot."""
     weights = st.lists(st.integers(0, 9), min_size=vocab, max_size=vocab).filter(any)
     return weights.map(lambda w: torch.tensor(w, dtype=torch.float64) / sum(w))
 
@@ -158,7 +168,7 @@ def test_coupled_toy_of_two_tokens():
 
 
 def test_coupled_on_laws_like_a_language_models():
-    """V = 300 at 1 - TV of .745: one child .685, four .957; the toy laws of those figures are not on record.
+    """V = 300 at 1 - TV of .745: one child .685, four .957; the toy distributions of those figures are not recorded.
 
     Normal logits and a normal error of .67 are laws with the same figures, within .02.
     """

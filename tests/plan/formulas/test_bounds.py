@@ -1,4 +1,4 @@
-"""Bounds hold for whatever laws chance finds, for single rows and for means."""
+"""Bounds hold for random distributions, for single rows and for means."""
 
 from __future__ import annotations
 

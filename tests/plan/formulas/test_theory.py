@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exactness.decode_step import PROMPT, Pair, constant, drawn, table
 from tests.exactness.enumerate import Branching, outcomes
-from tests.exactness.rounds import PROMPT, Pair, constant, drawn, table
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.plan.formulas import theory
@@ -190,7 +190,7 @@ def test_survival_and_steps_given_the_text_are_unbiased(rejection, seed):
 
 
 def expected_steps(pair: Pair, length: int) -> float:
-    """Rounds until ``length`` tokens are there, by following every text through production."""
+    """Returns the steps until ``length`` tokens are emitted, by running every text through production code."""
     waiting: list[dict[tuple[int, ...], float]] = [{} for _ in range(length)]
     waiting[0][()] = 1.0
     total = 0.0

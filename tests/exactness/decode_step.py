@@ -1,4 +1,4 @@
-"""One speculative round on tables small enough to enumerate, made of production parts wherever they exist.
+"""One decode step on tables small enough to enumerate, made of production parts where they exist.
 
 The laws come from ``SamplingLaw`` with each node's own history, the rule from ``choose``, its randomness from
 ``stream_for``. Only the networks are tables and the proposers a few lines each.
@@ -83,7 +83,7 @@ class Pair:
     stream: Callable[[Exactness, Streams, int], Stream] = stream_for
 
     def emit(self, text: Text, streams: Branching | Streams) -> Text:
-        """One round after ``text``: budget, draft, score, law, verify, cut."""
+        """Runs one decode step after ``text``: budget, draft, forward pass, distributions, verify, cut."""
         context = Context(0, [*PROMPT, *text], len(PROMPT), self.law, streams, self.exactness)  # type: ignore[arg-type]
         draft = self.propose(context, self.budget(len(text)))
         rows = (self.target_rows or target_rows)(context, draft, self.target)
@@ -164,7 +164,7 @@ def argmax(model: Table) -> Propose:
 
 
 def fixed_tree(tokens: Sequence[int], parents: Sequence[int]) -> Propose:
-    """The same tree in every round."""
+    """The same tree in every step."""
     return lambda context, budget: Draft(torch.tensor(tokens, dtype=torch.int64), tuple(parents))
 
 
