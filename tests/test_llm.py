@@ -301,10 +301,10 @@ def test_a_quantized_target_is_exact_with_respect_to_itself(llm: LLM, tiny_pair:
     """Another target than the plain one, and one text for each seed whatever is proposed."""
     quantized = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", quantization=scheme)
     prompt = llm.tokenizer.encode(PROMPTS[0])
-    plain, quantized = (
+    plain_logits, quantized_logits = (
         one.target.score([one.target.open(prompt)], [Draft.empty()])[0].logits for one in (llm, quantized)
     )
-    assert not torch.equal(plain, quantized)
+    assert not torch.equal(plain_logits, quantized_logits)
     for params in ({"temperature": 0.0}, {"seed": 5}):
         expected = texts(quantized, speculative_tokens=0, **params)
         assert all(texts(quantized, speculative_tokens=depth, **params) == expected for depth in (1, 4))

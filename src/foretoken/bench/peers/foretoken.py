@@ -41,7 +41,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
             if piece.output is not None:
                 outputs[piece.request_id] = piece.output
         seconds = perf_counter() - started
-        done = [outputs[request] for request in sorted(outputs)]
+        done = [outputs[number] for number in sorted(outputs)]
         return watch.answer([list(o.token_ids) for o in done], seconds, sum(o.stats.steps for o in done))
 
     return complete, __version__
