@@ -13,8 +13,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from foretoken.core.files import cache_folder
 
@@ -22,7 +25,7 @@ SHARED = Path(__file__).parent / "csrc"
 SWITCH = "FORETOKEN_NATIVE"  # "0" disables the compiled kernels
 REQUIRED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
 _log = logging.getLogger(__name__)
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-w")
 
 
 class KernelsUnavailable(Exception):
@@ -61,36 +64,86 @@ def compiler() -> str:
 
 
 def compiled(source: Path, flags: Sequence[str]) -> Path:
-    """Returns the shared library of ``source``, from the cache or compiled now. The file is written atomically.
+    """Returns the shared library of one source file, from the cache or compiled now. See ``linked``."""
+    return linked(source.stem, [(source, flags)])
+
+
+def linked(name: str, sources: Sequence[tuple[Path, Sequence[str]]]) -> Path:
+    """Returns a shared library of several source files, from the cache or built now.
+
+    Object files are cached as well, so that libraries share them; those that are missing are compiled on all cores.
 
     Args:
-        source: C++ file. It may include headers beside it and in ``SHARED``.
-        flags: Compiler flags in addition to the common ones.
+        name: How the library's file name begins.
+        sources: C++ files, each with its compiler flags in addition to the common ones. They may include headers beside
+            them and in ``SHARED``.
 
     Raises:
-        KernelsUnavailable: There is no compiler, or it fails.
+        KernelsUnavailable: There is no compiler, or it fails, or the cache cannot be written.
     """
-    flags = (*_FLAGS, *(f"-m{name}" for name in REQUIRED), *flags)
-    beside = sorted({*source.parent.glob("*.hpp"), *SHARED.glob("*.hpp"), source})
-    text = b"\0".join([*(file.read_bytes() for file in beside), " ".join(flags).encode()])
-    folder = cache_folder() / "native"
-    target = folder / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    parts = [_Part.of(source, flags) for source, flags in sources]
+    key = hashlib.sha256(" ".join(part.name for part in parts).encode()).hexdigest()[:16]
+    target = cache_folder() / "native" / f"{name}-{key}.so"
     if target.is_file():
         return target
-    program = compiler()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(_Part.build, parts))
+    _build(target, ["-shared", "-fopenmp", *map(str, objects)])
+    return target
+
+
+class _Part(NamedTuple):
+    """An object file, named by the content of its sources and its flags."""
+
+    name: str
+    arguments: list[str]
+
+    @classmethod
+    def of(cls, source: Path, flags: Sequence[str]) -> _Part:
+        flags = (*_FLAGS, *(f"-m{name}" for name in REQUIRED), *flags)
+        beside = sorted({*source.parent.glob("*.hpp"), *SHARED.glob("*.hpp"), source})
+        text = b"\0".join([*(file.read_bytes() for file in beside), " ".join(flags).encode()])
+        name = f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.o"
+        return cls(name, [*flags, "-c", f"-I{SHARED}", str(source)])
+
+    def build(self) -> Path:
+        target = cache_folder() / "native" / self.name
+        _build(target, self.arguments)
+        return target
+
+
+def _build(target: Path, arguments: Sequence[str]) -> None:
+    """Runs the compiler unless the file exists. It is written atomically, and by one process at a time."""
+    program, folder = compiler(), target.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            library = Path(scratch) / target.name
-            command = [program, *flags, f"-I{SHARED}", str(source), "-o", str(library)]
+        with _alone(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
+            if target.is_file():
+                return
+            output = Path(scratch) / target.name
+            command = [program, *arguments, "-o", str(output)]
             _log.info("compiling kernels, once: %s", " ".join(command))
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise KernelsUnavailable(f"{program} does not compile the kernels: {_first_error(done.stderr)}")
-            library.replace(target)
+            output.replace(target)
     except OSError as error:
         raise KernelsUnavailable(f"the kernels cannot be stored in {folder} ({error.strerror})") from error
-    return target
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Holds a lock on building this file: of several processes that need it, one compiles and the others wait."""
+    import fcntl  # not on Windows, where there are no kernels
+
+    lock = target.with_suffix(".lock")
+    with lock.open("w") as file:
+        with suppress(OSError):  # some network file systems have no locks: then several may compile
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _first_error(text: str) -> str:

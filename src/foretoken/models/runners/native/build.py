@@ -1,4 +1,7 @@
-"""Builds the decoder's kernels: one library for each set of weight types and cache type."""
+"""Builds the decoder's kernels: one library for each set of weight types and cache type.
+
+Each type is compiled by itself, so that a model with a new set compiles only what no model before it had.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +45,17 @@ def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
 
 def library(weights: Iterable[int], cache: Kind) -> ctypes.CDLL:
     """Returns the kernels for these kinds of weights and this KV cache. Raises KernelsUnavailable."""
-    kinds = set(weights)
+    kinds = sorted(set(weights))
     build.require(*((VNNI,) if any(kind >= Kind.INT8 for kind in kinds) else ()))
-    mask = sum(1 << kind for kind in kinds)
-    return loaded_library((*_instructions(), f"-DFORETOKEN_KINDS={mask:d}", f"-DFORETOKEN_KV={cache:d}"))
+    return loaded_library(tuple(kinds), cache, tuple(_instructions()))
 
 
 @functools.cache
-def loaded_library(flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Returns the kernels compiled with these flags, loaded once. Raises KernelsUnavailable."""
-    kernels = declare(ctypes.CDLL(str(build.compiled(_SOURCES / "decoder.cpp", flags))))
+def loaded_library(kinds: tuple[int, ...], cache: Kind, instructions: tuple[str, ...]) -> ctypes.CDLL:
+    """Returns the kernels for these kinds and instruction sets, loaded once. Raises KernelsUnavailable."""
+    decoder = (_SOURCES / "decoder.cpp", (*instructions, f"-DFORETOKEN_KV={cache:d}"))
+    products = [(_SOURCES / "kind.cpp", (*instructions, f"-DFORETOKEN_KIND={kind:d}")) for kind in kinds]
+    kernels = declare(ctypes.CDLL(str(build.linked("decoder", [decoder, *products]))))
     if not kernels.foretoken_ready():
         raise build.KernelsUnavailable("the system does not grant the CPU's tile registers")
     return kernels

@@ -1,10 +1,12 @@
-// The library's functions for Python. build.py compiles them once per machine, kinds of weights and kind of cache.
+// The library's functions for Python. build.py compiles them for each kind of cache, and links them with kinds of weights.
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <omp.h>
 
 #include "pass.hpp"
+
+KindFunctions FUNCTIONS[KIND_COUNT];
 
 namespace {
 
@@ -66,13 +68,10 @@ void foretoken_floor(const ModelSpec* m, void* workspace, int rows, int threads)
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num();
-        alignas(64) float sink[LANES];
+        alignas(64) float sink[BLOCKS * LANES];
         auto all = [&](const Matrix& p) {
             const Input x{(Word*)words, (float*)scales, p.steps, p.scale_words()};
-            multiply(p, x, rows, thread, threads, [&](int, int64_t, __m512 low, __m512 high) {
-                _mm512_store_ps(sink, _mm512_add_ps(low, high));
-                asm volatile("" : : "m"(sink));
-            });
+            functions(p).rows(p, x, rows, thread, threads, {sink, 0, false, 0.0f, 0});
 #pragma omp barrier
         };
         for (int i = 0; i < m->layer_count; i++) {

@@ -1,7 +1,7 @@
-// One product and one encoding of its input for matrices of any kind. A library holds the kinds of FORETOKEN_KINDS.
+// What depends on the kind of a matrix: products, and the encoding of their inputs.
+//
+// kind.cpp holds the functions of one kind. A library is linked from the kinds that its models have.
 #pragma once
-
-#include <type_traits>
 
 #include "packed.hpp"
 
@@ -17,44 +17,9 @@ constexpr bool is_grouped(int kind) { return kind >= GROUPED; }
 constexpr int KIND_COUNT = GROUPED + 12;
 inline bool is_float(const Matrix& w) { return is_float((Kind)w.kind); }
 
-// Calls f(std::integral_constant<int, ...>) with the matrix's kind.
-template <class F>
-inline void by_kind(const Matrix& w, F&& f) {
-    each<KIND_COUNT>([&](auto kind) {
-        if constexpr (FORETOKEN_KINDS >> kind() & 1) {
-            if (w.kind == kind()) f(kind);
-        }
-    });
-}
-
-// Multiplies all rows of x with this thread's share of the matrix. Calls store(row, unit, low, high).
-template <class Store>
-inline void multiply(const Matrix& w, const Input& x, int rows, int thread, int threads, Store store) {
-    by_kind(w, [&](auto kind) {
-        if constexpr (is_grouped(kind()))
-            grouped_product<Variant<kind()>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, thread, threads, store);
-        else if constexpr (kind() == PACKED)
-            packed_product(w, x.words, x.stride, rows, thread, threads, store);
-        else
-            product<(Kind)kind()>(w, x.words, x.stride, x.scales, rows, thread, threads, store);
-    });
-}
-
 // Zeroes the words of a row after its first `count` numbers of a float kind.
 inline void clear_tail(const Matrix& w, int64_t count, Word* words) {
     for (int64_t k = count / per_word((Kind)w.kind); k < w.steps; k++) words[k] = 0;
-}
-
-// Stores `count` floats (a multiple of 16) as an input row of the matrix.
-inline void encode_row(const Matrix& w, const float* row, int64_t count, Word* words, float* scales) {
-    by_kind(w, [&](auto kind) {
-        if constexpr (is_grouped(kind())) {
-            encode_groups(w, row, count, words, (GroupMeta*)scales);
-        } else {
-            *scales = encode<(Kind)kind()>(row, count, words);
-            clear_tail(w, count, words);
-        }
-    });
 }
 
 // Stores sixteen floats of an input row of a float kind; `at` counts numbers.
@@ -62,3 +27,57 @@ inline void put_floats(const Matrix& w, Word* words, int64_t at, __m512 v) {
     if (w.kind == F32) put<F32>(words, at, v);
     else put<BF16>(words, at, v);
 }
+
+// Stores the two blocks of a unit in rows of floats, with the strides of a row and a unit.
+struct RowStore {
+    float* to;
+    int64_t row_stride;
+    bool add = false;  // to what is there
+    float cap = 0.0f;  // of logits; 0: none
+    int64_t unit_stride = BLOCKS * LANES;
+
+    void operator()(int row, int64_t unit, __m512 low, __m512 high) const {
+        float* at = to + row * row_stride + unit * unit_stride;
+        if (add) {
+            low = _mm512_add_ps(low, _mm512_loadu_ps(at));
+            high = _mm512_add_ps(high, _mm512_loadu_ps(at + LANES));
+        }
+        if (cap != 0.0f) low = soft(low), high = soft(high);
+        _mm512_storeu_ps(at, low);
+        _mm512_storeu_ps(at + LANES, high);
+    }
+    __m512 soft(__m512 v) const {
+        return _mm512_mul_ps(_mm512_set1_ps(cap), hyperbolic_tangent(_mm512_div_ps(v, _mm512_set1_ps(cap))));
+    }
+};
+
+// Stores silu(gate) * up as an input row of `down`, or as floats that are encoded later. Gate and up are the two halves of a
+// unit.
+struct GateStore {
+    const Matrix& down;
+    Word* words;   // rows of down.steps, if `down` is of a float kind
+    float* floats; // else rows of `stride`
+    int64_t stride;
+    bool gelu;     // else SiLU
+
+    void operator()(int row, int64_t unit, __m512 gate, __m512 up) const {
+        const __m512 v = _mm512_mul_ps(gelu ? ::gelu(gate) : silu(gate), up);
+        if (is_float(down)) put_floats(down, words + row * down.steps, unit * LANES, v);
+        else _mm512_storeu_ps(floats + row * stride + unit * LANES, v);
+    }
+};
+
+// The functions of a kind; those of kinds that are not linked are null.
+struct KindFunctions {
+    // Multiply all rows of x with this thread's share of the matrix.
+    void (*rows)(const Matrix& w, const Input& x, int rows, int thread, int threads, RowStore store);
+    void (*gated)(const Matrix& w, const Input& x, int rows, int thread, int threads, GateStore store);
+    // Stores `count` floats (a multiple of 16) as an input row of the matrix.
+    void (*encode)(const Matrix& w, const float* row, int64_t count, Word* words, float* scales);
+    // The float32 weights of one output, of grouped kinds.
+    void (*unpack)(const Matrix& w, int64_t output, int64_t count, float* to);
+};
+
+extern KindFunctions FUNCTIONS[KIND_COUNT];  // each kind's object fills in its own when the library is loaded
+
+inline const KindFunctions& functions(const Matrix& w) { return FUNCTIONS[w.kind]; }

@@ -35,13 +35,16 @@ struct Buffer {
 // The longest input row of a model's products: its words, and the floats beside it.
 struct Widest {
     int64_t words = 0, scales = 0;
+    bool encoded = false;  // some rows are floats first
     explicit Widest(const ModelSpec& m) {
         add(m.head);
         for (int i = 0; i < m.layer_count; i++)
             for (const Matrix* w : {&m.layers[i].qkv, &m.layers[i].out, &m.layers[i].gate_up, &m.layers[i].down}) add(*w);
         scales = padded(scales, LANES);
     }
-    void add(const Matrix& w) { words = std::max(words, w.steps), scales = std::max(scales, w.scale_words()); }
+    void add(const Matrix& w) {
+        words = std::max(words, w.steps), scales = std::max(scales, w.scale_words()), encoded |= !is_float(w);
+    }
 };
 
 // Buffers of one model, reused by its passes.
@@ -90,7 +93,7 @@ struct Pass {
         const Widest widest(m);
         w.scales.room<float>(rows * widest.scales);
         for (Buffer* input : {&w.normed, &w.attended, &w.activated}) input->room<Word>(rows * widest.words);
-        if (FORETOKEN_KINDS & ~(1 << F32 | 1 << BF16)) {
+        if (widest.encoded) {
             w.mixed.room<float>(rows * heads);
             w.inner.room<float>(rows * padded(m.inner, 16));
         }
@@ -150,7 +153,7 @@ struct Pass {
         float* row = own_row();
         normalize(x, weight, m.hidden, row);
         std::fill(row + m.hidden, row + padded(m.hidden, LANES), 0.0f);
-        encode_row(w, row, padded(m.hidden, LANES), words, scales);
+        functions(w).encode(w, row, padded(m.hidden, LANES), words, scales);
     }
 
     // The input of the first attention of an EAGLE-3 head: embedding and features, concatenated.
@@ -158,7 +161,7 @@ struct Pass {
         float* row = own_row();
         normalize(embedded + r * width, weight, m.hidden, row);
         normalize(hidden + r * width, m.norm_first ? nullptr : m.feature_norm, m.hidden, row + m.hidden);
-        encode_row(w, row, 2 * m.hidden, words, scales);
+        functions(w).encode(w, row, 2 * m.hidden, words, scales);
     }
 
     float* own_row() const { return (float*)(own + REPEATED_ROWS * (widest.words + widest.scales)); }
@@ -186,9 +189,7 @@ struct Pass {
     void embedding(int token, float* to) {
         if (!m.embedding && is_grouped(m.table.kind)) {
             std::fill(to + m.hidden, to + width, 0.0f);
-            return by_kind(m.table, [&](auto kind) {
-                if constexpr (is_grouped(kind())) unpack_groups<Variant<kind()>>(m.table, token, m.hidden, to);
-            });
+            return functions(m.table).unpack(m.table, token, m.hidden, to);
         }
         const Word* row = m.embedding ? m.embedding + token * (width / per_word(kv)) : unpack(token);
         for (int64_t i = 0; i < width; i += LANES) _mm512_storeu_ps(to + i, get<kv>(row, i));
@@ -205,18 +206,14 @@ struct Pass {
         return own;
     }
 
+    void multiply(const Matrix& w, const Input& x, int rows, const RowStore& store) const {
+        functions(w).rows(w, x, rows, thread, threads, store);
+    }
+
     // Adds a product to the residual stream, after a norm if the architecture has one.
     void residual(const Matrix& w, Input x, const float* norm) {
         float* to = norm ? branch : hidden;
-        multiply(w, x, b.rows, thread, threads, [&](int row, int64_t unit, __m512 low, __m512 high) {
-            float* at = to + row * width + unit * BLOCKS * LANES;
-            if (!norm) {
-                low = _mm512_add_ps(low, _mm512_loadu_ps(at));
-                high = _mm512_add_ps(high, _mm512_loadu_ps(at + LANES));
-            }
-            _mm512_storeu_ps(at, low);
-            _mm512_storeu_ps(at + LANES, high);
-        });
+        multiply(w, x, b.rows, {to, width, !norm});
         barrier();
         if (!norm) return;
         Share share(b.rows, thread, threads);
@@ -323,22 +320,18 @@ struct Pass {
         if (is_float(w)) return input(w, 1);
         const int64_t count = m.heads * m.head_dim;
         return prepare(w, 1, b.rows, [&](int64_t r, Word* words, float* scales) {
-            encode_row(w, mixed + r * count, count, words, scales);
+            functions(w).encode(w, mixed + r * count, count, words, scales);
         });
     }
 
-    // The input of `down`: silu(gate) * up. Gate and up are the two halves of a unit.
+    // The input of `down`: silu(gate) * up.
     Input gate(const Matrix& w, Input x, const Matrix& down) {
         clear_tails(down, 2, inner_width);
-        multiply(w, x, b.rows, thread, threads, [&](int row, int64_t unit, __m512 gate, __m512 up) {
-            __m512 v = _mm512_mul_ps(m.gelu ? gelu(gate) : silu(gate), up);
-            if (is_float(down)) put_floats(down, inputs[2] + row * down.steps, unit * LANES, v);
-            else _mm512_storeu_ps(inner + row * inner_width + unit * LANES, v);
-        });
+        functions(w).gated(w, x, b.rows, thread, threads, {down, inputs[2], inner, inner_width, (bool)m.gelu});
         barrier();
         if (is_float(down)) return input(down, 2);
         return prepare(down, 2, b.rows, [&](int64_t r, Word* words, float* scales) {
-            encode_row(down, inner + r * inner_width, inner_width, words, scales);
+            functions(down).encode(down, inner + r * inner_width, inner_width, words, scales);
         });
     }
 
@@ -360,16 +353,7 @@ struct Pass {
             normalize_row(m.head, hidden + b.outputs[i] * width, m.norm, words, scales);
         });
         const int64_t stride = m.head.units * BLOCKS * LANES;
-        const __m512 cap = _mm512_set1_ps(m.logit_cap);
-        multiply(m.head, x, b.output_count, thread, threads, [&](int row, int64_t unit, __m512 low, __m512 high) {
-            float* at = b.logits + row * stride + unit * BLOCKS * LANES;
-            if (m.logit_cap != 0.0f) {
-                low = _mm512_mul_ps(cap, hyperbolic_tangent(_mm512_div_ps(low, cap)));
-                high = _mm512_mul_ps(cap, hyperbolic_tangent(_mm512_div_ps(high, cap)));
-            }
-            _mm512_storeu_ps(at, low);
-            _mm512_storeu_ps(at + LANES, high);
-        });
+        multiply(m.head, x, b.output_count, {b.logits, stride, false, m.logit_cap});
     }
 
     void run() {
@@ -382,11 +366,7 @@ struct Pass {
                 if (m.joined && number == 0) join_row(layer.qkv, r, layer.norm, words, scales);
                 else normalize_row(layer.qkv, hidden + r * width, layer.norm, words, scales);
             });
-            multiply(layer.qkv, x, b.rows, thread, threads, [&](int row, int64_t unit, __m512 low, __m512 high) {
-                float* at = qkv + row * qkv_width + unit * BLOCKS * LANES;
-                _mm512_storeu_ps(at, low);
-                _mm512_storeu_ps(at + LANES, high);
-            });
+            multiply(layer.qkv, x, b.rows, {qkv, qkv_width});
             barrier();
             spread(number);
             if (number == m.layer_count - 1 && answered.rows < b.rows) leave();

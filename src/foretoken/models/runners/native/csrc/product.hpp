@@ -166,7 +166,7 @@ constexpr bool TILES = true;
 
 // Tiles 0-3 hold sums, 4 and 5 rows of x (`upper` rows in 4, `lower` in 5), 6 and 7 blocks of w. A thread keeps its
 // configuration between products, because setting it costs as much as a small product.
-thread_local int configured = -1;
+inline thread_local int configured = -1;
 
 inline void configure_tiles(int upper, int lower) {
     if (configured == upper * 32 + lower) return;

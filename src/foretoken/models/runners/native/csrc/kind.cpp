@@ -1,0 +1,33 @@
+// The functions of the kind FORETOKEN_KIND. build.py compiles them once for each kind that a model has.
+#include "kinds.hpp"
+
+namespace {
+
+constexpr int KIND = FORETOKEN_KIND;
+
+template <class Store>
+void multiply(const Matrix& w, const Input& x, int rows, int thread, int threads, Store store) {
+    if constexpr (is_grouped(KIND))
+        grouped_product<Variant<KIND>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, thread, threads, store);
+    else if constexpr (KIND == PACKED)
+        packed_product(w, x.words, x.stride, rows, thread, threads, store);
+    else
+        product<(Kind)KIND>(w, x.words, x.stride, x.scales, rows, thread, threads, store);
+}
+
+void encode_row(const Matrix& w, const float* row, int64_t count, Word* words, float* scales) {
+    if constexpr (is_grouped(KIND)) {
+        encode_groups(w, row, count, words, (GroupMeta*)scales);
+    } else {
+        *scales = encode<(Kind)KIND>(row, count, words);
+        clear_tail(w, count, words);
+    }
+}
+
+void unpack(const Matrix& w, int64_t output, int64_t count, float* to) {
+    if constexpr (is_grouped(KIND)) unpack_groups<Variant<KIND>>(w, output, count, to);
+}
+
+const bool entered = (FUNCTIONS[KIND] = {multiply<RowStore>, multiply<GateStore>, encode_row, unpack}, true);
+
+}  // namespace

@@ -1,0 +1,64 @@
+"""Compiling kernels: what is cached, what libraries share, and processes that need the same file at once."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from foretoken.core.native.build import linked
+
+COMPILER = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """An empty cache, and a compiler that writes down what it was called for. Returns its calls, each a file's stem."""
+    log, folder = tmp_path / "log", tmp_path / "bin"
+    folder.mkdir()
+    wrapper = folder / "c++"
+    wrapper.write_text(f'#!/bin/sh\nfor last; do :; done\necho "$last" >>{log}\nexec {COMPILER} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    return lambda: sorted(Path(line).name.rsplit("-", 1)[0] for line in log.read_text().splitlines())
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[Path]:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    files = [folder / f"{name}.cpp" for name in ("one", "two", "three")]
+    for file in files:
+        file.write_text(f'extern "C" int {file.stem}() {{ return VALUE; }}\n')
+    return files
+
+
+def test_libraries_share_object_files(calls: Callable[[], list[str]], sources: list[Path]) -> None:
+    one, two, three = sources
+    first = ctypes.CDLL(str(linked("first", [(one, ["-DVALUE=1"]), (two, ["-DVALUE=2"])])))
+    second = ctypes.CDLL(str(linked("second", [(two, ["-DVALUE=2"]), (three, ["-DVALUE=3"])])))
+    assert (first.one(), first.two(), second.two(), second.three()) == (1, 2, 2, 3)
+    assert calls() == ["first", "one", "second", "three", "two"]
+
+
+def test_other_flags_and_other_content_are_other_files(calls: Callable[[], list[str]], sources: list[Path]) -> None:
+    one = sources[0]
+    assert ctypes.CDLL(str(linked("x", [(one, ["-DVALUE=1"])]))).one() == 1
+    assert ctypes.CDLL(str(linked("x", [(one, ["-DVALUE=5"])]))).one() == 5
+    one.write_text('extern "C" int one() { return 10 * VALUE; }\n')
+    assert ctypes.CDLL(str(linked("x", [(one, ["-DVALUE=5"])]))).one() == 50
+    assert calls() == ["one"] * 3 + ["x"] * 3
+
+
+def test_of_several_that_need_a_library_one_compiles(calls: Callable[[], list[str]], sources: list[Path]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: linked("x", [(sources[0], ["-DVALUE=1"])]), range(4)))
+    assert len(set(paths)) == 1
+    assert calls() == ["one", "x"]
+    assert sorted(file.suffix for file in paths[0].parent.iterdir()) == [".o", ".so"]
