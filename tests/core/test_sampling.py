@@ -300,7 +300,7 @@ def test_the_certain_token_knows_its_own_history():
     assert [rows.certain(0), rows.certain(1)] == [3, 0]
 
 
-def test_other_laws_than_ours_have_rows_too():
+def test_other_sampling_laws_have_rows_too():
     class Plain:
         greedy, needs_history = True, True
 

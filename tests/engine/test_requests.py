@@ -143,7 +143,7 @@ def test_threads_that_build_at_once_share_no_number(builder, monkeypatch):
     """A server tokenizes long texts beside short ones."""
 
     def yielding(seed: int) -> Streams:
-        time.sleep(0.0005)  # another thread goes on in the midst of a request
+        time.sleep(0.0005)  # another thread continues in the middle of a request
         return Streams(seed)
 
     def build(i: int) -> list[tuple[int, int, int]]:

@@ -1,6 +1,6 @@
 """One decode step on tables small enough to enumerate, made of production parts where they exist.
 
-The laws come from ``SamplingLaw`` with each node's own history, the rule from ``choose``, its randomness from
+Distributions come from ``SamplingLaw`` with each node's own history, the verifier from ``choose``, its randomness from
 ``stream_for``. Only the networks are tables and the proposers a few lines each.
 """
 

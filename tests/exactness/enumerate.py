@@ -142,7 +142,7 @@ def outcomes(run: Callable[[Branching], T], position: int | None = None) -> dict
 def exact_law(emit: DecodeStep, length: int, ended: Callable[[Text], bool] = lambda text: False) -> Law:
     """The law of the first ``length`` tokens when ``emit(text so far, streams)`` is called until they are there.
 
-    A text for which ``ended`` is true goes on no further. Rounds are independent given the text so far, since
+    A text for which ``ended`` is true is not continued. Steps are independent given the text so far, since
     their numbers are addressed by its length; so the rounds after equal texts are enumerated once.
     """
     open_texts: dict[int, Law] = defaultdict(lambda: defaultdict(float))

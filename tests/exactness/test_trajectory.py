@@ -79,7 +79,7 @@ def test_law_over_seeds():
     assert result.p_value > 1e-3, result
 
 
-def test_equal_laws_with_equal_noise_always_match():
+def test_equal_distributions_with_equal_noise_always_match():
     pair = Pair(P, shared(P), exactness=GRADE, budget=lambda g: 5)
     for seed in range(20):
         assert len(pair.emit((), Streams(seed))) == 6

@@ -61,7 +61,7 @@ def test_one_values_characteristic_function_is_the_targets(name, t):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_draft_stands_as_often_as_the_laws_overlap(name):
+def test_a_draft_is_accepted_as_often_as_the_distributions_overlap(name):
     step = STEPS[name]
     accepted = step.integral(lambda x: step.density(step.q, x) * step.stands(verify, x))
     common = step.integral(lambda x: min(step.density(step.p, x), step.density(step.q, x)))
@@ -296,7 +296,7 @@ def test_numbers_are_normal_and_depend_on_their_address_alone():
     assert len(numbers) == len(addresses)
 
 
-def test_identical_laws_accept_everything_and_no_draft_is_plain_sampling():
+def test_identical_distributions_accept_everything_and_no_draft_is_plain_sampling():
     p = rows((0.1, 1.0), (0.2, 2.0), (0.3, 1.0))
     q = Gaussians(p.means[:2], p.scales[:2])
     stream = SeededReals(Streams(1), Purpose.VERIFY, 0)

@@ -44,7 +44,7 @@ def test_tokens_are_told_apart():
     assert [t.step for t in kept] == [1] * 4 + [2] * 3 + [3] * 2 + [4]
     assert all(t.p == pytest.approx(0.5) and t.rank == 1 for t in kept)
     assert all((t.q is None) if t.origin == TARGET else t.q == pytest.approx(1 / 18) for t in trace.tokens)
-    # Of what was refused only the first was judged by a recorded row.
+    # Of the rejected tokens only the first was verified by a recorded row.
     assert [t.p for t in trace.tokens if t.origin == REJECTED][:3] == [pytest.approx(0.25), pytest.approx(0.25), None]
     assert trace.acceptance() == [(3, 4), (2, 3), (1, 2)]
 

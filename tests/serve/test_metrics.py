@@ -142,19 +142,19 @@ def test_speculation_counters(metrics: Metrics) -> None:
     assert values[name + "draft_tokens_total"] == 7
     assert values[name + "accepted_tokens_total"] == 3
     assert [values[name + f"accepted_tokens_per_pos_total{{position={i}}}"] for i in range(2)] == [2, 1]
-    assert [values[name + f"judged_tokens_per_pos_total{{position={i}}}"] for i in range(3)] == [3, 1, 1]
+    assert [values[name + f"verified_tokens_per_pos_total{{position={i}}}"] for i in range(3)] == [3, 1, 1]
     assert values["foretoken:generation_tokens_total"] == 7
     assert values["foretoken:steps_total"] == 2
     assert values["foretoken:step_seconds_total{phase=score}"] == 2.0
 
 
-def test_a_refused_leaf_was_not_judged(metrics: Metrics) -> None:
+def test_a_rejected_leaf_was_not_verified_further(metrics: Metrics) -> None:
     tree = Draft(Draft.chain([1, 2, 3]).tokens, (-1, -1, 0))
     metrics.on_steps([step(tree, (1,))])  # node 1 has no child: nothing stood at position 1
     metrics.on_steps([chain(3, 3, cut=1)])  # cut after its first token: nothing is known of the second
     values = shown(metrics)
-    assert values["foretoken:spec_decode_num_judged_tokens_per_pos_total{position=0}"] == 2
-    assert "foretoken:spec_decode_num_judged_tokens_per_pos_total{position=1}" not in values
+    assert values["foretoken:spec_decode_num_verified_tokens_per_pos_total{position=0}"] == 2
+    assert "foretoken:spec_decode_num_verified_tokens_per_pos_total{position=1}" not in values
 
 
 def test_methods_are_told_apart() -> None:

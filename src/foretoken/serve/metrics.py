@@ -94,7 +94,7 @@ class _Speculation:
     drafts: int = 0
     drafted: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
-    judged: Counter[int] = field(default_factory=Counter)
+    verified: Counter[int] = field(default_factory=Counter)
 
     def add(self, step: StepOutput) -> None:
         path, accepted = step.verdict.path, step.accepted
@@ -102,7 +102,7 @@ class _Speculation:
         self.drafts += 1
         self.drafted += len(step.draft)
         self.accepted[accepted] += 1
-        self.judged[accepted + refused] += 1
+        self.verified[accepted + refused] += 1
 
 
 class Metrics(Collector):
@@ -228,13 +228,15 @@ class Metrics(Collector):
         drafted: _Values = {(method,): float(kept.drafted) for method, kept in each}
         accepted: _Values = {(method,): float(sum(j * n for j, n in kept.accepted.items())) for method, kept in each}
         stood: _Values = {(m, str(i)): n for m, kept in each for i, n in enumerate(_reached(kept.accepted))}
-        judged: _Values = {(m, str(i)): n for m, kept in each for i, n in enumerate(_reached(kept.judged))}
+        verified: _Values = {(m, str(i)): n for m, kept in each for i, n in enumerate(_reached(kept.verified))}
         name, labels = "spec_decode_num_", ("method", "position")
         yield self._counter(name + "drafts", "Drafts that were verified, one a sequence and step.", drafts, "method")
         yield self._counter(name + "draft_tokens", "Tokens drafted.", drafted, "method")
         yield self._counter(name + "accepted_tokens", "Drafted tokens emitted.", accepted, "method")
         yield self._counter(name + "accepted_tokens_per_pos", "Drafts accepted that far.", stood, *labels)
-        yield self._counter(name + "judged_tokens_per_pos", "Drafts accepted before it that went on.", judged, *labels)
+        yield self._counter(
+            name + "verified_tokens_per_pos", "Drafts that were verified at this position.", verified, *labels
+        )
 
     def _distributions(self) -> Iterator[Metric]:
         for name, kept in self._histograms.items():

@@ -56,7 +56,7 @@ def distributions(vocab: int = 4) -> st.SearchStrategy[torch.Tensor]:
 @pairs
 def test_token(seed, zeros):
     p, q = models(4, seed, zeros)
-    for rejection in ("token", "block"):  # a chain of one is judged alike
+    for rejection in ("token", "block"):  # a chain of one is verified alike
         pair = Pair(p, drawn(q), rejection=rejection, budget=lambda generated: 1)
         assert accepted(pair) == pytest.approx(float(acceptance.token(row(p), row(q))), abs=1e-12)
 
@@ -167,10 +167,10 @@ def test_coupled_toy_of_two_tokens():
     assert float(acceptance.coupled(p, q)) == pytest.approx(1 / (1 + 2) + 1 / (1 + 2), abs=1e-12)
 
 
-def test_coupled_on_laws_like_a_language_models():
+def test_coupled_on_distributions_like_a_language_models():
     """V = 300 at 1 - TV of .745: one child .685, four .957; the toy distributions of those figures are not recorded.
 
-    Normal logits and a normal error of .67 are laws with the same figures, within .02.
+    Normal logits and a normal error of .67 are distributions with the same figures, within .02.
     """
     generator = torch.Generator().manual_seed(0)
     logits, error = (torch.randn(8, 300, dtype=torch.float64, generator=generator) for _ in range(2))

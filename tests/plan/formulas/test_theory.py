@@ -161,7 +161,7 @@ def test_conditional_acceptance_does_not_fall_with_the_depth(depth):
     assert (sum(accepted) / sum(drafted) < alpha - 0.05) is (depth > 1)
 
 
-def test_nothing_judged_is_no_estimate():
+def test_nothing_verified_is_no_estimate():
     assert theory.conditional_acceptance([], []) is None
     assert theory.conditional_acceptance([0], [0]) is None
     assert theory.acceptance_by_position([0, 0], [1, 3]) == [0.0, None, None]

@@ -189,7 +189,7 @@ def test_the_margin_tells_what_the_bundled_target_will_accept() -> None:
 # the trained head
 
 
-def test_a_head_reads_states_and_laws(tmp_path: Path) -> None:
+def test_a_head_reads_states_and_distributions(tmp_path: Path) -> None:
     head = AcceptanceHead.load(random_head(tmp_path / "head", 8), torch.device("cpu"))
     hidden = torch.randn(2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = features(hidden, torch.stack([UNIFORM, CERTAIN]), greedy=True)
