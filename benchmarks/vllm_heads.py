@@ -49,7 +49,7 @@ def tokens_per_pass(peer: Peer, setup: Setup, prompts: list[list[int]], max_toke
     log = folder() / "logs" / f"heads-{peer.name}-{setup.method}.log"
     with PeerWorker(peer.command, setup, log) as worker:
         answers = [
-            worker.complete(PeerRequest([ids], max_tokens, depth=depth))
+            worker.answer(PeerRequest([ids], max_tokens, depth=depth))
             for ids in track(prompts, f"{peer.name} {setup.method}")
         ]
     return sum(a.total - 1 for a in answers) / sum(a.passes - 1 for a in answers)

@@ -27,7 +27,7 @@ class Fake:
     best: int = 4
     closed: bool = False
 
-    def complete(self, question: PeerRequest) -> Answer:
+    def answer(self, question: PeerRequest) -> Answer:
         if self.setup.method == "fails":
             raise PeerError("fake fails: out of luck")
         self.log.append((self.setup.system, question.depth))

@@ -36,7 +36,7 @@ def eventually(pid: int, wanted: str) -> None:
 def test_it_answers_whatever_its_libraries_print(tmp_path):
     with worker(tmp_path) as asked:
         assert asked.version == "1.0"
-        answer = asked.complete(PeerRequest([[5], [1, 9]], 3, depth=1))
+        answer = asked.answer(PeerRequest([[5], [1, 9]], 3, depth=1))
         assert answer.tokens == [[5, 6, 7], [9, 10, 11]]
         assert answer.total == 6
         assert answer.seconds == 0.5
@@ -48,7 +48,7 @@ def test_it_sleeps_between_turns_and_is_gone_afterwards(tmp_path):
     asked = worker(tmp_path, "sleeps")
     pid = asked._process.pid
     eventually(pid, "T")
-    asked.complete(PeerRequest([[1]], 2))
+    asked.answer(PeerRequest([[1]], 2))
     eventually(pid, "T")
     asked.close()
     asked.close()
@@ -62,8 +62,8 @@ def test_failures_are_one_line_and_what_can_answer_goes_on(tmp_path):
         worker(tmp_path, "crash")
     with worker(tmp_path) as asked:
         with pytest.raises(PeerError, match="thirteen"):
-            asked.complete(PeerRequest([[1]], 13))
-        assert asked.complete(PeerRequest([[1]], 2)).tokens == [[1, 2]]
+            asked.answer(PeerRequest([[1]], 13))
+        assert asked.answer(PeerRequest([[1]], 2)).tokens == [[1, 2]]
 
 
 @linux

@@ -18,7 +18,7 @@ class RaceWorker(Protocol):
 
     version: str
 
-    def complete(self, request: PeerRequest) -> Answer:
+    def answer(self, request: PeerRequest) -> Answer:
         """Completes the request's prompts."""
         ...
 

@@ -131,11 +131,11 @@ def race(
 def run(worker: RaceWorker, entrant: Entrant, task: RaceTask) -> list[Answer]:
     """Runs one turn: a short warm-up, then every group once."""
 
-    def complete(group: list[list[int]], tokens: int) -> Answer:
-        return worker.complete(PeerRequest(group, tokens, task.temperature, entrant.depth))
+    def answer(group: list[list[int]], tokens: int) -> Answer:
+        return worker.answer(PeerRequest(group, tokens, task.temperature, entrant.depth))
 
-    complete(task.groups[0], min(WARM_UP, task.max_tokens))
-    return [complete(group, task.max_tokens) for group in task.groups]
+    answer(task.groups[0], min(WARM_UP, task.max_tokens))
+    return [answer(group, task.max_tokens) for group in task.groups]
 
 
 def summarize(

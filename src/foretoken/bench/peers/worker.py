@@ -46,7 +46,7 @@ class PeerWorker:
             self.close()
             raise
 
-    def complete(self, request: PeerRequest) -> Answer:
+    def answer(self, request: PeerRequest) -> Answer:
         """Resumes the process, completes the request, stops it again."""
         return Answer(**self._exchange(asdict(request)))
 
