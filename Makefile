@@ -4,7 +4,7 @@
 #   make test-fast  the tests that take seconds
 #   make check      formatting, lint, types and the import rule
 #   make docs       the documentation as a site, in site/; broken links and unknown names are errors
-#   make peers      OpenVINO GenAI and vLLM, each in an environment of its own, for the race (gigabytes)
+#   make peers      OpenVINO GenAI, vLLM and llama.cpp, each in an environment of its own, for the race (gigabytes)
 #   make bench      the figures of the README (two hours; leave the machine alone meanwhile)
 # PIP_ARGS goes to pip, for instance --extra-index-url with an index of smaller, CPU-only builds of torch.
 
@@ -13,7 +13,7 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PIP_ARGS ?=
-PEERS ?= openvino vllm
+PEERS ?= openvino vllm llamacpp
 RESULTS ?= benchmarks/results
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -q $(PIP_ARGS) -c constraints.txt

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.bench import entrants as entering
+from foretoken.bench.page import label
 from foretoken.bench.peers import registry
 from foretoken.bench.peers.protocol import Answer, PeerRequest, Setup
 from foretoken.bench.peers.worker import PeerError
@@ -155,10 +156,14 @@ def test_our_entrants_follow_the_configurations():
 def installed(monkeypatch, tmp_path):
     """Every peer's environment looks set up, and nothing is really exported."""
     monkeypatch.setattr(registry, "folder", lambda: tmp_path)
-    for name in ("openvino", "vllm"):
+    for name in ("openvino", "vllm", "llamacpp"):
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin" / "python").touch()
-    monkeypatch.setattr(entering, "exported", lambda path, weights="fp16": Path(f"{path}-{weights}"))
+    server = tmp_path / "llamacpp" / "build" / "bin" / "llama-server"
+    server.parent.mkdir(parents=True)
+    server.touch()
+    monkeypatch.setattr(entering.export, "openvino", lambda path, weights: Path(f"{path}-{weights}"))
+    monkeypatch.setattr(entering.export, "gguf", lambda path, kind: Path(f"{path}-{kind}.gguf"))
 
 
 def test_peers_share_a_process_where_they_can(installed):
@@ -177,21 +182,61 @@ def test_peers_share_a_process_where_they_can(installed):
     assert [(e.method, e.depth) for e in by["openvino"]] == [("plain", 0), ("draft_model", 2), ("draft_model", 4)]
     assert len({e.setup for e in by["transformers"]}) == 2
     assert len({e.setup for e in by["openvino"]}) == 2
-    assert by["openvino"][0].setup.target == "target-fp16"
+    assert by["openvino"][0].setup.target == "target-bf16"
     assert len({e.setup for e in by["vllm"]}) == len(by["vllm"]) == 5
+    assert len({e.setup for e in by["llamacpp"]}) == len(by["llamacpp"]) == 5
+    assert (by["llamacpp"][1].setup.target, by["llamacpp"][1].setup.draft) == ("target-BF16.gguf", "draft-BF16.gguf")
 
 
 def test_who_cannot_race_says_so_in_one_line(installed):
     said: list[str] = []
     wanted = list(registry.PEERS.values())
     assert {e.system for e in entering.peers(replace(PAIRING, batch=8), [{}], wanted, said.append)} == {"vllm"}
-    assert [line.split()[0] for line in said] == ["transformers", "openvino"]
+    assert [line.split()[0] for line in said] == ["transformers", "openvino", "llamacpp"]
     said.clear()
     quantized = entering.peers(replace(PAIRING, quantization="int8"), [{}], wanted, said.append)
     assert {(e.system, e.setup.target, e.setup.draft) for e in quantized if e.depth} == {
-        ("openvino", "target-int8", "draft-fp16")
+        ("openvino", "target-int8", "draft-bf16"),
+        ("llamacpp", "target-Q8_0.gguf", "draft-BF16.gguf"),
     }
     assert [line.split()[0] for line in said] == ["transformers", "vllm"]
+
+
+@pytest.mark.parametrize(
+    "quantization, ours, stored",
+    [
+        ("int4-g64", ("target", "int4-g64"), {"openvino": "int4-g64", "llamacpp": "Q4_0"}),
+        ("int4", ("target", "int4"), {"openvino": "int4-g32", "llamacpp": "Q4_0"}),
+        ("Q4_K_M", ("target-Q4_K_M.gguf", "Q4_K_M"), {"openvino": "int4-g128", "llamacpp": "Q4_K_M"}),
+        ("Q6_K", ("target-Q6_K.gguf", "Q6_K"), {"llamacpp": "Q6_K"}),
+    ],
+)
+def test_each_system_has_the_nearest_weights(installed, quantization, ours, stored):
+    pairing = replace(PAIRING, quantization=quantization)
+    mine = entering.own(pairing, [{}])[0].setup
+    assert (mine.target, mine.weights, mine.quantization) == (*ours, quantization)
+    found = entering.peers(pairing, [{}], list(registry.PEERS.values()), lambda line: None)
+    assert {e.system: e.setup.weights for e in found} == stored
+
+
+def test_one_gguf_file_is_raced_by_those_that_read_it(installed, monkeypatch):
+    monkeypatch.setattr(entering.export, "gguf", lambda path, kind: path)
+    said: list[str] = []
+    pairing = replace(PAIRING, target=Path("model.gguf"), quantization="Q5_K_S")
+    mine = entering.own(pairing, [{}])
+    found = mine + entering.peers(pairing, [{}], list(registry.PEERS.values()), said.append)
+    assert {(e.system, e.setup.target, e.setup.weights) for e in found} == {
+        ("foretoken", "model.gguf", "Q5_K_S"), ("llamacpp", "model.gguf", "Q5_K_S"),
+    }  # fmt: skip
+    assert [line.split()[0] for line in said] == ["transformers", "openvino", "vllm"]
+
+
+def test_other_weights_are_shown_beside_the_method():
+    setup = Setup("openvino", "plain", "t", quantization="Q4_0", weights="int4-g128")
+    heat = [[answer([[1, 2], [3, 4]], 1.0)]]
+    row = summarize(Entrant("openvino", "plain", 0, setup), "1", COURSE, heat, None)
+    assert label(row) == "openvino plain (int4-g128)"
+    assert label(replace(row, weights="Q4_0")) == "openvino plain"
 
 
 def test_a_missing_peer_is_one_line(monkeypatch, tmp_path):
@@ -204,5 +249,5 @@ def test_a_missing_peer_is_one_line(monkeypatch, tmp_path):
 def test_unknown_peers_are_refused():
     assert registry.chosen("none") == []
     assert [peer.name for peer in registry.chosen("vllm, transformers")] == ["vllm", "transformers"]
-    with pytest.raises(InvalidRequest, match=r"unknown peer 'vlm'; known: transformers, openvino, vllm"):
+    with pytest.raises(InvalidRequest, match=r"unknown peer 'vlm'; known: transformers, openvino, vllm, llamacpp"):
         registry.chosen("vlm")

@@ -116,9 +116,14 @@ def prompts(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "args, said",
     [
-        (("race", "--peers", "vlm"), "unknown peer 'vlm'; known: transformers, openvino, vllm, or none"),
+        (("race", "--peers", "vlm"), "unknown peer 'vlm'; known: transformers, openvino, vllm, llamacpp, or none"),
         (("race", "--target", "."), "--target was given without --draft; name its draft too"),
         (("race", "--speculative-config", "{"), "--speculative-config is not JSON"),
+        (("race", "--quantization", "int5"), "quantization 'int5' is not known to the race; known: int8, int4"),
+        (
+            ("race", "--target", "a.gguf", "--draft", "b", "--quantization", "q4_0"),
+            "--quantization does not change the weights of a.gguf",
+        ),
         (("costs", "--parts", "pases"), "unknown part 'pases'; known: passes, transformers, steps, startup"),
     ],
 )

@@ -7,24 +7,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foretoken.bench.peers.export import exported
+from foretoken.bench.peers import export
 from foretoken.bench.peers.protocol import Setup
-from foretoken.bench.peers.registry import OURS, Peer
+from foretoken.bench.peers.registry import GGUF_TYPES, OURS, Peer
 from foretoken.bench.race import Entrant
 from foretoken.bench.setting import cores
 from foretoken.core.errors import ForetokenError
+from foretoken.models.formats.checkpoint import is_gguf
 from foretoken.speculation import SpeculativeConfig
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """The models of a race and its settings. quantization "" is bf16."""
+    """The models of a race and its settings.
+
+    Attributes:
+        quantization: "" is bf16. Of a GGUF file, its type.
+        weights: How one system stores the target.
+    """
 
     target: Path
     draft: Path
     depths: tuple[int, ...]
     batch: int = 1
     quantization: str = ""
+    weights: str = "bf16"
     max_length: int = 2048
 
     def setup(self, peer: Peer, method: str) -> Setup:
@@ -35,6 +42,7 @@ class Pairing:
             target=str(self.target),
             draft=str(self.draft) if method == "draft_model" else "",
             quantization=self.quantization,
+            weights=self.weights,
             max_length=self.max_length,
             batch=self.batch,
             threads=cores(),
@@ -45,7 +53,13 @@ Config = dict[str, object]  # a speculative_config, as users write it
 
 
 def own(pairing: Pairing, configs: Sequence[Config]) -> list[Entrant]:
-    """Returns plain decoding once, and every configuration at its own depth or at all depths. Raises InvalidRequest."""
+    """Returns plain decoding once, and every configuration at its own depth or at all depths.
+
+    Raises:
+        InvalidRequest: A configuration is not valid.
+        ModelLoadError: The target cannot be converted to the GGUF type that the race asks for.
+    """
+    pairing = _converted(OURS, pairing)
     entrants: list[Entrant] = []
     methods = list(map(_method, configs))
     for method, config in zip(methods, configs, strict=True):
@@ -70,11 +84,11 @@ def peers(
     for config in configs:  # a peer has one way to use a method, so it races at the first configuration's depths
         depths.setdefault(_method(config), _depths(config, pairing.depths))
     for peer in candidates:
-        if refusal := peer.refusal(pairing.batch, pairing.quantization):
+        if refusal := peer.refusal(pairing.batch, pairing.quantization, is_gguf(pairing.target)):
             say(refusal)
             continue
         try:
-            converted = _converted(pairing) if peer.name == "openvino" else pairing
+            converted = _converted(peer, pairing)
         except ForetokenError as error:
             say(f"{error}. Racing without it.")
             continue
@@ -95,11 +109,17 @@ def _entrants(peer: Peer, pairing: Pairing, depths: dict[str, tuple[int, ...]]) 
     return entrants
 
 
-def _converted(pairing: Pairing) -> Pairing:
-    """Returns the pair in OpenVINO's format. Only the target is quantized, as ours."""
-    return replace(
-        pairing, target=exported(pairing.target, pairing.quantization or "fp16"), draft=exported(pairing.draft)
-    )
+def _converted(peer: Peer, pairing: Pairing) -> Pairing:
+    """Returns the pair as files that ``peer`` loads. Only the target is quantized, by all."""
+    weights = pairing.quantization if is_gguf(pairing.target) else peer.weights[pairing.quantization]
+    pairing = replace(pairing, weights=weights)
+    if peer.name == "openvino":
+        return replace(
+            pairing, target=export.openvino(pairing.target, weights), draft=export.openvino(pairing.draft, "bf16")
+        )
+    if peer.name == "llamacpp":
+        return replace(pairing, target=export.gguf(pairing.target, weights), draft=export.gguf(pairing.draft, "BF16"))
+    return replace(pairing, target=export.gguf(pairing.target, weights)) if weights in GGUF_TYPES else pairing
 
 
 def _method(config: Config) -> str:

@@ -63,7 +63,12 @@ def _bar(row: RaceRow) -> Bar:
 def label(row: RaceRow) -> str:
     """Returns the display name of a row."""
     depth = f", depth {row.num_speculative_tokens}" if row.num_speculative_tokens else ""
-    return f"{row.system} {NAMES.get(row.method, row.method)}{depth}"
+    return f"{row.system} {NAMES.get(row.method, row.method)}{depth}{weights(row)}"
+
+
+def weights(row: RaceRow) -> str:
+    """Returns how the row's system stores the target, in parentheses, if not as the race names it."""
+    return "" if row.weights.lower() == row.quantization.lower() else f" ({row.weights})"
 
 
 def cells(row: RaceRow) -> tuple[str, ...]:

@@ -79,5 +79,7 @@ class Pool:
 
 def needed(setup: Setup) -> int:
     """Returns the bytes of memory that must be free before ``setup`` is loaded."""
-    weights = sum(f.stat().st_size for f in Path(setup.target).glob("*") if f.suffix in (".safetensors", ".bin"))
+    target = Path(setup.target)
+    files = [target] if target.is_file() else [f for f in target.glob("*") if f.suffix in (".safetensors", ".bin")]
+    weights = sum(file.stat().st_size for file in files)
     return int(WEIGHT_COPIES * weights) + OVERHEAD

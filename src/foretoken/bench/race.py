@@ -42,6 +42,7 @@ class RaceRow:
         tokens_per_pass: Emitted tokens per target pass.
         identical_to_plain: Whether all texts equal the system's own plain ones. None for sampled texts.
         best: Whether this is the depth at which the system and method were fastest.
+        weights: How the system stores the target's weights.
         sampling_bias_z: Sampling bias in standard errors, see ``sampling_bias.py``.
         sampling_bias_nats: Sampling bias in nats per token.
     """
@@ -63,6 +64,7 @@ class RaceRow:
     identical_texts: int | None
     texts: int
     repeats: int
+    weights: str = "bf16"
     best: bool = False
     sampling_bias_z: float | None = None
     sampling_bias_nats: float | None = None
@@ -172,6 +174,7 @@ def summarize(
         identical_texts=same,
         texts=len(texts),
         repeats=len(repeats),
+        weights=entrant.setup.weights,
     )
 
 

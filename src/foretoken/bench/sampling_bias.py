@@ -7,11 +7,12 @@ target's distribution. Texts that are too likely, or not likely enough, have a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from foretoken.bench.peers.registry import OURS
 from foretoken.bench.race import RaceAnswers, RaceRow, RaceTask
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
@@ -53,12 +54,16 @@ def sampling_bias(model: Model, prompt: Sequence[int], text: Sequence[int], temp
 def with_sampling_bias(
     rows: Sequence[RaceRow], race_answers: RaceAnswers, tasks: Sequence[RaceTask], load: Callable[[], Model]
 ) -> list[RaceRow]:
-    """Adds the sampling bias to the rows that sampled, plain and at their best depth. ``load`` returns the target."""
+    """Adds the sampling bias to the rows that sampled, plain and at their best depth.
+
+    Systems that quantize to four bits in their own way have another target, and are left out. ``load`` returns ours.
+    """
     groups = {task.temperature: task.groups for task in tasks}
+    weights = {row.weights.lower() for row in rows if row.system == OURS.name}
     sampled = {
         key: row
         for row in rows
-        if row.best and row.temperature > 0
+        if row.best and row.temperature > 0 and _same_target(row, weights)
         for key in [(row.system, row.method, row.num_speculative_tokens, row.temperature)]
     }
     if not sampled:
@@ -76,3 +81,8 @@ def with_sampling_bias(
                     total += sampling_bias(model, prompt, text, temperature)
         updated[row] = replace(row, sampling_bias_z=total.z, sampling_bias_nats=total.excess / max(1, total.tokens))
     return [updated.get(row, row) for row in rows]
+
+
+def _same_target(row: RaceRow, weights: Collection[str]) -> bool:
+    """Returns whether a row's texts come from the target of our own rows, which have these weights."""
+    return row.system == OURS.name or (row.weights.lower() in weights and not row.weights.startswith("int4"))

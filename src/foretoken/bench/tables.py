@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from foretoken.bench.costs import StepCost
-from foretoken.bench.page import NAMES, cells
+from foretoken.bench.page import NAMES, cells, weights
 from foretoken.bench.race import RaceRow, ratios
 from foretoken.bench.startup import Startup
 from foretoken.bench.step_times import StepTimes
@@ -35,7 +35,7 @@ def race(rows: Sequence[RaceRow]) -> Iterator[Table | str]:
             depth = str(row.num_speculative_tokens or "")
             name = f"{row.system} {row.version}".strip()
             style = "bold" if row.best and row.method != "plain" else None
-            table.add_row(name, NAMES.get(row.method, row.method), depth, *cells(row), style=style)
+            table.add_row(name, NAMES.get(row.method, row.method) + weights(row), depth, *cells(row), style=style)
         yield table
         for ratio in ratios(group):
             yield (

@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli.costs import costs, tracker
 from foretoken.cli.files import check_places, publish, write_text
-from foretoken.cli.options import Color, Html, Json, Output, Quantization
+from foretoken.cli.options import Color, Html, Json, Output
 from foretoken.cli.theme import ColorMode, wide_console
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ app.command()(costs)
 
 @app.command()
 def race(
-    target: Annotated[Path | None, typer.Option(help="Target model. [the bundled one, widened to 0.7b]")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Draft model. [the bundled one]")] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Target: a folder or GGUF file. [the bundled one, widened to 0.7b]")
+    ] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft: a folder or GGUF file. [the bundled one]")] = None,
     speculative_config: Annotated[
         list[str] | None, typer.Option(metavar="JSON", help="How to speculate (repeatable). [the draft model]")
     ] = None,
@@ -40,8 +42,10 @@ def race(
     batch: Annotated[int, typer.Option(min=1, help="Prompts completed at once.")] = 1,
     depth: Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens (repeatable). [2, 4, 6, 8]")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of every system.")] = 3,
-    peers: Annotated[str, typer.Option(help="Comma-separated, or none.")] = "transformers,openvino,vllm",
-    quantization: Quantization = None,
+    peers: Annotated[str, typer.Option(help="Comma-separated, or none.")] = "transformers,openvino,vllm,llamacpp",
+    quantization: Annotated[
+        str | None, typer.Option(help="int8, int4-g64 ..., or a GGUF type such as Q4_K_M, for all systems. [bf16]")
+    ] = None,
     as_json: Json = False,
     output: Output = None,
     html_file: Html = None,
@@ -50,23 +54,25 @@ def race(
     """Race plain and speculative decoding of Foretoken and its peers, each at its best draft length."""
     from foretoken import zoo
     from foretoken.bench.entrants import Pairing
-    from foretoken.bench.peers.registry import chosen
+    from foretoken.bench.peers.registry import check_quantization, chosen
     from foretoken.bench.setting import setting
     from foretoken.train.widen.checkpoint import scaled
 
     check_places(output=output, html=html_file)
     configs = _configs(speculative_config)
     candidates = chosen(peers)
+    quantization = check_quantization(quantization) if quantization else None
     if target is None:
         target, draft = scaled("0.7b"), draft or zoo.path("draft")
     if draft is None:
         from foretoken.core.errors import InvalidRequest
 
         raise InvalidRequest("--target was given without --draft; name its draft too")
+    quantization = _quantization(target, quantization)
     ids, source = _prompts(target, prompts, count)
     longest = max(map(len, ids)) + max_tokens + 32
     depths = tuple(dict.fromkeys(depth or (2, 4, 6, 8)))
-    pairing = Pairing(target, draft, depths, batch, quantization or "", longest)
+    pairing = Pairing(target, draft, depths, batch, quantization, longest)
     groups = [ids[i : i + batch] for i in range(0, len(ids), batch)]
     console, notes = wide_console(color), wide_console(color, stderr=True)
     rows = _race(pairing, configs, candidates, groups, (max_tokens, temperature or [0.0], repeats), notes)
@@ -94,6 +100,7 @@ def _race(
     """Runs the race. Returns its rows."""
     from foretoken.bench.costs import Loaded
     from foretoken.bench.entrants import own, peers
+    from foretoken.bench.peers.foretoken import quantization
     from foretoken.bench.peers.protocol import Setup
     from foretoken.bench.peers.registry import OURS, PEERS, folder
     from foretoken.bench.peers.worker import PeerWorker
@@ -115,9 +122,10 @@ def _race(
     tasks = [RaceTask(groups, max_tokens, value) for value in dict.fromkeys(temperatures)]
     rows, race_answers = race(entrants, tasks, repeats, start, say, tracker(notes, "race"))
     try:
+        ours = entrants[0].setup
         with waiting(notes, "testing sampled texts"):
             return with_sampling_bias(
-                rows, race_answers, tasks, lambda: Loaded.of(pairing.target, pairing.quantization).model
+                rows, race_answers, tasks, lambda: Loaded.of(Path(ours.target), quantization(ours) or "").model
             )
     except ForetokenError as error:  # keeps the result of the race
         say(f"sampled texts were not tested: {error}")
@@ -154,6 +162,19 @@ def _configs(texts: Sequence[str] | None) -> list[dict[str, Any]]:
     from foretoken.cli.generate import speculative
 
     return [speculative(text) or {} for text in texts] if texts else [{"method": "draft_model"}]
+
+
+def _quantization(target: Path, name: str | None) -> str:
+    """Returns the quantization that was asked for, or the type of a GGUF file. Raises InvalidRequest."""
+    from foretoken.bench.peers.export import file_type
+    from foretoken.core.errors import InvalidRequest
+    from foretoken.models.formats.checkpoint import is_gguf
+
+    if not is_gguf(target):
+        return name or ""
+    if name is not None:
+        raise InvalidRequest(f"--quantization does not change the weights of {target.name}; leave it out")
+    return file_type(target)
 
 
 def _prompts(target: Path, name: str | None, count: int | None) -> tuple[list[list[int]], str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from time import perf_counter
-from typing import Any
 
 from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, Watch
+from foretoken.models.options import QUANTIZATIONS
 
 
 def load(setup: Setup) -> tuple[Complete, str]:
@@ -16,7 +16,6 @@ def load(setup: Setup) -> tuple[Complete, str]:
     from foretoken import LLM, SamplingParams, __version__
 
     torch.set_num_threads(setup.threads)
-    options: dict[str, Any] = {"quantization": setup.quantization} if setup.quantization else {}
     config = {name: json.loads(value) for name, value in setup.options}
     llm = LLM(
         setup.target,
@@ -24,7 +23,7 @@ def load(setup: Setup) -> tuple[Complete, str]:
         dtype="bfloat16",
         max_model_len=setup.max_length,
         max_num_seqs=max(16, setup.batch),
-        **options,
+        quantization=quantization(setup),
     )
 
     def complete(request: PeerRequest) -> Answer:
@@ -45,3 +44,8 @@ def load(setup: Setup) -> tuple[Complete, str]:
         return watch.answer([list(o.token_ids) for o in done], seconds, sum(o.stats.steps for o in done))
 
     return complete, __version__
+
+
+def quantization(setup: Setup) -> str | None:
+    """Returns the quantization on loading that gives the weights of ``setup``; None if the checkpoint has them."""
+    return setup.weights if setup.weights in QUANTIZATIONS else None

@@ -23,7 +23,8 @@ class Setup:
     Attributes:
         method: "plain", or a speculation method.
         depth: Draft tokens per step; 0 where each request carries its own.
-        quantization: "" is bf16.
+        quantization: The race's name for the weights; "" is bf16.
+        weights: How this system stores the target's weights: "bf16", "int8", "Q4_0" ...
         max_length: Prompt and output tokens together.
         options: The system's own options, values as JSON.
     """
@@ -34,6 +35,7 @@ class Setup:
     draft: str = ""
     depth: int = 0
     quantization: str = ""
+    weights: str = "bf16"
     max_length: int = 2048
     batch: int = 1
     threads: int = 1
@@ -102,7 +104,7 @@ def serve(load: Callable[[Setup], tuple[Complete, str]]) -> None:
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    _die_with_parent()
+    die_with_parent()
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
@@ -122,7 +124,7 @@ def serve(load: Callable[[Setup], tuple[Complete, str]]) -> None:
             reply({"error": f"{type(error).__name__}: {error}"})
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Makes the kernel end this process with its parent (Linux), since a killed race cannot end stopped processes."""
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.options import QUANTIZATIONS
 from foretoken.speculation import METHODS
 
 BOOT = Path(__file__).with_name("boot.py")
+
+# File types of llama-quantize that our own runtime computes too.
+GGUF_TYPES = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS"),
+    *("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"),
+)
+_FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS")
+_INT4 = tuple(name for name in QUANTIZATIONS if name.startswith("int4"))
+
+
+def _same(names: Iterable[str]) -> dict[str, str]:
+    return {name: name for name in names}
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,9 @@ class Peer:
         methods: Speculation methods.
         batches: Whether it takes several prompts at once.
         fixed_depth: Whether the depth is chosen when it loads.
-        quantizations: Quantizations of the target; "" is bf16.
+        weights: How it stores the target, by the race's quantization; "" is bf16.
+        reads_gguf: Whether a GGUF file can be its target.
+        program: A file in its environment that it needs besides Python.
     """
 
     name: str
@@ -31,36 +46,68 @@ class Peer:
     methods: tuple[str, ...] = ("draft_model",)
     batches: bool = False
     fixed_depth: bool = False
-    quantizations: tuple[str, ...] = ("",)
+    weights: Mapping[str, str] = field(default_factory=lambda: {"": "bf16"}, hash=False)
+    reads_gguf: bool = False
+    program: str = ""
+
+    @property
+    def place(self) -> Path:
+        """The folder of its environment."""
+        return folder() / self.home if self.home else Path(sys.prefix)
 
     @property
     def python(self) -> Path:
         """The interpreter of its virtual environment."""
-        return folder() / self.home / "bin" / "python" if self.home else Path(sys.executable)
+        return self.place / "bin" / "python" if self.home else Path(sys.executable)
 
     @property
     def command(self) -> list[str]:
         """The command that starts its process."""
         return [str(self.python), "-P", str(BOOT), self.name]
 
-    def refusal(self, batch: int, quantization: str) -> str:
-        """Returns why it cannot race, in one line; empty if it can."""
-        if not self.python.exists():
-            return f"{self.name} is not set up ({self.python} is missing); `make peers` does it. Racing without it."
+    def refusal(self, batch: int, quantization: str, gguf: bool = False) -> str:
+        """Returns why it cannot race, in one line; empty if it can. gguf: Whether the target is a GGUF file."""
+        missing = next((file for file in (self.python, self.place / self.program) if not file.exists()), None)
+        if missing is not None:
+            return f"{self.name} is not set up ({missing} is missing); `make peers` does it. Racing without it."
         if batch > 1 and not self.batches:
             return f"{self.name} takes one prompt at a time with a draft model. Racing batches of {batch} without it."
-        if quantization not in self.quantizations:
+        if gguf and not self.reads_gguf:
+            return f"{self.name} takes no GGUF file here; it can race with --quantization instead. Racing without it."
+        if quantization not in self.weights and not gguf:
             return f"{self.name} has no {quantization or 'bf16'} target here. Racing without it."
         return ""
 
 
-OURS = Peer("foretoken", methods=tuple(METHODS), batches=True, quantizations=("", "int8"))
+OURS = Peer(
+    "foretoken",
+    methods=tuple(METHODS),
+    batches=True,
+    weights={"": "bf16"} | _same(QUANTIZATIONS) | _same(GGUF_TYPES),
+    reads_gguf=True,
+)
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("transformers", methods=("draft_model", "ngram")),
-        Peer("openvino", home="openvino", quantizations=("", "int8")),
+        Peer(
+            "openvino",
+            home="openvino",
+            weights={"": "bf16", "int8": "int8", "Q8_0": "int8"}
+            | _same(_INT4)
+            | {"int4": "int4-g32"}
+            | dict.fromkeys(_FOUR_BIT, "int4-g128"),
+        ),
         Peer("vllm", home="vllm", methods=("draft_model", "ngram"), batches=True, fixed_depth=True),
+        Peer(
+            "llamacpp",
+            home="llamacpp",
+            methods=("draft_model", "ngram"),
+            fixed_depth=True,
+            weights={"": "BF16", "int8": "Q8_0"} | dict.fromkeys(_INT4, "Q4_0") | _same(GGUF_TYPES),
+            reads_gguf=True,
+            program="build/bin/llama-server",
+        ),
     )
 }
 
@@ -78,3 +125,12 @@ def chosen(names: str | Sequence[str]) -> list[Peer]:
     if unknown:
         raise InvalidRequest(f"unknown peer {unknown[0]!r}; known: {', '.join(PEERS)}, or none")
     return [PEERS[name] for name in dict.fromkeys(requested)]
+
+
+def check_quantization(name: str) -> str:
+    """Returns a quantization of a race under its usual spelling. Raises InvalidRequest that lists the known ones."""
+    known = {known.lower(): known for known in OURS.weights}
+    if name.lower() not in known:
+        names = ", ".join((*QUANTIZATIONS, *GGUF_TYPES))
+        raise InvalidRequest(f"quantization {name!r} is not known to the race; known: {names}")
+    return known[name.lower()]
