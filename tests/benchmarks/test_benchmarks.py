@@ -129,6 +129,24 @@ def test_benchmarks_of_vllm_say_that_it_is_missing(name, words):
     assert "vllm" in f"{result.output} {result.exception}"
 
 
+@pytest.mark.skipif(PEERS["llamacpp"].missing is not None, reason="llama.cpp is not set up here")
+@pytest.mark.slow
+def test_gguf_logits_compares_with_llamacpp(folder):
+    words = "--kind F32 --kind Q4_0 --positions 24 --texts 100 --dtype float32 --output result.json"
+    assert "| Q4_0" in call("gguf_logits", words.split())
+    rows = json.loads((folder / "result.json").read_text(encoding="utf-8"))["rows"]
+    assert rows[0]["systems"]["mean"] < 1e-3 and rows[1]["stored"]["Q4_0"] > 40
+
+
+@pytest.mark.slow
+def test_gguf_logits_says_that_llamacpp_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    app = typer.Typer()
+    app.command()(importlib.import_module("gguf_logits").main)
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 1 and "llama.cpp is not set up" in str(result.exception)
+
+
 def test_every_benchmark_is_tested():
     text = Path(__file__).read_text(encoding="utf-8")
     for file in FOLDER.glob("*.py"):

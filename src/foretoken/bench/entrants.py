@@ -31,8 +31,8 @@ class Pairing:
     depths: tuple[int, ...]
     batch: int = 1
     quantization: str = ""
-    weights: str = "bf16"
     max_length: int = 2048
+    weights: str = "bf16"
 
     def setup(self, peer: Peer, method: str) -> Setup:
         """Returns what a process of ``peer`` loads for ``method``."""

@@ -61,15 +61,19 @@ class Peer:
         return self.place / "bin" / "python" if self.home else Path(sys.executable)
 
     @property
+    def missing(self) -> Path | None:
+        """A file that it needs and that is not there; None if it is set up."""
+        return next((file for file in (self.python, self.place / self.program) if not file.exists()), None)
+
+    @property
     def command(self) -> list[str]:
         """The command that starts its process."""
         return [str(self.python), "-P", str(BOOT), self.name]
 
     def refusal(self, batch: int, quantization: str, gguf: bool = False) -> str:
         """Returns why it cannot race, in one line; empty if it can. gguf: Whether the target is a GGUF file."""
-        missing = next((file for file in (self.python, self.place / self.program) if not file.exists()), None)
-        if missing is not None:
-            return f"{self.name} is not set up ({missing} is missing); `make peers` does it. Racing without it."
+        if self.missing:
+            return f"{self.name} is not set up ({self.missing} is missing); `make peers` does it. Racing without it."
         if batch > 1 and not self.batches:
             return f"{self.name} takes one prompt at a time with a draft model. Racing batches of {batch} without it."
         if gguf and not self.reads_gguf:
