@@ -38,7 +38,7 @@ def openvino(checkpoint: Path, weights: str = "bf16") -> Path:
     scheme, _, group = weights.partition("-g")
     options = ["--weight-format", {"bf16": "fp16"}.get(scheme, scheme)]
     if group:
-        options += ["--group-size", group, "--ratio", "1.0", "--sym"]
+        options += ["--group-size", group, "--group-size-fallback", "adjust", "--sym"]
     command = [str(PEERS["openvino"].python), "-m", "optimum.commands.optimum_cli", "export", "openvino"]
     command += ["--model", str(checkpoint), "--task", "text-generation-with-past", *options]
     with atomic_directory(out) as part:
