@@ -234,7 +234,7 @@ def test_one_gguf_file_is_raced_by_those_that_read_it(installed, monkeypatch):
 def test_other_weights_are_shown_beside_the_method():
     setup = Setup("openvino", "plain", "t", quantization="Q4_0", weights="int4-g128")
     heat = [[answer([[1, 2], [3, 4]], 1.0)]]
-    row = summarize(Entrant("openvino", "plain", 0, setup), "1", COURSE, heat, None)
+    row = summarize(Entrant("openvino", "plain", 0, setup), "1", TASK, heat, None)
     assert label(row) == "openvino plain (int4-g128)"
     assert label(replace(row, weights="Q4_0")) == "openvino plain"
 
