@@ -73,7 +73,7 @@ def unpack(sdist: Path, out: Path) -> None:
         members = []
         for member in archive.getmembers():
             _, found, path = member.name.partition(VENDORED)
-            if found:
+            if found and path != ".git":  # it points to a repository that the sdist lacks
                 members.append(member.replace(name=path))
         archive.extractall(out, members, filter="data")
 

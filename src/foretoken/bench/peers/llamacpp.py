@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from foretoken.bench.peers.protocol import Answer, Complete, PeerRequest, Setup, die_with_parent
 
@@ -75,9 +75,12 @@ def answer(reply: dict[str, Any]) -> Answer:
 
 
 class LlamaServer:
-    """A running ``llama-server`` on a free port of this machine. Raises RuntimeError with its last words if it ends."""
+    """A running ``llama-server`` on a free port of this machine. Raises RuntimeError with its last words if it ends.
 
-    def __init__(self, command: list[str]) -> None:
+    ``log`` receives its output; None is standard error.
+    """
+
+    def __init__(self, command: list[str], log: TextIO | None = None) -> None:
         place = ["--host", "127.0.0.1", "--port", "0", "--no-ui", "--offline"]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
         self._process = subprocess.Popen(
@@ -90,9 +93,9 @@ class LlamaServer:
             env=clean,
             preexec_fn=die_with_parent,
         )
-        self._last = ""
+        self._last, self._log = "", log or sys.stderr
         self._port = self._listening()
-        threading.Thread(target=self._log, daemon=True).start()
+        threading.Thread(target=self._drain, daemon=True).start()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Returns the JSON reply to a request."""
@@ -121,15 +124,15 @@ class LlamaServer:
                 return int(found[1])
         raise RuntimeError(f"llama-server stopped: {self._last}")
 
-    def _log(self) -> None:
+    def _drain(self) -> None:
         """Copies the rest of the server's output, so that its pipe never fills."""
         for _ in self._lines():
             pass
 
     def _lines(self) -> Iterator[str]:
-        """Yields the server's output and copies it to this process's log."""
+        """Yields the server's output and copies it to the log."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            sys.stderr.write(line)
+            self._log.write(line)
             self._last = line.strip() or self._last
             yield line
