@@ -18,6 +18,7 @@ from foretoken.models.formats import memory
 from foretoken.models.formats.checkpoint import open_weights
 from foretoken.models.formats.memory import check_fits, free_memory, weight_bytes
 from foretoken.models.loading import load_model
+from foretoken.models.runners.native.build import packs_groups
 
 from .tiny import ARCHITECTURES
 
@@ -28,6 +29,7 @@ import re, sys
 from pathlib import Path
 import torch
 from foretoken.models.loading import load_model
+from foretoken.models.runners.native.build import packs_groups
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -124,3 +126,24 @@ def test_free_memory_respects_a_containers_limit(tmp_path: Path, monkeypatch: py
         check_fits(10_001, CPU, "it")
     monkeypatch.setattr(memory, "machine_memory", lambda: None)
     check_fits(10**18, CPU, "it")  # passes if the system reports no free memory
+
+
+@pytest.mark.parametrize("quantization", [None, "int4", "int8"])
+def test_memory_is_checked_for_dequantized_weights_where_groups_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    from .gguf_files import K, tiny_checkpoint, write_both
+
+    file, _ = write_both(tiny_checkpoint("llama"), "llama", tmp_path, K.Q4_0)
+    asked: dict[str, int] = {}
+    for switch in ("0", "1"):
+        monkeypatch.setenv(SWITCH, switch)
+        monkeypatch.setattr("foretoken.models.loading.check_fits", lambda n, *_: asked.update({switch: n}))  # noqa: B023
+        load_model(file, "bfloat16", "cpu", quantization=quantization)
+    weights = open_weights(file)
+    dequantized = weight_bytes(weights.shapes, torch.bfloat16, None)
+    bits = {"int8": 8.0, "int4": 4.5, None: None}[quantization]
+    assert asked["0"] == (weight_bytes(weights.shapes, torch.bfloat16, 8.0) if bits == 8.0 else dequantized)
+    if packs_groups(torch.bfloat16):
+        assert asked["1"] == (weights.nbytes if bits is None else weight_bytes(weights.shapes, torch.bfloat16, bits))
+    assert not packs_groups(torch.float16)

@@ -12,13 +12,14 @@ from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
-from foretoken.models.formats.checkpoint import is_gguf, load_config, open_weights, resolve
+from foretoken.models.formats.checkpoint import Weights, is_gguf, load_config, open_weights, resolve
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization
+from foretoken.models.runners.native.build import packs_groups
 from foretoken.models.seq2seq.model import EncoderDecoder
 
 
@@ -69,9 +70,8 @@ def load_model(
     tensors = unpacked(weights, config) if runtime is not None else weights
     prequantized = runtime is not None and check_prequantized(config)
     scheme = Quantizer.of(quantization or ("int8" if prequantized else None))
-    bits = tensors.bits if isinstance(tensors, PackedWeights) else None
-    needed = weight_bytes(tensors.shapes, kind, bits if scheme is None else scheme.weight_bits)
-    check_fits(min(needed, weights.nbytes) if isinstance(weights, GGUFWeights) else needed, where, str(path))
+    packs = runtime is Decoder and where.type == "cpu" and packs_groups(kind)
+    check_fits(_needed(tensors, scheme, kind, packs), where, str(path))
     if runtime is not None:
         return runtime(config, tensors, kind, where, max_length, quantization)
     if quantization is not None:
@@ -86,6 +86,25 @@ def load_model(
     from foretoken.models.hf.model import HFModel  # transformers takes seconds to import
 
     return HFModel.load(path, kind, where, max_length)
+
+
+def _needed(
+    tensors: Weights | GGUFWeights | PackedWeights, scheme: Quantizer | None, dtype: torch.dtype, packs: bool
+) -> int:
+    """Returns the bytes of the weights once they are loaded.
+
+    Args:
+        tensors: the checkpoint's tensors.
+        scheme: how matrices are quantized on loading; None if they stay as they are.
+        dtype: dtype of the model.
+        packs: whether matrices quantized in groups stay so; otherwise they are dequantized.
+    """
+    if scheme is not None:
+        return weight_bytes(tensors.shapes, dtype, scheme.weight_bits if packs or scheme.group is None else None)
+    if packs and isinstance(tensors, GGUFWeights):
+        return min(tensors.nbytes, weight_bytes(tensors.shapes, dtype, None))
+    bits = tensors.bits if packs and isinstance(tensors, PackedWeights) else None
+    return weight_bytes(tensors.shapes, dtype, bits)
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:

@@ -115,12 +115,15 @@ class GroupedLinear:
     __slots__ = ("_bias", "_linear", "_weight")
 
     def __init__(self, weight: Grouped, bias: Tensor | None = None) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight: Grouped | None = weight
+        self._bias = bias
         self._linear: Linear | None = None
 
     def __call__(self, x: Tensor, alone: bool = False) -> Tensor:
-        if self._linear is None:
+        if self._weight is not None:
             self._linear = Linear(self._weight.dequantize(x.dtype).to(x.device), self._bias)
+            self._weight = None  # it may hold codes in memory
+        assert self._linear is not None
         return self._linear(x, alone)
 
 

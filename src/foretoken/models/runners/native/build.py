@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 
+import torch
+
 from foretoken.core.native import build
 from foretoken.models.runners.native.bindings import declare, declare_packing
 
@@ -71,6 +73,16 @@ def packing_library() -> ctypes.CDLL:
 def instruction_sets() -> list[str]:
     """Returns the instruction sets that kernels compiled here use, by their usual names."""
     return ["AVX-512", *(flag.removeprefix("-m") for flag in _instructions())]
+
+
+def packs_groups(dtype: torch.dtype) -> bool:
+    """Returns whether the kernels multiply matrices in groups here in a model of this dtype."""
+    try:
+        build.require(VNNI)
+        packing_library()
+    except build.KernelsUnavailable:
+        return False
+    return dtype in (torch.float32, torch.bfloat16)
 
 
 def _instructions() -> list[str]:
