@@ -12,7 +12,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.finite import converted
 from foretoken.models.formats.grouped import Grouped, GroupedWeights
-from foretoken.models.formats.memory import give_back
+from foretoken.models.formats.memory import give_back, reuse_freed
 from foretoken.models.formats.prequantized import read_int8
 from foretoken.models.formats.quantize import Matrix, Quantizer, floats
 
@@ -88,6 +88,7 @@ class Layers:
     source: Source
 
     def __iter__(self) -> Iterator[LayerWeights]:
+        reuse_freed()
         for index in range(self.source.architecture.layers):
             yield read_layer(self.source, index)
             give_back()

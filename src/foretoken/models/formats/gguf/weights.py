@@ -37,11 +37,12 @@ class _Source:
 class GGUFWeights(Mapping[str, Tensor]):
     """The tensors of a GGUF file under the checkpoint's names, with llama.cpp's changes undone.
 
-    Tensors are read when they are asked for: floats in the type of the file, quantized ones as float32. Each read maps
-    its own part of the file, so nothing stays resident.
+    Tensors are read when they are asked for, piece by piece, so nothing stays resident: floats in the type of the file,
+    quantized ones as float32.
 
     Attributes:
         shapes: the shape of each tensor by name, known without reading it.
+        files: the file.
 
     Raises:
         ModelLoadError: the file is damaged, or has tensors or types that are not supported.
@@ -50,6 +51,7 @@ class GGUFWeights(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         header = Header.read(path)
         self._path = path
+        self.files = (path,)
         self._sources = _sources(header)
         self.shapes = {name: source.stored.shape for name, source in self._sources.items()}
 
@@ -100,7 +102,8 @@ class GGUFWeights(Mapping[str, Tensor]):
         order = _order(count, source.heads)
         try:
             if order is None:
-                return np.memmap(self._path, np.uint8, "c", stored.start + first * width, (last - first, width))
+                start, size = stored.start + first * width, (last - first) * width
+                return np.fromfile(self._path, np.uint8, size, offset=start).reshape(last - first, width)
             return np.memmap(self._path, np.uint8, "c", stored.start, (count, width))[order[first:last]]
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{self._path} cannot be read ({error}); was it changed?") from None

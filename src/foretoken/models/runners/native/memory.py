@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,11 @@ class Arena:
             raise MemoryError(f"no memory for another {size / 2**20:.0f} MiB")
         self._held.append((address, size))
         return int(address)
+
+    @property
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """Address and size of everything that is allocated."""
+        return tuple(self._held)
 
     def free(self, address: int) -> None:
         """Frees memory that ``allocate`` returned."""
@@ -180,15 +186,23 @@ def _pack_groups(arena: Arena, parts: Sequence[Grouped], outputs: int, places: S
         zero=layout.zero,
         levels=(ctypes.c_uint8 * 16)(*(layout.levels or range(16))),
     )
-    for part, (start, step) in zip(parts, places, strict=True):
-        for first, last in strips(part.shape):
-            read = part.rows(first, last)
-            codes, numbers = read.codes.contiguous(), (read.scales, read.offsets)
-            wholes = [_contiguous(n.wholes if isinstance(n, TwoLevels) else n) for n in numbers]
-            fractions = [_contiguous(n.parts if isinstance(n, TwoLevels) else None) for n in numbers]
-            source = codes.data_ptr(), _addresses(wholes), _addresses(fractions), last - first, inputs
-            at = start + first // LANES * step, step
-            arena.library.foretoken_pack_groups(*source, matrix, *at, torch.get_num_threads())
+
+    def pack_strip(part: Grouped, first: int, last: int, at: int, step: int) -> None:
+        read = part.rows(first, last)
+        codes, numbers = read.codes.contiguous(), (read.scales, read.offsets)
+        wholes = [_contiguous(n.wholes if isinstance(n, TwoLevels) else n) for n in numbers]
+        fractions = [_contiguous(n.parts if isinstance(n, TwoLevels) else None) for n in numbers]
+        source = codes.data_ptr(), _addresses(wholes), _addresses(fractions), last - first, inputs
+        arena.library.foretoken_pack_groups(*source, matrix, at, step, 1)
+
+    strip_of = [
+        (part, first, last, start + first // LANES * step, step)
+        for part, (start, step) in zip(parts, places, strict=True)
+        for first, last in strips(part.shape)
+    ]
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for _ in threads.map(lambda strip: pack_strip(*strip), strip_of):
+            pass  # raises what a strip raised
     return matrix
 
 

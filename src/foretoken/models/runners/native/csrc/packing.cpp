@@ -10,11 +10,19 @@ namespace {
 // Packs the codes of one output and group: word k of its vectors holds four codes of a byte, or of half a byte twice.
 template <int BITS>
 void pack_codes(const uint8_t* codes, int64_t count, Word* to) {
-    for (int64_t k = 0; k * 4 < count; k++) {
-        Word word = 0;
-        std::memcpy(&word, codes + k * 4, std::min<int64_t>(4, count - k * 4));
+    auto put = [&](int64_t k, Word word) {
         if (BITS == 8) to[k * LANES] = word;
         else to[k / 2 * LANES] |= word << (k % 2 * 4);
+    };
+    Word word;
+    for (int64_t k = 0; k < count / 4; k++) {
+        std::memcpy(&word, codes + k * 4, 4);
+        put(k, word);
+    }
+    if (count % 4) {
+        word = 0;
+        std::memcpy(&word, codes + count / 4 * 4, count % 4);
+        put(count / 4, word);
     }
 }
 
@@ -38,12 +46,12 @@ void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t*
     const int64_t groups = (inputs + w.group - 1) / w.group, blocks = padded(rows, LANES) / LANES;
     const int64_t per = V::scales == TWO_LEVELS ? w.record_groups : 1, records = (groups + per - 1) / per;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < blocks; block++)
-        for (int64_t lane = 0; lane < std::min<int64_t>(LANES, rows - block * LANES); lane++) {
-            const int64_t row = block * LANES + lane, place = first + block * step;
-            const int64_t number = place % BLOCKS * LANES + lane;
-            GroupAt<V> at(w, place / BLOCKS, 0);
-            for (int64_t g = 0; g < groups; g++, at.advance()) {
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t place = first + block * step;
+        GroupAt<V> at(w, place / BLOCKS, 0);
+        for (int64_t g = 0; g < groups; g++, at.advance())  // all lanes of a group, while its cache lines are near
+            for (int64_t lane = 0; lane < std::min<int64_t>(LANES, rows - block * LANES); lane++) {
+                const int64_t row = block * LANES + lane, number = place % BLOCKS * LANES + lane;
                 for (int side = 0; side < V::sides; side++) {
                     uint8_t* where = (uint8_t*)at.record + side * at.layout.floats;
                     const float value = floats[side][row * records + g / per];
