@@ -27,6 +27,7 @@ from foretoken.engine.warmup import warm_up
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_generation_settings, load_tokenizer, resolve
 from foretoken.models.loading import load_model
+from foretoken.models.runners.native.cache import write_kept
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
@@ -117,6 +118,7 @@ class LLM:
         self._proposer = builder.build(config)
         if isinstance(config.control_in_force, GoodputConfig):
             warm_up(self.target, self._proposer, builder.costs, config.max_tokens)
+        write_kept()
         if adapt is not False:
             self._proposer = adaptive(self._proposer, config.model, AdaptConfig.of(adapt))
         chosen = selection(builder, config, self._proposer, methods)

@@ -18,12 +18,14 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
+from foretoken.models.formats.grouped import GroupedWeights
 from foretoken.models.formats.prequantized import check_prequantized
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Layers, Source, read_ends
 from foretoken.models.options import check_quantization
 from foretoken.models.runners.base import Pass, Runner
-from foretoken.models.runners.choose import build_runner
+from foretoken.models.runners.choose import build_runner, cached_runner
+from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.pass_plan import PassPlan
 
 PREFILL_ROWS = 256  # rows of one prefill pass
@@ -61,7 +63,10 @@ class Decoder(Model):
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length = a.max_length
         source = Source(weights, a, dtype, Quantizer.of(quantization))
-        self.runner: Runner = build_runner(a, Layers(source), read_ends(source), dtype, device)
+        cache = _cache(config, weights, dtype, quantization)
+        self.runner: Runner = cached_runner(a, dtype, device, cache) or build_runner(
+            a, Layers(source), read_ends(source), dtype, device, cache=cache
+        )
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 
     @staticmethod
@@ -146,6 +151,15 @@ class Decoder(Model):
                 "shorten the prompt, lower max_tokens, or raise max_model_len"
             )
         return self.runner.run(plan, taps, logits)
+
+
+def _cache(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: torch.dtype, quantization: str | None
+) -> WeightCache | None:
+    """Returns where packed weights are kept on disk; None if packing only rearranges them, which reading takes, too."""
+    if quantization is None and not isinstance(weights, GroupedWeights):
+        return None
+    return WeightCache.of(weights, {"config": config, "dtype": str(dtype), "quantization": quantization})
 
 
 def _by_sequence(

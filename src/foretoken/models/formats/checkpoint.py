@@ -202,6 +202,7 @@ class Weights(Mapping[str, Tensor]):
 
     Attributes:
         shapes: the shape of each tensor by name, known without reading it.
+        files: the files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,7 +211,9 @@ class Weights(Mapping[str, Tensor]):
         self._checked: set[str] = set()
         self.shapes: dict[str, tuple[int, ...]] = {}
         index = _index(path)
-        for file in _weight_files(path, index):
+        names = _weight_files(path, index)
+        self.files = tuple(path / name for name in names)
+        for file in names:
             try:
                 handle = self._open(file)
                 for name in handle.keys():  # noqa: SIM118 (not a mapping)

@@ -10,8 +10,9 @@ A weight is (code - zero) * scale, with a zero and a scale for each group of inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class PackedWeights(Mapping[str, Tensor]):
 
     Attributes:
         shapes: the shape of each tensor by name.
+        files: the checkpoint's files.
 
     Raises:
         ModelLoadError: the tensors of a matrix do not belong together.
@@ -129,6 +131,7 @@ class PackedWeights(Mapping[str, Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], s: PackedSettings) -> None:
         self._weights = weights
+        self.files: Sequence[Path] = getattr(weights, "files", ())
         self._settings = s
         suffix = {"compressed-tensors": ".weight_packed", "mxfp4": "_blocks"}.get(s.method, ".qweight")
         own = {"mxfp4": ("_blocks", "_scales")}.get(s.method, tuple(f".{p}" for p in (*_PARTS, *_TRANSPOSED_PARTS)))

@@ -13,6 +13,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import Runner
 from foretoken.models.runners.graphs import GraphRunner
+from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.torch_runner import TorchRunner
 
@@ -26,6 +27,7 @@ def build_runner(
     dtype: torch.dtype,
     device: torch.device,
     entry: Entry | None = None,
+    cache: WeightCache | None = None,
 ) -> Runner:
     """Returns the fastest runner for this model on this device.
 
@@ -37,10 +39,11 @@ def build_runner(
         dtype: dtype of the computation.
         device: device of weights and KV cache.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
+        cache: where packed weights are kept on disk; None for nowhere.
     """
     if device.type == "cpu":
         try:
-            return NativeRunner(architecture, layers, ends, dtype, entry)
+            return NativeRunner(architecture, layers, ends, dtype, entry, cache=cache)
         except KernelsDisabled:
             pass
         except KernelsUnavailable as reason:
@@ -54,3 +57,15 @@ def build_runner(
 def _report_fallback(reason: str) -> None:
     """Says once in this process, on standard error unless logging is set up, why the compiled kernels are not used."""
     _log.warning("torch operators compute the model, several times slower than the compiled kernels: %s", reason)
+
+
+def cached_runner(
+    architecture: Architecture, dtype: torch.dtype, device: torch.device, cache: WeightCache | None
+) -> Runner | None:
+    """Returns a runner on the packed weights that ``cache`` keeps; None if there are none for this device."""
+    if cache is None or device.type != "cpu":
+        return None
+    try:
+        return NativeRunner.cached(architecture, dtype, cache)
+    except KernelsUnavailable:
+        return None

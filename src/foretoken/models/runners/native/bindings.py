@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_uint16, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
 
 LANES = 16
 UNIT = 32  # outputs of one unit of work; every width is padded to it
@@ -88,6 +88,7 @@ def declare_packing(library: ctypes.CDLL) -> ctypes.CDLL:
     library.foretoken_allocate.argtypes, library.foretoken_allocate.restype = [wide], pointer
     library.foretoken_free.argtypes = [pointer, wide]
     library.foretoken_pack.argtypes = [pointer, wide, wide, pointer, wide, wide, wide, narrow]
+    library.foretoken_checksum.argtypes, library.foretoken_checksum.restype = [pointer, wide, narrow], c_uint64
     packed = POINTER(Matrix)
     library.foretoken_count_exponents.argtypes = [pointer, wide, pointer, narrow]
     library.foretoken_count_raw.argtypes = [packed, pointer, pointer, narrow]

@@ -21,6 +21,8 @@ from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass
 from foretoken.models.runners.native.bindings import LANES, UNIT, BatchSpec, LayerSpec, Matrix, ModelSpec
 from foretoken.models.runners.native.build import library, packing_library
+from foretoken.models.runners.native.cache import WeightCache
+from foretoken.models.runners.native.image import WeightImage
 from foretoken.models.runners.native.memory import KINDS, Arena, pack, padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.pages import PAGE, Pages
@@ -41,6 +43,7 @@ class NativeRunner(DecoderOnly):
         dtype: float32 or bfloat16.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
+        cache: where the packed weights are kept on disk; None for nowhere.
 
     Raises:
         KernelsUnavailable: the kernels do not support the processor or the model.
@@ -57,7 +60,30 @@ class NativeRunner(DecoderOnly):
         dtype: torch.dtype,
         entry: Entry | None = None,
         compress: bool = False,
+        cache: WeightCache | None = None,
     ) -> None:
+        self._begin(architecture, dtype, entry)
+        self._compress = compress
+        self._spec = self._describe(layers, ends, dtype, entry or Entry())
+        if cache is not None:
+            cache.keep(WeightImage(self._spec, self._arena.held, self._held), self._arena)
+        self._finish(dtype)
+
+    @classmethod
+    def cached(cls, architecture: Architecture, dtype: torch.dtype, cache: WeightCache) -> NativeRunner | None:
+        """Returns a runner on packed weights from disk; None if there are none. Raises KernelsUnavailable."""
+        runner = cls.__new__(cls)
+        runner._begin(architecture, dtype, None)
+        image = cache.open()
+        if image is None:
+            return None
+        runner._held.append(image)
+        runner._spec = image.spec
+        runner._finish(dtype)
+        return runner
+
+    def _begin(self, architecture: Architecture, dtype: torch.dtype, entry: Entry | None) -> None:
+        """Checks that the kernels support the model. Raises KernelsUnavailable."""
         a = self._architecture = architecture
         if dtype not in (torch.float32, torch.bfloat16):
             raise KernelsUnavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
@@ -71,9 +97,15 @@ class NativeRunner(DecoderOnly):
             raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
         self._arena = Arena(packing_library())
         self._held: list[object] = []  # tensors and structures that the specification points to
-        self._kinds: set[int] = set()
-        self._compress = compress
-        self._spec = self._describe(layers, ends, dtype, entry or Entry())
+
+    def _finish(self, dtype: torch.dtype) -> None:
+        """Loads the kernels for the specification, and makes room for what changes."""
+        a = self._architecture
+        self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
+        self._spec.ropes = self._ropes
+        self._head_alone = ModelSpec.from_buffer_copy(self._spec)  # for passes of features, without layers and norm
+        self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, None, 0
+        self._kinds = _kinds(self._spec)
         self._library = library(self._kinds, KINDS[dtype])
         self._workspace = self._library.foretoken_open()
         self._row_bytes = 2 * a.kv_heads * a.head_dim * dtype.itemsize  # of one layer's keys and values
@@ -198,15 +230,13 @@ class NativeRunner(DecoderOnly):
                 table = self._matrix([ends.embedding])
             else:
                 embedding = self._keep(_wide(floats(ends.embedding, dtype)))
-        self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
-        spec = ModelSpec(
+        return ModelSpec(
             layers=specs,
             embedding=embedding,
             table=table,
             norm=self._keep(ends.norm),
             feature_norm=self._keep(entry.norm),
             head=head,
-            ropes=self._ropes,
             layer_count=a.layers,
             hidden=a.hidden,
             heads=a.heads,
@@ -224,9 +254,6 @@ class NativeRunner(DecoderOnly):
             logit_cap=a.final_softcap,
             embedding_scale=float(torch.tensor(a.embedding_scale, dtype=dtype)),
         )
-        self._head_alone = ModelSpec.from_buffer_copy(spec)  # for passes of features, without layers and norm
-        self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, None, 0
-        return spec
 
     def _layer(self, weights: LayerWeights) -> LayerSpec:
         return LayerSpec(
@@ -244,7 +271,6 @@ class NativeRunner(DecoderOnly):
 
     def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
         packed = pack(self._arena, _one_layout(parts), bias, interleave, self._compress)
-        self._kinds.add(packed.matrix.kind)
         self._held.extend(packed.held)
         return packed.matrix
 
@@ -266,6 +292,13 @@ class NativeRunner(DecoderOnly):
             angles = torch.outer(torch.arange(self._reach).float(), frequencies)
             self._tables.append(torch.cat((angles.cos(), angles.sin()), dim=-1).contiguous())
             self._ropes[number] = self._tables[-1].data_ptr()
+
+
+def _kinds(spec: ModelSpec) -> set[int]:
+    """Returns the kinds of all matrices."""
+    layers = [spec.layers[number] for number in range(spec.layer_count)]
+    matrices = [m for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    return {matrix.kind for matrix in (*matrices, spec.head, spec.table) if matrix.data}
 
 
 def _wide(embedding: Tensor) -> Tensor:

@@ -63,12 +63,46 @@ void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t*
                 pack_codes<V::bits>(codes + row * inputs + g * w.group, std::min<int64_t>(w.group, inputs - g * w.group),
                                     (Word*)at.codes + place % BLOCKS * at.layout.codes / BLOCKS / 4 + lane);
             }
+    }
+}
+
+// A checksum of up to CHUNK bytes: each step is a bijection of a sum of eight bytes, so no single change is missed.
+constexpr int64_t CHUNK = 1 << 20;
+
+uint64_t checksum(const uint8_t* data, int64_t bytes) {
+    constexpr int VECTORS = 4;
+    const __m512i prime = _mm512_set1_epi64(0x9E3779B185EBCA87);
+    __m512i sums[VECTORS];
+    for (int i = 0; i < VECTORS; i++) sums[i] = _mm512_set1_epi64(bytes + i);
+    for (int64_t at = 0; at < bytes; at += 64 * VECTORS)
+        for (int i = 0; i < VECTORS; i++) {
+            const int64_t left = std::min<int64_t>(64, bytes - at - 64 * i);
+            if (left <= 0) break;
+            const __m512i x = _mm512_maskz_loadu_epi8(~0ull >> (64 - left), data + at + 64 * i);
+            const __m512i mixed = _mm512_mullo_epi64(_mm512_xor_si512(sums[i], x), prime);
+            sums[i] = _mm512_xor_si512(mixed, _mm512_srli_epi64(mixed, 32));
         }
+    uint64_t lanes[8 * VECTORS], sum = 0;
+    std::memcpy(lanes, sums, sizeof lanes);
+    for (uint64_t lane : lanes) sum = (sum ^ lane) * 0x9E3779B185EBCA87, sum ^= sum >> 32;
+    return sum;
 }
 
 }  // namespace
 
 extern "C" {
+
+// A checksum of `bytes` bytes, to notice damage; not a cryptographic one.
+uint64_t foretoken_checksum(const uint8_t* data, int64_t bytes, int threads) {
+    const int64_t chunks = (bytes + CHUNK - 1) / CHUNK;
+    uint64_t sum = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        const int64_t at = chunk * CHUNK;
+        sum += (checksum(data + at, std::min(CHUNK, bytes - at)) | 1) * (2 * chunk + 1);  // the order counts, too
+    }
+    return sum;
+}
 
 // Allocates weights and cache pages: zeroed, aligned, in huge pages if the system has them.
 void* foretoken_allocate(int64_t bytes) {
