@@ -27,6 +27,7 @@ COMMANDS = {
     "editing": f"--dtype float32 {NGRAM} --turns 1 --tasks 1",
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
+    "loading": "--model TARGET --repeats 1",
     "verification": "--rows 3 --vocabulary 512 --repeats 4",
     "mixture": "--target TARGET --count 1 --tokens 8 --repeats 1",
     "never_slower": "--small --proposer wrong --text code --temperature 0 --batch 1 --tokens 8 --requests 1 "

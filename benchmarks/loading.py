@@ -1,0 +1,172 @@
+"""What a start costs: seconds to load and to the first token, and memory, with packed weights made anew and from disk.
+
+    python benchmarks/loading.py --model llama-3b-q4_0.gguf --draft-model DRAFT
+
+Every start is a fresh process. The first one of a pair packs the weights and keeps them in a cache folder of this run's
+own, the second maps them. "Cold" means that the system's page cache was emptied before, for which the benchmark has to
+run as root; reading the file alone is timed beside each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from foretoken.bench.setting import setting, wide_console
+from foretoken.core.files import cache_folder
+from foretoken.models.formats.checkpoint import resolve
+
+DROP = Path("/proc/sys/vm/drop_caches")
+_MIB = 2**20
+_PROGRAM = """
+import json, sys, time
+from pathlib import Path
+clock = time.perf_counter
+started = clock()
+from foretoken import LLM, SamplingParams
+from foretoken.models.loading import load_model
+from foretoken.models.runners.native import cache
+
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+imported, before = clock(), memory("VmRSS")
+model = load_model(sys.argv[1])
+loaded, peak, after = clock(), memory("VmHWM"), memory("VmRSS")
+del model
+cache.wait()
+again = clock()
+llm = LLM(sys.argv[1], sys.argv[2] or None)
+built = clock()
+next(iter(llm.stream("def", SamplingParams(max_tokens=1, temperature=0))))
+first = clock()
+print(json.dumps({"imports": imported - started, "load": loaded - imported, "peak": peak - before,
+                  "after": after - before, "engine": built - again, "first": first - built}))
+"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start. Seconds and bytes; memory is that of the process less what it had after its imports.
+
+    Attributes:
+        name: whether the page cache was cold, and whether weights were packed or mapped.
+        read: reading the file from disk or from the page cache, alone.
+        imports: importing the package.
+        load: loading the target.
+        engine: building everything from loaded files: both models, tokenizer, warm-up.
+        first: the first token of the first request.
+        peak: highest resident memory while the target was loaded.
+        after: resident memory afterwards.
+    """
+
+    name: str
+    read: float
+    imports: float
+    load: float
+    engine: float
+    first: float
+    peak: int
+    after: int
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="GGUF file or folder of a checkpoint.")],
+    draft_model: Annotated[str, typer.Option(help="Draft model of the engine; empty for none.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 3,
+    output: Annotated[Path | None, typer.Option(help="Record in JSON.")] = None,
+) -> None:
+    """Start a model several times and print what it took."""
+    path = resolve(model)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    kinds = [False, *([True] if os.access(DROP, os.W_OK) else [])]
+    starts = []
+    for cold in kinds:
+        runs: dict[str, list[Start]] = {"packed": [], "mapped": []}
+        for _ in range(repeats):
+            with OwnCache() as environment:
+                for name, found in runs.items():
+                    found.append(start(name, path, files, draft_model, cold, environment))
+        starts += [_medians(found) for found in runs.values()]
+    if output is not None:
+        record = {"setting": setting(), "bytes": size, "starts": [asdict(each) for each in starts]}
+        output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    _show(path, size, starts)
+
+
+def start(name: str, path: Path, files: list[Path], draft: str, cold: bool, environment: dict[str, str]) -> Start:
+    """Reads the files, then starts a fresh process that loads the model."""
+    empty: Callable[[], None] = _drop if cold else lambda: None
+    empty()
+    read = _read(files)
+    empty()
+    command = [sys.executable, "-c", _PROGRAM, str(path), draft]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return Start(f"{'cold' if cold else 'warm'}, {name}", read, **json.loads(done.stdout))
+
+
+class OwnCache(tempfile.TemporaryDirectory[str]):
+    """A cache folder beside the usual one, which shares its compiled kernels. Enters as the environment."""
+
+    def __enter__(self) -> dict[str, str]:  # type: ignore[override]
+        folder = Path(super().__enter__())
+        (cache_folder() / "native").mkdir(parents=True, exist_ok=True)
+        (folder / "native").symlink_to(cache_folder() / "native", target_is_directory=True)
+        return {**os.environ, "FORETOKEN_CACHE": str(folder)}
+
+
+def _read(files: list[Path]) -> float:
+    """Returns the seconds of reading files to their end."""
+    buffer, started = bytearray(8 * _MIB), time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as content:
+            while content.readinto(buffer):
+                pass
+    return time.perf_counter() - started
+
+
+def _drop() -> None:
+    """Empties the page cache."""
+    os.sync()
+    with suppress(OSError):
+        DROP.write_text("3", encoding="ascii")
+
+
+def _medians(starts: list[Start]) -> Start:
+    columns = [asdict(each) for each in starts]
+    numbers = {key: median(column[key] for column in columns) for key in columns[0] if key != "name"}
+    return Start(starts[0].name, **{key: type(columns[0][key])(value) for key, value in numbers.items()})
+
+
+def _show(path: Path, size: int, starts: list[Start]) -> None:
+    table = Table(box=box.SIMPLE, title=f"{path.name}, {size / 1e6:.0f} MB")
+    for name in ("start", "read the file", "imports", "load", "load / read", "engine", "first token", "peak / file"):
+        table.add_column(name, justify="left" if name == "start" else "right")
+    table.add_column("resident after, less file", justify="right")
+    for each in starts:
+        seconds = [f"{each.read:.2f} s", f"{each.imports:.2f} s", f"{each.load:.2f} s", f"{each.load / each.read:.2f}"]
+        memory = [f"{each.peak / size:.2f}", f"{(each.after - size) / _MIB:+.0f} MiB"]
+        table.add_row(each.name, *seconds, f"{each.engine:.2f} s", f"{each.first:.2f} s", *memory)
+    wide_console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
