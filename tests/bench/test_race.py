@@ -229,6 +229,8 @@ def test_one_gguf_file_is_raced_by_those_that_read_it(installed, monkeypatch):
         ("foretoken", "model.gguf", "Q5_K_S"), ("llamacpp", "model.gguf", "Q5_K_S"),
     }  # fmt: skip
     assert [line.split()[0] for line in said] == ["transformers", "openvino", "vllm"]
+    drafts = entering.peers(replace(PAIRING, draft=Path("d.gguf")), [{}], list(registry.PEERS.values()), print)
+    assert {(e.system, e.setup.draft) for e in drafts if e.depth} == {("llamacpp", "d.gguf")}
 
 
 def test_other_weights_are_shown_beside_the_method():

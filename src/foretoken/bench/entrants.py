@@ -83,8 +83,9 @@ def peers(
     depths: dict[str, tuple[int, ...]] = {}
     for config in configs:  # a peer has one way to use a method, so it races at the first configuration's depths
         depths.setdefault(_method(config), _depths(config, pairing.depths))
+    gguf = is_gguf(pairing.target) or is_gguf(pairing.draft)
     for peer in candidates:
-        if refusal := peer.refusal(pairing.batch, pairing.quantization, is_gguf(pairing.target)):
+        if refusal := peer.refusal(pairing.batch, pairing.quantization, gguf):
             say(refusal)
             continue
         try:

@@ -37,7 +37,7 @@ class Peer:
         batches: Whether it takes several prompts at once.
         fixed_depth: Whether the depth is chosen when it loads.
         weights: How it stores the target, by the race's quantization; "" is bf16.
-        reads_gguf: Whether a GGUF file can be its target.
+        reads_gguf: Whether its models can be GGUF files.
         program: A file in its environment that it needs besides Python.
     """
 
@@ -71,13 +71,13 @@ class Peer:
         return [str(self.python), "-P", str(BOOT), self.name]
 
     def refusal(self, batch: int, quantization: str, gguf: bool = False) -> str:
-        """Returns why it cannot race, in one line; empty if it can. gguf: Whether the target is a GGUF file."""
+        """Returns why it cannot race, in one line; empty if it can. gguf: Whether a model is a GGUF file."""
         if self.missing:
             return f"{self.name} is not set up ({self.missing} is missing); `make peers` does it. Racing without it."
         if batch > 1 and not self.batches:
             return f"{self.name} takes one prompt at a time with a draft model. Racing batches of {batch} without it."
         if gguf and not self.reads_gguf:
-            return f"{self.name} takes no GGUF file here; it can race with --quantization instead. Racing without it."
+            return f"{self.name} takes no GGUF file here, only checkpoints (--quantization). Racing without it."
         if quantization not in self.weights and not gguf:
             return f"{self.name} has no {quantization or 'bf16'} target here. Racing without it."
         return ""
