@@ -227,6 +227,17 @@ def checkpoint_name(family: GGUFFamily, name: str) -> str | None:
     return _ENDS[name]
 
 
+def gguf_name(family: GGUFFamily, name: str) -> str:
+    """Returns the name in a GGUF file of a checkpoint's tensor. Raises KeyError if it is unknown."""
+    if name in (ends := {known: stored for stored, known in _ENDS.items()}):
+        return ends[name]
+    match = re.fullmatch(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)", name)
+    parts = {known: stored for stored, known in family.names.items()}
+    if match is None or match[2] not in parts or (match[3] == "bias" and parts[match[2]] not in _BIASES):
+        raise KeyError(name)
+    return f"blk.{match[1]}.{parts[match[2]]}.{match[3]}"
+
+
 def _head_dim(m: _Metadata) -> int:
     heads = m.need("attention.head_count")
     if heads < 1:

@@ -23,7 +23,7 @@ from foretoken.models.formats.gguf.pretokenizers import PRE_TOKENIZERS, PreToken
 from foretoken.models.formats.tokenizer import PlainTokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # types of tokens
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi 3's other special tokens remove the spaces after them
 
@@ -145,7 +145,7 @@ def _byte_level(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in header.array("tokenizer.ggml.merges") or []]
     tokenizer = _with_parts(
         normalizer={"type": "NFC"} if pre.nfc else None,
-        pre_tokenizer=_splits(pre),
+        pre_tokenizer=splits(pre),
         post_processor=_template(vocabulary, header, pre.bos),
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     )
@@ -154,7 +154,8 @@ def _byte_level(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
     return tokenizer
 
 
-def _splits(pre: PreTokenizer) -> dict[str, Any]:
+def splits(pre: PreTokenizer) -> dict[str, Any]:
+    """Returns the pre-tokenizer of a rule, as tokenizer.json has it."""
     splits: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in pre.patterns
@@ -168,7 +169,7 @@ def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
     architecture = str(header.metadata.get("general.architecture"))
     # llama.cpp stores the spaces of user-defined tokens as spaces, the checkpoint as SentencePiece does.
     spelled = [
-        token.replace(" ", _SPACE) if kind == _USER_DEFINED else token
+        token.replace(" ", SPACE) if kind == _USER_DEFINED else token
         for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
     ]
     vocabulary = _Vocabulary(spelled, vocabulary.kinds)
@@ -179,14 +180,14 @@ def _sentencepiece(vocabulary: _Vocabulary, header: Header) -> Tokenizer:
     stored = header.array("tokenizer.ggml.merges")
     merges = [tuple(merge.split(" ", 1)) for merge in stored] if stored else list(_merges(vocabulary, ids, scores))
     prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     decoders = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
         *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
     ]
-    prepend = {"type": "Prepend", "prepend": _SPACE}
+    prepend = {"type": "Prepend", "prepend": SPACE}
     tokenizer = _with_parts(
         normalizer={"type": "Sequence", "normalizers": [prepend, spaces]} if prefix else spaces,
         pre_tokenizer=None,

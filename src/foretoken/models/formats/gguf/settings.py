@@ -1,0 +1,105 @@
+"""A checkpoint's config.json as the metadata of a GGUF file: the inverse of ``families.py``.
+
+Keys and tensors are those that llama.cpp's converter writes. What a file cannot say is refused: the metadata is read
+back and must describe the same architecture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFWriter
+from gguf.constants import RopeScalingType
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.rope import inverse_frequencies, rope_settings
+from foretoken.models.formats.gguf.families import FAMILIES, GGUFFamily
+
+ROPE_FACTORS = "rope_freqs.weight"
+_PREFERRED = {"mistral": "llama"}  # llama.cpp has no architecture of this name; its converter takes Llama's
+
+
+def architecture_name(model_type: Any) -> str | None:
+    """Returns the name in GGUF of a config.json's ``model_type``; None if there is none."""
+    names = (name for name, family in FAMILIES.items() if family.model_type == model_type)
+    return _PREFERRED.get(str(model_type)) or next(names, None)
+
+
+def stored_rows(family: GGUFFamily, a: Architecture, name: str, tensor: Tensor) -> Tensor:
+    """Returns a tensor of the checkpoint as llama.cpp stores it: norms with their offset, rotary rows in pairs."""
+    if family.norm_offset and name.endswith("norm.weight"):
+        return tensor.float() + family.norm_offset
+    heads = {"q_proj": a.heads, "k_proj": a.kv_heads}.get(name.split(".")[-2], 0)
+    if not family.interleaved or not heads:
+        return tensor
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def add_settings(writer: GGUFWriter, config: Mapping[str, Any], a: Architecture, family: GGUFFamily) -> None:
+    """Adds the keys of an architecture."""
+    rope = rope_settings(config)
+    writer.add_vocab_size(a.vocab)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(a.hidden)
+    writer.add_block_count(a.layers)
+    writer.add_feed_forward_length(a.intermediate)
+    writer.add_head_count(a.heads)
+    writer.add_head_count_kv(a.kv_heads)
+    writer.add_key_length(a.head_dim)
+    writer.add_value_length(a.head_dim)
+    writer.add_layer_norm_rms_eps(a.eps)
+    writer.add_rope_dimension_count(a.head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if family.settings is not None:
+        _add_windows(writer, config, a)
+
+
+def _add_windows(writer: GGUFWriter, config: Mapping[str, Any], a: Architecture) -> None:
+    """Adds the keys of families with sliding windows: Phi 3 and Gemma 2 and 3."""
+    writer.add_sliding_window(max(a.windows))
+    if a.attention_softcap:
+        writer.add_attn_logit_softcapping(a.attention_softcap)
+    if a.final_softcap:
+        writer.add_final_logit_softcapping(a.final_softcap)
+    if a.family == "gemma3_text":
+        writer.add_rope_freq_base_swa(rope_settings(config, "sliding_attention")["rope_theta"])
+        period = a.windows.index(0) + 1 if 0 in a.windows else a.layers + 1
+        if period not in (6, a.layers + 1):
+            writer.add_sliding_window_pattern(period)
+
+
+def rope_factors(config: Mapping[str, Any], a: Architecture) -> NDArray[np.float32] | None:
+    """Returns what each rotary frequency is divided by, if the file needs a tensor of it (Llama 3)."""
+    rope = rope_settings(config)
+    if rope["rope_type"] not in ("llama3", "factors"):
+        return None
+    plain = inverse_frequencies({**rope, "rope_type": "default"}, a.head_dim)
+    return (plain / a.frequencies[0]).numpy()
+
+
+def check_same(a: Architecture, stored: Architecture) -> None:
+    """Raises InvalidRequest unless a file describes the architecture of its checkpoint."""
+    for field in fields(Architecture):
+        own, other = getattr(a, field.name), getattr(stored, field.name)
+        if field.name == "family":
+            continue
+        if field.name == "frequencies":
+            same = len(own) == len(other) and all(torch.allclose(x, y, rtol=1e-5) for x, y in zip(own, other))
+        else:
+            same = math.isclose(own, other, rel_tol=1e-6) if isinstance(own, float) else own == other
+        if not same:
+            raise InvalidRequest(
+                f"a GGUF file cannot say this model's {field.name.replace('_', ' ')}; llama.cpp would compute another "
+                "model; choose int8 or int4, which are written as a folder"
+            )

@@ -1,0 +1,158 @@
+"""Runs text through a model layer by layer while it is quantized, and collects what its matrices see.
+
+The hidden states of all windows are kept, and the weights of one layer. Two streams are computed: of the quantized
+model, on all windows, and of the original one, on those that are held out for the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.quantize import floats, stacked
+from foretoken.models.formats.weights import LayerWeights, Source, read_ends, read_layer
+from foretoken.quantize.rounding import Curvature
+
+WINDOW = 512  # tokens
+WINDOWS = 128  # at most
+_HELD_OUT = 8  # one window in so many is for the loss alone
+_AT_ONCE = 4  # windows
+Record = Callable[[str, Tensor], None]
+_SITES = {"q": "qkv", "k": "qkv", "v": "qkv", "qkv": "qkv", "o": "out", "gate": "mlp", "up": "mlp", "gate_up": "mlp"}
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Mean loss in nats per token on the held-out windows."""
+
+    before: float
+    after: float
+    tokens: int
+
+
+class Calibration:
+    """Text on its way through a decoder.
+
+    Args:
+        architecture: of the decoder.
+        tokens: token ids of the text.
+
+    Raises:
+        InvalidRequest: the text is too short.
+    """
+
+    def __init__(self, architecture: Architecture, tokens: Tensor) -> None:
+        self._architecture = architecture
+        length = min(WINDOW, architecture.max_length, len(tokens) // 2)
+        if length < 16:
+            raise InvalidRequest(f"the calibration text has {len(tokens)} tokens; give at least 32, better 50,000")
+        windows = tokens[: len(tokens) // length * length].view(-1, length)[:WINDOWS]
+        held = torch.arange(len(windows)) % _HELD_OUT == 1
+        self._held = windows[held]
+        self._windows = torch.cat([windows[~held], self._held])
+        self._quantized = self._original = torch.empty(0)
+
+    def begin(self, original: Tensor, quantized: Tensor) -> None:
+        """Embeds the text with both embeddings [V, H]."""
+        scale = self._architecture.embedding_scale
+        self._original = F.embedding(self._held, original).float() * scale
+        self._quantized = F.embedding(self._windows, quantized).float() * scale
+
+    def curvatures(self, layer: int, weights: Mapping[str, Tensor]) -> dict[str, Curvature]:
+        """Returns what the inputs of each matrix of a layer look like, by the matrix's name.
+
+        The held-out windows are left out. The original stream takes its step through the layer.
+        """
+        sums: dict[str, Tensor] = {}
+
+        def record(site: str, x: Tensor) -> None:
+            rows = x.flatten(0, -2)
+            sums[site] = sums.get(site, 0) + rows.t() @ rows
+
+        read = self._layer(layer, weights)
+        self._through(layer, read, self._quantized[: len(self._windows) - len(self._held)], record)
+        self._original = self._through(layer, read, self._original)
+        curvatures = {site: Curvature.of(total) for site, total in sums.items()}
+        return {name: curvatures[site_of(name)] for name, weight in weights.items() if weight.ndim == 2}
+
+    def advance(self, layer: int, weights: Mapping[str, Tensor]) -> None:
+        """Takes the quantized stream through the layer with its quantized weights."""
+        self._quantized = self._through(layer, self._layer(layer, weights), self._quantized)
+
+    def losses(self, original: Mapping[str, Tensor], quantized: Mapping[str, Tensor]) -> Losses:
+        """Returns the losses with the embeddings, last norms and heads of both models."""
+        before = self._loss(self._original, original)
+        return Losses(before, self._loss(self._quantized[-len(self._held) :], quantized), self._held[:, 1:].numel())
+
+    def _layer(self, layer: int, weights: Mapping[str, Tensor]) -> LayerWeights:
+        return read_layer(Source(weights, self._architecture, torch.float32), layer)
+
+    def _through(self, layer: int, w: LayerWeights, hidden: Tensor, record: Record | None = None) -> Tensor:
+        """Returns hidden states [windows, T, H] after a layer; nothing where inputs are only recorded."""
+        done = [_step(self._architecture, layer, w, part, record) for part in hidden.split(_AT_ONCE)]
+        return hidden if record is not None else torch.cat(done)
+
+    def _loss(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> float:
+        a = self._architecture
+        ends = read_ends(Source(weights, a, torch.float32))
+        head, total = floats(ends.head, torch.float32), 0.0
+        for states, tokens in zip(hidden, self._held, strict=True):
+            logits = _norm(states[:-1], ends.norm, a.eps) @ head.t()
+            if a.final_softcap:
+                logits = logits.div_(a.final_softcap).tanh_().mul_(a.final_softcap)
+            total += float(F.cross_entropy(logits, tokens[1:], reduction="sum"))
+        return total / self._held[:, 1:].numel()
+
+
+def site_of(name: str) -> str:
+    """Returns the input that a layer's matrix multiplies: "qkv", "out", "mlp" or "down"."""
+    return _SITES.get(name.split(".")[-2].removesuffix("_proj"), "down")
+
+
+def _step(a: Architecture, layer: int, w: LayerWeights, x: Tensor, record: Record | None) -> Tensor:
+    """Returns hidden states [windows, T, H] after a layer, computed in float32."""
+
+    def multiply(site: str, inputs: Tensor, *matrices: object, bias: Tensor | None = None) -> Tensor:
+        if record is not None:
+            record(site, inputs)
+        return F.linear(inputs, floats(stacked(matrices), torch.float32), bias)  # type: ignore[arg-type]
+
+    heads = multiply("qkv", _norm(x, w.norm, a.eps), *w.qkv, bias=w.qkv_bias).unflatten(-1, (-1, a.head_dim))
+    queries, keys, values = heads.transpose(1, 2).split((a.heads, a.kv_heads, a.kv_heads), dim=1)
+    queries, keys = _norm(queries, w.q_norm, a.eps), _norm(keys, w.k_norm, a.eps)
+    if a.rope[layer] >= 0:
+        queries, keys = _rotated(queries, a.frequencies[a.rope[layer]]), _rotated(keys, a.frequencies[a.rope[layer]])
+    mixed = _attend(a, a.windows[layer], queries, keys, values).transpose(1, 2).flatten(2)
+    x = x + _norm(multiply("out", mixed, w.out, bias=w.out_bias), w.post_attention_norm, a.eps)
+    gate, up = multiply("mlp", _norm(x, w.mlp_norm, a.eps), *w.gate_up).chunk(2, dim=-1)
+    active = (F.silu(gate) if a.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return x + _norm(multiply("down", active, w.down), w.post_mlp_norm, a.eps)
+
+
+def _attend(a: Architecture, window: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Returns causal attention [windows, heads, T, head_dim]."""
+    share = a.heads // a.kv_heads
+    scores = queries @ keys.repeat_interleave(share, 1).transpose(-1, -2) * a.scale
+    if a.attention_softcap:
+        scores = scores.div_(a.attention_softcap).tanh_().mul_(a.attention_softcap)
+    at = torch.arange(queries.shape[2])
+    behind = at[:, None] - at
+    hidden = (behind < 0) | (behind >= (window or len(at)))
+    return scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values.repeat_interleave(share, 1)
+
+
+def _rotated(x: Tensor, frequencies: Tensor) -> Tensor:
+    """Applies the rotary embedding to x [windows, heads, T, head_dim]."""
+    angles = torch.outer(torch.arange(x.shape[2]).float(), frequencies)
+    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)

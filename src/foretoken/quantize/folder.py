@@ -1,0 +1,206 @@
+"""Writes a checkpoint as a folder of safetensors, quantized as compressed-tensors does or in floats.
+
+vLLM and transformers (with the package compressed-tensors) load it. int4 is ``pack-quantized``: codes of an output in
+int32 words, a scale for each group of inputs. int8 is ``int-quantized`` W8A8: a scale for each output, activations
+quantized row by row.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foretoken.core.files import write_json
+from foretoken.models.formats.checkpoint import INDEX, SINGLE
+from foretoken.models.formats.grouped import strips
+from foretoken.models.formats.quantize import Quantiser, quantise
+from foretoken.quantize.rounding import Grid, Rounding, symmetric_scales
+from foretoken.quantize.schemes import Scheme
+
+SHARD = 2**30  # bytes that are held before they are written
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "LICENSE*",
+)
+_EMBEDDINGS = ("embed", "shared", "wte", "wpe", "relative_attention_bias", "norm")
+_VERSION = "0.20.0"  # of the package whose format this is
+
+
+class FolderWriter:
+    """Takes tensors one after the other.
+
+    Args:
+        folder: is written to.
+        config: config.json of the source.
+        scheme: a scheme that is not GGUF.
+        lm_head: whether the vocabulary head is quantized.
+        search: whether scales are searched for; otherwise the largest number of a group decides, as on loading.
+    """
+
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], scheme: Scheme, lm_head: bool = False, search: bool = True
+    ) -> None:
+        self._folder, self._scheme, self._lm_head, self._search = folder, scheme, lm_head, search
+        self._config = dict(config)
+        self._vocabularies = {config.get(key) for key in ("vocab_size", "draft_vocab_size")}
+        self._held: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._left: list[str] = []
+        self._bytes = self._total = 0
+
+    def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
+        """Writes a tensor. Returns its values as they are read back."""
+        stem, quantiser = name.removesuffix(".weight"), self._scheme.quantiser
+        if self._scheme.dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._scheme.dtype)
+        if quantiser is None or not self._is_linear(name, tensor):
+            return self._keep({name: tensor.contiguous()}, tensor)
+        if quantiser.group is None:
+            int8 = quantise(tensor)
+            values = {name: int8.values, f"{stem}.weight_scale": int8.scales[:, None]}
+            return self._keep(values, int8.dequantised())
+        if tensor.shape[1] % quantiser.group:
+            self._left.append(stem)
+            return self._keep({name: tensor.contiguous()}, tensor)
+        return self._keep(*self._groups(stem, tensor, quantiser, rounding))
+
+    def close(self) -> None:
+        """Writes what is held, the index and config.json."""
+        self._flush()
+        names = [_shard_name(number, len(self._shards)) for number in range(len(self._shards))]
+        for number, name in enumerate(names):
+            (self._folder / _shard_name(number, 0)).rename(self._folder / name)
+        if len(names) > 1:
+            where = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
+            write_json(self._folder / INDEX, {"metadata": {"total_size": self._total}, "weight_map": where})
+        self._config.pop("quantization_config", None)
+        if self._scheme.quantiser is not None:
+            self._config["quantization_config"] = self._settings(self._scheme.quantiser)
+        elif self._scheme.dtype is not None:
+            self._config.pop("torch_dtype", None)
+            self._config["dtype"] = self._scheme.name
+        if self._lm_head and self._scheme.quantiser is not None:
+            self._config["tie_word_embeddings"] = False
+        write_json(self._folder / "config.json", self._config)
+
+    def _is_linear(self, name: str, tensor: Tensor) -> bool:
+        """Returns whether the scheme quantizes a tensor: matrices of linear layers, not embeddings."""
+        if not name.endswith(".weight") or tensor.ndim != 2 or not tensor.is_floating_point():
+            return False
+        if any(part in name for part in _EMBEDDINGS):
+            return False
+        vocabulary = name == "lm_head.weight" or tensor.shape[0] in self._vocabularies
+        if vocabulary and not self._lm_head:
+            self._left.append(name.removesuffix(".weight"))
+        return self._lm_head or not vocabulary
+
+    def _groups(
+        self, stem: str, tensor: Tensor, quantiser: Quantiser, rounding: Rounding
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Returns the parts of a matrix in groups, and its values."""
+        assert quantiser.group is not None
+        packed, scales, values = [], [], []
+        pieces = strips((tensor.shape[0], tensor.shape[1])) if rounding.curvature is None else [(0, len(tensor))]
+        for first, last in pieces:
+            weights = tensor[first:last].float()
+            grid = self._grid(weights, quantiser, rounding, tensor.dtype)
+            codes = rounding.codes(weights, grid)
+            packed.append(_words(codes - grid.low, quantiser.bits))
+            scales.append(grid.scales.to(tensor.dtype))
+            values.append(grid.values(codes))
+        parts = {
+            f"{stem}.weight_packed": torch.cat(packed),
+            f"{stem}.weight_scale": torch.cat(scales),
+            f"{stem}.weight_shape": torch.tensor(tensor.shape),
+        }
+        return parts, torch.cat(values)
+
+    def _grid(self, weights: Tensor, quantiser: Quantiser, rounding: Rounding, dtype: torch.dtype) -> Grid:
+        group, low = quantiser.group or weights.shape[1], -(2 ** (quantiser.bits - 1))
+        x = weights.unflatten(1, (-1, group))
+        importance = torch.ones_like(x)
+        if rounding.importance is not None:
+            importance = rounding.importance.unflatten(0, (-1, group)).expand_as(x)
+        if self._search:
+            scales = symmetric_scales(x, low, importance)
+        else:
+            scales = x.gather(-1, x.abs().argmax(-1, keepdim=True))[..., 0] / low
+        rounded = scales.half().float() if dtype == torch.float32 else scales.to(dtype).float()
+        return Grid(rounded, low, -low - 1, group)
+
+    def _keep(self, tensors: dict[str, Tensor], values: Tensor) -> Tensor:
+        self._held |= tensors
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self._bytes >= SHARD:
+            self._flush()
+        return values
+
+    def _flush(self) -> None:
+        if self._held:
+            save_file(self._held, self._folder / _shard_name(len(self._shards), 0), metadata={"format": "pt"})
+            self._shards.append(list(self._held))
+            self._total += self._bytes
+            self._held, self._bytes = {}, 0
+
+    def _settings(self, quantiser: Quantiser) -> dict[str, Any]:
+        """Returns the ``quantization_config`` of compressed-tensors."""
+        common = {"type": "int", "symmetric": True, "actorder": None, "block_structure": None, "observer": "minmax"}
+        group, int8 = quantiser.group, quantiser.group is None
+        weights = {"num_bits": quantiser.bits, "strategy": "channel" if int8 else "group", "group_size": group}
+        activations = {"num_bits": 8, "strategy": "token", "group_size": None, "dynamic": True}
+        kind = "int-quantized" if int8 else "pack-quantized"
+        return {
+            "quant_method": "compressed-tensors",
+            "format": kind,
+            "quantization_status": "compressed",
+            "version": _VERSION,
+            "global_compression_ratio": None,
+            "kv_cache_scheme": None,
+            "ignore": sorted({*self._left, *(() if self._lm_head else ("lm_head",))}),
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {**common, **weights, "dynamic": False},
+                    "input_activations": {**common, **activations, "observer": None} if int8 else None,
+                    "output_activations": None,
+                    "format": kind,
+                }
+            },
+        }
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """Copies tokenizer, chat template and generation settings of a checkpoint, and the drafting heads in it."""
+    for file in {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}:
+        shutil.copyfile(file, folder / file.name)
+    if (source / "heads").is_dir():
+        shutil.copytree(source / "heads", folder / "heads")
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Returns codes [out, in] packed into int32 words along the inputs, the lowest bits first."""
+    codes = F.pad(codes.to(torch.uint8), (0, -codes.shape[1] % (32 // bits)))
+    if bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    return codes.contiguous().view(torch.int32)
+
+
+def _shard_name(number: int, count: int) -> str:
+    if count == 1:
+        return SINGLE
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"

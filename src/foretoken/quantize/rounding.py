@@ -1,0 +1,203 @@
+"""Rounds weights to codes of few bits: scales by least squares, codes to the nearest or by GPTQ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SMALL = 1e-15  # magnitude below which a group counts as zeros
+_SYMMETRIC_STEPS = tuple(step / 10 for step in range(-9, 10))  # tried around the largest code, as llama.cpp does
+_COLUMNS = 128  # that GPTQ corrects at once
+_DAMPING = 0.01  # of the mean diagonal, is added to the Hessian
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """The numbers that a matrix [out, in] can take: ``code * scale + offset`` in each group of inputs.
+
+    Attributes:
+        scales: float32 [out, groups].
+        low: smallest code.
+        high: largest code.
+        group: inputs of a group; the last may be shorter.
+        offsets: float32 [out, groups], or None.
+    """
+
+    scales: Tensor
+    low: int
+    high: int
+    group: int
+    offsets: Tensor | None = None
+
+    def codes(self, weights: Tensor) -> Tensor:
+        """Returns the nearest codes of weights [out, in], int16."""
+        inputs = weights.shape[1]
+        shifted = weights if self.offsets is None else weights - self._spread(self.offsets, inputs)
+        return self._nearest(shifted, self._spread(self.scales, inputs)).to(torch.int16)
+
+    def column(self, weights: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """Returns the nearest codes [out] of the weights [out] of one input, and the numbers that they stand for."""
+        scale = self.scales[:, index // self.group]
+        offset = 0.0 if self.offsets is None else self.offsets[:, index // self.group]
+        codes = self._nearest(weights - offset, scale)
+        return codes, codes * scale + offset
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Returns the numbers that codes [out, in] stand for, float32."""
+        numbers = codes * self._spread(self.scales, codes.shape[1])
+        return numbers if self.offsets is None else numbers + self._spread(self.offsets, codes.shape[1])
+
+    def _nearest(self, weights: Tensor, scales: Tensor) -> Tensor:
+        return weights.div(scales.masked_fill(scales == 0, torch.inf)).round_().clamp_(self.low, self.high)
+
+    def _spread(self, numbers: Tensor, inputs: int) -> Tensor:
+        return numbers.repeat_interleave(self.group, 1)[:, :inputs]
+
+
+def symmetric_scales(x: Tensor, low: int, importance: Tensor, steps: tuple[float, ...] = _SYMMETRIC_STEPS) -> Tensor:
+    """Returns the scales of least squared error for codes from ``low`` to ``-low - 1``.
+
+    The number of largest magnitude takes a code near ``low``. For each of several such codes the others follow, and
+    from them the scale by least squares (llama.cpp's ``make_qx_quants``).
+
+    Args:
+        x: groups [..., group].
+        low: smallest code, negative.
+        importance: weight of each squared error, as x.
+        steps: distances of the code of the largest number from ``low``.
+
+    Returns:
+        float32 [...].
+    """
+    at = x.abs().argmax(-1, keepdim=True)
+    extreme = x.gather(-1, at)
+    empty = extreme.abs() < _SMALL
+    inverse = low / extreme.masked_fill(empty, torch.inf)
+    best, best_score = torch.zeros_like(extreme), torch.zeros_like(extreme)
+    for step in steps:
+        codes = (x * (inverse * (1 - step / low))).round_().clamp_(low, -low - 1)
+        weighted = importance * codes
+        dot, square = (weighted * x).sum(-1, keepdim=True), (weighted * codes).sum(-1, keepdim=True)
+        scale = dot / square.clamp_min(torch.finfo(torch.float32).tiny)
+        score = scale * dot
+        better = score > best_score
+        best, best_score = torch.where(better, scale, best), torch.where(better, score, best_score)
+    return best.masked_fill_(empty, 0.0)[..., 0]
+
+
+def affine_scales(x: Tensor, high: int, importance: Tensor, first: float, steps: int) -> tuple[Tensor, Tensor]:
+    """Returns scales and smallest numbers of least squared error for codes from 0 to ``high``.
+
+    Several ranges are tried, each refined by least squares; the smallest number is never positive (llama.cpp's
+    ``make_qkx2_quants``).
+
+    Args:
+        x: groups [..., group].
+        high: largest code.
+        importance: weight of each squared error, as x.
+        first: the first code tried for the largest number, less ``high``.
+        steps: number of further ones, 0.1 apart.
+
+    Returns:
+        Scales and smallest numbers, float32 [...].
+    """
+    least, largest = x.amin(-1, keepdim=True).clamp_max(0.0), x.amax(-1, keepdim=True)
+    span = largest - least
+    flat = span <= 0
+    span = span.masked_fill(flat, torch.inf)
+    weight, total = importance.sum(-1, keepdim=True), (importance * x).sum(-1, keepdim=True)
+    scale, offset = span / high, least
+    codes = ((x - least) / scale).round_().clamp_(0, high)
+    error = (importance * (scale * codes + offset - x).square_()).sum(-1, keepdim=True)
+    error.masked_fill_(flat, 0.0)
+    for step in range(steps + 1):
+        codes = ((x - least) * ((first + 0.1 * step + high) / span)).round_().clamp_(0, high)
+        weighted = importance * codes
+        ones, squares = weighted.sum(-1, keepdim=True), (weighted * codes).sum(-1, keepdim=True)
+        dot = (weighted * x).sum(-1, keepdim=True)
+        determinant = weight * squares - ones * ones
+        usable = determinant > 0
+        divisor = determinant.masked_fill(~usable, 1.0)
+        new_scale, new_offset = (weight * dot - total * ones) / divisor, (squares * total - ones * dot) / divisor
+        positive = new_offset > 0
+        new_scale = torch.where(positive, dot / squares.clamp_min(_SMALL), new_scale)
+        new_offset = new_offset.masked_fill(positive, 0.0)
+        new_error = (importance * (new_scale * codes + new_offset - x).square_()).sum(-1, keepdim=True)
+        better = usable & (new_error < error)
+        error, scale = torch.where(better, new_error, error), torch.where(better, new_scale, scale)
+        offset = torch.where(better, new_offset, offset)
+    return scale.masked_fill_(flat, 0.0)[..., 0], offset[..., 0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curvature:
+    """How much an error in each input of a matrix costs on the calibration text.
+
+    Attributes:
+        importance: mean square of each input, float32 [in].
+        order: inputs, the largest first.
+        factor: upper Cholesky factor of the inverse of the damped Hessian, in that order, float32 [in, in].
+    """
+
+    importance: Tensor
+    order: Tensor
+    factor: Tensor
+
+    @staticmethod
+    def of(hessian: Tensor) -> Curvature:
+        """Returns the curvature for a sum of x x^T over inputs x, float32 [in, in]."""
+        importance = hessian.diagonal().clone()
+        order = importance.argsort(descending=True, stable=True)
+        damped = hessian[order][:, order].double()
+        mean = float(importance.mean())
+        damped.diagonal().add_(_DAMPING * mean if mean > 0 else 1.0)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        return Curvature(importance, order, torch.linalg.cholesky(inverse, upper=True).float())
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Rounds matrices to a grid: to the nearest codes or, with ``curvature``, by GPTQ."""
+
+    curvature: Curvature | None = None
+
+    @property
+    def importance(self) -> Tensor | None:
+        """Weight of the squared errors of each input, float32 [in]; None where nothing is known."""
+        return None if self.curvature is None else self.curvature.importance
+
+    def codes(self, weights: Tensor, grid: Grid) -> Tensor:
+        """Returns the codes of a matrix, int16 [out, in]."""
+        return grid.codes(weights) if self.curvature is None else gptq(weights, grid, self.curvature)
+
+
+def gptq(weights: Tensor, grid: Grid, curvature: Curvature) -> Tensor:
+    """Rounds a matrix so that its outputs change least on the calibration text (GPTQ, 2210.17323).
+
+    Inputs are rounded one after the other, those of the largest activations first; what each loses is made up by those
+    that are still to come.
+
+    Args:
+        weights: float32 [out, in].
+        grid: the numbers that it can take.
+        curvature: of its inputs.
+
+    Returns:
+        Codes, int16 [out, in].
+    """
+    factor, names = curvature.factor, curvature.order.tolist()
+    left = weights[:, curvature.order]
+    codes = torch.empty(weights.shape, dtype=torch.int16)
+    for start in range(0, len(names), _COLUMNS):
+        end = min(start + _COLUMNS, len(names))
+        block, own = left[:, start:end], factor[start:end, start:end]
+        errors = torch.empty_like(block)
+        for at in range(end - start):
+            code, value = grid.column(block[:, at], names[start + at])
+            codes[:, names[start + at]] = code.to(torch.int16)
+            errors[:, at] = (block[:, at] - value) / own[at, at]
+            block[:, at + 1 :] -= torch.outer(errors[:, at], own[at, at + 1 :])
+        left[:, end:] -= errors @ factor[start:end, end:]
+    return codes

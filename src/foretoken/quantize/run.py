@@ -1,0 +1,187 @@
+"""Quantizes a checkpoint: reads it layer by layer, rounds, and writes another one, whole or not at all."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ForetokenError, InvalidRequest, WriteError
+from foretoken.core.files import atomic_directory, atomic_file, write_json
+from foretoken.models.formats.checkpoint import is_gguf, resolve
+from foretoken.models.formats.memory import give_back
+from foretoken.quantize.calibration import Calibration, Losses
+from foretoken.quantize.exported import exported_config, save_tokenizer
+from foretoken.quantize.file import FileWriter, planned
+from foretoken.quantize.folder import FolderWriter, copy_files
+from foretoken.quantize.rounding import Rounding
+from foretoken.quantize.schemes import Scheme
+from foretoken.quantize.source import EMBEDDING, HEAD, SourceCheckpoint
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCheckpoint:
+    """What was written.
+
+    Attributes:
+        path: the folder or file.
+        scheme: as it was asked for.
+        bytes_before: bytes of the weights that were read.
+        bytes_after: bytes of the weights that were written.
+        seconds: how long it took.
+        losses: on held-out windows of the calibration text, before and after; None without such a text.
+    """
+
+    path: Path
+    scheme: str
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    losses: Losses | None = None
+
+
+class Writer(Protocol):
+    """Takes the tensors of a checkpoint one after the other."""
+
+    def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
+        """Writes a tensor. Returns its values as they are read back."""
+
+    def close(self) -> None:
+        """Ends the writing."""
+
+
+@torch.inference_mode()
+def quantize_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    scheme: str,
+    calibration: str | None = None,
+    lm_head: bool = False,
+    force: bool = False,
+    gguf_file: str | None = None,
+    progress: Progress = lambda share, what: None,
+) -> QuantizedCheckpoint:
+    """Writes a checkpoint in another scheme, with no more than a layer of it in memory.
+
+    Args:
+        source: a folder, GGUF file or hub id: a decoder or encoder-decoder that the native runtime computes, or a folder
+            of drafting heads (EAGLE, Medusa).
+        out: the folder to write or, for the names of GGUF, the file.
+        scheme: ``int4`` (groups of 32), ``int4-g32``, ``-g64``, ``-g128`` or ``int8`` write a compressed-tensors
+            folder; ``Q4_K_M``, ``Q8_0`` and so on a GGUF file, ``F16`` and ``BF16`` one of floats; ``bfloat16``,
+            ``float16`` and ``float32`` a folder of floats.
+        calibration: text like the model's use. Weights are then rounded by GPTQ; without, each to the nearest code.
+        lm_head: whether the vocabulary head of a folder is quantized as well. GGUF files always quantize it.
+        force: whether ``out`` is replaced if it exists.
+        gguf_file: name of a GGUF file in the folder or repository ``source``.
+        progress: is called with the share that is done, from 0 to 1, and what is being done.
+
+    Raises:
+        InvalidRequest: the scheme is unknown or does not fit the model, or ``out`` exists.
+        ModelLoadError: the source cannot be read.
+        WriteError: the result cannot be written.
+    """
+    started = time.perf_counter()
+    chosen = Scheme.of(scheme)
+    path = resolve(source, gguf_file)
+    target = _check_output(Path(out), path, chosen, force)
+    model = SourceCheckpoint.open(path, chosen)
+    text = None if calibration is None else model.calibration(calibration, chosen)
+    with _output(target, chosen) as partial:
+        writer = _writer(model, partial, chosen, lm_head)
+        losses = _stream(model, writer, text, lm_head and chosen.quantiser is not None, progress)
+        writer.close()
+    seconds = time.perf_counter() - started
+    return QuantizedCheckpoint(target, chosen.name, _weight_bytes(path), _weight_bytes(target), seconds, losses)
+
+
+def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -> Writer:
+    """Returns what writes a scheme, after the files beside the weights were written."""
+    if scheme.gguf:
+        described = model.described()
+        with tempfile.TemporaryDirectory() as scratch:
+            described.check(Path(scratch), planned(described, scheme.name, model.shapes))
+        return FileWriter(out, described, scheme.name, model.shapes)
+    config = model.config
+    if is_gguf(model.path):
+        config = exported_config(config, model.path)
+        save_tokenizer(model.path, out)
+    else:
+        copy_files(model.path, out)
+    write_json(out / "provenance.json", {"quantized_from": model.path.name, "scheme": scheme.name})
+    return FolderWriter(out, config, scheme, lm_head)
+
+
+def _stream(
+    model: SourceCheckpoint, writer: Writer, text: Calibration | None, lm_head: bool, progress: Progress
+) -> Losses | None:
+    """Hands all tensors to the writer, and takes the text through each layer. Returns its losses."""
+    before: dict[str, Tensor] = {}
+    after: dict[str, Tensor] = {}
+    done = 0
+    for layer, tensors in model.parts():
+        curvatures = text.curvatures(layer, tensors) if text is not None and layer is not None else {}
+        values = {
+            name: writer.put(name, tensor, Rounding(curvatures.get(name))) for name, tensor in tensors.items()
+        }
+        if lm_head and model.tied and EMBEDDING in tensors:
+            values[HEAD] = writer.put(HEAD, tensors[EMBEDDING], Rounding())
+        if text is not None and layer is not None:
+            text.advance(layer, values)
+        elif text is not None:
+            before |= tensors
+            after |= values
+            if EMBEDDING in tensors:
+                text.begin(tensors[EMBEDDING], values[EMBEDDING])
+        done += len(tensors)
+        progress(done / len(model.shapes), next(iter(tensors)) if layer is None else f"layer {layer}")
+        del tensors, values
+        give_back()
+    return None if text is None else text.losses(before, after)
+
+
+def _check_output(out: Path, source: Path, scheme: Scheme, force: bool) -> Path:
+    """Returns the absolute path to write. Raises InvalidRequest if it may not be written."""
+    out = out.expanduser().absolute()
+    if out == source.absolute():
+        raise InvalidRequest("SRC and DST are the same; name another DST")
+    if is_gguf(out) != scheme.gguf:
+        kind = "a file whose name ends with .gguf" if scheme.gguf else "a folder"
+        raise InvalidRequest(f"scheme {scheme.name} is written to {kind}, and {out.name!r} is not the name of one")
+    if out.exists() and not force:
+        raise InvalidRequest(f"{out} exists; name another DST, or pass --force to replace it")
+    if out.exists() and out.is_dir() == scheme.gguf:
+        raise InvalidRequest(f"{out} is a {'folder' if scheme.gguf else 'file'}; name another DST")
+    return out
+
+
+@contextmanager
+def _output(out: Path, scheme: Scheme) -> Iterator[Path]:
+    """Yields the place to write to, which becomes ``out`` at the end. Raises WriteError."""
+    if not scheme.gguf:
+        with atomic_directory(out) as folder:
+            yield folder
+        return
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(out) as file:
+            yield file
+    except ForetokenError:
+        raise
+    except OSError as error:
+        raise WriteError(f"cannot write {out}: {error}; nothing was left behind") from error
+
+
+def _weight_bytes(path: Path) -> int:
+    """Returns the bytes of a checkpoint's weights."""
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)

@@ -1,0 +1,114 @@
+"""The checkpoint that is quantized: what it is, and its tensors in the order in which they are written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.decoder import Decoder
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.checkpoint import (
+    is_gguf,
+    load_config,
+    load_generation_settings,
+    load_tokenizer,
+    open_weights,
+)
+from foretoken.models.formats.gguf.blocks import FLOATS
+from foretoken.models.formats.gguf.header import Header
+from foretoken.models.formats.packed import PackedWeights
+from foretoken.models.formats.prequantized import check_prequantized, unpacked
+from foretoken.models.seq2seq.model import EncoderDecoder
+from foretoken.quantize.calibration import Calibration
+from foretoken.quantize.file import Described
+from foretoken.quantize.schemes import Scheme
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.")
+_HEADS = re.compile(r"fc\.weight|(medusa_heads?\.)?[0-9]+\.0\.(linear\.)?weight|blocks\.0\.layers\.0\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCheckpoint:
+    """A checkpoint.
+
+    Attributes:
+        path: folder or GGUF file.
+        config: config.json, without a quantization.
+        tensors: tensors by name, read on access; quantized ones as floats.
+        shapes: their shapes, in the order in which they are written.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    shapes: dict[str, tuple[int, ...]]
+
+    @staticmethod
+    def open(path: Path, scheme: Scheme) -> SourceCheckpoint:
+        """Opens a checkpoint. Raises InvalidRequest for one that the scheme does not fit."""
+        config = load_config(path)
+        kind = config.get("model_type")
+        if Decoder.supports(config) and check_prequantized(config):
+            raise InvalidRequest(f"{path} is int8 already; quantize the checkpoint that it was made from")
+        tensors = unpacked(open_weights(path), config)
+        if scheme.quantizes and (isinstance(tensors, PackedWeights) or _has_blocks(path)):
+            raise InvalidRequest(
+                f"{path} is quantized already, and rounding twice loses more than once; quantize the checkpoint that "
+                "it was made from, or write it as bfloat16 first"
+            )
+        heads = any(_HEADS.fullmatch(name) for name in tensors)
+        if not heads and not Decoder.supports(config) and not EncoderDecoder.supports(config):
+            raise InvalidRequest(
+                f"{path} (type {kind!r}) is neither a model that the native runtime computes nor EAGLE or Medusa heads"
+            )
+        shapes = dict(sorted(tensors.shapes.items(), key=lambda item: _place(item[0])))
+        if config.get("tie_word_embeddings") and EMBEDDING in shapes:
+            shapes.pop(HEAD, None)  # a copy of the embedding
+        return SourceCheckpoint(path, {k: v for k, v in config.items() if k != "quantization_config"}, tensors, shapes)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is the vocabulary head as well."""
+        return EMBEDDING in self.shapes and HEAD not in self.shapes
+
+    def parts(self) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
+        """Reads a layer after the other, and other tensors one by one. Yields the layer's number and the tensors."""
+        for key, names in groupby(self.shapes, key=lambda name: _place(name)[:2]):
+            yield key[1] if key[0] == 1 else None, {name: self.tensors[name] for name in names}
+
+    def calibration(self, text: str, scheme: Scheme) -> Calibration:
+        """Tokenizes a text. Raises InvalidRequest where it could not improve anything."""
+        if not scheme.quantizes:
+            raise InvalidRequest(f"scheme {scheme.name!r} rounds nothing that a calibration text could improve")
+        if EMBEDDING not in self.shapes or not Decoder.supports(self.config):
+            raise InvalidRequest("only decoders are calibrated; leave --calibration out for this checkpoint")
+        tokens = load_tokenizer(self.path).encode(text, add_special_tokens=False)
+        return Calibration(Architecture.of(self.config), torch.tensor(tokens, dtype=torch.long))
+
+    def described(self) -> Described:
+        """Returns what a GGUF file says of it. Raises InvalidRequest for what has no form there."""
+        ends = next((s.eos_token_id for s in load_generation_settings(self.path) if s.eos_token_id), [])
+        title = self.path.stem if is_gguf(self.path) else self.path.name
+        return Described.of(self.config, load_tokenizer(self.path), ends, title)
+
+
+def _place(name: str) -> tuple[int, Any, str]:
+    """Returns the key by which tensors are ordered: the embedding, the layers, the rest."""
+    if name == EMBEDDING:
+        return 0, name, name
+    layer = _LAYER.match(name)
+    return (1, int(layer[1]), name) if layer else (2, name, name)
+
+
+def _has_blocks(path: Path) -> bool:
+    """Returns whether a GGUF file has quantized tensors."""
+    return is_gguf(path) and any(tensor.kind not in FLOATS for tensor in Header.read(path).tensors.values())
