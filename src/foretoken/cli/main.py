@@ -22,6 +22,7 @@ from foretoken.cli.demo import demo
 from foretoken.cli.generate import generate
 from foretoken.cli.info import info
 from foretoken.cli.plan import plan
+from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
 from foretoken.cli.simulate import simulate
 from foretoken.cli.train_seq2seq import app as train_app
@@ -55,6 +56,7 @@ app.command()(audit)
 app.command()(zoo)
 app.command()(info)
 app.command("widen")(widen)
+app.command()(quantize)
 app.command()(convert)
 app.command("build-datastore")(build_datastore)
 app.add_typer(train_app, name="train")

@@ -168,7 +168,7 @@ def planned(
             ) from None
         kind = tensor_type(mixture, name, shape, described.architecture.layers, tied)
         block, size = GGML_QUANT_SIZES[kind]
-        tensors[name] = StoredTensor(name, kind, shape, 0, int(np.prod(shape)) // block * size)
+        tensors[name] = StoredTensor(name, kind, shape, 0, int(np.prod(shape)) // block * size, Path())
     return tensors
 
 

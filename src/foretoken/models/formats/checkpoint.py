@@ -6,7 +6,7 @@ Weights are read from safetensors or GGUF only. Pickles are refused, because loa
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Layers, Schema, Size, TokenId, TokenIds, parse, read_object
 from foretoken.models.formats.finite import check_finite
 from foretoken.models.formats.gguf.families import config_of
-from foretoken.models.formats.gguf.header import Header
+from foretoken.models.formats.gguf.header import SPLIT_NAME, Header
 from foretoken.models.formats.gguf.tokenizer import gguf_tokenizer, special_ids
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.tokenizer import PlainTokenizer, is_plain
@@ -78,7 +78,7 @@ def resolve(name_or_path: str | Path, gguf_file: str | None = None) -> Path:
 
     Args:
         name_or_path: a folder, a GGUF file, or a hub id like ``org/name`` or ``org/name:Q4_K_M``. A folder with one
-            GGUF file and no other weights stands for that file.
+            GGUF file and no other weights stands for that file. The first of several parts stands for all.
         gguf_file: name of a GGUF file in the folder or repository.
 
     Raises:
@@ -97,7 +97,9 @@ def resolve(name_or_path: str | Path, gguf_file: str | None = None) -> Path:
     if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelLoadError(f"there is no folder {name!r}; expected a checkpoint's folder or a hub id like 'org/name'")
     if gguf_file is not None:
-        return _in_folder(_download(hub_id, [glob.escape(gguf_file)]), gguf_file)
+        split = SPLIT_NAME.fullmatch(gguf_file)
+        names = glob.escape(gguf_file) if split is None else f"{glob.escape(split[1])}-?????-of-{split[3]}.gguf"
+        return _in_folder(_download(hub_id, [names]), gguf_file)
     if tag:
         return _tagged(hub_id, tag)
     return _download(name, list(HUB_FILES))
@@ -130,21 +132,29 @@ def _in_folder(folder: Path, gguf_file: str | None) -> Path:
         if (folder / gguf_file).is_file() and is_gguf(Path(gguf_file)):
             return folder / gguf_file
         raise ModelLoadError(f"{folder} has no GGUF file {gguf_file!r}; it has {_listed(folder)}")
-    if any(folder.glob("*.safetensors")) or not (files := [file for file in folder.iterdir() if is_gguf(file)]):
+    if any(folder.glob("*.safetensors")) or not (files := _models([f for f in folder.iterdir() if is_gguf(f)])):
         return folder
     if len(files) > 1:
         raise ModelLoadError(f"{folder} has {_listed(folder)}; choose one with gguf_file=, or pass its path")
     return files[0]
 
 
+def _models(files: Iterable[Path]) -> list[Path]:
+    """Returns the files of which each stands for a model: all but the further parts of split ones."""
+    split = {file: SPLIT_NAME.fullmatch(file.name) for file in files}
+    return sorted(file for file, name in split.items() if name is None or int(name[2]) == 1)
+
+
 def _tagged(hub_id: str, tag: str) -> Path:
-    """Downloads the one GGUF file of a repository whose name ends with ``tag``. Returns its path."""
-    names = [
-        f"{separator}{glob.escape(t)}.gguf" for t in {tag, tag.upper(), tag.lower()} for separator in ("[-._]", "")
+    """Downloads the GGUF file of a repository whose name ends with ``tag``, or its parts. Returns its path."""
+    patterns = [
+        f"{before}{glob.escape(t)}{part}.gguf"
+        for t in {tag, tag.upper(), tag.lower()}
+        for before in ("*[-._]", "")
+        for part in ("", "-?????-of-?????")
     ]
-    patterns = [f"*{name}" if name.startswith("[") else name for name in names]
     folder = _download(hub_id, patterns)
-    files = sorted({file for pattern in patterns for file in folder.rglob(pattern)})
+    files = _models({file for pattern in patterns for file in folder.rglob(pattern)})
     if len(files) != 1:
         raise ModelLoadError(
             f"the hub's {hub_id!r} has {len(files) or 'no'} GGUF files that end with {tag!r}; name one by gguf_file="

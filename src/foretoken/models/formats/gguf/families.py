@@ -158,14 +158,9 @@ def family_of(header: Header) -> tuple[str, GGUFFamily]:
     """Returns the name of a file's architecture and its description.
 
     Raises:
-        ModelLoadError: the runtime does not support the architecture, or the file is one part of several.
+        ModelLoadError: the runtime does not support the architecture.
     """
     name = header.metadata.get("general.architecture")
-    parts = header.metadata.get("split.count", 1)
-    if parts not in (0, 1):
-        raise ModelLoadError(
-            f"{header.path} is one of {shortened(parts)} parts of a model; merge them with 'llama-gguf-split --merge'"
-        )
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelLoadError(
             f"{header.path} has the architecture {shortened(name)}; GGUF files are computed of {', '.join(FAMILIES)}"
@@ -265,7 +260,7 @@ def _rope_scaling(m: _Metadata) -> dict[str, Any] | None:
             f"{m.header.path} has rope_freqs.weight {factors.shape} of {factors.kind.name}; "
             f"expected float32 ({_head_dim(m) // 2},)"
         )
-    values = np.fromfile(m.header.path, np.float32, factors.shape[0], offset=factors.start)
+    values = np.fromfile(factors.path, np.float32, factors.shape[0], offset=factors.start)
     return {"rope_type": "factors", "factors": [float(value) for value in values]}
 
 

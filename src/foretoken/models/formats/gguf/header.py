@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from foretoken.core.schema import shortened
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_KEYS, MAX_TENSORS = 2**16, 2**18
+MAX_KEYS, MAX_TENSORS, MAX_PARTS = 2**16, 2**18, 2**12
 MAX_NAME = 2**10  # bytes of a key or of a tensor's name
 MAX_ALIGNMENT = 2**20
 _ALIGNMENT = 32  # of the tensors' data, if general.alignment does not say otherwise
+
+SPLIT_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")  # as llama.cpp names the parts of a model
 
 _T = GGUFValueType
 _FORMATS = {
@@ -62,6 +65,7 @@ class StoredTensor:
         shape: rows first, as torch counts dimensions.
         start: offset in the file.
         nbytes: length in bytes.
+        path: the file, one of several if the model is split.
     """
 
     name: str
@@ -69,6 +73,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    path: Path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,9 +81,9 @@ class Header:
     """The metadata and the table of tensors of a GGUF file.
 
     Attributes:
-        path: the file.
+        path: the file; of a model in several, the first.
         metadata: values by key; arrays as ``StoredArray``.
-        tensors: tensors by name.
+        tensors: tensors by name, those of all files.
     """
 
     path: Path
@@ -89,16 +94,15 @@ class Header:
     def read(path: Path) -> Header:
         """Reads and checks a file's header; the headers of the last few files are kept.
 
+        The first of several files (``split.count``) stands for all.
+
         Raises:
-            ModelLoadError: the file cannot be read, or is no GGUF file of a known version, or is damaged.
+            ModelLoadError: the file cannot be read, or is no GGUF file of a known version, or is damaged; or a part of
+                a model is missing.
         """
-        try:
-            status = path.stat()
-            return _read(path, status.st_size, status.st_mtime_ns)
-        except OSError as error:
-            if isinstance(error, ModelLoadError):
-                raise
-            raise ModelLoadError(f"{path} cannot be read ({error.strerror or error})") from None
+        header = _of_file(path)
+        parts = split_parts(header)
+        return header if len(parts) == 1 else _joined(header, [_of_file(part) for part in parts[1:]])
 
     def array(self, key: str) -> list[Any] | None:
         """Returns the elements of an array; None if the file has no such key.
@@ -118,7 +122,54 @@ class Header:
             return cursor.numbers(stored.kind, stored.count)
 
 
-@lru_cache(maxsize=4)
+def split_parts(header: Header) -> list[Path]:
+    """Returns the files of a model in order, by llama.cpp's convention for their names.
+
+    Raises:
+        ModelLoadError: the file is not the first of its model, or does not have its name.
+    """
+    count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+    if not isinstance(count, int) or not 0 <= count <= MAX_PARTS:
+        raise _damaged(header.path, f"split.count is {shortened(count)}; expected at most {MAX_PARTS}")
+    if count < 2:
+        return [header.path]
+    name = SPLIT_NAME.fullmatch(header.path.name)
+    if name is None or int(name[3]) != count:
+        raise ModelLoadError(f"{header.path} is one of {count} parts; expected a name like model-00001-of-{count:05}.gguf")
+    parts = [header.path.with_name(f"{name[1]}-{part + 1:05}-of-{count:05}.gguf") for part in range(count)]
+    if number != 0 or header.path != parts[0]:
+        raise ModelLoadError(f"{header.path} is not the first of the {count} parts of its model; name {parts[0]}")
+    if missing := [part for part in parts if not part.is_file()]:
+        raise ModelLoadError(f"{header.path} is one of {count} parts, and {missing[0].name} is not beside it")
+    return parts
+
+
+def _joined(first: Header, others: list[Header]) -> Header:
+    """Returns the header of a model in several files."""
+    tensors = dict(first.tensors)
+    for number, header in enumerate(others, 1):
+        if (header.metadata.get("split.no"), header.metadata.get("split.count")) != (number, len(others) + 1):
+            raise _damaged(header.path, f"it is not part {number + 1} of {first.path.name}")
+        if twice := tensors.keys() & header.tensors.keys():
+            raise _damaged(header.path, f"the tensor {shortened(min(twice))} is in another part as well")
+        tensors |= header.tensors
+    total = first.metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise _damaged(first.path, f"its parts have {len(tensors)} tensors, and it claims {shortened(total)}")
+    return Header(first.path, first.metadata, tensors)
+
+
+def _of_file(path: Path) -> Header:
+    try:
+        status = path.stat()
+        return _read(path, status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        if isinstance(error, ModelLoadError):
+            raise
+        raise ModelLoadError(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+@lru_cache(maxsize=16)
 def _read(path: Path, size: int, modified: int) -> Header:
     """Reads a header. ``size`` and ``modified`` are part of the cache's key, so a changed file is read again."""
     if size < 24:
@@ -142,7 +193,7 @@ def _read(path: Path, size: int, modified: int) -> Header:
             raise _damaged(path, f"general.alignment is {shortened(alignment)}; expected a power of two")
         infos = [_tensor(cursor) for _ in range(tensors)]
         data = -(-cursor.at // alignment) * alignment
-    placed = [StoredTensor(i.name, i.kind, i.shape, i.start + data, i.nbytes) for i in infos]
+    placed = [replace(info, start=info.start + data) for info in infos]
     _check_places(path, placed, alignment, size)
     return Header(path, metadata, {tensor.name: tensor for tensor in placed})
 
@@ -177,7 +228,7 @@ def _tensor(cursor: _Cursor) -> StoredTensor:
         raise _damaged(
             cursor.path, f"the tensor {shortened(name)} has the shape {shape}, which {kind.name} does not divide"
         )
-    return StoredTensor(name, kind, shape, cursor.number(_T.UINT64), math.prod(shape) // block * size)
+    return StoredTensor(name, kind, shape, cursor.number(_T.UINT64), math.prod(shape) // block * size, cursor.path)
 
 
 def _check_places(path: Path, tensors: list[StoredTensor], alignment: int, size: int) -> None:

@@ -103,10 +103,10 @@ class GGUFWeights(Mapping[str, Tensor]):
         try:
             if order is None:
                 start, size = stored.start + first * width, (last - first) * width
-                return np.fromfile(self._path, np.uint8, size, offset=start).reshape(last - first, width)
-            return np.memmap(self._path, np.uint8, "c", stored.start, (count, width))[order[first:last]]
+                return np.fromfile(stored.path, np.uint8, size, offset=start).reshape(last - first, width)
+            return np.memmap(stored.path, np.uint8, "c", stored.start, (count, width))[order[first:last]]
         except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{self._path} cannot be read ({error}); was it changed?") from None
+            raise ModelLoadError(f"{stored.path} cannot be read ({error}); was it changed?") from None
 
 
 def _row_count(source: _Source) -> int:

@@ -1,0 +1,85 @@
+"""``foretoken quantize``: writes a checkpoint with fewer bits a weight."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.files import standard_input
+from foretoken.cli.options import Json
+from foretoken.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from foretoken.quantize import QuantizedCheckpoint
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, GGUF file or hub name; or a folder of heads.")],
+    out: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, or a file that ends with .gguf.")],
+    scheme: Annotated[
+        str,
+        typer.Option(
+            help="A folder: int8, int4-g32, int4-g64, int4-g128, bfloat16, float16, float32. GGUF: Q8_0, Q6_K, Q5_K_M, "
+            "Q5_K_S, Q5_1, Q5_0, Q4_K_M, Q4_K_S, Q4_1, Q4_0, Q3_K_L, Q3_K_M, Q3_K_S, BF16, F16, F32."
+        ),
+    ],
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|-", help="Text like the model's use: rounds by GPTQ, and tells the loss."),
+    ] = None,
+    lm_head: Annotated[
+        bool, typer.Option("--lm-head", help="Quantize the vocabulary head of a folder as well. GGUF always does.")
+    ] = False,
+    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in SRC.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint with fewer bits a weight: compressed-tensors (vLLM) or GGUF (llama.cpp)."""
+    import json
+
+    text = None if calibration is None else _text(calibration)
+    from foretoken.quantize import quantize_checkpoint
+    from foretoken.train.progress import Reporter
+
+    with Reporter(f"quantizing to {scheme}") as reporter:
+        result = quantize_checkpoint(
+            source, out, scheme, text, lm_head=lm_head, force=force, gguf_file=gguf_file, progress=reporter.update
+        )
+    print(json.dumps(_record(result), indent=2) if as_json else _line(result))
+
+
+def _text(name: str) -> str:
+    """Returns the calibration text. Raises InvalidRequest."""
+    if name == "-":
+        return standard_input(sys.stdin.read)
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"--calibration {name} is not text in UTF-8 (byte {error.start})") from None
+    except OSError as error:
+        raise InvalidRequest(f"--calibration {name} cannot be read: {error.strerror}") from None
+
+
+def _record(result: QuantizedCheckpoint) -> dict[str, Any]:
+    losses = result.losses
+    return {
+        "path": str(result.path),
+        "scheme": result.scheme,
+        "bytes_before": result.bytes_before,
+        "bytes_after": result.bytes_after,
+        "seconds": round(result.seconds, 3),
+        "loss_before": None if losses is None else losses.before,
+        "loss_after": None if losses is None else losses.after,
+        "loss_tokens": None if losses is None else losses.tokens,
+    }
+
+
+def _line(result: QuantizedCheckpoint) -> str:
+    sizes = f"{result.bytes_before / 1e6:.1f} MB -> {result.bytes_after / 1e6:.1f} MB in {result.seconds:.1f} s"
+    losses = result.losses
+    if losses is None:
+        return f"{result.path}: {result.scheme}, {sizes}"
+    return f"{result.path}: {result.scheme}, {sizes}; held-out loss {losses.before:.4f} -> {losses.after:.4f}"
