@@ -16,7 +16,6 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture, supports
-from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.formats.gguf.blocks import FLOATS
 from foretoken.models.formats.gguf.families import FAMILIES, GGUFFamily, config_of, gguf_name
 from foretoken.models.formats.gguf.header import Header, StoredTensor
@@ -118,9 +117,7 @@ class FileWriter:
         shapes: shapes of the tensors by their names in the checkpoint, in the order in which they come.
     """
 
-    def __init__(
-        self, path: Path, described: Described, mixture: str, shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, path: Path, described: Described, mixture: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._described = described
         self._writer = writer = gguf.GGUFWriter(path, described.name)
         described.add_to(writer)
@@ -153,9 +150,7 @@ class FileWriter:
         self._writer.close()
 
 
-def planned(
-    described: Described, mixture: str, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, StoredTensor]:
+def planned(described: Described, mixture: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
     """Returns the tensors of a file by name, with their types. Raises InvalidRequest for a name without a form."""
     tied = "lm_head.weight" not in shapes
     tensors = {}

@@ -20,7 +20,7 @@ from torch import Tensor
 from foretoken.core.files import write_json
 from foretoken.models.formats.checkpoint import INDEX, SINGLE
 from foretoken.models.formats.grouped import strips
-from foretoken.models.formats.quantize import Quantiser, quantise
+from foretoken.models.formats.quantize import Quantizer, quantize
 from foretoken.quantize.rounding import Grid, Rounding, symmetric_scales
 from foretoken.quantize.schemes import Scheme
 
@@ -65,19 +65,19 @@ class FolderWriter:
 
     def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
         """Writes a tensor. Returns its values as they are read back."""
-        stem, quantiser = name.removesuffix(".weight"), self._scheme.quantiser
+        stem, quantizer = name.removesuffix(".weight"), self._scheme.quantizer
         if self._scheme.dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._scheme.dtype)
-        if quantiser is None or not self._is_linear(name, tensor):
+        if quantizer is None or not self._is_linear(name, tensor):
             return self._keep({name: tensor.contiguous()}, tensor)
-        if quantiser.group is None:
-            int8 = quantise(tensor)
+        if quantizer.group is None:
+            int8 = quantize(tensor)
             values = {name: int8.values, f"{stem}.weight_scale": int8.scales[:, None]}
-            return self._keep(values, int8.dequantised())
-        if tensor.shape[1] % quantiser.group:
+            return self._keep(values, int8.dequantize())
+        if tensor.shape[1] % quantizer.group:
             self._left.append(stem)
             return self._keep({name: tensor.contiguous()}, tensor)
-        return self._keep(*self._groups(stem, tensor, quantiser, rounding))
+        return self._keep(*self._groups(stem, tensor, quantizer, rounding))
 
     def close(self) -> None:
         """Writes what is held, the index and config.json."""
@@ -89,12 +89,12 @@ class FolderWriter:
             where = {tensor: name for name, shard in zip(names, self._shards, strict=True) for tensor in shard}
             write_json(self._folder / INDEX, {"metadata": {"total_size": self._total}, "weight_map": where})
         self._config.pop("quantization_config", None)
-        if self._scheme.quantiser is not None:
-            self._config["quantization_config"] = self._settings(self._scheme.quantiser)
+        if self._scheme.quantizer is not None:
+            self._config["quantization_config"] = self._settings(self._scheme.quantizer)
         elif self._scheme.dtype is not None:
             self._config.pop("torch_dtype", None)
             self._config["dtype"] = self._scheme.name
-        if self._lm_head and self._scheme.quantiser is not None:
+        if self._lm_head and self._scheme.quantizer is not None:
             self._config["tie_word_embeddings"] = False
         write_json(self._folder / "config.json", self._config)
 
@@ -110,17 +110,17 @@ class FolderWriter:
         return self._lm_head or not vocabulary
 
     def _groups(
-        self, stem: str, tensor: Tensor, quantiser: Quantiser, rounding: Rounding
+        self, stem: str, tensor: Tensor, quantizer: Quantizer, rounding: Rounding
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Returns the parts of a matrix in groups, and its values."""
-        assert quantiser.group is not None
+        assert quantizer.group is not None
         packed, scales, values = [], [], []
         pieces = strips((tensor.shape[0], tensor.shape[1])) if rounding.curvature is None else [(0, len(tensor))]
         for first, last in pieces:
             weights = tensor[first:last].float()
-            grid = self._grid(weights, quantiser, rounding, tensor.dtype)
+            grid = self._grid(weights, quantizer, rounding, tensor.dtype)
             codes = rounding.codes(weights, grid)
-            packed.append(_words(codes - grid.low, quantiser.bits))
+            packed.append(_words(codes - grid.low, quantizer.bits))
             scales.append(grid.scales.to(tensor.dtype))
             values.append(grid.values(codes))
         parts = {
@@ -130,8 +130,8 @@ class FolderWriter:
         }
         return parts, torch.cat(values)
 
-    def _grid(self, weights: Tensor, quantiser: Quantiser, rounding: Rounding, dtype: torch.dtype) -> Grid:
-        group, low = quantiser.group or weights.shape[1], -(2 ** (quantiser.bits - 1))
+    def _grid(self, weights: Tensor, quantizer: Quantizer, rounding: Rounding, dtype: torch.dtype) -> Grid:
+        group, low = quantizer.group or weights.shape[1], -(2 ** (quantizer.bits - 1))
         x = weights.unflatten(1, (-1, group))
         importance = torch.ones_like(x)
         if rounding.importance is not None:
@@ -157,11 +157,11 @@ class FolderWriter:
             self._total += self._bytes
             self._held, self._bytes = {}, 0
 
-    def _settings(self, quantiser: Quantiser) -> dict[str, Any]:
+    def _settings(self, quantizer: Quantizer) -> dict[str, Any]:
         """Returns the ``quantization_config`` of compressed-tensors."""
         common = {"type": "int", "symmetric": True, "actorder": None, "block_structure": None, "observer": "minmax"}
-        group, int8 = quantiser.group, quantiser.group is None
-        weights = {"num_bits": quantiser.bits, "strategy": "channel" if int8 else "group", "group_size": group}
+        group, int8 = quantizer.group, quantizer.group is None
+        weights = {"num_bits": quantizer.bits, "strategy": "channel" if int8 else "group", "group_size": group}
         activations = {"num_bits": 8, "strategy": "token", "group_size": None, "dynamic": True}
         kind = "int-quantized" if int8 else "pack-quantized"
         return {

@@ -73,8 +73,8 @@ def quantize_checkpoint(
     """Writes a checkpoint in another scheme, with no more than a layer of it in memory.
 
     Args:
-        source: a folder, GGUF file or hub id: a decoder or encoder-decoder that the native runtime computes, or a folder
-            of drafting heads (EAGLE, Medusa).
+        source: a folder, GGUF file or hub id: a decoder or encoder-decoder that the native runtime computes, or
+            drafting heads (EAGLE, Medusa).
         out: the folder to write or, for the names of GGUF, the file.
         scheme: ``int4`` (groups of 32), ``int4-g32``, ``-g64``, ``-g128`` or ``int8`` write a compressed-tensors
             folder; ``Q4_K_M``, ``Q8_0`` and so on a GGUF file, ``F16`` and ``BF16`` one of floats; ``bfloat16``,
@@ -98,7 +98,7 @@ def quantize_checkpoint(
     text = None if calibration is None else model.calibration(calibration, chosen)
     with _output(target, chosen) as partial:
         writer = _writer(model, partial, chosen, lm_head)
-        losses = _stream(model, writer, text, lm_head and chosen.quantiser is not None, progress)
+        losses = _stream(model, writer, text, lm_head and chosen.quantizer is not None, progress)
         writer.close()
     seconds = time.perf_counter() - started
     return QuantizedCheckpoint(target, chosen.name, _weight_bytes(path), _weight_bytes(target), seconds, losses)
@@ -130,9 +130,7 @@ def _stream(
     done = 0
     for layer, tensors in model.parts():
         curvatures = text.curvatures(layer, tensors) if text is not None and layer is not None else {}
-        values = {
-            name: writer.put(name, tensor, Rounding(curvatures.get(name))) for name, tensor in tensors.items()
-        }
+        values = {name: writer.put(name, tensor, Rounding(curvatures.get(name))) for name, tensor in tensors.items()}
         if lm_head and model.tied and EMBEDDING in tensors:
             values[HEAD] = writer.put(HEAD, tensors[EMBEDDING], Rounding())
         if text is not None and layer is not None:

@@ -8,7 +8,7 @@ import torch
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.formats.gguf.mixtures import MIXTURES
-from foretoken.models.formats.quantize import Quantiser
+from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.options import QUANTIZATIONS
 
 FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -21,13 +21,13 @@ class Scheme:
 
     Attributes:
         name: one of ``SCHEMES``.
-        quantiser: bits and groups of a folder's matrices; None for floats and GGUF.
+        quantizer: bits and groups of a folder's matrices; None for floats and GGUF.
         dtype: of a folder of floats.
         gguf: whether a GGUF file is written.
     """
 
     name: str
-    quantiser: Quantiser | None = None
+    quantizer: Quantizer | None = None
     dtype: torch.dtype | None = None
     gguf: bool = False
 
@@ -38,7 +38,7 @@ class Scheme:
         if known is None:
             raise InvalidRequest(f"scheme {name!r} is not known; known: {', '.join(SCHEMES)}")
         if known in QUANTIZATIONS:
-            return Scheme(known, quantiser=Quantiser.of(known))
+            return Scheme(known, quantizer=Quantizer.of(known))
         return Scheme(known, dtype=FLOATS.get(known), gguf=known in MIXTURES)
 
     @property

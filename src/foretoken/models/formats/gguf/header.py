@@ -135,7 +135,9 @@ def split_parts(header: Header) -> list[Path]:
         return [header.path]
     name = SPLIT_NAME.fullmatch(header.path.name)
     if name is None or int(name[3]) != count:
-        raise ModelLoadError(f"{header.path} is one of {count} parts; expected a name like model-00001-of-{count:05}.gguf")
+        raise ModelLoadError(
+            f"{header.path} is one of {count} parts; expected a name like model-00001-of-{count:05}.gguf"
+        )
     parts = [header.path.with_name(f"{name[1]}-{part + 1:05}-of-{count:05}.gguf") for part in range(count)]
     if number != 0 or header.path != parts[0]:
         raise ModelLoadError(f"{header.path} is not the first of the {count} parts of its model; name {parts[0]}")

@@ -95,7 +95,9 @@ def check_same(a: Architecture, stored: Architecture) -> None:
         if field.name == "family":
             continue
         if field.name == "frequencies":
-            same = len(own) == len(other) and all(torch.allclose(x, y, rtol=1e-5) for x, y in zip(own, other))
+            same = len(own) == len(other) and all(
+                torch.allclose(x, y, rtol=1e-5) for x, y in zip(own, other, strict=True)
+            )
         else:
             same = math.isclose(own, other, rel_tol=1e-6) if isinstance(own, float) else own == other
         if not same:
