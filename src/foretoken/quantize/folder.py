@@ -7,6 +7,7 @@ quantized row by row.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ COPIED = (
     "LICENSE*",
 )
 _EMBEDDINGS = ("embed", "shared", "wte", "wpe", "relative_attention_bias", "norm")
+_VOCABULARY = re.compile(r"(.+\.)?lm_heads?(\.[0-9]+)?\.weight|(medusa_heads?\.)?[0-9]+\.[0-9]+\.weight")
 _VERSION = "0.20.0"  # of the package whose format this is
 
 
@@ -49,15 +51,11 @@ class FolderWriter:
         config: config.json of the source.
         scheme: a scheme that is not GGUF.
         lm_head: whether the vocabulary head is quantized.
-        search: whether scales are searched for; otherwise the largest number of a group decides, as on loading.
     """
 
-    def __init__(
-        self, folder: Path, config: Mapping[str, Any], scheme: Scheme, lm_head: bool = False, search: bool = True
-    ) -> None:
-        self._folder, self._scheme, self._lm_head, self._search = folder, scheme, lm_head, search
+    def __init__(self, folder: Path, config: Mapping[str, Any], scheme: Scheme, lm_head: bool = False) -> None:
+        self._folder, self._scheme, self._lm_head = folder, scheme, lm_head
         self._config = dict(config)
-        self._vocabularies = {config.get(key) for key in ("vocab_size", "draft_vocab_size")}
         self._held: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
         self._left: list[str] = []
@@ -104,7 +102,7 @@ class FolderWriter:
             return False
         if any(part in name for part in _EMBEDDINGS):
             return False
-        vocabulary = name == "lm_head.weight" or tensor.shape[0] in self._vocabularies
+        vocabulary = _VOCABULARY.fullmatch(name) is not None
         if vocabulary and not self._lm_head:
             self._left.append(name.removesuffix(".weight"))
         return self._lm_head or not vocabulary
@@ -131,15 +129,13 @@ class FolderWriter:
         return parts, torch.cat(values)
 
     def _grid(self, weights: Tensor, quantizer: Quantizer, rounding: Rounding, dtype: torch.dtype) -> Grid:
+        """Returns the grid of some outputs. Scales take the checkpoint's dtype; of float32, float16."""
         group, low = quantizer.group or weights.shape[1], -(2 ** (quantizer.bits - 1))
         x = weights.unflatten(1, (-1, group))
         importance = torch.ones_like(x)
         if rounding.importance is not None:
             importance = rounding.importance.unflatten(0, (-1, group)).expand_as(x)
-        if self._search:
-            scales = symmetric_scales(x, low, importance)
-        else:
-            scales = x.gather(-1, x.abs().argmax(-1, keepdim=True))[..., 0] / low
+        scales = symmetric_scales(x, low, importance)
         rounded = scales.half().float() if dtype == torch.float32 else scales.to(dtype).float()
         return Grid(rounded, low, -low - 1, group)
 

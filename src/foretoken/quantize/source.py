@@ -57,7 +57,7 @@ class SourceCheckpoint:
         """Opens a checkpoint. Raises InvalidRequest for one that the scheme does not fit."""
         config = load_config(path)
         kind = config.get("model_type")
-        if Decoder.supports(config) and check_prequantized(config):
+        if check_prequantized(config):
             raise InvalidRequest(f"{path} is int8 already; quantize the checkpoint that it was made from")
         tensors = unpacked(open_weights(path), config)
         if scheme.quantizes and (isinstance(tensors, PackedWeights) or _has_blocks(path)):

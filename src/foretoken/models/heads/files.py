@@ -12,6 +12,7 @@ from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.schema import MAX_INT, shortened
 from foretoken.models.formats.checkpoint import INDEX, PICKLES, SINGLE, load_config, open_weights, resolve
+from foretoken.models.formats.prequantized import check_prequantized, read_int8, unpacked
 
 FOLDER = "heads"  # a target's folder may contain heads for it, each in heads/<role>
 MAX_HEADS = 256  # heads of a checkpoint, and layers of a head; their tensors are listed before any is read
@@ -42,7 +43,7 @@ def find_head(role: str, model: str | Path | None, target: Path | None) -> Path:
 
 
 def open_head(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """Returns config.json and the tensors, which are read on access.
+    """Returns config.json and the tensors, those of a quantized head as floats.
 
     Raises:
         ModelLoadError: the checkpoint is damaged, or its weights are pickles; the message says how to convert them.
@@ -56,7 +57,12 @@ def open_head(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
                 "you trust it, save it again: save_file({k: v.contiguous() for k, v in torch.load(F, weights_only=True)"
                 f".items()}}, '{SINGLE}') with safetensors.torch"
             )
-    return config, open_weights(path)
+    weights = unpacked(open_weights(path), config)
+    if not check_prequantized(config):
+        return config, weights
+    int8 = {name: read_int8(weights, name.removesuffix(".weight")) for name in weights}
+    names = [name for name in weights if not name.endswith(".weight_scale")]
+    return config, {name: weights[name] if (m := int8[name]) is None else m.dequantize() for name in names}
 
 
 def check_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
