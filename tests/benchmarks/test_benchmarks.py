@@ -33,6 +33,7 @@ COMMANDS = {
     "never_slower": "--small --proposer wrong --text code --temperature 0 --batch 1 --tokens 8 --requests 1 "
     "--repeats 1",
     "planner": "--small --count 2 --unseen 1 --max-tokens 8 --temperature 0 --batch 1 --depth 2 --nodes 8 --turns 3",
+    "quantization": "--model DRAFT --schemes int4-g64 Q4_K_M --windows 2 --characters 4000",
     "request_fuzz": "--pairs 4 --dtype float32 --no-heads",
     "structured": "--requests 2 --max-tokens 40",
     "suffix_store": "--tokens 2000 --bound 1000 --length 100 --follows 2",
@@ -69,7 +70,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder):
-    models = {"TARGET": str(zoo.path("target")), "SEQ2SEQ": str(zoo.path("seq2seq-target"))}
+    roles = {"TARGET": "target", "DRAFT": "draft", "SEQ2SEQ": "seq2seq-target"}
+    models = {word: str(zoo.path(role)) for word, role in roles.items()}
     words = [models.get(word, word) for word in shlex.split(COMMANDS[name])]
     assert call(name, [*words, "--output", "result.json"])
     assert json.loads((folder / "result.json").read_text(encoding="utf-8"))
