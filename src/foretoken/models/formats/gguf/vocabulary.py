@@ -25,7 +25,6 @@ PROBES = (
     "  leading and trailing  \t\r\n\n   \n",
     "naïve café e\u0301 \u1e9b\u0323 Ünï Привет שלום 한국어 漢字かな 🙂🏽👩‍👩‍👧 \u200b\ufeff",
     "camelCaseXML_HTTPServer /** path/to/file */ != => ::<|>[]{}",
-    "<s></s><unk><pad><|endoftext|><|im_start|>",
     "",
 )
 
@@ -58,7 +57,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, ends: Sequence[int], vocab
     writer.add_token_types(kinds)
     if not byte_level:
         writer.add_token_scores(_scores(tokens, merges))
-        writer.add_add_space_prefix("Prepend" in json.dumps(content["normalizer"]))
+        writer.add_add_space_prefix(_prefixes(content))
     if merges:
         writer.add_token_merges(merges)
     _add_special(writer, tokenizer, content, ends)
@@ -107,6 +106,12 @@ def _rule(content: Mapping[str, Any]) -> str:
 def _plain(parts: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Returns pre-tokenizers without fields that do not change the ids."""
     return [{key: value for key, value in part.items() if key != "trim_offsets"} for part in parts]
+
+
+def _prefixes(content: Mapping[str, Any]) -> bool:
+    """Returns whether a SentencePiece tokenizer puts a space before a text."""
+    metaspace = content["pre_tokenizer"] or {}
+    return '"Prepend"' in json.dumps(content["normalizer"]) or metaspace.get("prepend_scheme") in ("first", "always")
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
