@@ -209,7 +209,7 @@ def test_a_file_becomes_a_folder_that_transformers_loads(architecture: str, tmp_
         ("mistral", {"sliding_window": 8}, "windows"),
         ("gemma2", {"query_pre_attn_scalar": 60}, "scale"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "rope"),
-        ("llama", {"mlp_bias": True}, "not written as GGUF"),
+        ("llama", {"mlp_bias": True}, "neither a model"),
     ],
 )
 def test_what_a_file_cannot_say_is_refused(

@@ -70,6 +70,8 @@ class SourceCheckpoint:
             raise InvalidRequest(
                 f"{path} (type {kind!r}) is neither a model that the native runtime computes nor EAGLE or Medusa heads"
             )
+        if heads and scheme.gguf:
+            raise InvalidRequest(f"{path} holds drafting heads, for which GGUF has no form here; choose int8 or int4")
         shapes = dict(sorted(tensors.shapes.items(), key=lambda item: _place(item[0])))
         if config.get("tie_word_embeddings") and EMBEDDING in shapes:
             shapes.pop(HEAD, None)  # a copy of the embedding
