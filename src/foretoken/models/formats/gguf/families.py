@@ -18,7 +18,8 @@ from gguf.constants import GGMLQuantizationType
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
-from foretoken.models.formats.gguf.header import Header, StoredArray
+from foretoken.models.formats.gguf.cursor import StoredArray
+from foretoken.models.formats.gguf.header import Header
 
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models whose scale is that of hidden / heads
 _IGNORED = {"rope_freqs.weight"}  # part of the configuration

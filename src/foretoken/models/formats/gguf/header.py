@@ -8,9 +8,7 @@ The format is described in ggml's ``docs/gguf.md``.
 from __future__ import annotations
 
 import math
-import mmap
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,6 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import shortened
+from foretoken.models.formats.gguf.cursor import Cursor, StoredArray, damaged, mapped
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -32,28 +31,6 @@ _ALIGNMENT = 32  # of the tensors' data, if general.alignment does not say other
 SPLIT_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")  # as llama.cpp names the parts of a model
 
 _T = GGUFValueType
-_FORMATS = {
-    _T.UINT8: "B",
-    _T.INT8: "b",
-    _T.UINT16: "H",
-    _T.INT16: "h",
-    _T.UINT32: "I",
-    _T.INT32: "i",
-    _T.FLOAT32: "f",
-    _T.BOOL: "?",
-    _T.UINT64: "Q",
-    _T.INT64: "q",
-    _T.FLOAT64: "d",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """An array of the metadata that is not decoded yet; ``start`` is the offset of its first element."""
-
-    kind: GGUFValueType
-    count: int
-    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +91,9 @@ class Header:
         if stored is None:
             return None
         if not isinstance(stored, StoredArray):
-            raise _damaged(self.path, f"{key} is {shortened(stored)}; expected an array")
-        with _mapped(self.path) as content:
-            cursor = _Cursor(self.path, content, stored.start)
+            raise damaged(self.path, f"{key} is {shortened(stored)}; expected an array")
+        with mapped(self.path) as content:
+            cursor = Cursor(self.path, content, stored.start)
             if stored.kind == _T.STRING:
                 return cursor.strings(stored.count)
             return cursor.numbers(stored.kind, stored.count)
@@ -130,7 +107,7 @@ def split_parts(header: Header) -> list[Path]:
     """
     count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
     if not isinstance(count, int) or not 0 <= count <= MAX_PARTS:
-        raise _damaged(header.path, f"split.count is {shortened(count)}; expected at most {MAX_PARTS}")
+        raise damaged(header.path, f"split.count is {shortened(count)}; expected at most {MAX_PARTS}")
     if count < 2:
         return [header.path]
     name = SPLIT_NAME.fullmatch(header.path.name)
@@ -151,13 +128,13 @@ def _joined(first: Header, others: list[Header]) -> Header:
     tensors = dict(first.tensors)
     for number, header in enumerate(others, 1):
         if (header.metadata.get("split.no"), header.metadata.get("split.count")) != (number, len(others) + 1):
-            raise _damaged(header.path, f"it is not part {number + 1} of {first.path.name}")
+            raise damaged(header.path, f"it is not part {number + 1} of {first.path.name}")
         if twice := tensors.keys() & header.tensors.keys():
-            raise _damaged(header.path, f"the tensor {shortened(min(twice))} is in another part as well")
+            raise damaged(header.path, f"the tensor {shortened(min(twice))} is in another part as well")
         tensors |= header.tensors
     total = first.metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
-        raise _damaged(first.path, f"its parts have {len(tensors)} tensors, and it claims {shortened(total)}")
+        raise damaged(first.path, f"its parts have {len(tensors)} tensors, and it claims {shortened(total)}")
     return Header(first.path, first.metadata, tensors)
 
 
@@ -175,9 +152,9 @@ def _of_file(path: Path) -> Header:
 def _read(path: Path, size: int, modified: int) -> Header:
     """Reads a header. ``size`` and ``modified`` are part of the cache's key, so a changed file is read again."""
     if size < 24:
-        raise _damaged(path, f"it has {size} bytes, fewer than a header")
-    with _mapped(path) as content:
-        cursor = _Cursor(path, content, 0)
+        raise damaged(path, f"it has {size} bytes, fewer than a header")
+    with mapped(path) as content:
+        cursor = Cursor(path, content, 0)
         if content[:4] != MAGIC:
             raise ModelLoadError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
         cursor.at = 4
@@ -188,11 +165,11 @@ def _read(path: Path, size: int, modified: int) -> Header:
         tensors, keys = cursor.number(_T.UINT64), cursor.number(_T.UINT64)
         for name, count, limit in (("keys", keys, MAX_KEYS), ("tensors", tensors, MAX_TENSORS)):
             if count > limit:
-                raise _damaged(path, f"it claims {count} {name}; supported are {limit}")
+                raise damaged(path, f"it claims {count} {name}; supported are {limit}")
         metadata = dict(_metadata(cursor, keys))
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise _damaged(path, f"general.alignment is {shortened(alignment)}; expected a power of two")
+            raise damaged(path, f"general.alignment is {shortened(alignment)}; expected a power of two")
         infos = [_tensor(cursor) for _ in range(tensors)]
         data = -(-cursor.at // alignment) * alignment
     placed = [replace(info, start=info.start + data) for info in infos]
@@ -200,22 +177,22 @@ def _read(path: Path, size: int, modified: int) -> Header:
     return Header(path, metadata, {tensor.name: tensor for tensor in placed})
 
 
-def _metadata(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
+def _metadata(cursor: Cursor, count: int) -> Iterator[tuple[str, Any]]:
     seen = set()
     for _ in range(count):
         key = cursor.string(MAX_NAME)
         if key in seen:
-            raise _damaged(cursor.path, f"it has the key {shortened(key)} twice")
+            raise damaged(cursor.path, f"it has the key {shortened(key)} twice")
         seen.add(key)
         yield key, cursor.value(cursor.kind())
 
 
-def _tensor(cursor: _Cursor) -> StoredTensor:
+def _tensor(cursor: Cursor) -> StoredTensor:
     """Reads one entry of the table of tensors; ``start`` counts from the beginning of the data."""
     name = cursor.string(MAX_NAME)
     dimensions = cursor.number(_T.UINT32)
     if not 1 <= dimensions <= 4:
-        raise _damaged(cursor.path, f"the tensor {shortened(name)} has {dimensions} dimensions; expected 1 to 4")
+        raise damaged(cursor.path, f"the tensor {shortened(name)} has {dimensions} dimensions; expected 1 to 4")
     shape = tuple(reversed(cursor.numbers(_T.UINT64, dimensions)))
     number = cursor.number(_T.UINT32)
     try:
@@ -227,7 +204,7 @@ def _tensor(cursor: _Cursor) -> StoredTensor:
             "of the package 'gguf' may know it"
         ) from None
     if min(shape) < 1 or shape[-1] % block:
-        raise _damaged(
+        raise damaged(
             cursor.path, f"the tensor {shortened(name)} has the shape {shape}, which {kind.name} does not divide"
         )
     return StoredTensor(name, kind, shape, cursor.number(_T.UINT64), math.prod(shape) // block * size, cursor.path)
@@ -236,114 +213,15 @@ def _tensor(cursor: _Cursor) -> StoredTensor:
 def _check_places(path: Path, tensors: list[StoredTensor], alignment: int, size: int) -> None:
     """Raises ModelLoadError unless all tensors lie within the file, are aligned, and neither overlap nor repeat."""
     if len({tensor.name for tensor in tensors}) < len(tensors):
-        raise _damaged(path, "it has two tensors of one name")
+        raise damaged(path, "it has two tensors of one name")
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
         if tensor.start + tensor.nbytes > size:
-            raise _damaged(
+            raise damaged(
                 path,
                 f"the tensor {shortened(tensor.name)} ends at {tensor.start + tensor.nbytes}, beyond the file's "
                 f"{size} bytes",
             )
         if tensor.start % alignment or tensor.start < end:
-            raise _damaged(path, f"the tensor {shortened(tensor.name)} lies on another one or is not aligned")
+            raise damaged(path, f"the tensor {shortened(tensor.name)} lies on another one or is not aligned")
         end = tensor.start + tensor.nbytes
-
-
-class _Cursor:
-    """Reads values in sequence, and never beyond the end of the file."""
-
-    def __init__(self, path: Path, content: mmap.mmap, at: int) -> None:
-        self.path = path
-        self.at = at
-        self._content = content
-        self._size = len(content)
-
-    def kind(self) -> GGUFValueType:
-        """Reads the type of a value."""
-        number = self.number(_T.UINT32)
-        try:
-            return GGUFValueType(number)
-        except ValueError:
-            raise _damaged(self.path, f"its metadata has a value of unknown type {number}") from None
-
-    def value(self, kind: GGUFValueType) -> Any:
-        """Reads a value of the metadata."""
-        if kind == _T.STRING:
-            return self.string()
-        if kind == _T.ARRAY:
-            return self._array()
-        return self.number(kind)
-
-    def number(self, kind: GGUFValueType) -> Any:
-        """Reads one number or boolean."""
-        return self.numbers(kind, 1)[0]
-
-    def numbers(self, kind: GGUFValueType, count: int) -> list[Any]:
-        """Reads numbers or booleans of one type."""
-        start = self._skip(count * struct.calcsize(_FORMATS[kind]))
-        return list(struct.unpack_from(f"<{count}{_FORMATS[kind]}", self._content, start))
-
-    def string(self, limit: int | None = None) -> str:
-        """Reads a string of at most ``limit`` bytes."""
-        length = self.number(_T.UINT64)
-        if limit is not None and length > limit:
-            raise _damaged(self.path, f"it has a name of {length} bytes")
-        start = self._skip(length)
-        try:
-            return self._content[start : self.at].decode("utf-8")
-        except UnicodeDecodeError:
-            raise _damaged(self.path, f"the string at byte {start} is not UTF-8") from None
-
-    def strings(self, count: int) -> list[str]:
-        """Reads the strings of an array that ``value`` skipped."""
-        content = self._content
-        try:
-            return [content[self.at - length : self.at].decode("utf-8") for length in self._lengths(count)]
-        except UnicodeDecodeError:
-            raise _damaged(self.path, f"a string before byte {self.at} is not UTF-8") from None
-
-    def _array(self) -> StoredArray:
-        kind, count = self.kind(), self.number(_T.UINT64)
-        start = self.at
-        if kind == _T.ARRAY:
-            raise _damaged(self.path, "its metadata has an array of arrays")
-        if kind != _T.STRING:
-            self._skip(count * struct.calcsize(_FORMATS[kind]))
-            return StoredArray(kind, count, start)
-        for _ in self._lengths(count):
-            pass
-        return StoredArray(kind, count, start)
-
-    def _lengths(self, count: int) -> Iterator[int]:
-        """Skips ``count`` strings. Yields the length of each once ``at`` is after its last byte."""
-        at, last, content, read = self.at, self._size - 8, self._content, struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            if at > last:
-                raise self._short()
-            (length,) = read(content, at)
-            at += 8 + length
-            self.at = at
-            yield length
-        if at > self._size:
-            raise self._short()
-
-    def _skip(self, length: int) -> int:
-        """Advances by ``length`` bytes. Returns the offset before them."""
-        start = self.at
-        if length > self._size - start:
-            raise self._short()
-        self.at = start + length
-        return start
-
-    def _short(self) -> ModelLoadError:
-        return _damaged(self.path, f"its header continues beyond the end of the file, at {self._size} bytes")
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _damaged(path: Path, reason: str) -> ModelLoadError:
-    return ModelLoadError(f"{path} is damaged or truncated: {reason}; download it again")
