@@ -7,7 +7,7 @@ model, on all windows, and of the original one, on those that are held out for t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,7 @@ class Calibration:
         return hidden if record is not None else torch.cat(done)
 
     def _loss(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> float:
-        a = self._architecture
+        a = replace(self._architecture, tied="lm_head.weight" not in weights)
         ends = read_ends(Source(weights, a, torch.float32))
         head, total = floats(ends.head, torch.float32), 0.0
         for states, tokens in zip(hidden, self._held, strict=True):
