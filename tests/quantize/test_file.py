@@ -93,7 +93,7 @@ def test_every_scheme_is_near_the_model(mixture: str, tmp_path: Path) -> None:
     source, file = checkpoint("llama", tmp_path / "source"), tmp_path / "model.gguf"
     result = quantize_checkpoint(source, file, mixture)
     assert result.bytes_after == file.stat().st_size
-    exact, near = logits(source), 0.5 if mixture.startswith("Q3") else 0.3
+    exact, near = logits(source), 0.8 if mixture.startswith("Q3") else 0.45
     assert (logits(file) - exact).abs().max() < near * exact.abs().max()
     assert Header.read(file).metadata["general.file_type"] == MIXTURES[mixture].file_type
 
@@ -137,9 +137,9 @@ def test_a_tied_embedding_gets_the_type_of_the_output() -> None:
 
 @pytest.mark.parametrize("pre", sorted({rule: name for name, rule in PRE_TOKENIZERS.items()}.values()))
 def test_byte_level_tokenizers_come_back_equal(pre: str, tmp_path: Path) -> None:
-    source = checkpoint("qwen2", tmp_path / "source", vocab_size=1520)
     original = byte_level(pre).from_str(byte_level(pre).to_str())
-    begin = original.token_to_id("<|begin|>")
+    begin, end = (original.token_to_id(token) for token in ("<|begin|>", "<|end|>"))
+    source = checkpoint("qwen2", tmp_path / "source", vocab_size=1520, eos_token_id=end)
     original.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", pair="<|begin|> $A <|begin|>:1 $B:1", special_tokens=[("<|begin|>", begin)]
     )

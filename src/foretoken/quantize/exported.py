@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,13 @@ from foretoken.models.formats.gguf.tokenizer import special_ids
 _LLAMA3_LENGTH = 8192  # original_max_position_embeddings of every Llama 3
 
 
-def exported_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def exported_config(config: Mapping[str, Any], path: Path, names: Collection[str]) -> dict[str, Any]:
     """Returns the config.json of a GGUF file with what transformers needs besides.
+
+    Args:
+        config: as the file describes it.
+        path: the file.
+        names: of the tensors.
 
     Raises:
         InvalidRequest: its rotary factors are not those of Llama 3.
@@ -29,6 +34,8 @@ def exported_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     exported = {**config, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]}
     ids = special_ids(Header.read(path))
     exported |= {key: value[0] if len(value) == 1 else value for key, value in ids.items() if value}
+    if config["model_type"] != "qwen2" and any(name.endswith("self_attn.q_proj.bias") for name in names):
+        exported["attention_bias"] = True
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "factors":
         exported["rope_scaling"] = _llama3(config, torch.tensor(scaling["factors"]), path)

@@ -145,8 +145,11 @@ class FileWriter:
         self._writer.write_tensor_data(np.ascontiguousarray(rows.numpy()))
         return decoded(data, kind)
 
+    def finish(self) -> None:
+        """Does nothing: everything is written."""
+
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._writer.close()
 
 

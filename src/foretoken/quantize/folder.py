@@ -78,6 +78,9 @@ class FolderWriter:
         return self._keep(*self._groups(stem, tensor, quantizer, rounding))
 
     def close(self) -> None:
+        """Does nothing: files are open only while they are written."""
+
+    def finish(self) -> None:
         """Writes what is held, the index and config.json."""
         self._flush()
         names = [_shard_name(number, len(self._shards)) for number in range(len(self._shards))]

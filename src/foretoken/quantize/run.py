@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -55,8 +55,11 @@ class Writer(Protocol):
     def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
         """Writes a tensor. Returns its values as they are read back."""
 
+    def finish(self) -> None:
+        """Writes what is left after the last tensor."""
+
     def close(self) -> None:
-        """Ends the writing."""
+        """Releases what is open."""
 
 
 @torch.inference_mode()
@@ -96,10 +99,9 @@ def quantize_checkpoint(
     target = _check_output(Path(out), path, chosen, force)
     model = SourceCheckpoint.open(path, chosen)
     text = None if calibration is None else model.calibration(calibration, chosen)
-    with _output(target, chosen) as partial:
-        writer = _writer(model, partial, chosen, lm_head)
+    with _output(target, chosen) as partial, closing(_writer(model, partial, chosen, lm_head)) as writer:
         losses = _stream(model, writer, text, lm_head and chosen.quantizer is not None, progress)
-        writer.close()
+        writer.finish()
     seconds = time.perf_counter() - started
     return QuantizedCheckpoint(target, chosen.name, _weight_bytes(path), _weight_bytes(target), seconds, losses)
 
@@ -113,7 +115,7 @@ def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -
         return FileWriter(out, described, scheme.name, model.shapes)
     config = model.config
     if is_gguf(model.path):
-        config = exported_config(config, model.path)
+        config = exported_config(config, model.path, model.shapes)
         save_tokenizer(model.path, out)
     else:
         copy_files(model.path, out)
