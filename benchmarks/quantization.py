@@ -106,13 +106,14 @@ def main() -> None:
             files = [Path(path)] if Path(path).is_file() else list(Path(path).glob("*.safetensors"))
             size = sum(file.stat().st_size for file in files) if quantization is None else None
             rows.append(Accuracy(scheme, rounding, *distance(model, windows, exact), size))
+            if arguments.output:
+                record = json.dumps([asdict(row) for row in rows], indent=2)
+                arguments.output.write_text(record + "\n", encoding="utf-8")
     table = Table("scheme", "rounding", "loss", "total variation", "MB")
     for r in rows:
         size = "" if r.bytes is None else f"{r.bytes / 1e6:.1f}"
         table.add_row(r.scheme, r.rounding, f"{r.loss:.4f}", f"{r.total_variation:.4f}", size)
     Console().print(table)
-    if arguments.output:
-        arguments.output.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
