@@ -10,7 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from foretoken.models.formats.gguf.blocks import LAYOUTS, Bytes
-from foretoken.models.formats.gguf.packing import PACKED, Blocks, packed
+from foretoken.models.formats.gguf.packing import PACKED, BlockNumbers, packed
 from foretoken.quantize.rounding import Grid, Rounding, affine_scales, symmetric_scales
 
 _K = GGMLQuantizationType
@@ -47,7 +47,7 @@ def to_blocks(weights: Tensor, kind: GGMLQuantizationType, rounding: Rounding) -
     def integers(numbers: Tensor | None) -> np.ndarray | None:
         return None if numbers is None else numbers.reshape(len(unsigned), -1).to(torch.int8).numpy()
 
-    blocks = Blocks(
+    blocks = BlockNumbers(
         unsigned.numpy(),
         scales.scale.reshape(-1).numpy(),
         None if scales.offset is None else scales.offset.reshape(-1).numpy(),

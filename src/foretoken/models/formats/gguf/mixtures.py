@@ -15,7 +15,7 @@ _F = LlamaFileType
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class FileType:
     """A file type of llama.cpp.
 
     Attributes:
@@ -28,22 +28,22 @@ class Mixture:
 
 
 MIXTURES = {
-    "F32": Mixture(_K.F32, _F.ALL_F32),
-    "F16": Mixture(_K.F16, _F.MOSTLY_F16),
-    "BF16": Mixture(_K.BF16, _F.MOSTLY_BF16),
-    "Q8_0": Mixture(_K.Q8_0, _F.MOSTLY_Q8_0),
-    "Q6_K": Mixture(_K.Q6_K, _F.MOSTLY_Q6_K),
-    "Q5_K_M": Mixture(_K.Q5_K, _F.MOSTLY_Q5_K_M),
-    "Q5_K_S": Mixture(_K.Q5_K, _F.MOSTLY_Q5_K_S),
-    "Q5_1": Mixture(_K.Q5_1, _F.MOSTLY_Q5_1),
-    "Q5_0": Mixture(_K.Q5_0, _F.MOSTLY_Q5_0),
-    "Q4_K_M": Mixture(_K.Q4_K, _F.MOSTLY_Q4_K_M),
-    "Q4_K_S": Mixture(_K.Q4_K, _F.MOSTLY_Q4_K_S),
-    "Q4_1": Mixture(_K.Q4_1, _F.MOSTLY_Q4_1),
-    "Q4_0": Mixture(_K.Q4_0, _F.MOSTLY_Q4_0),
-    "Q3_K_L": Mixture(_K.Q3_K, _F.MOSTLY_Q3_K_L),
-    "Q3_K_M": Mixture(_K.Q3_K, _F.MOSTLY_Q3_K_M),
-    "Q3_K_S": Mixture(_K.Q3_K, _F.MOSTLY_Q3_K_S),
+    "F32": FileType(_K.F32, _F.ALL_F32),
+    "F16": FileType(_K.F16, _F.MOSTLY_F16),
+    "BF16": FileType(_K.BF16, _F.MOSTLY_BF16),
+    "Q8_0": FileType(_K.Q8_0, _F.MOSTLY_Q8_0),
+    "Q6_K": FileType(_K.Q6_K, _F.MOSTLY_Q6_K),
+    "Q5_K_M": FileType(_K.Q5_K, _F.MOSTLY_Q5_K_M),
+    "Q5_K_S": FileType(_K.Q5_K, _F.MOSTLY_Q5_K_S),
+    "Q5_1": FileType(_K.Q5_1, _F.MOSTLY_Q5_1),
+    "Q5_0": FileType(_K.Q5_0, _F.MOSTLY_Q5_0),
+    "Q4_K_M": FileType(_K.Q4_K, _F.MOSTLY_Q4_K_M),
+    "Q4_K_S": FileType(_K.Q4_K, _F.MOSTLY_Q4_K_S),
+    "Q4_1": FileType(_K.Q4_1, _F.MOSTLY_Q4_1),
+    "Q4_0": FileType(_K.Q4_0, _F.MOSTLY_Q4_0),
+    "Q3_K_L": FileType(_K.Q3_K, _F.MOSTLY_Q3_K_L),
+    "Q3_K_M": FileType(_K.Q3_K, _F.MOSTLY_Q3_K_M),
+    "Q3_K_S": FileType(_K.Q3_K, _F.MOSTLY_Q3_K_S),
 }
 _FLOATS = (_K.F32, _K.F16, _K.BF16)
 _FALLBACK = {_K.Q3_K: _K.Q4_0, _K.Q4_K: _K.Q5_0, _K.Q5_K: _K.Q5_1, _K.Q6_K: _K.Q8_0}

@@ -15,7 +15,7 @@ _K = GGMLQuantizationType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
+class BlockNumbers:
     """The numbers of some blocks of one type.
 
     Attributes:
@@ -33,7 +33,7 @@ class Blocks:
     mins: NDArray[np.int8] | None = None
 
 
-def packed(kind: GGMLQuantizationType, blocks: Blocks) -> Bytes:
+def packed(kind: GGMLQuantizationType, blocks: BlockNumbers) -> Bytes:
     """Returns the bytes [blocks, bytes of a block] of a type of ``PACKED``."""
     return np.concatenate(PACKED[kind](blocks), axis=1)
 
@@ -61,27 +61,27 @@ def _fifth_bits(codes: Bytes) -> Bytes:
     return np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
 
 
-def _q4_0(b: Blocks) -> Sequence[Bytes]:
+def _q4_0(b: BlockNumbers) -> Sequence[Bytes]:
     return _half(b.scale), _joined(b.codes, 16, 4)
 
 
-def _q4_1(b: Blocks) -> Sequence[Bytes]:
+def _q4_1(b: BlockNumbers) -> Sequence[Bytes]:
     return _half(b.scale), _half(b.offset), _joined(b.codes, 16, 4)
 
 
-def _q5_0(b: Blocks) -> Sequence[Bytes]:
+def _q5_0(b: BlockNumbers) -> Sequence[Bytes]:
     return _half(b.scale), _fifth_bits(b.codes), _joined(_low(b.codes, 4), 16, 4)
 
 
-def _q5_1(b: Blocks) -> Sequence[Bytes]:
+def _q5_1(b: BlockNumbers) -> Sequence[Bytes]:
     return _half(b.scale), _half(b.offset), _fifth_bits(b.codes), _joined(_low(b.codes, 4), 16, 4)
 
 
-def _q8_0(b: Blocks) -> Sequence[Bytes]:
+def _q8_0(b: BlockNumbers) -> Sequence[Bytes]:
     return _half(b.scale), b.codes ^ np.uint8(128)
 
 
-def _q3_k(b: Blocks) -> Sequence[Bytes]:
+def _q3_k(b: BlockNumbers) -> Sequence[Bytes]:
     assert b.parts is not None
     parts = (b.parts + np.int8(32)).view(np.uint8)
     high = _joined(b.codes >> np.uint8(2), 32, 1)
@@ -89,16 +89,16 @@ def _q3_k(b: Blocks) -> Sequence[Bytes]:
     return high, low, _joined(_low(parts, 4), 8, 4), _joined(parts >> np.uint8(4), 4, 2), _half(b.scale)
 
 
-def _q4_k(b: Blocks) -> Sequence[Bytes]:
+def _q4_k(b: BlockNumbers) -> Sequence[Bytes]:
     return _half(b.scale), _half(b.offset), _k_scales(b), _joined(b.codes, 32, 4)
 
 
-def _q5_k(b: Blocks) -> Sequence[Bytes]:
+def _q5_k(b: BlockNumbers) -> Sequence[Bytes]:
     high, low = _joined(b.codes >> np.uint8(4), 32, 1), _joined(_low(b.codes, 4), 32, 4)
     return _half(b.scale), _half(b.offset), _k_scales(b), high, low
 
 
-def _k_scales(b: Blocks) -> Bytes:
+def _k_scales(b: BlockNumbers) -> Bytes:
     """Returns eight scales and eight minimums of six bits each, in twelve bytes."""
     assert b.parts is not None and b.mins is not None
     parts, mins = b.parts.view(np.uint8), b.mins.view(np.uint8)
@@ -109,13 +109,13 @@ def _k_scales(b: Blocks) -> Bytes:
     return np.concatenate([first, second, third], axis=1)
 
 
-def _q6_k(b: Blocks) -> Sequence[Bytes]:
+def _q6_k(b: BlockNumbers) -> Sequence[Bytes]:
     assert b.parts is not None
     low, high = _joined(_low(b.codes, 4), 64, 4), _joined(b.codes >> np.uint8(4), 32, 2)
     return low, high, np.ascontiguousarray(b.parts).view(np.uint8), _half(b.scale)
 
 
-PACKED: dict[GGMLQuantizationType, Callable[[Blocks], Sequence[Bytes]]] = {
+PACKED: dict[GGMLQuantizationType, Callable[[BlockNumbers], Sequence[Bytes]]] = {
     _K.Q4_0: _q4_0,
     _K.Q4_1: _q4_1,
     _K.Q5_0: _q5_0,
