@@ -111,8 +111,8 @@ def main() -> None:
                 arguments.output.write_text(record + "\n", encoding="utf-8")
     table = Table("scheme", "rounding", "loss", "total variation", "MB")
     for r in rows:
-        size = "" if r.bytes is None else f"{r.bytes / 1e6:.1f}"
-        table.add_row(r.scheme, r.rounding, f"{r.loss:.4f}", f"{r.total_variation:.4f}", size)
+        megabytes = "" if r.bytes is None else f"{r.bytes / 1e6:.1f}"
+        table.add_row(r.scheme, r.rounding, f"{r.loss:.4f}", f"{r.total_variation:.4f}", megabytes)
     Console().print(table)
 
 

@@ -71,12 +71,12 @@ def _tokens(backend: Any, content: Mapping[str, Any], vocab: int, byte_level: bo
         raise InvalidRequest(f"the tokenizer has {max(by_id) + 1} tokens, but the embedding {vocab} rows")
     added = {token["content"]: token["special"] for token in content["added_tokens"]}
     unknown = content["model"].get("unk_token")
-    tokens, kinds = [], []
+    tokens: list[str] = []
+    kinds: list[int] = []
     for i in range(vocab):
-        token = by_id.get(i)
-        kind = TokenType.NORMAL
-        if token is None:
-            token, kind = f"[PAD{i}]", TokenType.UNUSED
+        token, kind = by_id.get(i, f"[PAD{i}]"), TokenType.NORMAL
+        if i not in by_id:
+            kind = TokenType.UNUSED
         elif not byte_level and token == unknown:
             kind = TokenType.UNKNOWN
         elif token in added:
