@@ -15,6 +15,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.formats.checkpoint import resolve
 from foretoken.models.formats.gguf.header import Header
+from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.loading import load_model
 
 from .gguf_files import add_weights, tiny_checkpoint, write_both
@@ -44,6 +45,7 @@ def test_the_first_file_and_the_folder_stand_for_all(tmp_path: Path) -> None:
     assert resolve(tmp_path / "split") == first
     assert resolve(tmp_path / "split", FIRST) == first
     assert len({tensor.path for tensor in Header.read(first).tensors.values()}) == 3
+    assert GGUFWeights(first).files == tuple(sorted(first.parent.glob("*.gguf")))
     scores = []
     with only_runner("torch"):
         for name in (whole, first, tmp_path / "split"):

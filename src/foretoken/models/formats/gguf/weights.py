@@ -16,7 +16,7 @@ from foretoken.core.schema import shortened
 from foretoken.models.formats.finite import check_finite
 from foretoken.models.formats.gguf.blocks import FLOATS, LAYOUTS, Bytes, groups_of
 from foretoken.models.formats.gguf.families import checkpoint_name, config_of, family_of
-from foretoken.models.formats.gguf.header import Header, StoredTensor
+from foretoken.models.formats.gguf.header import Header, StoredTensor, split_parts
 from foretoken.models.formats.grouped import Grouped, Groups, TwoLevels
 
 
@@ -42,7 +42,7 @@ class GGUFWeights(Mapping[str, Tensor]):
 
     Attributes:
         shapes: the shape of each tensor by name, known without reading it.
-        files: the file.
+        files: the file, or all parts of the model.
 
     Raises:
         ModelLoadError: the file is damaged, or has tensors or types that are not supported.
@@ -51,7 +51,7 @@ class GGUFWeights(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         header = Header.read(path)
         self._path = path
-        self.files = (path,)
+        self.files = tuple(split_parts(header))
         self._sources = _sources(header)
         self.shapes = {name: source.stored.shape for name, source in self._sources.items()}
 
