@@ -71,7 +71,7 @@ def visit(page: Page) -> None:
     steps = int(page.get_attribute("#step", "max") or 1)
     for number in range(2, steps + 1):
         page.fill("#step", str(number))
-        if page.locator("#tree .node.accepted").count() > 1 and page.locator("#tree .node.refused").count() > 1:
+        if page.locator("#tree .node.accepted").count() > 1 and page.locator("#tree .node.rejected").count() > 1:
             return
 
 

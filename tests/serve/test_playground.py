@@ -162,14 +162,14 @@ def test_the_tree_of_every_step_can_be_visited(sight):
     at = int(page.input_value("#step"))
     page.click("#on")
     assert int(page.input_value("#step")) == at + 1
-    refused = page.locator("#speculative-text .refused").first
-    expect(refused).to_be_hidden()
+    rejected = page.locator("#speculative-text .rejected").first
+    expect(rejected).to_be_hidden()
     page.check("#struck")
-    expect(refused).to_be_visible()
-    refused.click()
-    node = page.locator("#tree .told:has(.refused)").first
+    expect(rejected).to_be_visible()
+    rejected.click()
+    node = page.locator("#tree .described:has(.rejected)").first
     node.hover()
-    expect(page.locator("#tip")).to_contain_text("Refused")
+    expect(page.locator("#tip")).to_contain_text("Rejected")
 
 
 def test_both_at_once(sight):
@@ -236,7 +236,7 @@ def with_answer(answer: dict[str, Any] | None) -> Callable[[Any], None]:
     return lambda route: route.fulfill(**answer) if answer else route.abort()
 
 
-def test_errors_are_told_in_words(sight):
+def test_errors_are_shown_in_words(sight):
     page = sight.page
     for answer, words in ANSWERS:
         page.route("**/v1/completions", with_answer(answer))
@@ -283,7 +283,7 @@ def test_controls_have_names_and_the_tab_key_reaches_them(sight):
 
 PURE = """async () => {
   const { Parser } = await import("/sse.js");
-  const { align, refused, statistics } = await import("/trace.js");
+  const { align, rejected, statistics } = await import("/trace.js");
   const tokens = (...texts) => texts.map((text) => ({ text }));
   const shared = ({ pieces, left }) => [pieces.map((piece) => [piece.text, piece.tokens.length]), left.length];
   const parser = new Parser();
@@ -297,7 +297,7 @@ PURE = """async () => {
     waiting: shared(align(tokens("\\ufffd"), "")),
     blanks: shared(align(tokens("foo", "bar"), " foo bar")),
     held: shared(align(tokens("foo", "bar"), "fo")),
-    refused: [refused(chain), refused([node(-1, true)]), refused([node(-1, false), node(-1, true), node(0, false)])],
+    rejected: [rejected(chain), rejected([node(-1, true)]), rejected([node(-1, false), node(-1, true), node(0, false)])],
     statistics: statistics([{ draft: chain, tokens: [1, 2] }, { draft: [], tokens: [1] }]),
   };
 }"""
@@ -311,7 +311,7 @@ def test_the_pure_parts(sight):
     assert got["waiting"] == [[], 1]
     assert got["blanks"] == [[[" foo", 1], [" bar", 1]], 0]
     assert got["held"] == [[["fo", 1]], 2]
-    assert got["refused"] == [[1, 2], [], []]
+    assert got["rejected"] == [[1, 2], [], []]
     assert got["statistics"] == {
         "steps": 2,
         "drafts": 1,

@@ -70,7 +70,7 @@ async function refusal(answer) {
     429: `The server is busy: its queue is full.${after ? ` Try again in ${after} s.` : " Try again in a moment."}`,
     503: "The server is shutting down or not ready; it takes no requests now.",
   }[answer.status];
-  const own = answer.status === 401 || answer.status === 429; // told well enough; others need the server's words too
+  const own = answer.status === 401 || answer.status === 429; // clear enough; other errors show the message of the server, too
   const text = words ? (said && !own ? `${words} It says: ${said}` : words) : said;
   return new Problem(text ?? `The server answered ${answer.status} ${answer.statusText}`.trim(), answer.status);
 }

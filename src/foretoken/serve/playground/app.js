@@ -90,7 +90,7 @@ async function race(signal) {
   const traces = { speculative: fresh(), plain: fresh() };
   last = null;
   stage.reset(chosen.prompt, grade, traces, 0);
-  $("drafter").textContent = `${chosen.method || "nobody drafts"}, ${chosen.depth || "auto"}`;
+  $("drafter").textContent = `${chosen.method || "no drafting"}, ${chosen.depth || "auto"}`;
   if (together) {
     say("Both lanes run.");
     for (const name of NAMES) await warm(bodies[name], key, signal);

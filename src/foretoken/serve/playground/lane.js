@@ -2,8 +2,8 @@
 
 import { $, el, rate, seconds } from "./dom.js";
 import { tell, walkable } from "./tip.js";
-import { refused } from "./trace.js";
-import { whyEmitted, whyRefused } from "./why.js";
+import { rejected } from "./trace.js";
+import { whyEmitted, whyRejected } from "./why.js";
 
 const PROMPT = 1500; // characters of it that are shown: its end
 
@@ -72,18 +72,18 @@ export class Lane {
     })));
     span.addEventListener("click", () => this.onStep(last.step.number));
     const own = tokens.filter((token) => token.origin === "target" && token === token.step.tokens.at(-1));
-    const struck = own.map((token) => this.#refused(token.step));
+    const struck = own.map((token) => this.#rejected(token.step));
     return [...struck.filter(Boolean), span];
   }
 
   /** The drafted tokens that were struck out in front of the target's own; the sheet hides them unless asked for. */
-  #refused(step) {
-    const nodes = refused(step.draft);
+  #rejected(step) {
+    const nodes = rejected(step.draft);
     if (!nodes.length) return null;
-    const struck = el("s", { class: "refused", "data-step": step.number, tabindex: -1 },
+    const struck = el("s", { class: "rejected", "data-step": step.number, tabindex: -1 },
       nodes.map((node) => step.draft[node].text).join("").replaceAll("\n", "↵"));
     tell(struck, () => nodes.map((node) => ({
-      ...step.draft[node], origin: "refused", step: step.number, why: whyRefused(node, step, this.grade),
+      ...step.draft[node], origin: "rejected", step: step.number, why: whyRejected(node, step, this.grade),
     })));
     return struck;
   }

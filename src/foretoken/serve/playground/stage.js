@@ -1,4 +1,4 @@
-// Everything that shows a race, live or replayed: it is told of events and of frames, and draws.
+// Everything that shows a race, live or replayed: it receives events and frames, and draws.
 
 import { $, el, rate } from "./dom.js";
 import { Clock, cards, positions } from "./charts.js";

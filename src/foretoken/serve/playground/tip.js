@@ -1,32 +1,32 @@
-// What is pointed at, or walked to with the keyboard, is told in one floating box.
+// A tooltip for the element under the pointer, or the one reached with the keyboard.
 
 import { $, el, probability, visible } from "./dom.js";
 
 const ORIGINS = {
   accepted: "draft, accepted",
-  refused: "draft, not taken",
+  rejected: "draft, rejected",
   target: "the target’s own",
 };
-const told = new WeakMap(); // element -> the function that says what to tell
+const described = new WeakMap(); // element -> the function that says what to tell
 let open = null;
 
 /** Tells `facts()` = [{text, token, origin, p, q, why, step}, ...] whenever `node` is pointed at or focused. */
 export function tell(node, facts) {
-  told.set(node, facts);
-  node.classList.add("told");
+  described.set(node, facts);
+  node.classList.add("described");
 }
 
-/** Makes arrow keys walk through the told elements of `box`, which is one stop of the tab key; Enter presses. */
+/** Makes arrow keys walk through the described elements of `box`, which is one stop of the tab key; Enter presses. */
 export function walkable(box) {
   box.addEventListener("focusin", (event) => {
-    const at = event.target.closest(".told");
+    const at = event.target.closest(".described");
     for (const node of at ? box.querySelectorAll("[tabindex='0']") : []) node.setAttribute("tabindex", "-1");
     at?.setAttribute("tabindex", "0");
   });
   box.addEventListener("keydown", (event) => {
-    const at = event.target.closest(".told");
+    const at = event.target.closest(".described");
     if (!at) return;
-    const all = [...box.querySelectorAll(".told")].filter((node) => node.getClientRects().length);
+    const all = [...box.querySelectorAll(".described")].filter((node) => node.getClientRects().length);
     const here = all.indexOf(at);
     const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: all.length - 1 }[event.key];
     if (event.key === "Enter") at.dispatchEvent(new MouseEvent("click", { bubbles: true }));
@@ -46,7 +46,7 @@ function show(node) {
   if (node === open) return;
   hide();
   const tip = $("tip");
-  tip.replaceChildren(...told.get(node)().map(entry));
+  tip.replaceChildren(...described.get(node)().map(entry));
   tip.hidden = false;
   node.setAttribute("aria-describedby", "tip");
   open = node;
@@ -64,8 +64,8 @@ function place() {
 }
 
 function entry({ text, token, origin, p, q, why, step }) {
-  return el("div", { class: `told-of ${origin}` },
-    el("p", { class: "told-head" },
+  return el("div", { class: `tip-of ${origin}` },
+    el("p", { class: "tip-head" },
       el("code", {}, visible(text, 40) || "∅"), el("span", { class: "badge" }, ORIGINS[origin]),
       el("span", { class: "dim" }, `token ${token} · step ${step + 1}`)),
     el("dl", {}, ...law("p", "target", p), ...(origin === "target" ? [] : law("q", "draft", q))),
@@ -74,7 +74,7 @@ function entry({ text, token, origin, p, q, why, step }) {
 
 function law(name, whose, value) {
   const known = value !== null && value !== undefined;
-  const unknown = name === "q" ? "none: the draft token is fixed, not sampled" : "not told";
+  const unknown = name === "q" ? "none: the draft token is fixed, not sampled" : "not sent";
   const bar = el("span", { class: `law law-${name}` });
   bar.style.setProperty("--share", known ? value : 0);
   return [
@@ -84,10 +84,10 @@ function law(name, whose, value) {
 }
 
 document.addEventListener("pointerover", (event) => {
-  const node = event.target.closest?.(".told");
+  const node = event.target.closest?.(".described");
   if (node) show(node);
   else if (open && document.activeElement !== open && !event.target.closest?.("#tip")) hide();
 });
-document.addEventListener("focusin", (event) => (event.target.matches(".told") ? show(event.target) : hide()));
+document.addEventListener("focusin", (event) => (event.target.matches(".described") ? show(event.target) : hide()));
 document.addEventListener("focusout", hide);
 addEventListener("scroll", place, { passive: true, capture: true });

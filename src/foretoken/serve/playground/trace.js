@@ -6,7 +6,7 @@ const PART = "\ufffd"; // stands where a token holds a part of a character
  * Shares out the text of a chunk among tokens, so that the pieces joined are the text.
  *
  * A token's own text can differ from what it adds: a part of a character, a blank that its tokenizer drops at the
- * beginning, text held back for a stop string. Tokens that cannot be told apart share one piece; those whose text has
+ * beginning, text held back for a stop string. Tokens that cannot be distinguished share one piece; those whose text has
  * not come yet are left.
  */
 export function align(tokens, text) {
@@ -47,7 +47,7 @@ export function depths(draft) {
 }
 
 /** The longest drafted path below the last accepted token that was not taken, as node indices. */
-export function refused(draft) {
+export function rejected(draft) {
   const deep = depths(draft);
   const end = draft.findLastIndex((node) => node.accepted);
   const paths = draft.map((_, node) => pathTo(draft, node).filter((each) => !draft[each].accepted));

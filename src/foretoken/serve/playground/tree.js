@@ -1,9 +1,9 @@
-// The draft of one step as a tree: it grows level by level, what was refused is struck out, what stands stays.
+// The draft of one step as a tree: it grows level by level, and rejected tokens are struck out.
 
 import { $, calm, probability, svg, visible } from "./dom.js";
 import { tell, walkable } from "./tip.js";
 import { depths } from "./trace.js";
-import { whyEmitted, whyRefused } from "./why.js";
+import { whyEmitted, whyRejected } from "./why.js";
 
 const ROW = 46;
 const GAP = 26;
@@ -21,7 +21,7 @@ export function layout(step) {
   const deep = depths(step.draft);
   const nodes = [{ text: step.before, parent: -1, depth: 0, state: "root" }];
   step.draft.forEach((each, i) => nodes.push({
-    ...each, index: i, parent: each.parent + 1, depth: deep[i], state: each.accepted ? "accepted" : "refused",
+    ...each, index: i, parent: each.parent + 1, depth: deep[i], state: each.accepted ? "accepted" : "rejected",
   }));
   const own = step.tokens.at(-1);
   if (own?.origin === "target") {
@@ -29,7 +29,7 @@ export function layout(step) {
     nodes.push({ ...own, own, parent, depth: nodes[parent].depth + 1, state: "target" });
   }
   // Level by level, in the order of the parents, each no higher than its parent: so no two edges cross.
-  const rank = { accepted: 0, target: 1, refused: 2 };
+  const rank = { accepted: 0, target: 1, rejected: 2 };
   nodes[0].row = 0;
   for (let level = [nodes[0]]; level.length; ) {
     const below = level.flatMap((node) =>
@@ -76,7 +76,7 @@ export class Tree {
     picture.style.setProperty("--deepest", Math.max(0, ...depths(step.draft)));
     picture.append(...nodes.slice(1).map((node) => edge(node, nodes[node.parent], columns)));
     picture.append(...nodes.map((node) => this.#node(node, columns, step, grade)));
-    picture.querySelector(".told")?.setAttribute("tabindex", "0");
+    picture.querySelector(".described")?.setAttribute("tabindex", "0");
     this.box.replaceChildren(picture);
   }
 
@@ -102,11 +102,11 @@ export class Tree {
   #node(node, columns, step, grade) {
     const { left, width } = columns[node.depth];
     const law = node.state === "root" ? "" : `p ${probability(node.p)}`;
-    const inner = svg("g", { class: "judged" },
+    const inner = svg("g", { class: "verified" },
       svg("rect", { width, height: HEIGHT, rx: 7 }),
       svg("text", { x: width / 2, y: law ? 15 : 22, class: "label" }, node.label),
       law ? svg("text", { x: width / 2, y: 29, class: "law-of" }, law) : null,
-      node.state === "refused" ? svg("line", { ...across(width, node.ink + 6), y1: 11, y2: 11, pathLength: 1 }) : null);
+      node.state === "rejected" ? svg("line", { ...across(width, node.ink + 6), y1: 11, y2: 11, pathLength: 1 }) : null);
     const place = svg("g", { transform: `translate(${left} ${node.row * ROW + 4})` },
       svg("g", { class: `node ${node.state}` }, inner));
     place.firstChild.style.setProperty("--depth", node.depth);
@@ -115,7 +115,7 @@ export class Tree {
     place.setAttribute("role", "img");
     const state = node.state === "target" ? "the target’s own" : node.state;
     place.setAttribute("aria-label", `${node.label}, ${state}, ${law}`);
-    tell(place, () => [told(node, step, grade)]);
+    tell(place, () => [described(node, step, grade)]);
     return place;
   }
 }
@@ -125,12 +125,12 @@ function across(width, length) {
   return { x1: (width - length) / 2, x2: (width + length) / 2 };
 }
 
-function told(node, step, grade) {
+function described(node, step, grade) {
   if (node.own) return { ...node.own, origin: "target", step: step.number, why: whyEmitted(node.own, grade) };
   const why = node.accepted
     ? whyEmitted({ ...node, origin: "accepted", step }, grade)
-    : whyRefused(node.index, step, grade);
-  return { ...node, origin: node.accepted ? "accepted" : "refused", step: step.number, why };
+    : whyRejected(node.index, step, grade);
+  return { ...node, origin: node.accepted ? "accepted" : "rejected", step: step.number, why };
 }
 
 function edge(node, parent, columns) {

@@ -1,7 +1,7 @@
-// Why a token is there, or is not: one sentence, true to the rule that decided.
+// One sentence that explains why a token is in the text or not, by the verification rule that decided.
 
 import { probability, visible } from "./dom.js";
-import { refused } from "./trace.js";
+import { rejected } from "./trace.js";
 
 const quote = (text) => `“${visible(text)}”`;
 
@@ -13,39 +13,39 @@ const quote = (text) => `“${visible(text)}”`;
 export function whyEmitted(token, grade) {
   const { draft } = token.step;
   if (token.origin === "accepted") return whyAccepted(token, grade);
-  if (!draft.length) return "Nothing was drafted for this place: the target’s own token.";
-  const wrong = refused(draft)[0];
-  if (wrong === undefined) return "Bonus: the draft stood to its end, and the same pass gave one token more.";
-  return `Correction: the draft token ${quote(draft[wrong].text)} was rejected, and the target put its own token there.`;
+  if (!draft.length) return "Nothing was drafted at this position: the target’s own token.";
+  const wrong = rejected(draft)[0];
+  if (wrong === undefined) return "Bonus token: the whole draft was accepted, and the same pass gave one more token.";
+  return `Recovered token: the draft token ${quote(draft[wrong].text)} was rejected, and the target sampled this one.`;
 }
 
 function whyAccepted({ p, q }, grade) {
-  if (grade === "greedy") return "Accepted: it is the target’s likeliest token, and the draft had guessed it.";
+  if (grade === "greedy") return "Accepted: it is the target’s most probable token, and the draft had it too.";
   if (grade === "trajectory") {
-    return "Accepted: the target draws this token with the noise that the seed fixes; the draft guessed the same.";
+    return "Accepted: the target samples this token with the noise that the seed fixes, and so did the draft.";
   }
   if (q === null) {
-    return "Accepted: the draft put it up as a candidate, and the target’s own draw, which has the law p, fell on it.";
+    return "Accepted: it was a candidate of the draft, and the target’s own sample from p was this token.";
   }
   return (
-    `Accepted: the target’s law gives p, the draft drew it with q. By itself it would be kept with probability ` +
-    `min(1, p/q) = ${probability(ratio(p, q))}; judging the whole path at once keeps at least as many on average.`
+    `Accepted: p is the target’s probability, q the draft’s. Alone it would be accepted with probability ` +
+    `min(1, p/q) = ${probability(ratio(p, q))}; verifying the whole path at once accepts at least as many on average.`
   );
 }
 
 /** A drafted token that is not in the text. */
-export function whyRefused(index, step, grade) {
+export function whyRejected(index, step, grade) {
   const { parent, p, q } = step.draft[index];
   const path = step.draft.findLastIndex((node) => node.accepted);
-  if (parent >= 0 && !step.draft[parent].accepted) return "Never judged: it hangs below a draft token that was refused.";
-  if (parent !== path) return "Not taken: another branch of the tree was.";
-  if (step.tokens.at(-1)?.origin === "accepted") return "Not taken: the text ended before it.";
-  if (grade === "greedy") return "Refused: the target’s likeliest token is another one.";
-  if (grade === "trajectory") return "Refused: with the noise that the seed fixes, the target draws another token.";
-  if (q === null) return "Refused: the target’s own draw, which hits it with probability p, fell on another token.";
+  if (parent >= 0 && !step.draft[parent].accepted) return "Not verified: it follows a draft token that was rejected.";
+  if (parent !== path) return "Not verified: another branch of the tree was accepted.";
+  if (step.tokens.at(-1)?.origin === "accepted") return "Not emitted: the text ended before it.";
+  if (grade === "greedy") return "Rejected: the target’s most probable token is another one.";
+  if (grade === "trajectory") return "Rejected: with the noise that the seed fixes, the target samples another token.";
+  if (q === null) return "Rejected: the target’s own sample, which is this token with probability p, was another one.";
   return (
-    `Refused: the draft drew it with q, the target’s law gives p. By itself it would be kept with probability ` +
-    `min(1, p/q) = ${probability(ratio(p, q))}. What comes instead is drawn from what p has left above q.`
+    `Rejected: p is the target’s probability, q the draft’s. Alone it would be accepted with probability ` +
+    `min(1, p/q) = ${probability(ratio(p, q))}. The recovered token is sampled from the residual (p − q)+.`
   );
 }
 
