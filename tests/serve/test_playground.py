@@ -297,7 +297,9 @@ PURE = """async () => {
     waiting: shared(align(tokens("\\ufffd"), "")),
     blanks: shared(align(tokens("foo", "bar"), " foo bar")),
     held: shared(align(tokens("foo", "bar"), "fo")),
-    rejected: [rejected(chain), rejected([node(-1, true)]), rejected([node(-1, false), node(-1, true), node(0, false)])],
+    rejected: [
+      rejected(chain), rejected([node(-1, true)]), rejected([node(-1, false), node(-1, true), node(0, false)]),
+    ],
     statistics: statistics([{ draft: chain, tokens: [1, 2] }, { draft: [], tokens: [1] }]),
   };
 }"""
