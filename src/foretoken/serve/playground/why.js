@@ -38,7 +38,7 @@ export function whyRejected(index, step, grade) {
   const { parent, p, q } = step.draft[index];
   const path = step.draft.findLastIndex((node) => node.accepted);
   if (parent >= 0 && !step.draft[parent].accepted) return "Not verified: it follows a draft token that was rejected.";
-  if (parent !== path) return "Not verified: another branch of the tree was accepted.";
+  if (parent !== path) return "Not accepted: another branch of the tree was.";
   if (step.tokens.at(-1)?.origin === "accepted") return "Not emitted: the text ended before it.";
   if (grade === "greedy") return "Rejected: the target’s most probable token is another one.";
   if (grade === "trajectory") return "Rejected: with the noise that the seed fixes, the target samples another token.";
