@@ -67,7 +67,7 @@ def raced(browser: Browser, address: str, viewport: dict[str, int], scheme: str,
 
 
 def visit(page: Page) -> None:
-    """Go to the first step of which something was accepted and something refused, if there is one."""
+    """Goes to the first step with both accepted and rejected draft tokens, if there is one."""
     steps = int(page.get_attribute("#step", "max") or 1)
     for number in range(2, steps + 1):
         page.fill("#step", str(number))
@@ -76,7 +76,7 @@ def visit(page: Page) -> None:
 
 
 def main(size: str) -> None:
-    """Takes them all."""
+    """Takes all pictures."""
     IMAGES.mkdir(exist_ok=True)
     with served(size) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
@@ -91,7 +91,7 @@ def main(size: str) -> None:
             shoot(page, "dark", ".lanes", "#stage")
         with raced(browser, address, DESKTOP, "light", method="draft_model", depth="6", seed="") as page:
             page.locator("#speculative-text .token.accepted").nth(8).hover()
-            shoot(page, "token", "#speculative", "#speculative")
+            shoot(page, "token", "#speculative", "#speculative", "#tip")
         with raced(browser, address, PHONE, "light", method="draft_model", depth="6") as page:
             visit(page)
             page.mouse.move(0, 0)
@@ -99,14 +99,14 @@ def main(size: str) -> None:
         browser.close()
 
 
-def shoot(page: Page, name: str, first: str, last: str) -> None:
-    """A picture from the top of one element to the end of another, as wide as both."""
+def shoot(page: Page, name: str, *elements: str) -> None:
+    """Saves a picture of the smallest rectangle that contains all elements."""
     scrolled = page.evaluate("scrollY")
-    top, bottom = page.locator(first).bounding_box(), page.locator(last).bounding_box()
-    assert top is not None and bottom is not None
-    left, upper = max(0, top["x"] - 8), max(0, top["y"] + scrolled - 8)
-    right = min(page.evaluate("innerWidth"), max(box["x"] + box["width"] + 8 for box in (top, bottom)))
-    lower = bottom["y"] + bottom["height"] + scrolled + 8
+    boxes = [box for element in elements if (box := page.locator(element).bounding_box()) is not None]
+    left = max(0, min(box["x"] for box in boxes) - 8)
+    upper = max(0, min(box["y"] for box in boxes) + scrolled - 8)
+    right = min(page.evaluate("innerWidth"), max(box["x"] + box["width"] for box in boxes) + 8)
+    lower = max(box["y"] + box["height"] for box in boxes) + scrolled + 8
     clip = {"x": left, "y": upper, "width": right - left, "height": lower - upper}
     page.screenshot(path=IMAGES / f"playground-{name}.png", clip=clip, full_page=True)
 
