@@ -28,6 +28,7 @@ COMMANDS = {
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
     "loading": "--model TARGET --repeats 1",
+    "schemes": "--small --scheme int8 --scheme int4 --rows 1 --rows 3 --context 20 --turns 2",
     "verification": "--rows 3 --vocabulary 512 --repeats 4",
     "mixture": "--target TARGET --count 1 --tokens 8 --repeats 1",
     "never_slower": "--small --proposer wrong --text code --temperature 0 --batch 1 --tokens 8 --requests 1 "

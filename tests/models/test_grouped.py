@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
@@ -21,8 +22,9 @@ from foretoken.models.runners.pass_plan import PassPlan
 from .test_native import CONFIG, needs_kernels, weights
 
 INPUTS, OUTPUTS = 72, 131  # of the head of CONFIG; multiples of nothing
+WIDE, SPAN = 680, 128  # more inputs than share a scale, and how many do: SPAN of csrc/grouped.hpp
 TABLE = tuple(range(0, 64, 4))
-CODES = {"Q6_K": 64, "Q5_1": 32, "Q3_K": 8}  # codes of a layout, if they are fewer than its bits allow
+CODES = {"Q5_0": 32, "Q5_1": 32, "Q3_K": 8}  # codes of a layout, if they are fewer than its bits allow
 LAYOUTS = {
     "Q4_0": GroupLayout(4, 32, 8),
     "Q4_1": GroupLayout(4, 32, offsets=True),
@@ -30,11 +32,13 @@ LAYOUTS = {
     "g16": GroupLayout(4, 16, 8),
     "table": GroupLayout(4, 32, 30, TABLE),
     "Q8_0": GroupLayout(8, 32, CENTRE),
-    "Q5_1": GroupLayout(8, 32, offsets=True),
+    "Q5_1": GroupLayout(6, 32, offsets=True),
     "Q4_K": GroupLayout(4, 32, offsets=True, block=8),
-    "Q6_K": GroupLayout(8, 16, 32, block=16),
+    "Q6_K": GroupLayout(6, 16, 32, block=16),
     "Q3_K": GroupLayout(4, 16, 4, block=16),
-    "Q4_K beside Q6_K": GroupLayout(8, 16, CENTRE, offsets=True, block=16),
+    "Q5_0": GroupLayout(6, 32, 16),
+    "Q4_K beside Q6_K": GroupLayout(6, 16, 32, offsets=True, block=16),
+    "Q4_K beside Q8_0": GroupLayout(8, 32, CENTRE, offsets=True),
 }
 
 
@@ -53,35 +57,35 @@ def random_matrix(name: str, half: bool = True, outputs: int = OUTPUTS, inputs: 
     return Grouped.of(Groups(codes, numbers(), numbers() if layout.offsets else None), layout)
 
 
-def runner_with(head: Matrix, embedding: torch.Tensor | Grouped) -> NativeRunner:
-    """A decoder's runner with this vocabulary head and embedding."""
-    architecture = Architecture.of(CONFIG, None)
+def runner_with(head: Matrix, embedding: torch.Tensor | Grouped, inputs: int = INPUTS) -> NativeRunner:
+    """A decoder's runner with this vocabulary head and embedding; without layers if they do not fit its inputs."""
+    layers = CONFIG["num_hidden_layers"] if inputs == INPUTS else 0
+    architecture = Architecture.of(dict(CONFIG, hidden_size=inputs, num_hidden_layers=layers), None)
     source = Source(weights(), architecture, torch.float32)
-    return NativeRunner(architecture, Layers(source), Ends(embedding, torch.ones(INPUTS), head), torch.float32)
+    return NativeRunner(architecture, Layers(source), Ends(embedding, torch.ones(inputs), head), torch.float32)
 
 
 def expected(x: torch.Tensor, matrix: Grouped) -> torch.Tensor:
-    """The product in float64, with activations quantized by row and group as the kernels do it."""
-    group, wide = matrix.layout.group, torch.zeros(x.shape[0], -(-INPUTS // matrix.layout.group) * matrix.layout.group)
-    wide[:, :INPUTS] = x
-    parts = wide.unflatten(1, (-1, group))
+    """The product in float64, with activations quantized by row and span of inputs as the kernels do it."""
+    inputs, span = x.shape[1], max(SPAN, matrix.layout.group)
+    parts = F.pad(x, (0, -inputs % span)).unflatten(1, (-1, span))
     largest = parts.abs().amax(-1, keepdim=True)
     scales = torch.where(largest > 0, largest / 127, 1.0)
-    rounded = ((parts * (1 / scales)).round() * scales).flatten(1)[:, :INPUTS]
+    rounded = ((parts * (1 / scales)).round() * scales).flatten(1)[:, :inputs]
     return rounded.double() @ matrix.dequantize().double().T
 
 
 @needs_kernels
-@pytest.mark.parametrize("half", [True, False], ids=["half", "single"])
+@pytest.mark.parametrize("inputs, half", [(INPUTS, True), (WIDE, True), (WIDE, False)], ids=["short", "half", "single"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_product_of_every_layout_is_that_of_float64(name: str, half: bool) -> None:
-    matrix = random_matrix(name, half)
-    x = torch.randn(19, INPUTS, generator=torch.Generator().manual_seed(5))
+def test_the_product_of_every_layout_is_that_of_float64(name: str, inputs: int, half: bool) -> None:
+    matrix = random_matrix(name, half, inputs=inputs)
+    x = torch.randn(34, inputs, generator=torch.Generator().manual_seed(5)) * torch.linspace(0.01, 3, inputs)
     x[4] = 0
-    runner, reference = runner_with(matrix, torch.zeros(OUTPUTS, INPUTS)), expected(x, matrix)
+    runner, reference = runner_with(matrix, torch.zeros(OUTPUTS, inputs), inputs), expected(x, matrix)
     ours = runner.unembed(x).clone()
     assert (ours - reference).abs().max() < 1e-5 * reference.abs().max()
-    for rows in range(1, 19):
+    for rows in range(1, 35):
         assert torch.equal(runner.unembed(x[:rows]), ours[:rows]), rows
 
 

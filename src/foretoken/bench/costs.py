@@ -79,7 +79,7 @@ def pass_costs(
             handles = [loaded.open(context) for _ in range(batch)]
             for handle in handles:
                 stack.callback(model.close, handle)
-            tasks |= {(context, m): _scoring(model, handles, m, loaded.burst) for m in rows}
+            tasks |= {(context, m): scoring(model, handles, m, loaded.burst) for m in rows}
         for number, bare in enumerate(_bare(loaded), start=1):
             tasks |= {(-number, m): TimedTask(partial(bare, m * batch), burst=loaded.burst) for m in rows}
         spreads = interleaved(tasks, turns, track)
@@ -98,7 +98,7 @@ def pass_costs(
     ]
 
 
-def _scoring(model: Model, handles: list[Any], rows: int, burst: int) -> TimedTask:
+def scoring(model: Model, handles: list[Any], rows: int, burst: int = 1) -> TimedTask:
     """Scores the newest token and ``rows - 1`` draft tokens of each sequence, then rewinds."""
     drafts = [Draft.chain(list(range(1, rows))) if rows > 1 else Draft.empty()] * len(handles)
 
@@ -141,7 +141,7 @@ def step_cost(loaded: Loaded, context: int = 512, turns: int = 20, track: Track 
     handle = loaded.open(context)
     try:
         tasks = {
-            "foretoken": _scoring(loaded.model, [handle], 1, loaded.burst),
+            "foretoken": scoring(loaded.model, [handle], 1, loaded.burst),
             "transformers": _transformers_step(loaded, context),
         }
         spreads = interleaved(tasks, turns, track)

@@ -2,7 +2,7 @@
 
 Four-bit files (GGUF, AWQ, GPTQ, compressed-tensors) store matrices this way. A weight is
 ``(level(code) - zero) * scale + offset``, where a level is the code itself or an entry of a table. Products quantize
-their inputs to int8, by row and group.
+their inputs to int8, by row and span of 128 inputs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CENTRE = 128  # the zero of codes of eight bits that hold signed levels
+NARROW = 32  # the same of six bits
 _AT_ONCE = 2**20  # weights that are quantized or dequantized at once, so that no float32 copy of a matrix is made
 _TINY = 1e-30
 
@@ -26,7 +27,7 @@ class GroupLayout:
     """How codes become weights.
 
     Attributes:
-        bits: bits of a code, 4 or 8.
+        bits: bits of a code, 4, 6 or 8.
         group: number of consecutive inputs that share a scale; a multiple of 16.
         zero: zero point, subtracted from every level; the difference fits into int8.
         levels: the level of each code, 0 to 255; None if it is the code itself.
@@ -42,6 +43,12 @@ class GroupLayout:
     offsets: bool = False
     block: int = 1
     half: bool = False
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The smallest and the largest level less ``zero``."""
+        levels = self.levels or (0, 2**self.bits - 1)
+        return min(levels) - self.zero, max(levels) - self.zero
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,7 +197,8 @@ def quantize_groups(weight: Tensor, group: int, bits: int = 4) -> Grouped:
 def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
     """Returns the matrices in one layout, so that they can be one product: unchanged if their layouts are equal.
 
-    Otherwise codes get eight bits, and groups the shortest length among them. The weights stay exactly the same.
+    Otherwise codes take six bits, or eight if they must, and groups the shortest length of all. Weights stay exactly the
+    same.
     """
     if len({part.layout for part in parts}) == 1:
         return parts
@@ -198,12 +206,14 @@ def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
     spans = {part.layout.block * part.layout.group for part in parts if part.layout.block > 1}
     two = len(spans) == 1 and all(part.layout.block > 1 for part in parts)
     half = all(part.layout.half for part in parts)
-    layout = GroupLayout(8, group, CENTRE, None, offsets, spans.pop() // group if two else 1, half)
+    narrow = all(-NARROW <= low and high < NARROW for low, high in (part.layout.range for part in parts))
+    bits, zero = (6, NARROW) if narrow else (8, CENTRE)
+    layout = GroupLayout(bits, group, zero, None, offsets, spans.pop() // group if two else 1, half)
     return [Grouped(part.shape, layout, _converter(part, layout)) for part in parts]
 
 
 def _converter(part: Grouped, layout: GroupLayout) -> Callable[[int, int], Groups]:
-    """Returns a reader of ``part`` in ``layout``: signed levels around CENTRE, groups split, zero offsets if needed."""
+    """Returns a reader of ``part`` in ``layout``: levels around its zero, groups split, zero offsets if needed."""
     old = part.layout
     split = old.group // layout.group
     groups = -(-part.shape[1] // layout.group)
@@ -213,7 +223,7 @@ def _converter(part: Grouped, layout: GroupLayout) -> Callable[[int, int], Group
         levels = read.codes.long() if old.levels is None else torch.tensor(old.levels)[read.codes.long()]
         if layout.block == 1:
             read = Groups(read.codes, flat(read.scales), None if read.offsets is None else flat(read.offsets))
-        codes = (levels - old.zero + CENTRE).to(torch.uint8)
+        codes = (levels - old.zero + layout.zero).to(torch.uint8)
         scales = _split(read.scales, split, groups)
         if not layout.offsets:
             return Groups(codes, scales)

@@ -22,6 +22,9 @@ _NAMES = {"avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16"}  # name in /
 _TILES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8"}
 
 
+WIDTHS = (4, 6, 8)  # bits of codes in groups, in the order of csrc/grouped.hpp
+
+
 class Kind(IntEnum):
     """Types of numbers, with the values of csrc/simd.hpp."""
 
@@ -42,7 +45,7 @@ class ScaleKind(IntEnum):
 
 def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
     """Returns the kind of matrices with codes of ``bits`` bits in groups, as csrc/grouped.hpp numbers them."""
-    return Kind.GROUPED + (bits == 8) + 2 * offsets + 4 * scales
+    return Kind.GROUPED + WIDTHS.index(bits) + 3 * offsets + 6 * scales
 
 
 def library(weights: Iterable[int], cache: Kind) -> ctypes.CDLL:

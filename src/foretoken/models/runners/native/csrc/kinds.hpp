@@ -14,7 +14,7 @@ struct Input {
 
 constexpr bool is_float(Kind kind) { return kind == F32 || kind == BF16 || kind == PACKED; }
 constexpr bool is_grouped(int kind) { return kind >= GROUPED; }
-constexpr int KIND_COUNT = GROUPED + 12;
+constexpr int KIND_COUNT = GROUPED + GROUPED_KINDS;
 inline bool is_float(const Matrix& w) { return is_float((Kind)w.kind); }
 
 // Zeroes the words of a row after its first `count` numbers of a float kind.

@@ -7,12 +7,17 @@
 
 namespace {
 
-// Packs the codes of one output and group: word k of its vectors holds four codes of a byte, or of half a byte twice.
+// Packs the codes of one output and group into its words of the group's vectors; see `levels_of`.
 template <int BITS>
 void pack_codes(const uint8_t* codes, int64_t count, Word* to) {
     auto put = [&](int64_t k, Word word) {
-        if (BITS == 8) to[k * LANES] = word;
-        else to[k / 2 * LANES] |= word << (k % 2 * 4);
+        if (BITS == 8) {
+            to[k * LANES] = word;
+            return;
+        }
+        Word* vectors = to + k / 4 * vectors_of(BITS) * LANES;
+        vectors[k % 4 / 2 * LANES] |= (word & 0x0f0f0f0f) << (k % 2 * 4);
+        if (BITS == 6) vectors[2 * LANES] |= (word >> 4 & 0x03030303) << (k % 4 * 2);
     };
     Word word;
     for (int64_t k = 0; k < count / 4; k++) {
@@ -182,7 +187,7 @@ void foretoken_pack_exponents(const Matrix* from, const uint8_t* codes, uint8_t*
 // [rows][groups], or [rows][records] where there are two levels; parts are int8 [rows][groups].
 void foretoken_pack_groups(const uint8_t* codes, const float* const* floats, const int8_t* const* parts, int64_t rows,
                            int64_t inputs, const Matrix* to, int64_t first, int64_t step, int threads) {
-    each<12>([&](auto variant) {
+    each<GROUPED_KINDS>([&](auto variant) {
         if (to->kind == GROUPED + variant())
             pack_groups<Variant<GROUPED + variant()>>(codes, floats, parts, rows, inputs, *to, first, step, threads);
     });
