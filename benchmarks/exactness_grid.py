@@ -1,8 +1,8 @@
 """Is the text the same with every proposer, draft length and batch? Compares them with plain decoding.
 
-Greedy decoding and the trajectory grade at temperature 1, in float32, bfloat16 and with int8 and int4 weights. Where
-the runner is batch-invariant, texts must be equal byte for byte. Elsewhere each difference is examined: does a tie
-explain it?
+Greedy decoding and the trajectory grade at temperature 1, in float32, bfloat16 and with int8 and int4 weights, or on
+GGUF files of the bundled target. Where the runner is batch-invariant, texts must be equal byte for byte. Elsewhere each
+difference is examined: does a tie explain it?
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ ALL: list[Config] = [
     {"method": "recycling"},
     {"method": "mixture", "members": [{"method": "eagle3"}, {"method": "suffix"}, {"method": "recycling"}]},
 ]
+HEADS = ("eagle3", "medusa", "blockwise")
 PROBES = (0, 1, 4, 8)  # draft nodes of the passes that a row is compared over
 
 
@@ -80,11 +81,22 @@ class Cell:
     divergences: list[Divergence] = field(default_factory=list)
 
 
-def named(config: Config) -> Config:
-    """Returns ``config`` with the bundled draft's folder in place of "draft"."""
-    return {
+def named(config: Config, heads: bool = False) -> Config:
+    """Returns ``config`` with the bundled draft's folder in place of "draft".
+
+    Args:
+        config: a speculative_config.
+        heads: whether methods with heads are told the folder of the bundled ones, because the target is not the
+            bundled folder itself.
+    """
+    result = {
         key: str(zoo.path("draft")) if (key, value) == ("model", "draft") else value for key, value in config.items()
     }
+    if heads and config["method"] in HEADS:
+        result.setdefault("model", str(zoo.path(config["method"])))
+    if "members" in config:
+        result["members"] = [named(member, heads) for member in config["members"]]
+    return result
 
 
 def own_prompts(count: int) -> list[str]:
@@ -144,7 +156,9 @@ def explain(
 
 
 def load(kind: str, **options: Any) -> LLM:
-    """Loads the bundled target in a dtype, or quantized by that name."""
+    """Loads the bundled target in a dtype or quantized by that name, or another checkpoint or GGUF file of it."""
+    if Path(kind).exists():
+        return LLM(kind, **options)
     if kind in QUANTIZATIONS:
         return LLM(zoo.path("target"), dtype="bfloat16", quantization=kind, **options)
     return LLM(zoo.path("target"), dtype=kind, **options)
@@ -156,7 +170,7 @@ class Course:
 
     prompts: Sequence[str]
     max_tokens: int
-    kind: str
+    kind: str  # a dtype, a quantization, or the path of a target
     temperature: float
 
 
@@ -166,7 +180,7 @@ def grid(course: Course, configs: Sequence[Config], depths: Sequence[int]) -> It
     plain = complete(pair, course.prompts, 0, course.temperature, course.max_tokens, batch=1)
     yield compare(course, pair, plain, "off", 0, BATCHES[-1])
     for config in configs:
-        llm = load(course.kind, speculative_config=named(config))
+        llm = load(course.kind, speculative_config=named(config, heads=Path(course.kind).exists()))
         own = config.get("num_speculative_tokens")
         for depth in depths if own is None else [own]:
             for batch in BATCHES:
@@ -217,6 +231,10 @@ def main(
     dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "bfloat16", "int8", "int4"],
     depth: Annotated[list[int], typer.Option(min=1, help="Drafted tokens; may be repeated.")] = [1, 4, 8],
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
+    target: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, help="GGUF file or folder of the bundled target, in place of dtypes."),
+    ] = None,
     config: Annotated[list[str] | None, typer.Option(help="JSON; may be repeated. [draft model and lookup]")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every proposer of the bundled family.")] = False,
     json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and cells here.")] = None,
@@ -227,7 +245,7 @@ def main(
     texts = load_prompts(prompts, count) if prompts else own_prompts(count)
     configs = [json.loads(text) for text in config] if config else ALL if every else PAIR
     cells: list[Cell] = []
-    for kind in dtype:
+    for kind in map(str, target) if target else dtype:
         for value in temperature:
             with console.status(f"{kind}, temperature {value:g}"):
                 cells += grid(Course(texts, max_tokens, kind, value), configs, depth)

@@ -67,8 +67,12 @@ def load(target: Path, scheme: str) -> Loaded:
 def measure(target: Path, schemes: Sequence[str], rows: Sequence[int], context: int, turns: int) -> list[KernelTimes]:
     """Times all schemes and numbers of rows in rotating order."""
     floors = ctypes.CDLL(str(compiled(Path(__file__).parent / "floors.cpp", (f"-m{VNNI.replace('_', '')}",))))
+    floors.read_memory.restype = floors.multiply.restype = None
     models = {scheme: load(target, scheme) for scheme in schemes}
-    sizes = {scheme: loaded.model.runner.weights_nbytes for scheme, loaded in models.items()}  # type: ignore[attr-defined]
+    sizes = {
+        scheme: Path(scheme).stat().st_size if scheme.endswith(".gguf") else loaded.weights_bytes
+        for scheme, loaded in models.items()
+    }
     memory = torch.ones(max(sizes.values()) // 8 + 1024, dtype=torch.int64)
     tasks: dict[tuple[str, str, int], TimedTask] = {}
     for scheme, loaded in models.items():

@@ -58,11 +58,12 @@ def random_matrix(name: str, half: bool = True, outputs: int = OUTPUTS, inputs: 
 
 
 def runner_with(head: Matrix, embedding: torch.Tensor | Grouped, inputs: int = INPUTS) -> NativeRunner:
-    """A decoder's runner with this vocabulary head and embedding; without layers if they do not fit its inputs."""
-    layers = CONFIG["num_hidden_layers"] if inputs == INPUTS else 0
-    architecture = Architecture.of(dict(CONFIG, hidden_size=inputs, num_hidden_layers=layers), None)
-    source = Source(weights(), architecture, torch.float32)
-    return NativeRunner(architecture, Layers(source), Ends(embedding, torch.ones(inputs), head), torch.float32)
+    """A decoder's runner with this vocabulary head and embedding; without layers if theirs have other inputs."""
+    architecture = Architecture.of(CONFIG, None)
+    layers = list(Layers(Source(weights(), architecture, torch.float32)))
+    if inputs != INPUTS:
+        architecture, layers = replace(architecture, hidden=inputs, layers=0), []
+    return NativeRunner(architecture, layers, Ends(embedding, torch.ones(inputs), head), torch.float32)
 
 
 def expected(x: torch.Tensor, matrix: Grouped) -> torch.Tensor:

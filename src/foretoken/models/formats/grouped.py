@@ -197,8 +197,8 @@ def quantize_groups(weight: Tensor, group: int, bits: int = 4) -> Grouped:
 def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
     """Returns the matrices in one layout, so that they can be one product: unchanged if their layouts are equal.
 
-    Otherwise codes take six bits, or eight if they must, and groups the shortest length of all. Weights stay exactly the
-    same.
+    Otherwise codes get six bits, or eight if they need them, and groups the shortest length among them. The weights stay
+    exactly the same.
     """
     if len({part.layout for part in parts}) == 1:
         return parts
@@ -206,7 +206,7 @@ def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
     spans = {part.layout.block * part.layout.group for part in parts if part.layout.block > 1}
     two = len(spans) == 1 and all(part.layout.block > 1 for part in parts)
     half = all(part.layout.half for part in parts)
-    narrow = all(-NARROW <= low and high < NARROW for low, high in (part.layout.range for part in parts))
+    narrow = all(low >= -NARROW and high < NARROW for low, high in (part.layout.range for part in parts))
     bits, zero = (6, NARROW) if narrow else (8, CENTRE)
     layout = GroupLayout(bits, group, zero, None, offsets, spans.pop() // group if two else 1, half)
     return [Grouped(part.shape, layout, _converter(part, layout)) for part in parts]

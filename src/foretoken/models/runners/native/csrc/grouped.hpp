@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "product.hpp"
 
@@ -146,18 +147,19 @@ __attribute__((always_inline)) inline __m512i levels_of(const __m512i* codes, __
     return _mm512_ternarylogic_epi32(mask, high, low, 0xca);  // two bits from `high`, the rest from `low`
 }
 
-// One block of a unit times R rows, over one group: sums[r] += (levels - zero) * x[r] * scales + offsets * x[r].
+// One block of a unit times R rows, over one group: sums[r] += (levels - zero) * x[r] * scales + offsets * x[r]. x is
+// [words][R].
 template <class V, int R>
 __attribute__((always_inline)) inline void add_group(const GroupAt<V>& at, int block, __m512i levels, int sixteens,
-                                                     const Word* x, int64_t stride, const GroupMeta* meta,
-                                                     int64_t groups, __m512 (&sums)[R]) {
+                                                     const Word* x, const GroupMeta* meta, int64_t groups,
+                                                     __m512 (&sums)[R]) {
     __m512i part[R];
     each<R>([&](auto r) __attribute__((always_inline)) { part[r()] = _mm512_set1_epi32(meta[r() * groups].start); });
     const __m512i* codes = (const __m512i*)at.codes + block * sixteens * vectors_of(V::bits);
-    for (int i = 0; i < sixteens; i++, codes += vectors_of(V::bits), x += 4)
+    for (int i = 0; i < sixteens; i++, codes += vectors_of(V::bits), x += 4 * R)
         each<4>([&](auto number) __attribute__((always_inline)) {
             const __m512i weights = levels_of<V::bits, number()>(codes, levels);
-            each<R>([&](auto r) __attribute__((always_inline)) { add_levels(part[r()], weights, x[r() * stride + number()]); });
+            each<R>([&](auto r) __attribute__((always_inline)) { add_levels(part[r()], weights, x[number() * R + r()]); });
         });
     const __m512 scales = at.floats(block, 0);
     each<R>([&](auto r) __attribute__((always_inline)) {
@@ -171,21 +173,22 @@ __attribute__((always_inline)) inline void add_group(const GroupAt<V>& at, int b
     }
 }
 
-// Prefetches a share of memory: what lies between the end of the last call's and `until`.
+// Prefetches a share of memory: what lies between the end of the last call's and `until`. In assembly, because compilers
+// remove a loop that does nothing else.
 struct Fetch {
     const uint8_t* at;
     __attribute__((always_inline)) void upto(const uint8_t* until) {
-        for (; at < until; at += 64) ask(at);
+        for (; at < until; at += 64) asm volatile("prefetcht1 %0" : : "m"(*at));
     }
 };
 
 // One unit times R rows: both blocks at once for few rows, otherwise one after the other, so that twelve rows fit into
 // registers. Each turn prefetches its part of the next unit.
 template <class V, int R, class Store>
-inline void grouped_tile(const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int row, int64_t unit,
-                         TileOf tile, Store& store) {
+inline void grouped_tile(const Matrix& w, const Word* x, const GroupMeta* meta, int row, int64_t unit, TileOf tile,
+                         Store& store) {
     constexpr int AT_ONCE = R <= BOTH_BLOCKS ? BLOCKS : 1;
-    const int64_t groups = w.groups(), words = w.group / 4, per = span_groups(w);
+    const int64_t groups = w.groups(), words = w.group / 4 * R, per = span_groups(w);
     const int64_t bytes = w.record_bytes / w.record_groups, unit_bytes = bytes * groups;
     const int sixteens = w.group / LANES;
     const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)w.levels));
@@ -204,9 +207,10 @@ inline void grouped_tile(const Matrix& w, const Word* x, int64_t stride, const G
                 next += turns == 1 ? bytes : bytes / turns;
                 fetch.upto(next);
                 each<AT_ONCE>([&](auto b) __attribute__((always_inline)) {
-                    add_group<V, R>(at, block + b(), levels, sixteens, x + g * words, stride, meta + g, groups, sums[b()]);
+                    add_group<V, R>(at, block + b(), levels, sixteens, x + g * words, meta + g, groups, sums[b()]);
                 });
             }
+            asm volatile("" : : : "memory");  // so that the compiler keeps totals in memory and the sums in registers
             each<R>([&](auto r) __attribute__((always_inline)) {
                 const __m512 scale = _mm512_set1_ps(meta[r() * groups + g - 1].scale);
                 each<AT_ONCE>([&](auto b) __attribute__((always_inline)) {
@@ -222,12 +226,16 @@ inline void grouped_tile(const Matrix& w, const Word* x, int64_t stride, const G
 }
 
 template <class V, int R, class Store>
-inline void pick_grouped(int rows, const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int row,
-                         int64_t unit, TileOf tile, Store& store) {
-    if (rows == R)
-        grouped_tile<V, R>(w, x, stride, meta, row, unit, tile, store);
-    else if constexpr (R > 1)
-        pick_grouped<V, R - 1>(rows, w, x, stride, meta, row, unit, tile, store);
+inline void pick_grouped(int rows, const Matrix& w, const Word* x, const GroupMeta* meta, int row, int64_t unit,
+                         TileOf tile, Store& store) {
+    if (rows == R) grouped_tile<V, R>(w, x, meta, row, unit, tile, store);
+    else if constexpr (R > 1) pick_grouped<V, R - 1>(rows, w, x, meta, row, unit, tile, store);
+}
+
+// Writes rows of x [rows][stride] as [words][rows], so that a word's operands are at constant distances from one address.
+inline void side_by_side(const Word* x, int64_t stride, int64_t words, int rows, Word* to) {
+    for (int64_t k = 0; k < words; k++)
+        for (int r = 0; r < rows; r++) to[k * rows + r] = x[r * stride + k];
 }
 
 // Multiplies all rows of x [rows][stride words] with this thread's share of the matrix.
@@ -236,11 +244,18 @@ inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, cons
                             int threads, Store store) {
     const Share share(w.units, thread, threads);
     const int tiles = (rows + GROUPED_ROWS - 1) / GROUPED_ROWS;
+    static thread_local std::vector<Word> buffer;
+    buffer.resize(std::max<size_t>(buffer.size(), rows * w.steps));
+    auto first_of = [&](int tile) { return rows * tile / tiles; };
+    for (int t = 0; t < tiles; t++) {
+        const int first = first_of(t), count = first_of(t + 1) - first;
+        side_by_side(x + first * stride, stride, w.steps, count, buffer.data() + first * w.steps);
+    }
     for (int64_t unit = share.first; unit < share.last; unit++)
         for (int t = 0; t < tiles; t++) {
-            const int first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
-            pick_grouped<V, GROUPED_ROWS>(count, w, x + first * stride, stride, meta + first * w.groups(), first, unit,
-                                             {t, tiles}, store);
+            const int first = first_of(t), count = first_of(t + 1) - first;
+            pick_grouped<V, GROUPED_ROWS>(count, w, buffer.data() + first * w.steps, meta + first * w.groups(), first, unit,
+                                          {t, tiles}, store);
         }
 }
 
