@@ -197,8 +197,8 @@ def quantize_groups(weight: Tensor, group: int, bits: int = 4) -> Grouped:
 def joinable(parts: Sequence[Grouped]) -> Sequence[Grouped]:
     """Returns the matrices in one layout, so that they can be one product: unchanged if their layouts are equal.
 
-    Otherwise codes get six bits, or eight if they need them, and groups the shortest length among them. The weights stay
-    exactly the same.
+    Otherwise codes get six bits, or eight if they need them, and groups the shortest length among them. The weights
+    stay exactly the same.
     """
     if len({part.layout for part in parts}) == 1:
         return parts
