@@ -33,17 +33,24 @@ class Pair:
     model: Model
     module: Any
 
-    def reference(self, paths: Sequence[Sequence[int]], layers: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits and hidden states after each path, [paths, ...], by plain causal forwards without any cache.
+    def reference(
+        self, paths: Sequence[Sequence[int]], first: int, layers: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Plain causal forwards without any cache, over paths that share all rows but their last ones.
 
         Paths are padded on the right in one batch; no mask is needed, because rows do not attend to later ones.
+
+        Returns:
+            Logits after each path, [paths, V]. Hidden states of each layer: the rows from ``first`` on that are the
+            last of no path, then the last row of each path.
         """
-        width = max(map(len, paths))
+        width, shortest = max(map(len, paths)), min(map(len, paths))
         ids = torch.tensor([[*path] + [0] * (width - len(path)) for path in paths])
         with torch.no_grad():
             output = self.module(ids, output_hidden_states=bool(layers), use_cache=False)
         last = (torch.arange(len(paths)), torch.tensor([len(path) - 1 for path in paths]))
-        return output.logits[last], {i: output.hidden_states[i][last] for i in layers}
+        hidden = {i: output.hidden_states[i] for i in layers}
+        return output.logits[last], {i: torch.cat((h[0, first : shortest - 1], h[last])) for i, h in hidden.items()}
 
     def check(
         self, handle: Handle, draft: Draft, scores: Scores, nodes: Sequence[int], layers: Sequence[int] = ()
@@ -51,12 +58,10 @@ class Pair:
         """``scores`` holds one row for each of ``nodes`` (-1 the root), each equal to a forward on its own path."""
         assert scores.logits.shape == (len(nodes), self.model.vocab_size)
         paths = [[*handle.tokens, *(draft.ids[i] for i in draft.path(node))] for node in nodes]
-        logits, _ = self.reference(paths, ())
+        logits, hidden = self.reference(paths, scores.first, layers)
         assert (scores.logits - logits).abs().max() < TOLERANCE
-        computed = [handle.tokens[: at + 1] for at in range(scores.first, len(handle.tokens) - 1)]
-        _, hidden = self.reference([*computed, *paths], layers)
         for layer in layers:
-            assert scores.taps[layer].shape[0] == len(computed) + len(paths)
+            assert scores.taps[layer].shape == hidden[layer].shape
             assert (scores.taps[layer] - hidden[layer]).abs().max() < TOLERANCE, f"tap {layer}"
 
 
