@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait sleep, and leave their core to another worker
 if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken; before torch is imported, and for processes of tests too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -40,7 +41,7 @@ def _threads() -> Iterator[None]:
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache folder of the test's own. Compiled kernels are shared: compiling them takes half a minute."""
+    """A cache folder of the test's own. Compiled kernels are shared: compiling them takes a minute."""
     kernels = cache_folder() / "native"
     kernels.mkdir(parents=True, exist_ok=True)
     folder = tmp_path / "cache"
