@@ -128,7 +128,7 @@ def timed(run: Callable[[int], int], repeats: int) -> tuple[list[float], float]:
     taken, results = [], []
     for i in range(repeats + 3):
         streams._all_exponentials.cache_clear()
-        streams._early_exponentials.cache_clear()
+        streams.early_exponentials.cache_clear()
         started = time.perf_counter()
         results.append(run(i))
         taken.append((time.perf_counter() - started) * 1e6)

@@ -46,7 +46,7 @@ def test_it_answers_whatever_its_libraries_print(tmp_path):
 @linux
 def test_it_sleeps_between_turns_and_is_gone_afterwards(tmp_path):
     asked = worker(tmp_path, "sleeps")
-    pid = asked._process.pid
+    pid = asked.pid
     eventually(pid, "T")
     asked.answer(PeerRequest([[1]], 2))
     eventually(pid, "T")
@@ -74,7 +74,7 @@ def test_a_killed_race_leaves_no_sleeper(tmp_path):
         "from foretoken.bench.peers.protocol import Setup\n"
         "from foretoken.bench.peers.worker import PeerWorker\n"
         f"asked = PeerWorker({FAKE!r}, Setup('fake', 'plain', 't'), Path({str(tmp_path / 'log')!r}))\n"
-        "print(asked._process.pid, flush=True)\n"
+        "print(asked.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     race = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

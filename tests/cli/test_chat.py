@@ -193,8 +193,9 @@ def test_a_command_is_one_word_in_small_letters():
     assert [parse(text) for text in ("/usr/bin", "// a comment", " /help", "a /help", "/")] == [None] * 5
 
 
-def fake(*methods: str, llm: Any = None) -> Session:
+def fake(*methods: str, llm: Any = None, stream: Any = None) -> Session:
     told = llm or SimpleNamespace(
+        stream=stream,
         methods=methods,
         speculative_config=SimpleNamespace(method_in_force=methods[0] if methods else "none"),
         target=SimpleNamespace(max_length=100),
@@ -246,8 +247,6 @@ def test_other_commands():
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(capsys):
-    session = fake("ngram")
-
     def stream(ids: list[int], params: Any) -> Iterator[StreamPiece]:
         for position, letter in enumerate("answer"):
             step = StepOutput(
@@ -257,7 +256,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(capsys):
                 signal.raise_signal(signal.SIGINT)
             yield StreamPiece(0, 0, letter, step.tokens, step)
 
-    session._llm.stream = stream
+    session = fake("ngram", stream=stream)
     session.run(["q", "/stats"])
     out, err = capsys.readouterr()
     assert out == "ans\n" and "3 tokens" in err and "stopped" in err and "1 answer" in err
@@ -266,13 +265,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(capsys):
 
 
 def test_a_refused_request_is_taken_back(capsys):
-    session = fake("ngram")
-
     def stream(ids: list[int], params: Any) -> Iterator[StreamPiece]:
         raise InvalidRequest("not like that")
         yield
 
-    session._llm.stream = stream
+    session = fake("ngram", stream=stream)
     session.run(["q"])
     assert "error: not like that" in capsys.readouterr().err
     assert session.conversation.turns == [] and session.refused

@@ -65,7 +65,7 @@ def test_two_lanes_fill_on_a_terminal(pair):
     console = Console(file=screen, force_terminal=True, width=140, height=40, color_system="standard")
     race = module.Race(None, prompts=1, max_tokens=10, temperature=0.0, speculative_tokens=3)
     show = lanes.stage(console)
-    show.result(module.summarize(race, module._run(race, show)))
+    show.result(module.summarize(race, module.run_race(race, show)))
     drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue())
     assert "╭─ plain · 10 tokens" in drawn
     assert "╭─ speculative · 10 tokens" in drawn

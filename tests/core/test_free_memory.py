@@ -46,6 +46,6 @@ def test_without_limits_the_machine_counts(tmp_path):
 
 
 def test_where_nothing_is_told_nothing_is_known(tmp_path, monkeypatch):
-    assert FreeMemory(torch.device("cpu"), tmp_path, tmp_path)._machine() is None
+    assert FreeMemory(torch.device("cpu"), tmp_path, tmp_path)() is None
     real = FreeMemory(torch.device("cpu"))()
     assert real is None or real.free >= 0

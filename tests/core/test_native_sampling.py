@@ -35,13 +35,13 @@ def test_rows_are_those_of_torch(vocabulary: int) -> None:
     logits = made(3, vocabulary)
     for temperature, min_p, top_k, top_p in FILTERS:
         law = SamplingLaw(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
-        result, wanted = law.probs(logits, ()), law._filtered(logits.double())
+        result, wanted = law.probs(logits, ()), law.probs(logits.double(), ())
         assert torch.allclose(result.sum(-1), torch.ones(3), atol=1e-5)
         far = (result - wanted).abs() > 1e-6 + 1e-4 * wanted
         # Where rounding decides whether the last of a nucleus is in it, both are right: its mass alone tells.
         for row in far.any(-1).nonzero()[:, 0].tolist():
             assert top_p < 1.0 and ((result[row] > 0) != (wanted[row] > 0)).any()
-            whole = replace(law, top_p=1.0)._filtered(logits[row : row + 1].double())[0]
+            whole = replace(law, top_p=1.0).probs(logits[row : row + 1].double(), ())[0]
             ordered = whole.sort(descending=True).values.cumsum(-1)
             counts = [int((each[row] > 0).sum()) for each in (result, wanted)]
             assert all(abs(float(ordered[count - 1]) - top_p) < 1e-5 for count in range(min(counts), max(counts)))
@@ -131,10 +131,10 @@ def test_a_race_is_that_of_all_exponentials(vocabulary: int) -> None:
         logits = 3 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(key))
         for top_k in (0, 1, 30):
             weights = SamplingLaw(top_k=top_k).probs(logits[None], ())[0]
-            mixed = streams._key(key, Purpose.SHARED, 5)
+            mixed = streams.stream_key(key, Purpose.SHARED, 5)
             wanted = int((weights.double() / streams.exponentials(mixed, vocabulary)).argmax())
             assert KERNELS.race(weights, mixed) == KERNELS.race(weights.double(), mixed) == wanted
-            assert streams._winner(weights.numpy(), mixed) == wanted
+            assert streams.race_winner(weights.numpy(), mixed) == wanted
 
 
 def test_the_lowest_of_equal_scores_wins_and_zeros_never() -> None:

@@ -121,7 +121,7 @@ def test_bernoulli_draws_have_the_given_law():
 def test_the_race_is_the_gumbel_maximum():
     for position in range(50):
         weights = torch.rand(30, dtype=torch.float64)
-        key = module._key(7, Purpose.SHARED, position)
+        key = module.stream_key(7, Purpose.SHARED, position)
         gumbel = -exponentials(key, 30).log()
         assert Streams(7).shared(position).categorical(weights, 0) == int((weights.log() + gumbel).argmax())
 
@@ -156,10 +156,10 @@ def test_noise_of_a_token_does_not_depend_on_the_vocabulary():
 
 
 def test_scalar_and_vector_hash_agree():
-    for key in (0, 1, 2**63, 2**64 - 1, module._key(3, Purpose.SHARED, 10)):
+    for key in (0, 1, 2**63, 2**64 - 1, module.stream_key(3, Purpose.SHARED, 10)):
         vector = exponentials(key, 100)
         for i in range(100):
-            bits = module._splitmix(key + (i + 1) * module._GOLDEN) >> 12
+            bits = module.splitmix(key + (i + 1) * module.GOLDEN) >> 12
             assert float(vector[i]) == pytest.approx(-math.log((bits + 0.5) * 2.0**-52), rel=1e-14)
 
 
@@ -181,7 +181,7 @@ def test_all_seeds_differ():
 
 @pytest.mark.parametrize("bits", [0, 2**64 - 1])
 def test_the_extreme_numbers_are_inside_the_open_interval(bits):
-    with mock.patch.object(module, "_splitmix", return_value=bits):
+    with mock.patch.object(module, "splitmix", return_value=bits):
         stream = Streams(0).private(Purpose.VERIFY, 0)
         assert stream.bernoulli(1.0, 0)
         assert not stream.bernoulli(0.0, 0)
@@ -250,12 +250,12 @@ def test_the_winner_is_that_of_the_whole_race(weights, size, seeds):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_token_at_the_very_bound_is_not_left_out(dtype):
     """Its weight over the bound equals the best score so far, and its id is lower: it wins the tie."""
-    noise = np.array([module._EARLY, 0.5 * module._EARLY])
+    noise = np.array([module.EARLY, 0.5 * module.EARLY])
     early = (np.array([1]), noise[1:])
     weights = torch.tensor([2.0, 1.0], dtype=dtype)
     with (
         mock.patch.object(module, "_SMALL", 0),
-        mock.patch.object(module, "_early_exponentials", return_value=early),
+        mock.patch.object(module, "early_exponentials", return_value=early),
         mock.patch.object(module, "_exponentials", side_effect=lambda key, ids: noise[ids]),
     ):
         assert SharedStream(0, 0).categorical(weights, 0) == 0
@@ -264,10 +264,10 @@ def test_a_token_at_the_very_bound_is_not_left_out(dtype):
 def test_early_exponentials_are_all_that_lie_under_the_bound():
     for key in range(20):
         noise = exponentials(key, 20_000).numpy()
-        ids, values = module._early_exponentials(key, 20_000)
+        ids, values = module.early_exponentials(key, 20_000)
         assert np.array_equal(values, noise[ids])
-        assert set(np.flatnonzero(noise < module._EARLY)) <= set(ids.tolist())
-        assert ids.size < 2 * 20_000 * module._EARLY
+        assert set(np.flatnonzero(noise < module.EARLY)) <= set(ids.tolist())
+        assert ids.size < 2 * 20_000 * module.EARLY
 
 
 @pytest.mark.parametrize("small", [0, 100])
@@ -279,7 +279,7 @@ def test_a_race_without_mass_is_an_error_at_any_size(small):
 
 
 def test_cached_noise_cannot_be_changed_from_outside():
-    key = module._key(3, Purpose.SHARED, 4)
+    key = module.stream_key(3, Purpose.SHARED, 4)
     before = Streams(3).shared(4).categorical(FLAT, 0)
     exponentials(key, 8).fill_(1.0)
     Streams(3).shared(4).race(FLAT, 0).zero_()

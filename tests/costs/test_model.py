@@ -72,9 +72,11 @@ def test_at_best_rows_that_were_never_tried_cost_nothing():
 def test_only_what_is_no_prompt_and_no_drafting_counts():
     costs = CostModel()
     step_ = step(4, 0.03)
-    costs.observe(step_)
     costs.observe(step(4, 9.0, position=0))
     costs.observe([])
     costs.observe(step(2, 0.0))  # nobody looked at a clock
+    assert not costs.known
+    costs.observe(step_)
+    costs.observe(step(4, 9.0, position=0))
+    costs.observe(step(2, 0.0))
     assert costs.pass_seconds(4) == pytest.approx(0.03)
-    assert costs._passes.weight == 1.0

@@ -120,8 +120,7 @@ def test_aborting_frees_every_slot() -> None:
         engine.abort(i)
     engine.abort(99)
     assert not engine.busy
-    assert not target._open
-    assert not draft._open
+    assert target.num_open == draft.num_open == 0
 
 
 def test_a_request_that_stops_drafting_and_starts_again() -> None:

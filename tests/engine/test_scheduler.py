@@ -153,7 +153,7 @@ def test_preempted_sequences_leave_the_draft_too_and_the_first_is_never_preempte
     while one.busy:
         one.step()
         assert 0 in one.running or 0 in one.finished
-        assert len(draft._open) <= len(one.running)
+        assert draft.num_open <= len(one.running)
     assert one.usage.preemptions > 0
 
 
@@ -308,12 +308,21 @@ def test_a_plain_engine_needs_no_proposer():
     assert len(finished(one)[0]) == 25
 
 
-def test_one_thread_at_a_time():
-    one = engine()
+def test_a_step_is_refused_while_another_runs():
+    class Reentrant(Proposer):
+        """Runs the engine from inside a step, as another thread would."""
+
+        def propose(self, contexts, budgets):
+            with pytest.raises(InvalidRequest, match="another thread runs this engine"):
+                one.step()
+            refused.append(len(contexts))
+            return super().propose(contexts, budgets)
+
+    refused: list[int] = []
+    one = Engine(TARGET, Reentrant(), Fixed(3))
     one.add(context(0, 5), Length(5))
-    with one._alone, pytest.raises(InvalidRequest, match="another thread runs this engine"):
-        one.step()
     assert len(finished(one)[0]) == 10
+    assert refused
 
 
 @pytest.mark.parametrize(

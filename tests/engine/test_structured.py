@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.history import History
 from foretoken.engine import matching
-from foretoken.engine.matching import GrammarVocabulary, LocalGrammar
+from foretoken.engine.matching import GrammarVocabulary, LocalGrammar, MatcherFollower, lark_of
 from foretoken.engine.requests import RequestBuilder
 from foretoken.engine.structured import Grammars, IsolatedGrammars, MatcherGrammar
 
@@ -78,7 +79,7 @@ def fresh(grammars: Grammars, wanted: dict[str, Any], text: list[int]) -> torch.
 def allows(grammars: Grammars, kind: str, text: str) -> bool:
     """Whether ``text``, spelled character by character, may come and end."""
     grammar = grammars.new(KINDS[kind], [END])
-    tokens = [token for char in text for token in grammars._tokenizer.encode(char, add_special_tokens=False)]
+    tokens = [token for char in text for token in grammars.tokenizer.encode(char, add_special_tokens=False)]
     return all(token in ids(grammar.allowed(History(tokens[:i], 0))) for i, token in enumerate([*tokens, END]))
 
 
@@ -115,13 +116,12 @@ def test_mask_is_what_the_matcher_accepts(grammars, kind):
     wanted = (
         KINDS[kind] if kind != "choice" else {"grammar": "start: " + " | ".join(map(json.dumps, KINDS[kind]["choice"]))}
     )
-    oracle = LocalGrammar(grammars._llguidance, wanted).follower()
+    oracle = LLMatcher(grammars.vocabulary.load(), lark_of(wanted), log_level=0)
     for _ in range(4):
         mask = [t for t in ids(probe.allowed(History(text, 0))) if t != END]
-        oracle.allowed(())
-        assert mask == [t for t in range(1, len(grammars._tokenizer)) if oracle._matcher.validate_tokens([t])]
+        assert mask == [t for t in range(1, len(grammars.tokenizer)) if oracle.validate_tokens([t])]
         text += mask[-1:]
-        oracle.extend(mask[-1:])
+        assert oracle.consume_tokens(mask[-1:])
 
 
 def test_padding_and_special_tokens_never_come(grammars, pair):
@@ -168,10 +168,17 @@ def test_masks_of_any_tree_in_any_order(grammars, local, kind, data):
         tokens += data.draw(st.sampled_from(keep)) if keep else ()
 
 
-def test_masks_are_computed_once_a_step(grammars, monkeypatch):
-    grammar = grammars.new(KINDS["json"], [END])
+def test_masks_are_computed_once_a_step(local):
     calls = []
-    monkeypatch.setattr(MatcherGrammar, "_mask", _counted(MatcherGrammar._mask, calls))
+
+    class Counted(MatcherFollower):
+        def allowed(self, path):
+            calls.append(path)
+            return super().allowed(path)
+
+    vocabulary = local.vocabulary
+    compiled = LLMatcher(vocabulary.load(), lark_of(KINDS["json"]), log_level=0)
+    grammar = MatcherGrammar(Counted(compiled), len(local.tokenizer) + EXTRA, vocabulary.end, [END])
     tokens = [1]
     first = ids(grammar.allowed(History(tokens, 1)))[0]
     for _ in range(3):
@@ -181,14 +188,6 @@ def test_masks_are_computed_once_a_step(grammars, monkeypatch):
     tokens.append(first)
     grammar.allowed(History(tokens, 1))
     assert len(calls) == 3
-
-
-def _counted(function: Any, calls: list[int]) -> Any:
-    def counted(self: Any, *args: Any) -> Any:
-        calls.append(1)
-        return function(self, *args)
-
-    return counted
 
 
 def test_a_restarted_text_gets_new_masks(grammars):
@@ -201,12 +200,11 @@ def test_a_restarted_text_gets_new_masks(grammars):
     assert torch.equal(grammar.allowed(History([ids(start)[0]], 0)), after)
 
 
-def test_compiled_grammars_are_cached(grammars, monkeypatch):
-    for wanted in ({"choice": ["compiled", "once"]}, {"regex": "compiled|once"}):
-        grammars.new(wanted, [END])
-        with monkeypatch.context() as without:
-            without.setattr(Grammars, "_made", None)
-            assert grammars.new(wanted, [END]).allowed(History([], 0)) is not None
+@pytest.mark.parametrize("wanted", [{"choice": ["compiled", "once"]}, {"regex": "compiled|once"}], ids=str)
+def test_compiled_grammars_are_cached(grammars, wanted):
+    compiled = grammars.compile(wanted)
+    assert grammars.compile(dict(wanted)) is compiled
+    assert grammars.new(wanted, [END]).allowed(History([], 0)) is not None
 
 
 def test_equal_spellings_are_both_allowed():
@@ -221,7 +219,7 @@ def test_equal_spellings_are_both_allowed():
 
 def spelled(grammars: Grammars, text: str) -> list[int]:
     """``text`` in tokens, character by character."""
-    return [token for char in text for token in grammars._tokenizer.encode(char, add_special_tokens=False)]
+    return [token for char in text for token in grammars.tokenizer.encode(char, add_special_tokens=False)]
 
 
 @pytest.mark.slow
@@ -243,7 +241,7 @@ def test_many_alternatives_are_followed_to_their_end(grammars):
 
 def test_an_error_of_llguidance_ends_the_text_where_it_occurs(pair, monkeypatch):
     """It is no refusal, after which anything could come; other nodes are judged as before."""
-    monkeypatch.setitem(matching._LIMITS, "max_items_in_row", 20)
+    monkeypatch.setitem(matching.LIMITS, "max_items_in_row", 20)
     alternatives = " | ".join(f'"k" /[0-{i % 9 + 1}]+/ "{i}"' for i in range(40))
     grammars = Grammars(pair.tokenizer, pair.target.vocab_size)
     grammar = grammars.new({"grammar": f'start: "ok" | "x" a\na: {alternatives}'}, [END])

@@ -185,15 +185,15 @@ def reseeded(stream: Stream, p: float, index: int) -> bool:
 
 def block_stops_at_first_failure(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
     """Block verification that breaks at the first u_i > h_i instead of taking the last u_i <= h_i."""
-    return _block(draft, probs, stream, breaks=True)
+    return block_rule(draft, probs, stream, breaks=True)
 
 
 def block_without_exit_weight(draft: Draft, probs: Tensor, stream: Stream) -> Verdict:
     """Block verification with h_i = Z_i, the 1 - w_i forgotten."""
-    return _block(draft, probs, stream, normalizer=lambda mass, w: 1.0)
+    return block_rule(draft, probs, stream, normalizer=lambda mass, w: 1.0)
 
 
-def _block(
+def block_rule(
     draft: Draft,
     probs: Tensor,
     stream: Stream,

@@ -117,7 +117,7 @@ def test_residual_filtered_again():
 
 def test_the_replaceable_token_rule_is_right_as_it_stands():
     assert replace(TOKEN, verifier=mutants.token_rule()).gap(length=3) < LIMIT
-    assert replace(BLOCK, verifier=mutants._block).gap(length=3) < LIMIT
+    assert replace(BLOCK, verifier=mutants.block_rule).gap(length=3) < LIMIT
 
 
 def test_rejecting_whenever_p_is_under_q():

@@ -42,7 +42,7 @@ def test_passes_have_the_bits_of_raw_weights(rows: int, rare: float) -> None:
         model.acquire()
         plan = PassPlan.of([Handle(0, [3 + at for at in range(9)], 0)], [repeating((-1,) * (rows - 1))], [0])
         results.append(model.run(plan, (0, 1), logits=True))
-        assert {*model._kinds} & {Kind.PACKED} == ({Kind.PACKED} if compress else set())
+        assert {*model.kinds} & {Kind.PACKED} == ({Kind.PACKED} if compress else set())
     raw, packed = results
     assert raw.logits is not None and packed.logits is not None
     assert torch.equal(raw.logits, packed.logits)

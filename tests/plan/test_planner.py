@@ -28,7 +28,7 @@ from foretoken.plan.step_timing import (
     LaneTimes,
     TimedBatch,
     TimedStep,
-    _alternate,
+    alternate,
     time_lanes,
     time_plain_pass,
     time_prefill,
@@ -235,7 +235,7 @@ def test_a_plan_listens_to_the_machine_between_all_its_steps(tiny_pair, tokenize
 def test_a_plain_pass_leaves_nothing_open():
     model = ToyModel(vocab_size=6, order=2, seed=3, sharpness=1.5)
     assert time_plain_pass(model, [(1, 2, 3)] * 5, WARM) > 0
-    assert model._open == set()
+    assert model.num_open == 0
 
 
 def test_a_step_at_the_end_of_a_text_has_fewer_rows():
@@ -285,7 +285,7 @@ def test_lanes_go_on_where_a_sequence_ends():
     )
     assert all(len(each.steps) == len(each.plain) == 30 for each in result.values())
     assert {turn.rows for turn in result["b"].plain} == {2}
-    assert short._open == set()
+    assert short.num_open == 0
     lane = TimedBatch(short, Proposer(), 0, [(1, 2, 3)] * 20, WARM)
     assert lane.step().rows == 20 and lane.prefill > 0
 
@@ -417,7 +417,7 @@ def test_plain_steps_are_timed_in_the_midst_of_every_few_lanes() -> None:
 
     ticks: list[int] = []
     lanes = {name: Logged(name) for name in (PLAIN, *"abcdefghi")}
-    seen = _alternate(lanes, 6, ticks.append)  # type: ignore[arg-type]
+    seen = alternate(lanes, 6, ticks.append)  # type: ignore[arg-type]
     assert list(seen) == list("abcdefghi") and sum(ticks) == 6 * 9
     for own, plain in seen.values():
         assert len(own) == len(plain) == 6

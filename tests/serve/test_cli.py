@@ -82,13 +82,13 @@ def test_without_the_extra() -> None:
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert command._bytes("--kv-cache-memory-bytes", text) == size
+    assert command.size_in_bytes("--kv-cache-memory-bytes", text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "2 parsecs", "GiB"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(InvalidRequest, match="--kv-cache-memory-bytes must be a size"):
-        command._bytes("--kv-cache-memory-bytes", text)
+        command.size_in_bytes("--kv-cache-memory-bytes", text)
 
 
 @pytest.mark.parametrize("host, keys, warned", [("0.0.0.0", "a b", False), ("0.0.0.0", "", True)])

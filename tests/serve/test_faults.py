@@ -21,6 +21,7 @@ import pytest
 from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.distributions import NodeDistributions
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.errors import Overloaded, RequestFailed, ServerUnavailable
 from foretoken.serve.worker import Worker
@@ -77,16 +78,32 @@ class Broken(RuntimeError):
 
 def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A law that cannot be computed in the middle of a stream ends that stream with an error, and nothing else."""
-    bad = {"prompt": "x", "max_tokens": 50, "stream": True, "ignore_eos": True, "seed": 123456}
-    judge = server.worker.engine._verify
+    bad: dict[str, Any] = {"prompt": "x", "max_tokens": 50, "stream": True, "ignore_eos": True, "temperature": 0.9375}
 
-    def failing(sequence: Any, draft: Any, scores: Any) -> Any:
-        if sequence.context.streams.seed == 123456 and sequence.context.generated > 5:
-            sequence.fail(Broken("planted"))
-            return None
-        return judge(sequence, draft, scores)
+    class Failing(NodeDistributions):
+        """The distributions of a draft's nodes; those of ``bad`` raise after its first tokens."""
 
-    monkeypatch.setattr(server.worker.engine, "_verify", failing)
+        def __init__(self, law: Any, logits: Any, history: Any) -> None:
+            super().__init__(law, logits, history)
+            root = history(0)
+            self.broken = law.temperature == bad["temperature"] and len(root.tokens) - root.prompt_length > 5
+
+        def certain(self, row: int) -> int | None:
+            if self.broken:
+                raise Broken("planted")
+            return super().certain(row)
+
+        def chances(self, rows: Any, tokens: Any) -> Any:
+            if self.broken:
+                raise Broken("planted")
+            return super().chances(rows, tokens)
+
+        def __getitem__(self, row: int) -> Any:
+            if self.broken:
+                raise Broken("planted")
+            return super().__getitem__(row)
+
+    monkeypatch.setattr("foretoken.engine.loop.NodeDistributions", Failing)
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as other:
         lines = other.iter_lines()
         next(lines)
@@ -94,8 +111,9 @@ def test_one_sequence_fails_alone(server: Running, text_alone: str, monkeypatch:
         assert len(events) > 1 and "data: [DONE]" not in events
         error = json.loads(events[-1].removeprefix("data: "))["error"]
         assert error["type"] == "server_error" and "Broken" in error["message"] and "planted" not in error["message"]
+        same = {"max_tokens": 50, "temperature": bad["temperature"], "extra_body": {"ignore_eos": True}}
         with pytest.raises(openai.APIError, match="engine failed"):
-            list(server.client.completions.create(model="stdlib", prompt="x", max_tokens=50, stream=True, seed=123456))
+            list(server.client.completions.create(model="stdlib", prompt="x", stream=True, **same))
         assert server.post({**bad, "stream": False}).status_code == 500
         assert server.post(SHORT).json()["choices"][0]["text"] == text_alone
         assert next(line for line in lines if line)

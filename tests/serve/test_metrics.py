@@ -203,7 +203,16 @@ def test_what_was_dropped_unfinished_is_forgotten(metrics: Metrics, monkeypatch:
     monkeypatch.setattr("foretoken.serve.metrics._REMEMBERED", 4)
     for sequence in range(20):
         metrics.on_steps([chain(1, 1, sequence=sequence)])
-    assert list(metrics._last) == [16, 17, 18, 19]
+
+    def gaps() -> float:
+        return shown(metrics)["foretoken:inter_token_latency_seconds_count"]
+
+    before = gaps()
+    metrics.on_steps([chain(1, 1, sequence=16)])  # one of the latest four: the time since its last token counts
+    known = gaps()
+    assert known > before
+    metrics.on_steps([chain(1, 1, sequence=3)])
+    assert gaps() == known
 
 
 def test_a_step_of_nobody_counts_nothing(metrics: Metrics) -> None:

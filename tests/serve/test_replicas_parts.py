@@ -25,7 +25,7 @@ from foretoken.serve.replicas.forwarded import BLOCK, BLOCKS, Forwarded, Replica
 from foretoken.serve.replicas.front import Front, create_front
 from foretoken.serve.replicas.gathered import Gathered
 from foretoken.serve.replicas.relay import LOSSES
-from foretoken.serve.replicas.replica import Replica, ReplicaConfig, _seed
+from foretoken.serve.replicas.replica import Replica, ReplicaConfig, replica_seed
 from foretoken.serve.replicas.routing import PrefilledBlocks, ReplicaLoad, ranked
 from foretoken.serve.replicas.scale import ReplicaScale, share
 
@@ -330,7 +330,8 @@ def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
 
 
 def test_replicas_draw_other_numbers() -> None:
-    assert len({_seed(seed, name) for seed in (0, 1) for name in "ab"}) == 4 and _seed(3, "a") == _seed(3, "a")
+    assert len({replica_seed(seed, name) for seed in (0, 1) for name in "ab"}) == 4
+    assert replica_seed(3, "a") == replica_seed(3, "a")
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli.main import app
 from foretoken.core.errors import InvalidRequest
 from foretoken.propose.stopping.learned import AcceptanceHead
-from foretoken.train import acceptance_head
 from foretoken.train.acceptance_head import (
     ACCEPTANCE_CONFIG,
     AcceptanceConfig,
@@ -99,15 +100,14 @@ def test_a_resumed_run_ends_the_same(
     tiny_pair: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_acceptance(tmp_path / "a", tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, device="cpu")
-    batches = acceptance_head._batches
+    loss, losses = F.binary_cross_entropy_with_logits, count()
 
-    def interrupted(*args: Any) -> Any:
-        for i, batch in enumerate(batches(*args)):
-            if i == 20:
-                raise KeyboardInterrupt
-            yield batch
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if next(losses) == 20:
+            raise KeyboardInterrupt
+        return loss(*args, **options)
 
-    monkeypatch.setattr(acceptance_head, "_batches", interrupted)
+    monkeypatch.setattr(F, "binary_cross_entropy_with_logits", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train_acceptance(tmp_path / "b", tiny_pair.target, tiny_pair.draft, corpus, CONFIG, SETTINGS, device="cpu")
     assert (tmp_path / "b.checkpoint").exists()

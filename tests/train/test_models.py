@@ -86,8 +86,9 @@ def test_distilling_lowers_the_loss_and_the_laws_are_reused(
     teacher, tokenizer = load_teacher(target)
     windows = fixed_windows(drafting.encode(corpus.train, tokenizer), 16, 0)[:8]
     first = teach(teacher, windows, tmp_path / "laws", top=8, compile_model=False)
-    monkeypatch.setattr("foretoken.train.teacher._pass", lambda *a: pytest.fail("taught twice"))
-    again = teach(teacher, windows, tmp_path / "laws", top=8, compile_model=False)
+    with monkeypatch.context() as without:
+        without.setattr(teacher, "forward", lambda *args, **options: pytest.fail("taught twice"))
+        again = teach(teacher, windows, tmp_path / "laws", top=8, compile_model=False)
     assert (first.top_ids == again.top_ids).all()
     exact = teacher(windows).logits.float().log_softmax(-1)
     kept = torch.from_numpy(first.top_logp.astype("float32"))

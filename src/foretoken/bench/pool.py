@@ -45,6 +45,11 @@ class Pool:
         self._start, self._schedule, self._fits = start, list(schedule), fits
         self._workers: dict[Setup, RaceWorker] = {}
 
+    @property
+    def loaded(self) -> int:
+        """Number of loaded workers."""
+        return len(self._workers)
+
     def get(self, turn: int) -> RaceWorker:
         """Returns the worker of a turn and loads it if necessary, unloading others. Raises PeerError."""
         setup = self._schedule[turn]

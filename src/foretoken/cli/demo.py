@@ -58,7 +58,7 @@ def demo(
 
     race = Race(None if size.lower() == "none" else size, prompts, max_tokens, temperature, speculative_tokens)
     show = stage(console(color, stderr=as_json), quiet=as_json)
-    pairs = _run(race, show)
+    pairs = run_race(race, show)
     record = summarize(race, pairs)
     if as_json:
         print(json.dumps(record))
@@ -68,7 +68,8 @@ def demo(
         raise typer.Exit(1)
 
 
-def _run(race: Race, show: Stage) -> list[Pair]:
+def run_race(race: Race, show: Stage) -> list[Pair]:
+    """Completes every function in both lanes, plain first, and returns both results of each."""
     llm = _load(race, show)
     try:
         for tokens in (0, race.speculative_tokens):  # warms up both lanes

@@ -123,7 +123,7 @@ def serve(
         "backend": backend,
         "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len,
-        "kv_cache_memory_bytes": _bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes),
+        "kv_cache_memory_bytes": size_in_bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes),
         "enable_prefix_caching": True,
         "max_num_batched_tokens": max_num_batched_tokens or "auto",
         "tensor_parallel_size": tensor_parallel_size,
@@ -136,7 +136,7 @@ def serve(
         "share_cache_across_keys": share_cache_across_keys,
         "chat_template": _text(chat_template) if chat_template is not None else None,
         "origins": tuple(allow_origin or ()),
-        "max_body": _bytes("--max-body", max_body),
+        "max_body": size_in_bytes("--max-body", max_body),
         "body_timeout": body_timeout,
         "timeout": request_timeout,
     }
@@ -204,7 +204,7 @@ def _others(methods: str, config: dict[str, Any] | None) -> tuple[str, ...]:
     return tuple(name for name in filter(None, map(str.strip, methods.split(","))) if name != usual)
 
 
-def _bytes(option: str, text: str | None) -> int | None:
+def size_in_bytes(option: str, text: str | None) -> int | None:
     """Returns a size such as 2GiB, 512MB or 1000000 in bytes. Units are powers of 1024. Raises InvalidRequest."""
     if text is None:
         return None

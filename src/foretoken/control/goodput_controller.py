@@ -77,6 +77,11 @@ class Goodput(Capped):
             if context.depth is None and step.position > 0 and step.budget:
                 self._learn(self._record(context), step)
 
+    @property
+    def num_known(self) -> int:
+        """Number of requests of which something is recorded."""
+        return len(self._records)
+
     def forget(self, context: Context) -> None:
         self._records.pop(context.id, None)
 

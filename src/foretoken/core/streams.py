@@ -26,10 +26,10 @@ from foretoken.core.native import sampling as native
 MAX_DERIVED_SEED = 2**128 - 1
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _SMALL = 1 << 14  # vocabularies up to this size compute the noise of all tokens
-_EARLY = 2.0**-8  # larger ones first list exponentials under this; dividing by a power of two is exact
+EARLY = 2.0**-8  # larger ones first list exponentials under this; dividing by a power of two is exact
 
 Reals = NDArray[np.floating[Any]]
 Ids = NDArray[np.int64]
@@ -92,7 +92,7 @@ class Streams:
 
     def private(self, purpose: Purpose, position: int) -> Stream:
         """Returns the stream of one purpose for the step that begins after ``position`` generated tokens."""
-        return PrivateStream(_key(self.seed, purpose, position))
+        return PrivateStream(stream_key(self.seed, purpose, position))
 
     def shared(self, position: int) -> Stream:
         """Returns the stream of the noise G[seed, position + index, token], shared by all its users."""
@@ -138,7 +138,7 @@ class PrivateStream:
 
     def _uniform(self, counter: int) -> float:
         # 52 bits and a half: never 0, and never 1, which 53 bits could round to.
-        return ((_splitmix(self.key + counter * _GOLDEN) >> 12) + 0.5) * 2.0**-52
+        return ((splitmix(self.key + counter * GOLDEN) >> 12) + 0.5) * 2.0**-52
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class SharedStream:
             token = kernels.race(weights, self._key(index))
             return token if token >= 0 else _nothing_to_draw()
         if weights.is_cpu:
-            return _winner(weights.numpy(), self._key(index))
+            return race_winner(weights.numpy(), self._key(index))
         scores = self.race(weights, index)
         return int(scores.argmax()) if bool((scores > 0).any()) else _nothing_to_draw()
 
@@ -168,26 +168,26 @@ class SharedStream:
         return weights.double() / exponentials(self._key(index), weights.shape[-1], weights.device)
 
     def _key(self, index: int) -> int:
-        return _key(self.seed, Purpose.SHARED, self.position + index)
+        return stream_key(self.seed, Purpose.SHARED, self.position + index)
 
 
 def exponentials(key: int, size: int, device: torch.device | str = "cpu") -> Tensor:
     """Returns ``size`` standard exponentials of one key, float64. Entry i depends on (key, i) alone."""
     if torch.device(device).type == "cpu":
         return torch.from_numpy(_finished(_mixed(key, _counters(size))))
-    z = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN) + _signed(key)
+    z = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(GOLDEN) + _signed(key)
     for shift, multiplier in _MIX:
         z = (z ^ _shift_right(z, shift)) * _signed(multiplier)
     bits = _shift_right(z ^ _shift_right(z, 31), 12)
     return -torch.log((bits.double() + 0.5) * 2.0**-52)
 
 
-def _winner(weights: Reals, key: int) -> int:
+def race_winner(weights: Reals, key: int) -> int:
     """Returns the argmax of weights / E, lowest id on ties, computing noise only for tokens that can win.
 
-    Where most weights are zero, only the others can win. Otherwise tokens with E < ``_EARLY`` are scored first; b is
-    their best score. Every other token scores at most weight / ``_EARLY``, so it can win only if its weight is at least
-    b ``_EARLY``. Both bounds are exact, and so is the winner.
+    Where most weights are zero, only the others can win. Otherwise tokens with E < ``EARLY`` are scored first; b is
+    their best score. Every other token scores at most weight / ``EARLY``, so it can win only if its weight is at least
+    b ``EARLY``. Both bounds are exact, and so is the winner.
     """
     if weights.size <= _SMALL:
         scores = weights / _all_exponentials(key, weights.size)
@@ -200,10 +200,10 @@ def _winner(weights: Reals, key: int) -> int:
     if count * 16 < weights.size:
         ids = np.flatnonzero(possible)
         return int(ids[(weights[ids] / _exponentials(key, ids)).argmax()])
-    early, noise = _early_exponentials(key, weights.size)
+    early, noise = early_exponentials(key, weights.size)
     scores = weights[early] / noise
     # Rounded down, so that rounding the bound to the weights' type excludes no token.
-    bound = np.nextafter(weights.dtype.type(scores.max(initial=0.0) * _EARLY), -1.0)
+    bound = np.nextafter(weights.dtype.type(scores.max(initial=0.0) * EARLY), -1.0)
     ids = np.flatnonzero(weights > max(0.0, bound))
     scores = np.concatenate((scores, weights[ids] / _exponentials(key, ids)))
     return int(np.concatenate((early, ids))[scores == scores.max()].min())
@@ -222,25 +222,25 @@ def _all_exponentials(key: int, size: int) -> Reals:
 
 
 @lru_cache(maxsize=1024)
-def _early_exponentials(key: int, size: int) -> tuple[Ids, Reals]:
-    """Returns the ids under ``size`` whose exponential is under ``_EARLY``, and those exponentials.
+def early_exponentials(key: int, size: int) -> tuple[Ids, Reals]:
+    """Returns the ids under ``size`` whose exponential is under ``EARLY``, and those exponentials.
 
     A few larger ones may be included: only the upper 31 bits are compared, which the hash's last step does not change.
     """
     mixed = _mixed(key, _counters(size))
-    ids = np.flatnonzero(mixed >= np.uint64(math.floor(math.exp(-_EARLY) * 2**31) << 33))
+    ids = np.flatnonzero(mixed >= np.uint64(math.floor(math.exp(-EARLY) * 2**31) << 33))
     return ids, _finished(mixed[ids])
 
 
 @lru_cache(maxsize=8)
 def _counters(size: int) -> NDArray[np.uint64]:
     """Returns the counters of ids under ``size``, to which a key is added."""
-    return np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return np.arange(1, size + 1, dtype=np.uint64) * np.uint64(GOLDEN)
 
 
 def _exponentials(key: int, ids: Ids) -> Reals:
     """Returns the standard exponentials of ``ids`` under one key, float64."""
-    return _finished(_mixed(key, (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)))
+    return _finished(_mixed(key, (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)))
 
 
 def _mixed(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -276,15 +276,17 @@ def random_seed_from(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def _key(seed: int, purpose: int, position: int) -> int:
-    key = _splitmix(seed & _MASK)
+def stream_key(seed: int, purpose: int, position: int) -> int:
+    """Returns the key, 64 bits, from which all numbers of an address are mixed."""
+    key = splitmix(seed & _MASK)
     if seed > _MASK:  # a derived seed has 128 bits
-        key = _splitmix((key + _GOLDEN) ^ (seed >> 64))
-    key = _splitmix(key ^ (purpose * _GOLDEN & _MASK))
-    return _splitmix(key ^ (position * _MIX[1][1] & _MASK))
+        key = splitmix((key + GOLDEN) ^ (seed >> 64))
+    key = splitmix(key ^ (purpose * GOLDEN & _MASK))
+    return splitmix(key ^ (position * _MIX[1][1] & _MASK))
 
 
-def _splitmix(z: int) -> int:
+def splitmix(z: int) -> int:
+    """Returns SplitMix64's output for the state ``z``."""
     z &= _MASK
     for shift, multiplier in _MIX:
         z = ((z ^ (z >> shift)) * multiplier) & _MASK

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FREE = '\n%llguidance {"no_forcing": true}\n'
 _FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Several times llguidance's defaults, which a schema of 2,000 objects exceeds.
-_LIMITS: dict[str, Any] = {
+LIMITS: dict[str, Any] = {
     "max_items_in_row": 100_000,
     "step_max_items": 1_000_000,
     "initial_lexer_fuel": 10_000_000,
@@ -126,7 +126,7 @@ class LocalGrammar:
             self.memory_bytes = 100 * len(lark.encode())
         except UnicodeError as error:
             raise InvalidRequest(f"structured_outputs hold text that is no Unicode: {error}") from error
-        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        limits = LLParserLimits(**LIMITS, verbose_errors=False)
         self._matcher = LLMatcher(tokenizer, lark, log_level=0, limits=limits)
         if not self._matcher.is_error():
             self._matcher.compute_bitmask()  # fails if no text matches

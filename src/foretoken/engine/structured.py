@@ -60,7 +60,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: OrderedDict[str, Restriction] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -93,7 +93,7 @@ class Grammars:
             import llguidance  # noqa: F401
         except ImportError as error:
             raise InvalidRequest("structured_outputs need llguidance; pip install 'foretoken[serve]'") from error
-        return GrammarRestriction(self._compile(spec), self._vocabulary.end, self._vocab_size)
+        return GrammarRestriction(self._compile(spec), self.vocabulary.end, self._vocab_size)
 
     def _compile(self, spec: Mapping[str, Any]) -> CompiledGrammar:
         return LocalGrammar(self._llguidance, spec)
@@ -104,14 +104,14 @@ class Grammars:
 
     @cached_property
     def _pieces(self) -> Pieces:
-        return Pieces(self._tokenizer)
+        return Pieces(self.tokenizer)
 
     @cached_property
     def _token_list(self) -> TokenList:
         return TokenList(self._pieces.spelled, self._vocab_size)
 
     @cached_property
-    def _vocabulary(self) -> GrammarVocabulary:
+    def vocabulary(self) -> GrammarVocabulary:
         """The tokens for llguidance. Special tokens are allowed only where a grammar names them: <|name|>, <[id]>."""
         special = [token for token, piece in enumerate(self._pieces.spelled) if not piece]
         tokens = [piece or b"" for piece in self._pieces.spelled]
@@ -121,7 +121,7 @@ class Grammars:
 
     @cached_property
     def _llguidance(self) -> LLTokenizer:
-        return self._vocabulary.load()
+        return self.vocabulary.load()
 
 
 class IsolatedGrammars(Grammars):
@@ -129,7 +129,7 @@ class IsolatedGrammars(Grammars):
 
     def __init__(self, tokenizer: Any, vocab_size: int, limits: GrammarLimits | None = None) -> None:
         super().__init__(tokenizer, vocab_size)
-        self._server = GrammarServer(lambda: self._vocabulary, limits)
+        self._server = GrammarServer(lambda: self.vocabulary, limits)
 
     def close(self) -> None:
         """Clears the cache and ends the processes."""

@@ -45,6 +45,11 @@ class ToyModel(Model):
         self._rows: dict[tuple[int, ...], Tensor] = {}
         self._open: set[int] = set()
 
+    @property
+    def num_open(self) -> int:
+        """Number of open sequences."""
+        return len(self._open)
+
     def perturbed(self, strength: float, seed: int = 1) -> Self:
         """Returns a draft for this model: its logits lie ``strength`` of the way to an unrelated toy's."""
         if not 0.0 <= strength <= 1.0:

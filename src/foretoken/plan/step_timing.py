@@ -144,7 +144,7 @@ def time_lanes(
         try:
             for name in group:
                 running[name] = TimedBatch(target, *lanes[name], prompts, law)
-            timed = _alternate(running, steps, tick)
+            timed = alternate(running, steps, tick)
         finally:
             for lane in running.values():
                 lane.close()
@@ -196,7 +196,7 @@ def time_prefill(
     return PrefillTiming(median(plain for *_, plain in timed), {name: median(own) for name, own in ratios.items()})
 
 
-def _alternate(
+def alternate(
     running: Mapping[str, TimedBatch], steps: int, tick: Callable[[int], None]
 ) -> dict[str, tuple[list[TimedStep], list[TimedStep]]]:
     """Times a stretch of each lane in rotating order, with plain decoding in the midst of every few lanes.

@@ -144,8 +144,15 @@ def test_equal_encoders_are_shared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("both_ways", [True, False])
 @pytest.mark.parametrize("count, farthest", [(32, 128), (12, 20)])
 def test_buckets_are_those_of_the_papers_code(both_ways: bool, count: int, farthest: int) -> None:
-    from transformers.models.t5.modeling_t5 import T5Attention
+    from transformers.models.t5.modeling_t5 import T5Attention, T5Config
 
-    distances = torch.arange(-farthest, farthest + 1)
-    expected = T5Attention._relative_position_bucket(distances, both_ways, count, farthest)
-    assert buckets(count, farthest, both_ways).tolist() == expected.tolist()
+    numbers = {"relative_attention_num_buckets": count, "relative_attention_max_distance": farthest}
+    attention = T5Attention(
+        T5Config(is_decoder=not both_ways, **numbers), has_relative_attention_bias=True, layer_idx=0
+    )
+    bias = attention.relative_attention_bias.weight
+    with torch.no_grad():
+        bias.copy_(torch.arange(count)[:, None].expand_as(bias))  # the bias of a pair is then its bucket
+        pairs = attention.compute_bias(farthest + 1, farthest + 1)[0, 0]
+    expected = [*pairs[-1].tolist(), *pairs[0, 1:].tolist()]  # keys before the last query, and behind the first
+    assert buckets(count, farthest, both_ways).tolist() == expected

@@ -46,6 +46,11 @@ class PeerWorker:
             self.close()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Id of the process, and of its group."""
+        return self._process.pid
+
     def answer(self, request: PeerRequest) -> Answer:
         """Resumes the process, completes the request, stops it again."""
         return Answer(**self._exchange(asdict(request)))

@@ -63,7 +63,7 @@ class Replica:
 
     def __init__(self, engine: ReplicaConfig, name: str | None = None) -> None:
         self.name = name or _own_name()
-        options = {**engine.options, "seed": _seed(engine.options.get("seed", 0), self.name)}
+        options = {**engine.options, "seed": replica_seed(engine.options.get("seed", 0), self.name)}
         self.worker = Worker(LLM(engine.model, engine.draft_model, **options), max_waiting=engine.max_waiting)
         settings = replace(engine.settings, origins=(), max_concurrency=_NO_BOUND)
         self._app = create_app(self.worker, settings)
@@ -121,6 +121,6 @@ def _own_name() -> str:
     return str(serve.get_replica_context().replica_tag)
 
 
-def _seed(seed: int, name: str) -> int:
+def replica_seed(seed: int, name: str) -> int:
     """Returns a seed for each replica, so that requests without a seed draw different numbers on each."""
     return derived_seed(SeedDomain.REPLICA, seed, name)

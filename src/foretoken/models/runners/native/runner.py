@@ -105,8 +105,8 @@ class NativeRunner(DecoderOnly):
         self._spec.ropes = self._ropes
         self._head_alone = ModelSpec.from_buffer_copy(self._spec)  # for passes of features, without layers and norm
         self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, None, 0
-        self._kinds = _kinds(self._spec)
-        self._library = library(self._kinds, KINDS[dtype])
+        self.kinds = _kinds(self._spec)
+        self._library = library(self.kinds, KINDS[dtype])
         self._workspace = self._library.foretoken_open()
         self._row_bytes = 2 * a.kv_heads * a.head_dim * dtype.itemsize  # of one layer's keys and values
         self._pages = self._new_pages()
