@@ -266,21 +266,33 @@ def test_tokenizers_load_or_are_refused(llama: Path) -> None:
     one_line(error)
 
 
-def test_dtypes_and_devices_are_resolved() -> None:
+def test_dtypes_are_named_or_chosen_by_the_cpu() -> None:
     assert resolve_dtype("bfloat16", CPU) == resolve_dtype(torch.bfloat16, CPU) == torch.bfloat16
     assert resolve_dtype("half", CPU) == torch.float16
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert resolve_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
-    for wrong in ("int3", torch.int64):
-        with pytest.raises(InvalidRequest, match="dtype"):
-            resolve_dtype(wrong, CPU)
+
+
+@pytest.mark.parametrize("wrong", ["int3", torch.int64], ids=str)
+def test_other_dtypes_are_refused(wrong: str | torch.dtype) -> None:
+    with pytest.raises(InvalidRequest, match="dtype"):
+        resolve_dtype(wrong, CPU)
+
+
+def test_the_device_is_a_gpu_where_there_is_one() -> None:
     assert resolve_device("cpu") == CPU
     assert resolve_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_other_devices_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="device"):
         resolve_device("abacus")
-    if not torch.cuda.is_available():
-        with pytest.raises(InvalidRequest, match="CUDA"):
-            resolve_device("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    with pytest.raises(InvalidRequest, match="CUDA"):
+        resolve_device("cuda")
 
 
 @pytest.mark.parametrize("runner", ["torch", "compiled"])

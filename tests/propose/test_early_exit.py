@@ -128,26 +128,50 @@ def test_the_default_exit_is_half_way(tiny_pair: Any, tmp_path: Path) -> None:
     assert build(EarlyExitConfig(), workshop(model, trained(tmp_path / "exit"))).model.num_layers == 2
 
 
-def test_exits_that_do_not_fit_are_refused(tiny_pair: Any, tmp_path: Path) -> None:
-    model = load_model(tiny_pair.target, dtype="float32", device="cpu")
-    for layer in (3, 9):
-        with pytest.raises(InvalidRequest, match="exit_layer must be from 1 to 2"):
-            build(EarlyExitConfig(exit_layer=layer), workshop(model))
-    with pytest.raises(InvalidRequest, match="exit_layer must be an integer"):
-        EarlyExitConfig(exit_layer=0)
-    with pytest.raises(InvalidRequest, match="top_k must be an integer"):
-        EarlyExitConfig(top_k=0)
+@pytest.fixture(scope="module")
+def model(tiny_pair: Any) -> Any:
+    return load_model(tiny_pair.target, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("layer", [3, 9])
+def test_an_exit_layer_that_the_target_lacks_is_refused(model: Any, layer: int) -> None:
+    with pytest.raises(InvalidRequest, match="exit_layer must be from 1 to 2"):
+        build(EarlyExitConfig(exit_layer=layer), workshop(model))
+
+
+@pytest.mark.parametrize("name", ["exit_layer", "top_k"])
+def test_numbers_out_of_range_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be an integer"):
+        EarlyExitConfig(**{name: 0})
+
+
+def test_a_trained_exit_is_for_its_own_layer(model: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="was trained for 2; leave it out"):
         build(EarlyExitConfig(exit_layer=1), workshop(model, trained(tmp_path / "exit")))
+
+
+def test_a_trained_exit_has_the_targets_hidden_size(model: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="a hidden size of 32 and the target's is 64"):
         build(EarlyExitConfig(), workshop(model, trained(tmp_path / "narrow", hidden=32)))
+
+
+def test_a_checkpoint_of_another_kind_is_no_trained_exit(model: Any, tiny_pair: Any) -> None:
     with pytest.raises(ModelLoadError, match="is no trained exit"):
         build(EarlyExitConfig(), workshop(model, tiny_pair.draft))
+
+
+def test_tensors_of_another_shape_than_the_configuration_says_are_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"lacks a tensor 'norm\.weight' of shape"):
         build(EarlyExitConfig(), workshop(model, trained(tmp_path / "wrong", hidden=64, hidden_size=32)))
+
+
+def test_a_damaged_file_of_a_trained_exit_is_refused(model: Any, tmp_path: Path) -> None:
     cut = trained(tmp_path / "cut") / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:1000])
     with pytest.raises(ModelLoadError):
         build(EarlyExitConfig(), workshop(model, cut.parent))
+
+
+def test_a_model_of_transformers_has_no_early_exit(tiny_pair: Any) -> None:
     with pytest.raises(InvalidRequest, match="use another method"):
         LLM(tiny_pair.target, speculative_config={"method": "early_exit"}, dtype="float32", backend="hf")

@@ -168,8 +168,8 @@ def worker_for(llm: LLM, **options: Any) -> Worker:
     return worker
 
 
-def test_worker_in_process(spare: LLM) -> None:
-    """Without a server: text, cancelling at any moment, a full queue, refusals."""
+def test_a_worker_serves_cancels_and_refuses_without_a_server(spare: LLM) -> None:
+    """Eight requests of one engine: some are closed before or after their first token, the others get their text."""
     wanted = spare.generate("x = ", SamplingParams(max_tokens=30, temperature=0))[0].outputs[0].text
     worker = worker_for(spare, max_waiting=0)
 

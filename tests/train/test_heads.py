@@ -163,10 +163,7 @@ def test_patience_ends_a_run_with_its_best_weights(
     assert (figures["step"], figures["length_greedy"]) == (2, 1.9)
 
 
-@pytest.mark.slow
-def test_what_cannot_be_done_is_refused(
-    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_do_not_fit_the_target_are_refused(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="cannot load"):
         train("medusa", tmp_path / "m", tmp_path / "nothing", corpus)
     with pytest.raises(InvalidRequest, match="taps"):
@@ -175,17 +172,33 @@ def test_what_cannot_be_done_is_refused(
         train_head("early-exit", tmp_path / "e", target, corpus, EarlyExitTrainConfig(4), CONFIG, DATA)
     with pytest.raises(InvalidRequest, match="lower --window"):
         train("medusa", tmp_path / "m", target, corpus, replace(CONFIG, window=65))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"windows": 0}, {"generated_share": 1.5}, {"discount": 0.0}, {"disk_gigabytes": -1.0}], ids=str
+)
+def test_settings_of_the_data_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        replace(DATA, **wrong)
+
+
+@pytest.mark.slow
+def test_lessons_of_another_seed_are_not_reused(target: Path, corpus: Corpus, tmp_path: Path) -> None:
     train("medusa", tmp_path / "m", target, corpus, lessons=tmp_path / "lessons")
     with pytest.raises(InvalidRequest, match="choose another folder"):
         train("medusa", tmp_path / "n", target, corpus, replace(CONFIG, seed=1), lessons=tmp_path / "lessons")
-    for wrong in ({"windows": 0}, {"generated_share": 1.5}, {"discount": 0.0}, {"disk_gigabytes": -1.0}):
-        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-            replace(DATA, **wrong)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["lessons", "m"]
 
+
+@pytest.mark.slow
+def test_a_full_disk_ends_training_and_leaves_nothing(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*a: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(TrainingError, match="No space left"):
         train("medusa", tmp_path / "n", target, corpus)
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["lessons", "m"]
+    assert not list(tmp_path.iterdir())
