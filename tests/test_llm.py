@@ -47,7 +47,7 @@ def test_one_text_per_seed_for_every_draft_proposer_and_batch(llm: LLM, tiny_pai
     assert texts(lookup, **params) == plain
 
 
-def test_seeds(llm: LLM, tiny_pair: Any) -> None:
+def test_equal_seeds_give_equal_texts_and_others_do_not(llm: LLM, tiny_pair: Any) -> None:
     assert texts(llm, seed=1) == texts(llm, seed=1) != texts(llm, seed=2)
     again = [LLM(tiny_pair.target, dtype="float32", seed=5) for _ in range(2)]
     assert texts(again[0]) == texts(again[1])

@@ -10,7 +10,7 @@ from foretoken.audit.chance import chi2_tail, detectable, g_test, noncentrality,
 
 
 @pytest.mark.parametrize("statistic, dof", [(0.5, 1), (19.0, 19), (60.0, 19), (400.0, 250)])
-def test_tails(statistic, dof):
+def test_tails_are_those_of_scipy(statistic, dof):
     assert chi2_tail(statistic, dof) == pytest.approx(stats.chi2.sf(statistic, dof), rel=1e-9)
     assert normal_tail(-2.5) == pytest.approx(2 * stats.norm.sf(2.5))
 

@@ -85,7 +85,7 @@ def test_noise_is_what_two_passes_differ_by():
     assert noise(subject(kind=Noisy), PROMPTS) == pytest.approx(0.01, abs=1e-5)
 
 
-def test_first_difference():
+def test_texts_part_at_their_first_difference():
     assert first_difference((1, 2, 3), (1, 2, 3)) is None
     assert first_difference((1, 2, 3), (1, 5, 3)) == 1
     assert first_difference((1, 2), (1, 2, 3)) == 2

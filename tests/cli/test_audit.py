@@ -10,7 +10,7 @@ from foretoken.audit import Audit, Check, CheckOutcome
 
 
 @pytest.mark.slow
-def test_audit(run, pair, tmp_path):
+def test_an_audit_names_every_check_and_its_outcome(run, pair, tmp_path):
     file = tmp_path / "audit.json"
     result = run("audit", "--budget", "2s", "--no-float32", "--output", str(file))
     assert result.code in (0, 3), result.out + result.err
@@ -24,7 +24,7 @@ def test_audit(run, pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_transformers(run, pair):
+def test_transformers_is_audited_with_the_checks_that_it_can_have(run, pair):
     lookup = ("--speculative-config", '{"method": "ngram"}')
     result = run("audit", "--engine", "transformers", *lookup, "--budget", "2s", "--temperature", "0.8")
     assert result.code in (0, 3), result.out + result.err

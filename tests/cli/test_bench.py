@@ -34,7 +34,7 @@ def short(pair) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_race(run, tiny_pair, nowhere, tmp_path):
+def test_a_race_runs_each_system_in_a_process_and_names_what_is_missing(run, tiny_pair, nowhere, tmp_path):
     """Ours and transformers, each in a process of its own; a peer that is not set up is one line."""
     files = tmp_path / "race.json", tmp_path / "race.html"
     result = run(
@@ -139,7 +139,7 @@ def test_rows_must_be_numbers(run, tiny_pair):
 
 
 @pytest.mark.slow
-def test_costs(run, tiny_pair):
+def test_costs_are_tabled_beside_their_floor(run, tiny_pair):
     models = ("--model", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
     small = ("--rows", "1,2", "--context", "16,32", "--turns", "2")
     result = run("bench", "costs", *models, *small, "--parts", "passes,transformers,startup")

@@ -26,7 +26,7 @@ def test_plain_blocks_without_a_terminal(run, pair):
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-def test_json(run, pair, temperature):
+def test_a_race_as_json_is_one_document(run, pair, temperature):
     result = run("demo", *SHORT, "--temperature", temperature, "--json")
     record = json.loads(result.out)
     assert result.code == 0

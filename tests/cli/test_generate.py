@@ -103,7 +103,7 @@ def test_lookup_needs_no_draft(run, pair):
         ("auto", None, False),
     ],
 )
-def test_colours(run, names, monkeypatch, mode, no_color, coloured):
+def test_colours_follow_the_option_and_no_color(run, names, monkeypatch, mode, no_color, coloured):
     monkeypatch.delenv("NO_COLOR", raising=False)
     if no_color:
         monkeypatch.setenv("NO_COLOR", no_color)

@@ -34,7 +34,7 @@ def test_every_command_has_help(run, command):
     assert f"foretoken {command}" in result.out
 
 
-def test_version(run):
+def test_version_is_the_packages(run):
     assert run("--version").out == f"foretoken {foretoken.__version__}\n"
 
 

@@ -82,7 +82,7 @@ def test_marks_and_styles():
     assert legend(coloured=False).plain == "«draft, accepted»   ~~draft, rejected~~   the target's own"
 
 
-def test_summary():
+def test_a_summary_counts_tokens_and_acceptance():
     stats = SpeculationStats(steps=4, drafts=4, drafted=16, accepted=6, tokens=10)
     assert summary([stats], 2.0) == "10 tokens · 5.0 tok/s · mean acceptance 2.50 · 6 of 16 drafted tokens accepted"
     assert summary([SpeculationStats(steps=1, tokens=1)], 0.5) == "1 token · 2.0 tok/s · no drafts"

@@ -97,7 +97,7 @@ def allows(grammars: Grammars, kind: str, text: str) -> bool:
         ("gbnf", "a(xyzzy)", "b"),
     ],
 )
-def test_kind(grammars, kind, good, bad):
+def test_texts_of_a_grammar_are_allowed_and_others_are_not(grammars, kind, good, bad):
     assert allows(grammars, kind, good)
     assert not allows(grammars, kind, bad)
 

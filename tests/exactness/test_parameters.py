@@ -53,12 +53,12 @@ PROPOSERS = {
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_parameter(law, proposer):
+def test_the_output_law_is_the_targets_under_every_parameter(law, proposer):
     assert Pair(P, PROPOSERS[proposer], law=LAWS[law], budget=lambda g: 2).gap(length=3) < LIMIT
 
 
 @pytest.mark.parametrize("law", ["repetition", "bad words that straddle", "all at once"])
-def test_parameter_with_token_rejection(law):
+def test_the_output_law_is_the_targets_with_token_rejection_too(law):
     assert Pair(P, drawn(Q), law=LAWS[law], rejection="token", budget=lambda g: 2).gap(length=3) < LIMIT
 
 

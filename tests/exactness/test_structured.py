@@ -94,7 +94,7 @@ def ended(text: Text) -> bool:
 @pytest.mark.parametrize("rejection", ["block", "token"])
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_law(law, proposer, rejection):
+def test_the_output_law_is_the_targets_under_every_grammar(law, proposer, rejection):
     pair = Pair(P, PROPOSERS[proposer], law=LAWS[law], rejection=rejection, budget=lambda g: 2, cut=until_end)
     assert pair.gap(length=4, ended=ended) < LIMIT
 

@@ -14,7 +14,7 @@ from foretoken.plan.statistics import Interval, ratio_interval, ratio_of_ratios,
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 10, 31, 63, 400])
 @pytest.mark.parametrize("probability", [0.5, 0.6, 0.9, 0.975, 0.9995])
-def test_student(freedom, probability):
+def test_quantiles_are_those_of_scipy(freedom, probability):
     assert student_quantile(probability, freedom) == pytest.approx(
         stats.t.ppf(probability, freedom), rel=1e-8, abs=1e-9
     )

@@ -40,7 +40,7 @@ def drawn(markup: str) -> ElementTree.Element:
         (NAN, 1, []),
     ],
 )
-def test_ticks(low, high, result):
+def test_ticks_are_round_numbers_within_the_range(low, high, result):
     assert ticks(low, high) == pytest.approx(result)
 
 
@@ -49,7 +49,7 @@ def test_tick_numbers():
     assert tick(4096, [512, 4096]) == "4,096"
 
 
-def test_scales():
+def test_scales_map_linearly_or_by_logarithm_and_clamp():
     assert AxisScale(0, 10, 0, 100)(2.5) == 25
     assert AxisScale(1, 100, 0, 100, log=True)(10) == pytest.approx(50)
     assert AxisScale(0, 10, 0, 100).clamped(99) == 100
@@ -101,7 +101,7 @@ def test_what_a_logarithm_cannot_show_is_left_out():
     assert len(root.findall(".//circle[@class='mark']")) == 1
 
 
-def test_bars():
+def test_bars_are_as_long_as_their_numbers():
     items = [Bar("<a>", 50.0, 45.0, 55.0), Bar("b", 25.0, NAN, None, kind="theirs"), Bar("none", NAN), Bar("zero", 0.0)]
     root = drawn(bars("Rates", items, "tokens/s", level=40))
     first, second, third = root.findall("svg/rect")
@@ -141,7 +141,7 @@ def test_sizes_are_bounded():
     assert "and 4,000 more rows" in table(("a",), [(i,) for i in range(MAX_ROWS + 4000)])
 
 
-def test_wilson():
+def test_wilson_intervals_are_the_known_ones():
     assert wilson(0, 0) == (0.0, 1.0)
     assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
     assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)

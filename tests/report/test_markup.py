@@ -29,7 +29,7 @@ def test_markup_is_not_escaped_again():
     assert element("p", title=Html("<b>")) == '<p title="&lt;b&gt;"></p>'
 
 
-def test_attributes():
+def test_attributes_are_written_as_html_has_them():
     assert element("meta", charset="utf-8") == '<meta charset="utf-8"/>'
     assert element("details", open_=True, hidden=False, id=None) == '<details open="open"></details>'
     assert element("line", x1=1.0, x2=2.345, viewbox="0 0 1 1") == '<line x1="1" x2="2.3" viewBox="0 0 1 1"></line>'
@@ -50,7 +50,7 @@ def test_attributes():
         (99.96, "100.0"),
     ],
 )
-def test_figures(value, said):
+def test_figures_are_rounded_for_readers(value, said):
     assert figure(value) == said
 
 

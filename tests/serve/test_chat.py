@@ -16,7 +16,7 @@ DRAFTING = {"speculative_tokens": 4}  # whether or not that pays on this machine
 GREEDY: dict[str, Any] = {"model": "stdlib", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 24}
 
 
-def test_whole(client: openai.OpenAI) -> None:
+def test_a_whole_answer_has_openais_shape(client: openai.OpenAI) -> None:
     got = client.chat.completions.create(**GREEDY, extra_body=DRAFTING)
     assert got.object == "chat.completion" and got.id.startswith("chatcmpl-")
     assert got.choices[0].message.role == "assistant" and got.choices[0].message.content
@@ -33,7 +33,7 @@ def test_template_is_what_the_model_reads(client: openai.OpenAI, llm: LLM) -> No
     assert client.chat.completions.create(**GREEDY).choices[0].message.content == wanted
 
 
-def test_streamed(client: openai.OpenAI) -> None:
+def test_a_streamed_answer_has_openais_shape(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**GREEDY)
     options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": DRAFTING}
     chunks = list(client.chat.completions.create(**GREEDY, **options))
@@ -57,7 +57,7 @@ def test_stream_ends_with_done_and_metrics(server: Running) -> None:
     assert "usage" not in chunks[0] and "metrics" in chunks[-1] and "metrics" not in chunks[0]
 
 
-def test_several(client: openai.OpenAI) -> None:
+def test_several_streamed_answers_are_those_of_a_whole_one(client: openai.OpenAI) -> None:
     asked = {**GREEDY, "temperature": 1, "seed": 4, "n": 3}
     whole = client.chat.completions.create(**asked)
     texts, roles = [""] * 3, [0] * 3
@@ -161,12 +161,12 @@ def test_response_format(client: openai.OpenAI, form: Any, check: Any) -> None:
         ({"guided_grammar": 'start: "a" "b"'}, lambda text: text == "ab"),
     ],
 )
-def test_guided(client: openai.OpenAI, extra: dict[str, Any], fits: Any) -> None:
+def test_guided_texts_fit_their_grammar(client: openai.OpenAI, extra: dict[str, Any], fits: Any) -> None:
     got = client.chat.completions.create(**{**GREEDY, "temperature": 1, "seed": 2}, extra_body=extra).choices[0]
     assert got.finish_reason == "length" or fits(got.message.content)
 
 
-def test_prediction(client: openai.OpenAI) -> None:
+def test_a_prediction_is_counted_and_changes_no_text(client: openai.OpenAI) -> None:
     said = client.chat.completions.create(**GREEDY).choices[0].message.content
     said_so = {"type": "content", "content": said + " and more"}
     got = client.chat.completions.create(**GREEDY, prediction=said_so, extra_body={"speculative_tokens": 16})

@@ -58,7 +58,7 @@ def test_keys_share_a_cache_where_the_operator_says_so(
         (["--port", "0", "--methods", "telepathy"], "telepathy"),
     ],
 )
-def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     assert words in refused(capsys, *arguments)
 
 
@@ -81,18 +81,18 @@ def test_without_the_extra() -> None:
         ("1000", 1000),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_have_units_that_are_powers_of_1024(text: str, size: int) -> None:
     assert command.size_in_bytes("--kv-cache-memory-bytes", text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "2 parsecs", "GiB"])
-def test_sizes_that_are_none(text: str) -> None:
+def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="--kv-cache-memory-bytes must be a size"):
         command.size_in_bytes("--kv-cache-memory-bytes", text)
 
 
 @pytest.mark.parametrize("host, keys, warned", [("0.0.0.0", "a b", False), ("0.0.0.0", "", True)])
-def test_what_it_says(host: str, keys: str, warned: bool) -> None:
+def test_the_address_is_said_and_an_open_one_without_keys_warned_of(host: str, keys: str, warned: bool) -> None:
     """Where it is, and a warning on an open address without keys; Ctrl-C ends it well."""
     arguments = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--host", host, "--dtype", "float32"]
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "FORETOKEN_API_KEY": keys}

@@ -16,7 +16,7 @@ PROMPT = "def main(args):\n"
 GREEDY = {"model": "stdlib", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
 
 
-def test_whole(client: openai.OpenAI, spare: LLM) -> None:
+def test_a_whole_completion_has_openais_shape(client: openai.OpenAI, spare: LLM) -> None:
     got = client.completions.create(**GREEDY)
     assert got.object == "text_completion" and got.id.startswith("cmpl-") and got.model == "stdlib"
     assert [c.index for c in got.choices] == [0]
@@ -31,7 +31,7 @@ def test_whole(client: openai.OpenAI, spare: LLM) -> None:
     assert got.choices[0].text == alone[0].outputs[0].text
 
 
-def test_streamed(client: openai.OpenAI) -> None:
+def test_a_streamed_completion_has_openais_shape(client: openai.OpenAI) -> None:
     whole = client.completions.create(**GREEDY)
     options = {"include_usage": True}
     chunks = list(client.completions.create(**GREEDY, stream=True, stream_options=options))
@@ -173,7 +173,7 @@ def test_speculation_is_the_clients_choice(client: openai.OpenAI, extra: dict[st
         assert record["num_spec_steps"] == 0
 
 
-def test_steps(client: openai.OpenAI, llm: LLM) -> None:
+def test_steps_are_returned_on_request(client: openai.OpenAI, llm: LLM) -> None:
     extra = {"return_steps": True, "speculative_tokens": 4}
     chunks = list(client.completions.create(**GREEDY, stream=True, extra_body=extra))
     steps = [step for chunk in chunks for step in chunk.model_extra["steps"]]

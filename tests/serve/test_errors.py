@@ -219,7 +219,7 @@ def test_the_model_has_a_name(server: Running, client: openai.OpenAI) -> None:
         client.models.retrieve("gpt")
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_are_listed_with_their_limits_and_methods(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["stdlib", "other"]
     extra = client.models.retrieve("stdlib").model_extra
     assert extra["max_model_len"] == 8192
@@ -265,7 +265,7 @@ def limited(spare: LLM) -> Iterator[Running]:
         yield found
 
 
-def test_keys(limited: Running) -> None:
+def test_requests_without_a_valid_key_are_refused(limited: Running) -> None:
     for given in (None, "Bearer wrong", "secret", "Basic secret"):
         headers = {} if given is None else {"Authorization": given}
         for path in ("completions", "models"):
@@ -294,7 +294,7 @@ def test_large_bodies(limited: Running) -> None:
     assert [error_of(answer, 413)["code"] for answer in answers] == ["body_too_large"] * 4
 
 
-def test_origins(limited: Running) -> None:
+def test_only_allowed_origins_get_cors_headers(limited: Running) -> None:
     ask = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
     answer = httpx.options(f"{limited.url}/v1/completions", headers=ask)
     assert answer.headers["access-control-allow-origin"] == "https://page.example"
@@ -327,14 +327,14 @@ def test_full_queue(limited: Running) -> None:
 LONG = {"prompt": "x = ", "max_tokens": 8000, "ignore_eos": True, "speculative_tokens": 0}
 
 
-def test_timeout(limited: Running) -> None:
+def test_a_request_beyond_its_time_ends_with_an_error(limited: Running) -> None:
     assert error_of(limited.post(LONG, headers=KEY), 504)["code"] == "timeout"
     events = limited.post({**LONG, "stream": True}, headers=KEY).text.strip().split("\n\n")
     assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "timeout"
     limited.until(limited.idle)
 
 
-def test_concurrency(limited: Running) -> None:
+def test_requests_beyond_the_allowed_number_are_refused(limited: Running) -> None:
     body = {**LONG, "stream": True}
     with (
         httpx.stream("POST", f"{limited.url}/v1/completions", json=body, headers=KEY) as one,

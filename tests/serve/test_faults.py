@@ -149,7 +149,7 @@ def test_a_dead_engine_is_told(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     spare.engine.clear()
 
 
-def test_draining(spare: LLM) -> None:
+def test_a_draining_server_finishes_its_requests_and_refuses_new_ones(spare: LLM) -> None:
     """Running ones finish, new ones are refused."""
     body = {**LONG, "stream": True}
     with running(spare) as ending, httpx.stream("POST", f"{ending.url}/v1/completions", json=body) as answer:

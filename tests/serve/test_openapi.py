@@ -48,7 +48,9 @@ def short(body: Any) -> Any:
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("path, method", OPERATIONS)
-def test_described(described: Any, path: str, method: str, mode: GenerationMode) -> None:
+def test_every_answer_is_one_that_the_schema_describes(
+    described: Any, path: str, method: str, mode: GenerationMode
+) -> None:
     if mode is GenerationMode.NEGATIVE and method == "GET":
         return  # there is nothing to get wrong
 

@@ -107,7 +107,7 @@ def test_who_is_asked_first() -> None:
     assert min(firsts["a"], firsts["b"]) > 50
 
 
-def test_ledger() -> None:
+def test_a_load_counts_the_requests_of_each_replica() -> None:
     ledger = ReplicaLoad()
     ledger.add("a", "1")
     ledger.add("a", "2")

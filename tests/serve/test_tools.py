@@ -40,7 +40,9 @@ def parsed(parts: list[str], bare: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text, bare, content, calls", CASES)
-def test_texts(text: str, bare: bool, content: str | None, calls: list[tuple[str, Any]]) -> None:
+def test_calls_are_parsed_however_the_text_is_cut(
+    text: str, bare: bool, content: str | None, calls: list[tuple[str, Any]]
+) -> None:
     for parts in ([text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]):
         message = parsed(parts, bare)
         assert message["content"] == content
@@ -98,7 +100,7 @@ def check(call: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_named(client: openai.OpenAI, seed: int) -> None:
+def test_a_named_tool_is_called(client: openai.OpenAI, seed: int) -> None:
     choice: Any = {"type": "function", "function": {"name": "add"}}
     got = client.chat.completions.create(**ASKED, tool_choice=choice, seed=seed).choices[0]
     assert got.finish_reason == "stop" and got.message.content is None

@@ -48,7 +48,7 @@ def states(target: Model, taps: tuple[int, ...]) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("embedding", [True, False])
-def test_eagle(embedding: bool, folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_widened_eagle3_head_drafts_as_before(embedding: bool, folders: tuple[Path, Path], tmp_path: Path) -> None:
     targets = [load_model(folder, F32, "cpu") for folder in folders]
     written = tiny.eagle3(hidden=32, target_hidden=32, vocab=targets[0].vocab_size, embedding=embedding, taps=(0, 2, 3))
     head = tiny.save(tmp_path / "head", *written)
@@ -68,7 +68,9 @@ def test_eagle(embedding: bool, folders: tuple[Path, Path], tmp_path: Path) -> N
 @pytest.mark.parametrize("own", [0, 1, 3])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.slow
-def test_medusa(own: int, layers: int, folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_widened_medusa_heads_draft_as_before(
+    own: int, layers: int, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     targets = [load_model(folder, F32, "cpu") for folder in folders]
     config, tensors = tiny.medusa(hidden=32, vocab=targets[0].vocab_size, own=own, layers=layers)
     head = tiny.save(tmp_path / "head", config | {"original_lm_head": own < 3}, tensors)
@@ -81,7 +83,7 @@ def test_medusa(own: int, layers: int, folders: tuple[Path, Path], tmp_path: Pat
     torch.testing.assert_close(*predicted, rtol=1e-3, atol=5e-3)
 
 
-def test_blockwise(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_widened_blockwise_heads_draft_as_before(folders: tuple[Path, Path], tmp_path: Path) -> None:
     targets = [load_model(folder, F32, "cpu") for folder in folders]
     head = tiny.save(tmp_path / "head", *tiny.blockwise(hidden=32))
     predicted = []

@@ -54,7 +54,7 @@ def distributions(vocab: int = 4) -> st.SearchStrategy[torch.Tensor]:
 
 
 @pairs
-def test_token(seed, zeros):
+def test_token_acceptance_is_that_of_the_enumeration(seed, zeros):
     p, q = models(4, seed, zeros)
     for rejection in ("token", "block"):  # a chain of one is verified alike
         pair = Pair(p, drawn(q), rejection=rejection, budget=lambda generated: 1)
@@ -70,7 +70,7 @@ def test_leviathans_divergence_is_total_variation(p, q):
 
 
 @pairs
-def test_walk(seed, zeros):
+def test_walk_acceptance_is_that_of_the_enumeration(seed, zeros):
     p, q = models(4, seed, zeros)
     siblings = fixed_tree((2, 0, 2), (-1, -1, -1))  # one of them twice
     assert accepted(Pair(p, siblings)) == pytest.approx(
@@ -102,7 +102,7 @@ def test_greedy_multi(seed, zeros, siblings):
 
 
 @pairs
-def test_typical(seed, zeros):
+def test_typical_acceptance_is_that_of_the_enumeration(seed, zeros):
     p, q = models(5, seed, zeros)
 
     def run(streams):
@@ -195,7 +195,7 @@ def conditional(model, depth: int, vocab: int) -> list[torch.Tensor]:
 
 @pairs
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_chain(seed, zeros, rule):
+def test_chain_acceptance_is_that_of_the_enumeration(seed, zeros, rule):
     p, q = models(3, seed, zeros)
     formula = float(acceptance.chain(conditional(p, 3, 3), conditional(q, 3, 3), rule))
     assert accepted(Pair(p, drawn(q), rejection=rule)) == pytest.approx(formula, abs=1e-12)

@@ -91,7 +91,7 @@ def test_the_entropy_stop_is_the_papers_bound() -> None:
 # margin
 
 
-def test_margins() -> None:
+def test_margins_are_logarithms_of_odds_and_bounded() -> None:
     assert margin(torch.tensor([0.1, 0.6, 0.3])) == pytest.approx(math.log(2))
     assert margin(UNIFORM) == 0
     assert margin(CERTAIN) == margin(torch.tensor([1.0])) == margin(torch.tensor([1.0, 1e-30])) == 16
