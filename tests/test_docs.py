@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import shlex
@@ -103,16 +104,21 @@ def test_other_commands_exist(line):
         assert re.search(rf'^    {option.replace("-", "_")}: |"--{option}"', script, re.MULTILINE), option
 
 
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    """What ``foretoken --help`` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
+        main(["--help"])
+    return printed.getvalue()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_and_named_commands_exist(page, capsys):
+def test_links_and_named_commands_exist(page, help_text):
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    known = capsys.readouterr().out
     for name in re.findall(r"`foretoken ([a-z-]+)", text):
-        assert re.search(rf"^  {name}\s", known, re.MULTILINE), name
+        assert re.search(rf"^  {name}\s", help_text, re.MULTILINE), name
     for target in re.findall(r"`make ([a-z-]+)", text):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
 

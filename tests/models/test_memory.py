@@ -76,6 +76,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure")
 @pytest.mark.parametrize("quantization", ["", "int8"])
 @pytest.mark.parametrize("native", ["0", "1"], ids=["torch", "compiled"])
+@pytest.mark.slow
 def test_peak_memory_while_loading_is_near_the_weights(
     large: Path, tmp_path: Path, quantization: str, native: str
 ) -> None:

@@ -28,7 +28,14 @@ def two_threads() -> None:
     torch.set_num_threads(2)
 
 
-@pytest.fixture(params=[f"{numbers}-{runner}" for numbers in NUMBERS for runner in ("compiled", "torch")])
+KINDS = [
+    pytest.param(f"{numbers}-{runner}", marks=[pytest.mark.slow] if (numbers, runner) == ("int8", "torch") else [])
+    for numbers in NUMBERS
+    for runner in ("compiled", "torch")
+]
+
+
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Which numbers on which runner."""
     name: str = request.param

@@ -14,7 +14,9 @@ from foretoken.models.runners.linear import can_pack
 from .tiny import save
 
 KINDS = [
-    (f, d, q) for f in ("t5-1.1", "bart") for d, q in (("float32", None), ("bfloat16", None), ("bfloat16", "int8"))
+    pytest.param((family, dtype, quantization), marks=[pytest.mark.slow] if quantization else [])
+    for family in ("t5-1.1", "bart")
+    for dtype, quantization in (("float32", None), ("bfloat16", None), ("bfloat16", "int8"))
 ]
 SOURCE = [5 + i % 90 for i in range(75)]
 
