@@ -57,7 +57,7 @@ def test_the_fallback_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: 
         raise build.KernelsUnavailable("the processor lacks wings")
 
     monkeypatch.setattr(choose, "NativeRunner", refuse)
-    choose._report_fallback.cache_clear()
+    choose.report_fallback.cache_clear()
     with caplog.at_level(logging.WARNING, logger=choose.__name__):
         for _ in range(2):
             load_model(zoo.path("draft"), "float32", "cpu")

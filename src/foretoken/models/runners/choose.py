@@ -47,14 +47,14 @@ def build_runner(
         except KernelsDisabled:
             pass
         except KernelsUnavailable as reason:
-            _report_fallback(str(reason))
+            report_fallback(str(reason))
     if device.type == "cuda" and entry is None:
         return GraphRunner(architecture, layers, ends, dtype, device)
     return TorchRunner(architecture, layers, ends, dtype, device, entry)
 
 
 @functools.cache
-def _report_fallback(reason: str) -> None:
+def report_fallback(reason: str) -> None:
     """Says once in this process, on standard error unless logging is set up, why the compiled kernels are not used."""
     _log.warning("torch operators compute the model, several times slower than the compiled kernels: %s", reason)
 
