@@ -77,7 +77,11 @@ def expected(x: torch.Tensor, matrix: Grouped) -> torch.Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("inputs, half", [(INPUTS, True), (WIDE, True), (WIDE, False)], ids=["short", "half", "single"])
+@pytest.mark.parametrize(
+    "inputs, half",
+    [(INPUTS, True), (WIDE, True), pytest.param(WIDE, False, marks=pytest.mark.slow)],
+    ids=["short", "half", "single"],
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_product_of_every_layout_is_that_of_float64(name: str, inputs: int, half: bool) -> None:
     matrix = random_matrix(name, half, inputs=inputs)
