@@ -121,7 +121,7 @@ def test_weights_in_twelve_bits_are_the_same_from_the_cache(gguf: Path) -> None:
     fresh = NativeRunner(architecture, Layers(source), read_ends(source), torch.bfloat16, compress=True, cache=place)
     cache.wait()
     mapped = NativeRunner.cached(architecture, torch.bfloat16, place)
-    assert mapped is not None and mapped._kinds == fresh._kinds and Kind.PACKED in mapped._kinds
+    assert mapped is not None and mapped.kinds == fresh.kinds and Kind.PACKED in mapped.kinds
     plan = PassPlan.of([Handle(0, PROMPT, 0)], [Draft.chain([3, 4, 5])], [0])
     results = []
     for runner in (fresh, mapped):
