@@ -121,7 +121,8 @@ def test_mask_is_what_the_matcher_accepts(grammars, kind):
         mask = [t for t in ids(probe.allowed(History(text, 0))) if t != END]
         assert mask == [t for t in range(1, len(grammars.tokenizer)) if oracle.validate_tokens([t])]
         text += mask[-1:]
-        assert oracle.consume_tokens(mask[-1:])
+        if mask:
+            assert oracle.consume_tokens(mask[-1:])
 
 
 def test_padding_and_special_tokens_never_come(grammars, pair):
