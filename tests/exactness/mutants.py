@@ -20,8 +20,8 @@ from foretoken.core.streams import Purpose, Stream, Streams
 from foretoken.core.verdict import Verdict
 from foretoken.verify.residual import drawn_rows, excess, ratio
 
+from .decode_step import Propose, Table, argmax, drawn, drawn_tree, node_logits, row_of, target_rows
 from .enumerate import Text
-from .rounds import Propose, Table, argmax, drawn, drawn_tree, node_logits, row_of, target_rows
 
 # Proposers that report another law than they drew from
 

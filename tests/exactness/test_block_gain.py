@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from .decode_step import PROMPT, Pair, constant, drawn, table
 from .enumerate import outcomes
-from .rounds import PROMPT, Pair, constant, drawn, table
 
 
 def accepted(pair: Pair) -> float:

@@ -16,9 +16,9 @@ from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import block, tree
 
 from . import mutants
+from .decode_step import Pair, constant, drawn, drawn_tree, fixed_tree, table, top_plus_tree
 from .enumerate import AddressReused, Text, exact_law
 from .gtest import draws_needed, g_test
-from .rounds import Pair, constant, drawn, drawn_tree, fixed_tree, table, top_plus_tree
 
 LIMIT = 1e-12
 P, Q = table(3, seed=31, sharpness=1.5), table(3, seed=32, sharpness=1.5)

@@ -6,7 +6,7 @@ import pytest
 
 from foretoken.core.sampling import SamplingLaw
 
-from .rounds import Pair, Text, argmax, drawn, drawn_tree, fixed_tree, table, top_plus_tree
+from .decode_step import Pair, Text, argmax, drawn, drawn_tree, fixed_tree, table, top_plus_tree
 
 LIMIT = 1e-12
 P, Q = table(3, seed=11, sharpness=1.5), table(3, seed=12, sharpness=1.5)

@@ -25,8 +25,8 @@ from foretoken.propose.stopping.entropy import EntropyConfig, EntropyStop
 from foretoken.propose.stopping.margin import MarginEstimate, MarginStop
 from foretoken.verify import choose
 
+from .decode_step import Pair, drawn, table
 from .enumerate import Branching, Text, outcomes, total_variation
-from .rounds import Pair, drawn, table
 from .test_engine import LAWS, PROMPT, generate, reference
 
 LIMIT = 1e-12

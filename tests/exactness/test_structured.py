@@ -20,8 +20,8 @@ from foretoken.engine.stopping import Length
 from foretoken.models.toy import ToyModel
 from foretoken.verify import choose
 
+from .decode_step import Pair, argmax, drawn, drawn_tree, fixed_tree, table, top_plus_tree
 from .enumerate import Branching, Text, outcomes, total_variation
-from .rounds import Pair, argmax, drawn, drawn_tree, fixed_tree, table, top_plus_tree
 from .test_engine import PROPOSERS as ENGINES
 from .test_engine import generate, reference
 from .test_trajectory import shared, shared_top

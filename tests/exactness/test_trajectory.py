@@ -13,8 +13,8 @@ from foretoken.core.law import Sampled
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Streams
 
+from .decode_step import PROMPT, Pair, Propose, argmax, drawn, drawn_tree, fixed_tree, row_of, table, top_plus_tree
 from .gtest import draws_needed, g_test
-from .rounds import PROMPT, Pair, Propose, argmax, drawn, drawn_tree, fixed_tree, row_of, table, top_plus_tree
 
 P, Q = table(4, seed=21), table(4, seed=22)
 GRADE = Exactness.TRAJECTORY

@@ -13,8 +13,8 @@ from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
 from foretoken.verify import VERIFIERS, choose, stream_for
 
+from .decode_step import Pair, argmax, constant, drawn, drawn_tree, fixed_tree, shaped_tree, table, top_plus_tree
 from .enumerate import outcomes
-from .rounds import Pair, argmax, constant, drawn, drawn_tree, fixed_tree, shaped_tree, table, top_plus_tree
 
 LIMIT = 1e-12
 CHAIN_RULES = ("block", "token")
