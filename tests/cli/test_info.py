@@ -53,7 +53,7 @@ def test_the_fallback_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: 
     from foretoken import zoo
     from foretoken.models.loading import load_model
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **options: Any) -> None:
         raise build.KernelsUnavailable("the processor lacks wings")
 
     monkeypatch.setattr(choose, "NativeRunner", refuse)
