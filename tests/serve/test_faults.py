@@ -224,6 +224,7 @@ def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
         started.kill()
 
 
+@pytest.mark.slow
 def test_sigterm_mid_stream(process: tuple[subprocess.Popen[str], str]) -> None:
     """The stream goes on to its end, new requests get a 503, and the process ends well."""
     server, url = process
