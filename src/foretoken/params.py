@@ -60,6 +60,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -101,6 +102,8 @@ class SamplingParams:
         if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
             got = f"one of {len(salt)}" if isinstance(salt, str) else shown(salt)
             raise InvalidRequest(f"cache_salt must be a string of 1 to {MAX_SALT} characters or None, got {got}")
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise InvalidRequest("allowed_token_ids must not be empty; leave it out to allow all")
         if any(not s for s in self.stops):
             raise InvalidRequest("stop strings must not be empty")
         if self.structured_outputs is not None:
@@ -142,12 +145,12 @@ class SamplingParams:
             end_ids: Ids that ``min_tokens`` forbids.
 
         Raises:
-            InvalidRequest: ``logit_bias`` or ``stop_token_ids`` has an id outside the vocabulary.
+            InvalidRequest: A token id in one of the parameters is outside the vocabulary.
         """
         from foretoken.core.bad_words import BadWords
         from foretoken.core.sampling import SamplingLaw  # imports torch, which validation does not need
 
-        for token in (*(self.logit_bias or {}), *(self.stop_token_ids or ())):
+        for token in (*(self.logit_bias or {}), *(self.allowed_token_ids or ()), *(self.stop_token_ids or ())):
             if token >= vocab_size:
                 raise InvalidRequest(f"token id {token} is outside the vocabulary of {vocab_size}")
         return SamplingLaw(
@@ -159,6 +162,7 @@ class SamplingParams:
             frequency_penalty=float(self.frequency_penalty),
             repetition_penalty=float(self.repetition_penalty),
             logit_bias=tuple((token, float(bias)) for token, bias in (self.logit_bias or {}).items()),
+            allowed_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
             bad_words=BadWords.of(bad_words),
             min_tokens=self.min_tokens,
             end_ids=tuple(end_ids),
@@ -205,6 +209,7 @@ def _by_token_id(bias: Any) -> dict[int, Any]:
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (lambda v: isinstance(v, str) or _texts(v), "a text or a list of texts"),
     "bad_words": (_texts, "a list of texts"),
+    "allowed_token_ids": (_ids, "a list of token ids, which are integers of at least 0"),
     "stop_token_ids": (_ids, "a list of token ids, which are integers of at least 0"),
     "prediction": (lambda v: isinstance(v, Sequence) and not isinstance(v, bytes), "a text or a list of token ids"),
     "speculative_method": (lambda v: isinstance(v, str), "the name of a method that was loaded"),

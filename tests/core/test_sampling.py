@@ -34,11 +34,14 @@ def reference(
     """One row in plain Python, a paragraph for each parameter, in vLLM's order."""
     row, history = list(logits), [*prompt, *generated]
 
+    if law.allowed_ids:
+        row = [x if token in law.allowed_ids else -math.inf for token, x in enumerate(row)]
     for word in law.bad_words:
         before = list(word[:-1])
         if not before or history[-len(before) :] == before:
             row[word[-1]] = -math.inf
-    if len(generated) < law.min_tokens:
+    ends_alone = bool(law.allowed_ids) and set(law.allowed_ids) <= set(law.end_ids)
+    if len(generated) < law.min_tokens and not ends_alone:
         for token in law.end_ids:
             row[token] = -math.inf
 
@@ -93,6 +96,7 @@ PARAMETERS: dict[str, st.SearchStrategy[object]] = {
     "logit_bias": st.dictionaries(tokens, st.floats(-3, 3), max_size=3).map(lambda d: tuple(d.items())),
     "bad_words": st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
     "min_tokens": st.integers(0, 6),
+    "allowed_ids": st.lists(tokens, max_size=VOCAB).map(lambda ids: tuple(sorted(set(ids)))),
 }
 FIXED = {"min_tokens": {"end_ids": (1, 4)}}
 

@@ -22,6 +22,7 @@ LAWS = {
     "frequency": SamplingLaw(frequency_penalty=0.7),
     "negative frequency": SamplingLaw(frequency_penalty=-0.7),
     "logit bias": SamplingLaw(logit_bias=((0, 1.5), (2, -100.0))),
+    "allowed tokens": SamplingLaw(allowed_ids=(0, 2), temperature=0.7),
     "bad word": SamplingLaw(bad_words=((2,),)),
     "bad words that straddle": SamplingLaw(bad_words=((0, 1), (1, 1), (2, 0, 0))),
     "min tokens": SamplingLaw(min_tokens=2, end_ids=(1,)),

@@ -1,8 +1,8 @@
 """Sampling parameters: turns logits into the distribution that is sampled from.
 
-The order of operations is vLLM's: grammar, bad words and min_tokens, logit bias, repetition, frequency and presence
-penalties, temperature, min-p, top-k, top-p. Temperature 0 is the one-hot distribution of the argmax, the lowest id on
-ties.
+The order of operations is vLLM's: grammar, allowed tokens, bad words and min_tokens, logit bias, repetition, frequency
+and presence penalties, temperature, min-p, top-k, top-p. Temperature 0 is the one-hot distribution of the argmax, the
+lowest id on ties.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class SamplingLaw:
         frequency_penalty: Subtracted once for each occurrence among the generated tokens, as in vLLM.
         repetition_penalty: Divides positive and multiplies negative logits of prompt and generated tokens, as in vLLM.
         logit_bias: (token, bias) pairs that are added to the logits.
+        allowed_ids: The only tokens that are possible; empty for all.
         bad_words: Token sequences whose last token is forbidden where the history ends with the tokens before it.
         min_tokens: Number of generated tokens before which ``end_ids`` are forbidden.
         end_ids: Ids that end a text.
-        grammar: Forbids every token that it does not allow. Where it allows only ``end_ids``, they are possible before
-            ``min_tokens``.
+        grammar: Forbids every token that it does not allow. Where it and ``allowed_ids`` allow only ``end_ids``, they
+            are possible before ``min_tokens``.
     """
 
     temperature: float = 1.0
@@ -52,6 +53,7 @@ class SamplingLaw:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
     bad_words: Sequence[tuple[int, ...]] = BadWords()
     min_tokens: int = 0
     end_ids: tuple[int, ...] = ()
@@ -79,7 +81,8 @@ class SamplingLaw:
 
     @property
     def _forbids(self) -> bool:
-        return self.grammar is not None or bool(self.bad_words) or (self.min_tokens > 0 and bool(self.end_ids))
+        few = self.grammar is not None or bool(self.allowed_ids) or bool(self.bad_words)
+        return few or (self.min_tokens > 0 and bool(self.end_ids))
 
     def probs(self, logits: Tensor, histories: Sequence[History]) -> Tensor:
         """See ``Law``."""
@@ -181,7 +184,7 @@ class SamplingLaw:
             scores: [V].
             history: History of the node.
         """
-        allowed = None if self.grammar is None else self.grammar.allowed(history)
+        allowed = self._allowed(scores.shape[-1], history)
         banned = torch.from_numpy(BadWords.of(self.bad_words).banned(history.tokens, history.path))
         if history.generated < self.min_tokens and _others(allowed, self.end_ids):
             banned = torch.cat([banned, torch.tensor(self.end_ids, dtype=torch.int64)])
@@ -197,8 +200,18 @@ class SamplingLaw:
             # A draft with a smaller vocabulary may give all of them -inf: then all are equally probable.
             scores.masked_fill_(left & (scores == -torch.inf).all(), 0.0)
         if not possible:
-            named = "bad_words and min_tokens" if allowed is None else "structured_outputs, bad_words and min_tokens"
+            limits = {"structured_outputs": self.grammar is not None, "allowed_token_ids": bool(self.allowed_ids)}
+            named = ", ".join([*(name for name, given in limits.items() if given), "bad_words and min_tokens"])
             raise InvalidRequest(f"{named} together forbid every token at one place; allow at least one")
+
+    def _allowed(self, vocabulary: int, history: History) -> Tensor | None:
+        """Returns which tokens the grammar and ``allowed_ids`` allow at a node: [V], or None for all."""
+        allowed = None if self.grammar is None else self.grammar.allowed(history)
+        if self.allowed_ids:
+            listed = torch.zeros(vocabulary, dtype=torch.bool)
+            listed[list(self.allowed_ids)] = True
+            allowed = listed if allowed is None else allowed & listed
+        return allowed
 
     def _penalize(self, logits: Tensor, histories: Sequence[History]) -> None:
         counts: Counter[int] = Counter()
