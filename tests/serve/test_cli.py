@@ -56,6 +56,8 @@ def test_keys_share_a_cache_where_the_operator_says_so(
         (["--port", "0", "--api-key", ""], "must not be empty"),
         (["--port", "0", "--model", "/no/such/model"], "/no/such/model"),
         (["--port", "0", "--methods", "telepathy"], "telepathy"),
+        (["--port", "0", "--response-store", "some"], "--response-store must be a size"),
+        (["--port", "0", "--response-store", "0"], "--response-store must be at least 1"),
     ],
 )
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
@@ -83,6 +85,12 @@ def test_without_the_extra() -> None:
 )
 def test_sizes_have_units_that_are_powers_of_1024(text: str, size: int) -> None:
     assert command.size_in_bytes("--kv-cache-memory-bytes", text) == size
+
+
+def test_a_store_is_bounded_by_number_or_by_size() -> None:
+    assert command._response_store("100") == {"stored_responses": 100}
+    assert command._response_store("256MiB") == {"stored_bytes": 2**28}
+    assert command._response_store(None) == {"stored_bytes": None}
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "2 parsecs", "GiB"])

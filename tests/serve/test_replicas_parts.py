@@ -85,6 +85,9 @@ def test_prompts_that_begin_alike() -> None:
     chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}] for text in ("a", "b")]
     first, second = (prefix_hashes({"messages": chat}) for chat in chats)
     assert first[:4] == second[:4] != prefix_hashes({"messages": chats[0], "tools": [{"type": "function"}]})[:4]
+    for name, last in (("input", "instructions"), ("messages", "system")):
+        first, second = (prefix_hashes({name: [{"content": text}], last: SYSTEM}) for text in ("a", "b"))
+        assert first[:4] == second[:4] != ()
 
 
 def test_beginnings_are_remembered_by_reader() -> None:
@@ -162,6 +165,7 @@ def asked(
     body: dict[str, Any],
     settings: ServerSettings | None = None,
     headers: dict[str, str] | None = None,
+    path: str = "/v1/completions",
 ) -> tuple[httpx.Response, Front]:
     settings = settings or ServerSettings()
     front = Front(replicas, settings)
@@ -169,7 +173,7 @@ def asked(
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(create_front(front, settings), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
-            return await client.post("/v1/completions", json=body, headers=headers)
+            return await client.post(path, json=body, headers=headers)
 
     answer = asyncio.run(ask())
     assert not front.busy and replicas.closed == len(replicas.asked)
@@ -234,6 +238,26 @@ def test_a_stream_that_cannot_go_on_says_so(body: dict[str, Any], again: list[An
     assert b"[DONE]" not in answer.content and front.failovers["broken"] == 1
 
 
+@pytest.mark.parametrize("path, kind", [("/v1/messages", "overloaded_error"), ("/v1/responses", "unavailable")])
+def test_other_streams_end_with_an_error_of_their_own_format(path: str, kind: str) -> None:
+    begun = [start(), part(b'event: x\ndata: {"type":"x"}\n\n'), LOST]
+    answer, front = asked(Scripted(begun, AGAIN), {"stream": True, "seed": 1, "temperature": 0}, path=path)
+    *_, last, rest = answer.content.split(b"\n\n")
+    name, data = last.split(b"\n")
+    error = json.loads(data.removeprefix(b"data: "))
+    assert name == b"event: error" and rest == b"" and error["type"] == "error" and front.failovers["broken"] == 1
+    assert error["error"]["type"] == kind if "error" in error else error["code"] == kind
+
+
+def test_identifiers_reach_the_replica() -> None:
+    for headers in ({}, {"X-Request-Id": "mine"}):
+        replicas = Scripted(WHOLE)
+        answer, _ = asked(replicas, {"prompt": "x"}, headers=headers)
+        passed = [value for name, value in replicas.asked[0].scope["headers"] if name == b"x-request-id"]
+        assert passed == [answer.headers["x-request-id"].encode()]
+        assert answer.headers["x-request-id"] == headers.get("X-Request-Id", answer.headers["x-request-id"])
+
+
 def test_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.serve.replicas.relay.GRACE", 0.05)
     quick = ServerSettings(timeout=0.05)
@@ -295,10 +319,12 @@ def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
     replica = Replica(ReplicaConfig(options=options, settings=ServerSettings(api_keys=("k",)), created=7), "here")
     asking = {"prompt": "x = ", "max_tokens": 12, "temperature": 0}
 
-    def forwarded(path: str = "/v1/completions", method: str = "POST", **more: Any) -> Forwarded:
+    def forwarded(
+        path: str = "/v1/completions", method: str = "POST", body: dict[str, Any] = asking, **more: Any
+    ) -> Forwarded:
         headers = [(b"authorization", b"Bearer k"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
-        return Forwarded(scope, json.dumps({**asking, **more}).encode())
+        return Forwarded(scope, json.dumps({**body, **more}).encode())
 
     async def whole(request: Forwarded) -> tuple[int, bytes]:
         messages = [message async for message in replica.respond(request)]
@@ -312,6 +338,17 @@ def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
         assert texts((await whole(forwarded(stream=True)))[1].split(b"\0"))[0] == wanted
         assert json.loads((await whole(forwarded("/v1/models", "GET")))[1])["data"][0]["created"] == 7
         assert (await whole(forwarded(temperature=-1)))[0] == 400
+        messages = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        others: dict[str, dict[str, Any]] = {
+            "/v1/chat/completions": messages,
+            "/v1/responses": {"input": "x", "max_output_tokens": 4},
+            "/v1/messages": messages,
+            "/v1/messages/count_tokens": messages,
+            "/tokenize": {"prompt": "x"},
+            "/detokenize": {"tokens": [1]},
+        }
+        for path, body in others.items():
+            assert (await whole(forwarded(path, body=body)))[0] == 200
         long = replica.respond(forwarded(stream=True, max_tokens=4000, ignore_eos=True))
         assert (await anext(long))["status"] == 200
         assert replica.worker.busy
@@ -340,6 +377,7 @@ def test_replicas_draw_other_numbers() -> None:
         (["--max-replicas", "2"], "need --replicas"),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas (2) must be at least --replicas (3)"),
         (["--replicas", "2", "--tensor-parallel-size", "2"], "cannot be combined"),
+        (["--replicas", "2", "--response-store", "9"], "responses are kept by one process"),
     ],
 )
 def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

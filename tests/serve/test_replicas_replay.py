@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.serve.replicas.replay import Different, Transcript, event
+from foretoken.serve.replicas.replay import Different, Transcript
+from foretoken.serve.sse import event
 
 
 def completion(number: int, text: str, reason: str | None = None, name: str = "cmpl-1", **more: Any) -> bytes:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.serve.tools import ToolParser, message_of
+from foretoken.serve.chat import message_of
+from foretoken.serve.tools import ToolParser
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 BARE = '{"name": "add", "parameters": {"a": "\\"{", "b": {}}}'

@@ -1,4 +1,4 @@
-"""``foretoken serve``: OpenAI's API and the playground."""
+"""``foretoken serve``: the APIs of OpenAI and Anthropic, and the playground."""
 
 from __future__ import annotations
 
@@ -103,9 +103,19 @@ def serve(
     ] = None,
     replica_cpus: Annotated[float | None, typer.Option(help="Cores of each replica. [a fair share]")] = None,
     replica_gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of each replica. [none]")] = None,
+    response_store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|BYTES",
+            help="Responses of /v1/responses to keep in memory: a number of them, or a size such as 256MiB. [none]",
+        ),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option(help="Refuse unknown fields of requests, which are ignored with a warning header otherwise.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(_LEVELS)}.")] = "info",
 ) -> None:
-    """Serve the model over OpenAI's API, with a playground at /."""
+    """Serve the model over the APIs of OpenAI and Anthropic, with a playground at /."""
     if log_level not in _LEVELS:
         raise InvalidRequest(f"--log-level must be one of {', '.join(_LEVELS)}, got {log_level!r}")
     if not all(api_key or ()):
@@ -113,6 +123,8 @@ def serve(
     replica_scale = scale(replicas, max_replicas, ray_address, replica_cpus, replica_gpus)
     if replica_scale is not None and tensor_parallel_size > 1:
         raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
+    if replica_scale is not None and response_store is not None:
+        raise InvalidRequest("--replicas and --response-store cannot be combined: responses are kept by one process")
     config = speculative(speculative_config)
     options = {
         "speculative_config": config,
@@ -139,6 +151,8 @@ def serve(
         "max_body": size_in_bytes("--max-body", max_body),
         "body_timeout": body_timeout,
         "timeout": request_timeout,
+        "strict": strict,
+        **_response_store(response_store),
     }
     if following(tensor_parallel_size):
         load(model, draft_model, ColorMode.AUTO, **options)  # returns when the first process ends
@@ -213,6 +227,15 @@ def size_in_bytes(option: str, text: str | None) -> int | None:
     if size < 1:
         raise InvalidRequest(f"{option} must be a size such as 2GiB or 512MiB, got {text!r}")
     return size
+
+
+def _response_store(text: str | None) -> dict[str, int | None]:
+    """Returns the settings for --response-store: a number without a unit counts responses. Raises InvalidRequest."""
+    if text is None or not text.strip().isdigit():
+        return {"stored_bytes": _bytes("--response-store", text)}
+    if int(text) < 1:
+        raise InvalidRequest("--response-store must be at least 1; leave it out to keep none")
+    return {"stored_responses": int(text)}
 
 
 def _text(file: Path) -> str:

@@ -135,6 +135,10 @@ class PromptTokenizer:
         limit = self.source_limit if self.start else self.limit
         return self._text(text, "the prompt", limit, add_special_tokens=False)
 
+    def text(self, text: str, what: str, special: bool) -> list[int]:
+        """Returns the tokens of a text, with the tokenizer's special tokens if ``special``. Raises InvalidRequest."""
+        return self._text(text, what, self.limit, add_special_tokens=special)
+
     def bad_words(self, words: Sequence[str]) -> BadWords:
         """Returns the tokens of each word at the start of a text and after a space. Raises InvalidRequest."""
         characters = sum(map(len, words))

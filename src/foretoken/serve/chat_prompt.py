@@ -7,7 +7,7 @@ from typing import Any
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.chat_schema import ChatRequest, Message
-from foretoken.serve.tools import parsed_arguments
+from foretoken.serve.tool_choice import offered, parsed_arguments
 
 
 def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
@@ -23,7 +23,7 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
         raise InvalidRequest(
             "this model has no chat template; use /v1/completions, or start the server with --chat-template"
         )
-    tools = None if body.tool_choice == "none" else body.tools
+    tools = offered(body)
     if tools and body.tool_choice in (None, "auto") and isinstance(used, str) and "tools" not in used:
         raise InvalidRequest("tools cannot be told to this model: its chat template does not mention them")
     own = dict(body.chat_template_kwargs or {})
@@ -32,12 +32,19 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
         raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(reserved)}; only the template's own names")
     if body.reasoning_effort is not None:
         own["reasoning_effort"] = body.reasoning_effort
+    continues = bool(body.continue_final_message)
+    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and generates:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other: a message is continued, or begun"
+        )
     try:
         text: str = tokenizer.apply_chat_template(
             [_templated(message) for message in body.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
             chat_template=template,
-            add_generation_prompt=True,
+            add_generation_prompt=generates,
+            continue_final_message=continues,
             tokenize=False,
             **own,
         )

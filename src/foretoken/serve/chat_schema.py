@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from foretoken.serve.schema import Body, Content, Count, Generate, Loose, Object, first_wrong
 
-_TEXTS = first_wrong("a string with a string", lambda key, value: isinstance(key, str) and isinstance(value, str))
+Metadata = Annotated[
+    dict[str, str],
+    first_wrong("a string with a string", lambda key, value: isinstance(key, str) and isinstance(value, str)),
+]
 
 
 class FunctionCall(Loose):
@@ -73,6 +79,23 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class AllowedNames(Body):
+    """The tools that may be called (auto) or of which one must be called (required)."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedTools(Body):
+    """A value of ``tool_choice``: some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
 class JsonSchema(Body):
     """A named JSON schema."""
 
@@ -81,12 +104,6 @@ class JsonSchema(Body):
     description: str | None = None
     schema_: Annotated[Object | None, Field(alias="schema")] = None
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        """Leaves the refusal of unknown fields to pydantic, because ``schema`` is a field's alias."""
-        return data
 
 
 class TextFormat(Body):
@@ -119,23 +136,28 @@ class ChatRequest(Generate):
         "web_search_options": "the server does not search; put what was found into a message",
         "functions": "it was replaced by tools",
         "function_call": "it was replaced by tool_choice",
+        "chat_template": "start the server with --chat-template",
+        "documents": "put them into a message",
+        "use_beam_search": "tokens are sampled one by one; leave it out",
     }
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: Object | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     response_format: ResponseFormat | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     top_logprobs: Count | None = None
     # accepted only with the supported value
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     verbosity: Literal["medium"] | None = None
     # ignored
-    metadata: Annotated[dict[str, str], _TEXTS] | None = None
+    metadata: Metadata | None = None
     moderation: JsonValue = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonValue = None
@@ -143,3 +165,53 @@ class ChatRequest(Generate):
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
+
+
+@dataclass(frozen=True)
+class References:
+    """What a body refers to on the server: an earlier response, whose conversation it continues, and single items."""
+
+    response: str | None = None
+    items: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.response is not None or bool(self.items)
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What was found for ``References``, in JSON: the items of the conversation in order, and the single items."""
+
+    conversation: tuple[bytes, ...] = ()
+    items: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return sum(map(len, (*self.conversation, *self.items.values())))
+
+
+class ChatForm(ABC):
+    """A body of another API that stands for a chat. ``Intake`` converts it.
+
+    Attributes:
+        prompt_field: The field that holds the conversation, for errors.
+        counts_only: Whether only the tokens of the prompt are asked for.
+        fills_context: Whether a text may be asked for that is longer than the context; it ends there.
+    """
+
+    prompt_field: ClassVar[str] = "messages"
+    counts_only: ClassVar[bool] = False
+    fills_context: ClassVar[bool] = False
+
+    @abstractmethod
+    def as_chat(self, earlier: Earlier) -> ChatRequest:
+        """Returns the chat. Raises ApiError or InvalidRequest."""
+
+    @abstractmethod
+    def kept(self) -> Self:
+        """Returns a copy with the fields that answering needs."""
+
+    def references(self) -> References:
+        """Returns what ``as_chat`` needs."""
+        return References()

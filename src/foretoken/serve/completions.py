@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from foretoken.outputs import CompletionOutput, StreamPiece
+from foretoken.serve.answers import Completion, CompletionChoice, CompletionLogprobs
 from foretoken.serve.generation import Generation
-from foretoken.serve.intake import PreparedRequest
-from foretoken.serve.responses import Completion, CompletionChoice, CompletionLogprobs
+from foretoken.serve.intake import EncodedPrompt, PreparedRequest
 from foretoken.serve.schema import CompletionRequest
-from foretoken.serve.token_text import LegacyLogprobs, TokenText
+from foretoken.serve.token_text import LegacyLogprobs, TokenText, prompt_logprobs
 
 
 class CompletionWriter:
-    """See ``ResponseWriter``."""
+    """See ``ChoiceWriter``."""
 
     object = "text_completion"
+    reasoning_tokens = 0
 
     def __init__(self, prepared: PreparedRequest[CompletionRequest], token_text: TokenText) -> None:
         self._body, self._prompts = prepared.body, prepared.prompts
@@ -26,7 +27,7 @@ class CompletionWriter:
         self._waiting: list[list[StreamPiece]] = [[] for _ in range(count)]
 
     def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> Completion:
-        """See ``ResponseWriter``. ``best_of`` returns the texts with the highest log-probability per token."""
+        """See ``ChoiceWriter``. ``best_of`` returns the texts with the highest log-probability per token."""
         n = self._body.n or 1
         choices: list[CompletionChoice] = []
         for start in range(0, len(finals), self._per_prompt):
@@ -49,7 +50,7 @@ class CompletionWriter:
         }
 
     def choices(self, number: int, piece: StreamPiece) -> list[dict[str, Any]]:
-        """See ``ResponseWriter``."""
+        """See ``ChoiceWriter``."""
         waiting = self._waiting[number]
         waiting.append(piece)
         first = piece.step.position == 0
@@ -62,9 +63,16 @@ class CompletionWriter:
         waiting.clear()
         return [cast("dict[str, Any]", self._choice(number, text, tokens, logprobs, piece, start))]
 
+    def opening(self) -> dict[str, Any]:
+        """See ``ChoiceWriter``."""
+        return {}
+
     def silent(self, number: int) -> dict[str, Any]:
-        """See ``ResponseWriter``."""
+        """See ``ChoiceWriter``."""
         return {"index": number, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+
+    def _prompt(self, number: int) -> EncodedPrompt:
+        return self._prompts[number // self._per_prompt]
 
     def _choice(
         self,
@@ -88,9 +96,9 @@ class CompletionWriter:
         if not self._shown:
             text, tokens, logprobs = "", (), ()
         entries = list(logprobs or ())
-        tokens = list(tokens)
+        own = tokens = list(tokens)
         if self._body.echo and (first is None or first.step.position == 0):
-            prompt = self._prompts[number // self._per_prompt]
+            prompt = self._prompt(number)
             text = prompt.text + text
             tokens = [*prompt.ids, *tokens]
             entries = [*((first or last).prompt_logprobs or ()), *entries]
@@ -99,13 +107,21 @@ class CompletionWriter:
             shown = self._logprobs[number].of(tokens, entries)
         output = last.output
         reason = None if output is None else "length" if not self._shown else output.finish_reason
-        return {
+        choice: CompletionChoice = {
             "index": number,
             "text": text,
             "logprobs": shown,
             "finish_reason": cast("Any", reason),
             "stop_reason": output.stop_reason if output is not None and self._shown else None,
         }
+        if self._body.return_token_ids:
+            choice["token_ids"] = own
+            if first is None or first.step.position == 0:
+                choice["prompt_token_ids"] = self._prompt(number).ids
+        if self._body.prompt_logprobs is not None:
+            ids = self._prompt(number).ids
+            choice["prompt_logprobs"] = prompt_logprobs(ids, last.prompt_logprobs or (), self._body.prompt_logprobs)
+        return choice
 
 
 def _mean_logprob(output: CompletionOutput | None) -> float:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format, {"error": {"message", "type", "param", "code"}}, and under /v1/messages in Anthropic's."""
 
 from __future__ import annotations
 
@@ -12,15 +12,29 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from foretoken.core.errors import ContextLengthExceeded, ForetokenError, InvalidRequest
 from foretoken.params import SamplingParams
+from foretoken.serve.request_ids import request_id
+from foretoken.serve.sse import event
 
 _log = logging.getLogger(__name__)
 
 INVALID, CONTEXT_LENGTH = "invalid_request_error", "context_length_exceeded"
 _LONGEST = 2000  # characters of a message, which may quote the request
 RETRY_SECONDS = 1  # value of Retry-After; the queue moves with every finished request
+
+_ANTHROPIC, _RESPONSES = "/v1/messages", "/v1/responses"  # beginnings of the paths of APIs with errors of their own
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 _PARAMETERS = {f.name for f in fields(SamplingParams)}
 
@@ -54,12 +68,36 @@ class ApiError(ForetokenError):
     def body(self) -> dict[str, Any]:
         """Returns OpenAI's error object."""
         kind = self.type or (INVALID if self.status < 500 else "server_error")
-        message = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.shown, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """Returns the response with status, headers and error object."""
-        return JSONResponse(self.body(), self.status, headers=dict(self.headers))
+    def anthropic_body(self, identifier: str | None) -> dict[str, Any]:
+        """Returns Anthropic's error object. identifier: of the request."""
+        kind = _ANTHROPIC_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.shown}, "request_id": identifier}
+
+    @property
+    def shown(self) -> str:
+        """The message, at a length that can be sent."""
+        return self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
+
+    def response(self, scope: Scope) -> JSONResponse:
+        """Returns the answer in the format of the API that was asked."""
+        anthropic = _asks_anthropic(scope["path"])
+        body = self.anthropic_body(request_id(scope)) if anthropic else self.body()
+        return JSONResponse(body, self.status, headers=dict(self.headers))
+
+    def last_event(self, path: str, identifier: str | None = None) -> bytes:
+        """Returns the event that ends a stream of the API at ``path`` after an error."""
+        if _asks_anthropic(path):
+            return event(self.anthropic_body(identifier), "error")
+        if path.startswith(_RESPONSES):
+            numbered = {"type": "error", "code": self.code or "server_error", "message": self.shown}
+            return event({**numbered, "param": self.param, "sequence_number": 0}, "error")
+        return event(self.body())
+
+
+def _asks_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
 
 
 class RefusedBody(HTTPException):
@@ -97,24 +135,24 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes ``app`` answer every error in OpenAI's format."""
+    """Makes ``app`` answer every error in the format of the API that was asked."""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.scope)
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors()).response()
+        return validation_error(error.errors()).response(request.scope)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if isinstance(error, RefusedBody):
-            return as_api_error(error.reason).response()
+            return as_api_error(error.reason).response(request.scope)
         where = f"{request.method} {request.url.path}"
         words = {404: f"there is no {request.url.path} here", 405: f"{where} is not possible with this method"}
         message = words.get(error.status_code, str(error.detail))
         code = "body_too_large" if error.status_code == 413 else None
-        return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response()
+        return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response(request.scope)
 
     app.add_exception_handler(ForetokenError, known)
     app.add_exception_handler(TimeoutError, known)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
-from uuid import uuid4
 
 from foretoken.core.context import Context
 from foretoken.engine.requests import Request
 from foretoken.outputs import StreamPiece
 from foretoken.params import SamplingParams
+from foretoken.serve.answers import RequestMetrics, TokenUsage
 from foretoken.serve.metrics import Metrics
-from foretoken.serve.responses import RequestMetrics, TokenUsage
 from foretoken.serve.speculation_record import SpeculationRecord
 
 BuiltRequest = tuple[Request, list[Context]]
@@ -33,7 +32,7 @@ class Generation:
         built: The requests, one for each prompt, with their contexts.
         release: Called once when it is over, with whether the engine still works on it.
         priority: Lower priorities are admitted first.
-        kind: Beginning of its identifier.
+        identifier: Identifies it in the answer.
         model: Name of the model in the answer.
         timeout: Seconds after which iterating raises TimeoutError.
         metrics: Counts it.
@@ -52,14 +51,14 @@ class Generation:
         release: Callable[[Generation, bool], None],
         *,
         priority: int = 0,
-        kind: str = "cmpl",
+        identifier: str = "",
         model: str = "",
         timeout: float | None = None,
         metrics: Metrics | None = None,
         num_spec_tokens: int = 0,
         predicted_tokens: int = 0,
     ) -> None:
-        self.id, self.model, self.created = f"{kind}-{uuid4().hex}", model, int(time.time())
+        self.id, self.model, self.created = identifier, model, int(time.time())
         self.built, self.priority = built, priority
         self.requests = [request for request, _ in built]
         self.members = [member for request in self.requests for member in request.members]
@@ -164,8 +163,8 @@ class Generation:
         """Whether the last piece of every choice was read."""
         return not self._unread
 
-    def usage(self) -> TokenUsage:
-        """Returns the token counts so far."""
+    def usage(self, reasoning_tokens: int = 0) -> TokenUsage:
+        """Returns the token counts so far. reasoning_tokens: how many of the generated ones are reasoning."""
         generated = self._generated if self.shown else 0
         accepted = self._accepted_of_prediction
         return {
@@ -174,6 +173,7 @@ class Generation:
             "total_tokens": self._prompt_tokens + generated,
             "prompt_tokens_details": {"cached_tokens": self._cached},
             "completion_tokens_details": {
+                "reasoning_tokens": reasoning_tokens,
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": max(0, self._predicted * len(self.members) - accepted),
             },

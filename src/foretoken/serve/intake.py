@@ -15,12 +15,14 @@ from foretoken.core.errors import ContextLengthExceeded
 from foretoken.engine.prompts import PromptTokenizer
 from foretoken.params import SamplingParams
 from foretoken.serve.chat_prompt import render
-from foretoken.serve.chat_schema import ChatRequest, Function
+from foretoken.serve.chat_schema import ChatForm, ChatRequest, Earlier, Function, References
 from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
+from foretoken.serve.fill_in import fill_in_prompt
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.parameters import sampling
-from foretoken.serve.schema import CompletionRequest, Generate
-from foretoken.serve.tools import forced
+from foretoken.serve.schema import Body, CompletionRequest
+from foretoken.serve.token_schema import DetokenizeRequest, TokenizeRequest
+from foretoken.serve.tool_choice import forced
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -28,9 +30,18 @@ DEFAULT_TOKENS = 16  # OpenAI's
 _NEEDED = {
     *("model", "n", "best_of", "stream", "stream_options", "return_steps", "priority", "cache_salt"),
     *("logprobs", "top_logprobs", "echo", "tools", "tool_choice"),
+    *("cache_prompt", "prompt_logprobs", "request_id", "return_token_ids"),
 }
 
-B = TypeVar("B", bound=Generate)
+B = TypeVar("B", bound=Body)
+
+
+class EarlierNeeded(Exception):
+    """A body refers to what the server stores, which the caller has to find first."""
+
+    def __init__(self, references: References) -> None:
+        super().__init__(references)
+        self.references = references
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,9 @@ class PreparedRequest(Generic[B]):
         max_tokens: Number of tokens to generate at most; 0 where only the prompt's log-probabilities are wanted.
         calls_only: Whether the text consists of function calls alone.
         bad_words: The tokens of the bad words; None if ``params`` has the words themselves.
+        chat: The chat for which the body stands, with the fields that answering needs.
+        cut: Whether ``max_tokens`` is less than was asked for, because the context ends there.
+        unknown: Unknown fields of the body that were ignored.
     """
 
     body: B
@@ -60,6 +74,9 @@ class PreparedRequest(Generic[B]):
     max_tokens: int
     calls_only: bool = False
     bad_words: BadWords | None = None
+    chat: ChatRequest | None = None
+    cut: bool = False
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +95,28 @@ class Intake:
     max_model_len: int
     capacity: int
 
-    def prepared(self, body: B) -> PreparedRequest[B]:
-        """Returns the prepared request. Raises ApiError or InvalidRequest."""
-        prepare: Any = self._chat if isinstance(body, ChatRequest) else self._completion
-        return cast("PreparedRequest[B]", prepare(body))
+    def prepared(self, body: B, earlier: Earlier | None = None) -> PreparedRequest[B]:
+        """Returns the prepared request.
+
+        Raises:
+            ApiError: It cannot be served.
+            InvalidRequest: It is not valid.
+            EarlierNeeded: ``earlier`` is None, and the body refers to something.
+        """
+        return cast("PreparedRequest[B]", self._prepared(body, earlier))
+
+    def _prepared(self, body: Any, earlier: Earlier | None) -> PreparedRequest[Any]:
+        self.served_name(body.model)
+        if isinstance(body, CompletionRequest):
+            return self._completion(body)
+        if isinstance(body, ChatRequest):
+            return self._chat(body, body)
+        if not isinstance(body, ChatForm):
+            return self._tokenized(body)
+        references = body.references()
+        if references and earlier is None:
+            raise EarlierNeeded(references)
+        return self._chat(body, body.as_chat(earlier or Earlier()))
 
     def tokenized_bad_words(self, prepared: PreparedRequest[B]) -> PreparedRequest[B]:
         """Returns ``prepared`` with the tokens of its bad words. Raises InvalidRequest."""
@@ -99,7 +134,6 @@ class Intake:
         return model or names[0]
 
     def _completion(self, body: CompletionRequest) -> PreparedRequest[CompletionRequest]:
-        self.served_name(body.model)
         n = body.n or 1
         candidates = n if body.best_of is None else body.best_of
         if candidates < n:
@@ -108,54 +142,103 @@ class Intake:
             raise invalid("best_of cannot be streamed: what is best is known at the end", param="best_of")
         given = _each(body.prompt)
         self._check_counts(candidates, len(given), body.logprobs)
-        prompts = [self._encoded(prompt, echo=bool(body.echo)) for prompt in given]
+        self._check_counts(1, 1, body.prompt_logprobs, "prompt_logprobs")
+        prompts = [self._encoded(body, prompt) for prompt in given]
         budget = min(self._budget(body.max_tokens, prompt.ids, DEFAULT_TOKENS) for prompt in prompts)
         params = sampling(
             body,
             n=candidates,
             max_tokens=max(1, budget),  # at 0 only log-probabilities of the prompt are sent
             logprobs=0 if body.logprobs is None and candidates > n else body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=_more(body.logprobs if body.echo else None, body.prompt_logprobs),
         )
         return PreparedRequest(body=_needed(body), prompts=prompts, params=self._predicted(params), max_tokens=budget)
 
-    def _chat(self, body: ChatRequest) -> PreparedRequest[ChatRequest]:
-        self.served_name(body.model)
-        if body.top_logprobs is not None and not body.logprobs:
+    def _chat(self, body: Any, chat: ChatRequest) -> PreparedRequest[Any]:
+        """Prepares a chat. body: the request itself, which is ``chat`` or stands for it."""
+        form = body if isinstance(body, ChatForm) else None
+        source = form.prompt_field if form is not None else "messages"
+        if chat.top_logprobs is not None and not chat.logprobs:
             raise invalid("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
-        self._check_counts(body.n or 1, 1, body.top_logprobs, "top_logprobs")
-        calls = forced(body)
-        text = render(self.tokenizer.tokenizer, body, self.settings.chat_template)
-        try:
-            ids = self.tokenizer.rendered(text)
-        except ContextLengthExceeded as error:
-            raise invalid(str(error), "messages", CONTEXT_LENGTH) from error
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        budget = self._budget(asked, ids)
+        self._check_counts(chat.n or 1, 1, chat.top_logprobs, "top_logprobs")
+        self._check_counts(1, 1, chat.prompt_logprobs, "prompt_logprobs")
+        calls = forced(chat)
+        asked = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
+        ids = self._rendered(chat, asked, source)
+        needed = _needed(chat)
+        prepared: dict[str, Any] = {
+            "body": needed if form is None else form.kept(),
+            "prompts": [EncodedPrompt("", ids)],
+            "chat": needed,
+            "calls_only": calls is not None,
+        }
+        if form is not None and form.counts_only:
+            return PreparedRequest(params=SamplingParams(), max_tokens=0, **prepared)
+        budget = self._budget(None if form is not None and form.fills_context else asked, ids, param=source)
+        cut = asked is not None and asked > budget
         params = sampling(
-            body,
+            chat,
             {"json": calls} if calls is not None else None,
-            n=body.n or 1,
-            max_tokens=budget,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            n=chat.n or 1,
+            max_tokens=budget if cut or asked is None else asked,
+            logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+            prompt_logprobs=chat.prompt_logprobs,
         )
-        return PreparedRequest(
-            body=_needed(body),
-            prompts=[EncodedPrompt("", ids)],
-            params=self._predicted(params),
-            max_tokens=budget,
-            calls_only=calls is not None,
-        )
+        return PreparedRequest(params=self._predicted(params), max_tokens=params.max_tokens, cut=cut, **prepared)
 
-    def _encoded(self, prompt: str | list[int], echo: bool) -> EncodedPrompt:
+    def _rendered(self, chat: ChatRequest, asked: int | None, source: str) -> list[int]:
+        """Returns the tokens of a chat's prompt."""
+        text = render(self.tokenizer.tokenizer, chat, self.settings.chat_template)
         try:
-            tokenized = self.tokenizer.tokenize(prompt)
+            ids = self._unlimited(chat.truncate_prompt_tokens).rendered(text)
+        except ContextLengthExceeded as error:
+            raise invalid(str(error), source, CONTEXT_LENGTH) from error
+        return self._truncated(ids, chat.truncate_prompt_tokens, asked)
+
+    def _encoded(self, body: CompletionRequest, prompt: str | list[int]) -> EncodedPrompt:
+        if body.suffix is not None:
+            if body.echo or not isinstance(prompt, str):
+                raise invalid("suffix goes with a prompt of text, and not with echo", param="suffix")
+            ids = fill_in_prompt(self.tokenizer.tokenizer, prompt, body.suffix)
+            return EncodedPrompt("", self._truncated(ids, body.truncate_prompt_tokens, body.max_tokens))
+        try:
+            tokenized = self._unlimited(body.truncate_prompt_tokens).tokenize(prompt)
         except ContextLengthExceeded as error:
             raise invalid(str(error), "prompt", CONTEXT_LENGTH) from error
+        ids = self._truncated(tokenized.ids, body.truncate_prompt_tokens, body.max_tokens)
         text = ""
-        if echo:
-            text = self.tokenizer.tokenizer.decode(tokenized.ids) if tokenized.text is None else tokenized.text
-        return EncodedPrompt(text, tokenized.ids)
+        if body.echo:
+            whole = tokenized.text is not None and len(ids) == len(tokenized.ids)
+            text = str(tokenized.text) if whole else self.tokenizer.tokenizer.decode(ids)
+        return EncodedPrompt(text, ids)
+
+    def _unlimited(self, truncated: int | None) -> PromptTokenizer:
+        """Returns the tokenizer, which takes prompts of any length if they are truncated afterwards."""
+        return self.tokenizer if truncated is None else replace(self.tokenizer, limit=None, source_limit=None)
+
+    def _truncated(self, ids: list[int], kept: int | None, asked: int | None) -> list[int]:
+        """Returns the last ``kept`` tokens of a prompt; for -1 as many as leave room for the output."""
+        if kept is None:
+            return ids
+        if kept == 0:
+            raise invalid("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
+        return ids[-(kept if kept > 0 else max(1, self.max_model_len - (asked or 1))) :]
+
+    def _tokenized(self, body: Any) -> PreparedRequest[Any]:
+        """Returns the tokens of a body of /tokenize, or the text of one of /detokenize."""
+        tokenizer = self._unlimited(1)
+        if isinstance(body, DetokenizeRequest):
+            ids = tokenizer.checked(body.tokens, "the list")
+            prompt = EncodedPrompt(tokenizer.tokenizer.decode(ids), [])
+        else:
+            assert isinstance(body, TokenizeRequest)
+            text = body.prompt or ""
+            if (chat := body.chat) is not None:
+                text = render(tokenizer.tokenizer, chat, self.settings.chat_template)
+            special = chat is None if body.add_special_tokens is None else body.add_special_tokens
+            prompt = EncodedPrompt("", tokenizer.text(text, "the prompt", special))
+        kept = body.model_copy(update={"messages": None, "prompt": "", "tools": None, "tokens": []})
+        return PreparedRequest(body=kept, prompts=[prompt], params=SamplingParams(), max_tokens=0)
 
     def _predicted(self, params: SamplingParams) -> SamplingParams:
         """Returns ``params`` with the predicted output in tokens."""
@@ -163,13 +246,16 @@ class Intake:
             return params
         return replace(params, prediction=self.tokenizer.prediction(params.prediction))
 
-    def _budget(self, asked: int | None, prompt: Sequence[int], default: int | None = None) -> int:
+    def _budget(
+        self, asked: int | None, prompt: Sequence[int], default: int | None = None, param: str = "prompt"
+    ) -> int:
         """Returns the maximum number of tokens to generate. Raises ApiError if they do not fit.
 
         Args:
             asked: The client's maximum, or None.
             prompt: The prompt's tokens.
             default: The maximum if the client gave none; None for as many as fit.
+            param: The field that holds the prompt, for errors.
         """
         before = self.tokenizer.start or prompt  # an encoder's input takes none of the output's length
         left = self.max_model_len - len(before)
@@ -177,7 +263,7 @@ class Intake:
             more = "" if asked is None else f" and {asked} more were asked for"
             raise invalid(
                 f"the model's context length is {self.max_model_len} tokens; the prompt has {len(prompt)}{more}",
-                param="messages" if default is None else "prompt",
+                param=param,
                 code=CONTEXT_LENGTH,
             )
         return min(left, default or left) if asked is None else asked
@@ -205,6 +291,10 @@ def _each(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return cast("list[str | list[int]]", prompt)
+
+
+def _more(one: int | None, other: int | None) -> int | None:
+    return max((value for value in (one, other) if value is not None), default=None)
 
 
 def _needed(body: B) -> B:

@@ -16,10 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foretoken.serve.bodies import Bodies, replayed
 from foretoken.serve.errors import RETRY_SECONDS, ApiError
 from foretoken.serve.hosts import AllowedHosts
+from foretoken.serve.request_ids import request_id
 
 _log = logging.getLogger(__name__)
 
 _CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, if keys have scopes
+_KEY = "key"  # the same, if there are keys at all
 MAX_HEADERS = 64 * 2**10  # bytes of a request's headers
 
 
@@ -42,6 +44,9 @@ class ServerSettings:
         max_logprobs: Log-probabilities per token.
         max_concurrency: Requests that are answered at once.
         timeout: Seconds that a request may take, including its time in the queue.
+        strict: Whether unknown fields of bodies are errors.
+        stored_responses: Number of responses that /v1/responses may store; None is no limit of their number.
+        stored_bytes: Bytes that they may take; None is no limit of their size. Without either nothing is stored.
     """
 
     model_names: Sequence[str] = ("foretoken",)
@@ -57,6 +62,9 @@ class ServerSettings:
     max_logprobs: int = 20
     max_concurrency: int = 512
     timeout: float = 600.0
+    strict: bool = False
+    stored_responses: int | None = None
+    stored_bytes: int | None = None
 
 
 class LimitsMiddleware:
@@ -85,7 +93,7 @@ class LimitsMiddleware:
             else:
                 await self._guarded(scope, headers, receive, log.send)
         except ApiError as refusal:
-            await refusal.response()(scope, receive, log.send)
+            await refusal.response(scope)(scope, receive, log.send)
         finally:
             log.log(logging.DEBUG if is_open else logging.INFO)
 
@@ -96,8 +104,11 @@ class LimitsMiddleware:
             raise _wrong_key()
         self._check_free()
         self._bodies.check_announced(headers.get("content-length"))
-        if self._scoped and key is not None:
-            scope.setdefault("state", {})[_CLIENT] = key.hex()
+        if key is not None:
+            state = scope.setdefault("state", {})
+            state[_KEY] = key.hex()
+            if self._scoped:
+                state[_CLIENT] = key.hex()
         async with self._bodies.read(receive) as body:
             if body is None:
                 return
@@ -134,9 +145,11 @@ class LimitsMiddleware:
         It is compared with every key in constant time, so that the response time reveals nothing about the keys.
         """
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
         digest = _digest(given.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        return digest if scheme.lower() == "bearer" and any(matches) else None
+        return digest if given and any(matches) else None
 
 
 def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
@@ -145,10 +158,16 @@ def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
     return cache_salt if client is None else _digest(json.dumps([client, cache_salt]).encode()).hex()
 
 
+def key_of(scope: Scope) -> str | None:
+    """Returns the digest of the request's API key; None where the server asks for none."""
+    key: str | None = scope.get("state", {}).get(_KEY)
+    return key
+
+
 def _wrong_key() -> ApiError:
     return ApiError(
         401,
-        "this server asks for an API key; send it as Authorization: Bearer KEY",
+        "this server asks for an API key; send it as Authorization: Bearer KEY, or as x-api-key: KEY",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
@@ -174,4 +193,5 @@ class _ResponseLog:
     def log(self, level: int) -> None:
         seconds = time.monotonic() - self._began
         status = "gone" if self._status is None else self._status
-        _log.log(level, "%s %s %s %.2f s", self._scope["method"], self._scope["path"], status, seconds)
+        identifier = request_id(self._scope)
+        _log.log(level, "%s %s %s %.2f s %s", self._scope["method"], self._scope["path"], status, seconds, identifier)

@@ -128,6 +128,7 @@ class Metrics(Collector):
         self._lock = threading.Lock()
         self._prompt_tokens = self._generation_tokens = self._steps = 0
         self._seconds = dict.fromkeys(("propose", "score", "verify", "commit"), 0.0)
+        self._unknown_fields: Counter[str] = Counter()  # by path
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._speculation: dict[str, _Speculation] = defaultdict(_Speculation)
         if method_of is None:
@@ -159,6 +160,11 @@ class Metrics(Collector):
                     self._last.pop(step.sequence, None)
             while len(self._last) > _REMEMBERED:
                 del self._last[next(iter(self._last))]
+
+    def on_unknown_fields(self, path: str, count: int) -> None:
+        """Counts fields of a request that are not known and were ignored. path: of the endpoint."""
+        with self._lock:
+            self._unknown_fields[path] += count
 
     def on_first_token(self, seconds: float) -> None:
         """Counts a request's first token, ``seconds`` after its arrival."""
@@ -219,6 +225,8 @@ class Metrics(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens of finished requests.", {(): self._prompt_tokens})
         yield self._counter("generation_tokens", "Tokens emitted.", {(): self._generation_tokens})
         yield self._counter("request_success", "Finished requests.", finished, "finished_reason")
+        unknown: _Values = {(path,): float(count) for path, count in self._unknown_fields.items()}
+        yield self._counter("unknown_request_fields", "Unknown fields that were ignored.", unknown, "endpoint")
         yield self._counter("steps", "Decode steps, each with one forward pass of the target.", {(): self._steps})
         yield self._counter("step_seconds", "Seconds of decode steps, by phase.", seconds, "phase")
 

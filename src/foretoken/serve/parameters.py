@@ -26,6 +26,7 @@ _SAME = (
     "skip_special_tokens",
     "stop_token_ids",
     "top_k",
+    "allowed_token_ids",
     "cache_salt",
     "exactness",
     "speculative_method",

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from foretoken.serve.errors import ApiError
 from foretoken.serve.limits import MAX_HEADERS
+from foretoken.serve.request_ids import HEADER, new_request_id
 
 
 class HttpProtocol(H11Protocol):
@@ -49,6 +50,7 @@ class HttpProtocol(H11Protocol):
         answer = _refusal(sys.exception())
         body = json.dumps(answer.body()).encode()
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+        headers[HEADER] = new_request_id()
         events = (h11.Response(status_code=answer.status, headers=list(headers.items())), h11.Data(data=body))
         for event in (*events, h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")

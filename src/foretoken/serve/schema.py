@@ -1,4 +1,4 @@
-"""Request bodies: OpenAI's fields, vLLM's and our own. Types are strict, and unknown fields are errors."""
+"""Request bodies: OpenAI's fields, vLLM's and our own. Types are strict; ``unknown_fields`` is about unknown fields."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from foretoken.core.checks import MAX_SEED, MIN_SEED
 from foretoken.params import LARGEST, MAX_COUNT, MAX_N, MAX_SALT, MAX_SPECULATIVE_TOKENS, SMALLEST
+from foretoken.serve.unknown_fields import ignored
 
 Integer64 = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -31,6 +32,7 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 _NAMED = 5  # unknown fields that an error names
+REQUEST_ID = r"^[!-~]{1,128}$"  # goes into a header
 
 
 def _no_underflow(temperature: float) -> float:
@@ -54,10 +56,10 @@ def first_wrong(expected: str, fits: Callable[[str, Any], bool]) -> BeforeValida
 
 
 class Body(BaseModel):
-    """Base of objects in which an unknown field is an error.
+    """Base of objects in which an unknown field is an error, or is ignored with a warning (``unknown_fields``).
 
     Attributes:
-        refused: OpenAI's fields that would change the output and are not supported, with the reason.
+        refused: Known fields that would change the output and are not served, with the reason.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -68,15 +70,18 @@ class Body(BaseModel):
     def _known(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {key: value for key, value in data.items() if key not in cls.refused or value is not None}
+        given = {key: value for key, value in data.items() if key not in cls.refused or value not in (None, False)}
         for name in cls.refused.keys() & given.keys():
             raise PydanticCustomError("unknown_field", f"{name} is not served: {cls.refused[name]}", {"name": name})
-        unknown = sorted(str(key) for key in given.keys() - cls.model_fields.keys())
+        known = [info.alias or name for name, info in cls.model_fields.items()]
+        unknown = sorted(str(key) for key in given.keys() - set(known))
+        if unknown and ignored(unknown):
+            return {key: given[key] for key in given.keys() & set(known)}
         if unknown:
             raise PydanticCustomError(
                 "unknown_field",
                 "unknown field(s): {names}; known: {known}",
-                {"name": unknown[0], "names": ", ".join(unknown[:_NAMED]), "known": ", ".join(cls.model_fields)},
+                {"name": unknown[0], "names": ", ".join(unknown[:_NAMED]), "known": ", ".join(known)},
             )
         return given
 
@@ -170,26 +175,24 @@ _BIASES = first_wrong(
 )
 
 
-class Generate(Body):
-    """The request fields that /v1/completions and /v1/chat/completions share."""
+class Sampling(Body):
+    """Fields of all endpoints that generate: the sampling distribution, and how it is computed."""
 
     model: str | None = None
     # OpenAI's
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[Annotated[str, Field(pattern=_TOKEN)], Bias], _BIASES] | None = None
-    max_tokens: Count | None = None
-    n: Choices | None = None
     prediction: PredictedContent | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Integer64 | None = None
-    stop: str | Annotated[Strings, Field(max_length=64)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=LARGEST), AfterValidator(_no_underflow)] | None = None
     top_p: Annotated[float, Field(ge=SMALLEST, le=1)] | None = None
     user: str | None = None
-    # vLLM's
+    # vLLM's and llama.cpp's
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     bad_words: Strings | None = None
+    cache_prompt: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -197,9 +200,11 @@ class Generate(Body):
     min_tokens: Count | None = None
     priority: Integer64 = 0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: TokenIds | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Object | str | bool | None = None
     guided_regex: str | None = None
@@ -215,17 +220,30 @@ class Generate(Body):
     def streams(self) -> bool:
         return bool(self.stream)
 
+
+class Generate(Sampling):
+    """Fields of completions and chat completions."""
+
+    max_tokens: Count | None = None
+    n: Choices | None = None
+    prompt_logprobs: Count | None = None
+    return_token_ids: bool | None = None
+    stop: str | Annotated[Strings, Field(max_length=64)] | None = None
+    stream_options: StreamOptions | None = None
+
     @model_validator(mode="after")
     def _options(self) -> Generate:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options is only allowed with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
         return self
 
 
 class CompletionRequest(Generate):
     """Body of POST /v1/completions."""
 
-    refused: ClassVar[dict[str, str]] = {"suffix": "the model continues text, it does not fill in; leave it out"}
+    refused: ClassVar[dict[str, str]] = {"use_beam_search": "tokens are sampled one by one; leave it out"}
 
     prompt: (
         str
@@ -236,3 +254,4 @@ class CompletionRequest(Generate):
     best_of: Choices | None = None
     echo: bool | None = None
     logprobs: Count | None = None
+    suffix: str | None = None

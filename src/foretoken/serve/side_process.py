@@ -19,10 +19,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from foretoken.core.forking import ForkServer, allow_seconds, ask, first_received, fork_for_each, limit_memory, nicely
+from foretoken.serve.chat_schema import Earlier, References
 from foretoken.serve.errors import ApiError, Overloaded, as_api_error, invalid, validation_error
-from foretoken.serve.intake import Intake, PreparedRequest
+from foretoken.serve.intake import EarlierNeeded, Intake, PreparedRequest
 from foretoken.serve.json_body import parse
-from foretoken.serve.schema import Generate
+from foretoken.serve.schema import Body
+from foretoken.serve.unknown_fields import collect
 
 _log = logging.getLogger(__name__)
 
@@ -59,22 +61,29 @@ class SideProcess:
         """Starts the process without waiting for it."""
         self._threads.submit(self._started)
 
-    async def prepared(self, kind: type[Generate], body: bytes) -> PreparedRequest[Any] | None:
-        """Returns ``Intake.prepared`` of a body of this kind; None if no process can be started.
+    async def prepared(
+        self, kind: type[Body], body: bytes, earlier: Earlier | None = None
+    ) -> PreparedRequest[Any] | None:
+        """Returns what ``Intake.prepared`` makes of a body of this kind; None where no process can be started.
 
         Raises:
             ApiError: The body is invalid; the error is the one that the server itself would raise.
+            EarlierNeeded: See ``Intake.prepared``.
             Overloaded: Too many large bodies wait.
         """
         if self._waiting >= _MAX_WAITING:
             raise Overloaded(f"{_MAX_WAITING} large requests wait to be read; try again later")
         self._waiting += 1
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._threads, self._answer, kind, body)
+            result = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._answer, (kind, body, earlier)
+            )
         finally:
             self._waiting -= 1
         if isinstance(result, ApiError):
             raise result
+        if isinstance(result, References):
+            raise EarlierNeeded(result)
         return result
 
     def close(self) -> None:
@@ -89,16 +98,16 @@ class SideProcess:
             _log.warning("no process for large requests can be started; they will delay others")
         return not self._broken
 
-    def _answer(self, kind: type[Generate], body: bytes) -> PreparedRequest[Any] | ApiError | None:
+    def _answer(self, question: Any) -> PreparedRequest[Any] | References | ApiError | None:
         process = self.process.pid
-        reply = None if self._broken else self._reply((kind, body))
+        reply = None if self._broken else self._reply(question)
         if reply is None and not self._started():
             return None
         if reply is None and process not in (None, self.process.pid):  # the old process had died
-            reply = self._reply((kind, body))
+            reply = self._reply(question)
         if reply is None:
             return self._too_much()
-        return reply if isinstance(reply, PreparedRequest) else ApiError(**reply)
+        return reply if isinstance(reply, PreparedRequest | References) else ApiError(**reply)
 
     def _reply(self, question: Any) -> Any:
         try:
@@ -134,16 +143,21 @@ def _serve(connection: Connection, intake: Intake, limits: SideProcessLimits) ->
     nicely(lambda: connection.send(_result(intake, *question)))
 
 
-def _result(intake: Intake, kind: type[Generate], body: bytes) -> PreparedRequest[Any] | dict[str, Any]:
-    """Returns the request, or the fields of an ApiError, which cannot be pickled."""
+def _result(intake: Intake, kind: type[Body], body: bytes, earlier: Earlier | None) -> Any:
+    """Returns the request, what it refers to, or the fields of an ApiError, which cannot be pickled."""
+    unknown: list[str] = []
+    collect(None if intake.settings.strict else unknown)
     try:
-        return intake.tokenized_bad_words(intake.prepared(_validated(kind, body)))
+        prepared = intake.tokenized_bad_words(intake.prepared(_validated(kind, body), earlier))
+        return replace(prepared, unknown=tuple(unknown))
+    except EarlierNeeded as needed:
+        return needed.references
     except Exception as error:
         refusal = as_api_error(error)
         return {name: getattr(refusal, name) for name in ApiError.__dataclass_fields__}
 
 
-def _validated(kind: type[Generate], body: bytes) -> Generate:
+def _validated(kind: type[Body], body: bytes) -> Body:
     """Returns the body as FastAPI validates it. Raises ApiError."""
     try:
         return kind.model_validate(parse(body))

@@ -9,7 +9,7 @@ from typing import Any
 from foretoken.core.errors import InvalidRequest
 from foretoken.outputs import Logprob
 from foretoken.propose.pieces import Pieces
-from foretoken.serve.responses import CompletionLogprobs, TokenLogprob, TopLogprob
+from foretoken.serve.answers import CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -9999.0  # in place of minus infinity, which JSON cannot express
 
@@ -64,6 +64,19 @@ def chat_logprobs(
         }
         for token, result in zip(tokens, entries, strict=True)
     ]
+
+
+def prompt_logprobs(prompt: Sequence[int], entries: Sequence[Entries | None], top: int) -> PromptLogprobs:
+    """Returns the log-probabilities of a prompt's tokens and of the ``top`` most probable ones, in vLLM's format."""
+
+    def shown(own: int, entry: Entries) -> dict[str, PromptLogprob]:
+        return {
+            str(token): {"logprob": max(e.logprob, LOWEST), "rank": e.rank, "decoded_token": e.decoded_token}
+            for token, e in entry.items()
+            if token == own or e.rank <= top
+        }
+
+    return [None if e is None else shown(token, e) for token, e in zip(prompt, entries, strict=True)]
 
 
 class LegacyLogprobs:

@@ -13,6 +13,7 @@ from foretoken.core.errors import ForetokenError
 from foretoken.serve.errors import ApiError
 from foretoken.serve.json_body import read
 from foretoken.serve.limits import effective_salt
+from foretoken.serve.request_ids import HEADER, request_id
 
 BLOCK = 256  # characters; about the 64 tokens of a KV block
 BLOCKS = 128  # maximum number that is compared
@@ -62,6 +63,9 @@ class Forwarded:
     def of(cls, scope: Scope, body: bytes, parsed: Mapping[str, Any]) -> Forwarded:
         """Returns the request to forward, from the front's ASGI scope and the parsed body."""
         kept = {"type": "http", "asgi": {"version": "3.0"}, **{key: scope[key] for key in _KEPT if key in scope}}
+        if identifier := request_id(scope):
+            others = [(name, value) for name, value in scope["headers"] if name != HEADER.encode()]
+            kept["headers"] = [*others, (HEADER.encode(), identifier.encode())]
         salt = parsed.get("cache_salt")
         return cls(kept, body, prefix_hashes(parsed, effective_salt(scope, salt if isinstance(salt, str) else None)))
 
@@ -88,7 +92,7 @@ def prefix_hashes(body: Mapping[str, Any], cache_salt: str | None = None) -> tup
 
 
 def _prompt(body: Mapping[str, Any]) -> str:
-    """Returns the first prompt as text. Tools come before messages, as in chat templates."""
+    """Returns the first prompt as text. Tools and instructions come before messages, as in chat templates."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -96,7 +100,9 @@ def _prompt(body: Mapping[str, Any]) -> str:
         return ",".join(map(str, prompt[: BLOCK * BLOCKS]))
     if isinstance(prompt, str):
         return prompt
-    return json.dumps([body.get("tools"), body["messages"]]) if "messages" in body else ""
+    before = [body.get("tools"), body.get("instructions"), body.get("system")]
+    messages = body.get("messages", body.get("input"))
+    return "" if messages is None else json.dumps([*filter(None, before), messages])
 
 
 def repeatable(body: Mapping[str, Any]) -> bool:

@@ -13,15 +13,14 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from foretoken import __version__
-from foretoken.serve.app import open_paths
+from foretoken.serve.app import add_middlewares
 from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers
-from foretoken.serve.limits import LimitsMiddleware, ServerSettings
+from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.forwarded import Forwarded, parse
 from foretoken.serve.replicas.gathered import Gathered
 from foretoken.serve.replicas.relay import OUTCOMES, Relay
@@ -98,13 +97,10 @@ def create_front(front: Front, settings: ServerSettings) -> FastAPI:
     app.state.front = front
     add_handlers(app)
     app.add_route("/health", front.health, methods=["GET"])
+    app.add_route("/ping", front.health, methods=["GET", "POST"])
     app.add_route("/metrics", front.metrics, methods=["GET"])
     app.router.default = _Forwarding(front)
-    app.add_middleware(LimitsMiddleware, settings=settings, open_paths=open_paths())
-    if settings.origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
-        )
+    add_middlewares(app, settings)
     return app
 
 

@@ -15,7 +15,7 @@ from starlette.types import Message, Send
 
 from foretoken.serve.errors import RETRY_SECONDS, ApiError, ServerUnavailable, as_api_error
 from foretoken.serve.replicas.forwarded import Forwarded, ReplicaLost, repeatable
-from foretoken.serve.replicas.replay import Different, Replay, Transcript, event
+from foretoken.serve.replicas.replay import REPLAYED_PATHS, Different, Replay, Transcript
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,9 @@ class Relay:
     ) -> None:
         self._respond, self._request, self._send = respond, request, send
         self._timeout, self._failovers = timeout, failovers
-        self._transcript = Transcript() if parsed.get("stream") and repeatable(parsed) else None
+        self._path = str(request.scope["path"])
+        replayed = self._path in REPLAYED_PATHS and parsed.get("stream") and repeatable(parsed)
+        self._transcript = Transcript() if replayed else None
         self._streaming = self._over = False
         self._lost: list[str] = []
         self._replica = ""
@@ -148,4 +150,5 @@ class Relay:
     async def _give_up(self, error: Exception) -> None:
         if not self._streaming:
             raise error
-        await self._send({"type": "http.response.body", "body": event(as_api_error(error).body()), "more_body": False})
+        last = as_api_error(error).last_event(self._path)
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})

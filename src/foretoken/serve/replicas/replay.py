@@ -7,6 +7,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from foretoken.serve.sse import event
+
+REPLAYED_PATHS = ("/v1/completions", "/v1/chat/completions")  # whose streams are chunks with choices
 _HEAD, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 
@@ -93,11 +96,6 @@ class Replay:
         if text:
             _place(choice)[_name(choice)] = fresh
         return bool(fresh) or (opens and not sent.opened) or (ends and not sent.ended)
-
-
-def event(data: Any) -> bytes:
-    """Returns an event as the server writes it: ASCII, without spaces."""
-    return _HEAD + json.dumps(data, separators=(",", ":")).encode() + _END
 
 
 def _events(body: bytes) -> list[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
@@ -10,8 +10,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionDetails(TypedDict):
-    """Accepted and rejected tokens of the client's own prediction, never of a draft model."""
+    """Tokens of reasoning, and accepted and rejected tokens of the client's own prediction, never of a draft model."""
 
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -53,6 +54,17 @@ class RequestMetrics(TypedDict):
     speculative_decoding: SpeculativeDecoding
 
 
+class PromptLogprob(TypedDict):
+    """vLLM's: one of the most probable tokens at a place of the prompt, or the prompt's own token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first token has none
+
+
 class CompletionLogprobs(TypedDict):
     """The legacy format: parallel lists over tokens. The first token of the prompt has no log-probability."""
 
@@ -70,6 +82,9 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class Completion(TypedDict):
@@ -126,6 +141,7 @@ class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[CalledTool]]
 
 
@@ -137,6 +153,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
@@ -149,6 +166,87 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: TokenUsage
     metrics: RequestMetrics
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class ResponseObject(TypedDict):
+    """Answer of POST /v1/responses. Further fields repeat the request's."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: str
+    model: str
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    output: list[dict[str, Any]]
+    previous_response_id: str | None
+    usage: dict[str, Any] | None
+    metrics: NotRequired[RequestMetrics]
+
+
+class DeletedResponse(TypedDict):
+    """Answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(TypedDict):
+    """Answer of GET /v1/responses/{id}/input_items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class AnthropicUsage(TypedDict):
+    """Anthropic's token counts. ``input_tokens`` are those that the prefix cache did not have."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+
+
+class AnthropicMessage(TypedDict):
+    """Answer of POST /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    metrics: NotRequired[RequestMetrics]
+
+
+class TokenCount(TypedDict):
+    """Answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class Tokenized(TypedDict):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    """Answer of POST /detokenize."""
+
+    prompt: str
 
 
 class Speculation(TypedDict):
@@ -189,6 +287,21 @@ class Error(TypedDict):
     """Answer of every request that fails."""
 
     error: ErrorObject
+
+
+class AnthropicErrorObject(TypedDict):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    """Answer of every request under /v1/messages that fails."""
+
+    type: Literal["error"]
+    error: AnthropicErrorObject
+    request_id: str | None
 
 
 class Health(TypedDict):

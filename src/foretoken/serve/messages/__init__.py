@@ -1,0 +1,1 @@
+"""Anthropic's /v1/messages: its request body, its answers and its events."""

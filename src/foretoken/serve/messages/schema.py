@@ -1,0 +1,169 @@
+"""The request bodies of /v1/messages and /v1/messages/count_tokens, and the chats for which they stand."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+from foretoken.serve.chat_schema import (
+    ChatForm,
+    ChatRequest,
+    Earlier,
+    Function,
+    FunctionName,
+    JsonSchema,
+    JsonSchemaFormat,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
+from foretoken.serve.messages.blocks import InputMessageBlocks, Text
+from foretoken.serve.messages.conversion import continues, messages_of
+from foretoken.serve.schema import Body, Count, Object, Sampling, Strings
+
+
+def _only_custom(tool: Any) -> Any:
+    """Raises an error that names the kind of a tool that runs at Anthropic."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise PydanticCustomError(
+            "tool", "a tool of type '{kind}' was given; only tools of the client's own are served", {"kind": kind[:50]}
+        )
+    return tool
+
+
+class CustomTool(Body):
+    """A tool of the client's. input_schema: the JSON schema of its input."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    input_schema: Object
+    strict: bool | None = None
+    # ignored
+    allowed_callers: list[str] | None = None
+    cache_control: JsonValue = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: JsonValue = None
+
+
+class ToolUse(Body):
+    """``tool_choice``: whether the model must call a tool (any), one tool, may (auto), or must not."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """``thinking``: reaches the chat template as ``enable_thinking``. There is no budget of tokens."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Count | None = None
+    display: str | None = None
+
+
+class JsonOutput(Body):
+    """JSON that the schema allows."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Object, Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """``output_config``: the effort reaches the chat template, the format is a structured output."""
+
+    effort: str | None = None
+    format: JsonOutput | None = None
+
+
+class CountTokensRequest(Body, ChatForm):
+    """Body of POST /v1/messages/count_tokens. Fields of Anthropic that do not change the output are ignored."""
+
+    counts_only: ClassVar[bool] = True
+
+    model: str | None = None
+    messages: Annotated[list[InputMessageBlocks], Field(min_length=1, fail_fast=True)]
+    chat_template_kwargs: Object | None = None
+    output_config: OutputConfig | None = None
+    system: Text | None = None
+    thinking: Thinking | None = None
+    tool_choice: ToolUse | None = None
+    tools: Annotated[list[Annotated[CustomTool, BeforeValidator(_only_custom)]], Field(fail_fast=True)] | None = None
+    # ignored
+    cache_control: JsonValue = None
+    speed: str | None = None
+
+    def as_chat(self, earlier: Earlier) -> ChatRequest:
+        """See ``ChatForm``."""
+        form = self.output_config.format if self.output_config is not None else None
+        return ChatRequest.model_construct(
+            messages=messages_of(self.system, self.messages),
+            chat_template_kwargs=self._template_arguments(),
+            continue_final_message=continues(self.messages) or None,
+            parallel_tool_calls=False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None,
+            reasoning_effort=self.output_config.effort if self.output_config is not None else None,
+            response_format=None if form is None else _response_format(form),
+            tool_choice=_chat_choice(self.tool_choice),
+            tools=[_chat_tool(tool) for tool in self.tools] if self.tools else None,
+        )
+
+    def kept(self) -> Self:
+        """See ``ChatForm``."""
+        return self.model_copy(update={"messages": [], "system": None, "tools": None})
+
+    def _template_arguments(self) -> Object | None:
+        if self.thinking is None:
+            return self.chat_template_kwargs
+        return {"enable_thinking": self.thinking.type != "disabled", **(self.chat_template_kwargs or {})}
+
+
+class MessagesRequest(CountTokensRequest, Sampling):
+    """Body of POST /v1/messages. Fields of Anthropic that do not change the output are ignored."""
+
+    counts_only: ClassVar[bool] = False
+    fills_context: ClassVar[bool] = True
+    refused: ClassVar[dict[str, str]] = {
+        "container": "no tools are run on this server",
+        "mcp_servers": "no tools are run on this server",
+    }
+
+    max_tokens: Annotated[Count, Field(ge=1)]
+    stop_sequences: Annotated[Strings, Field(max_length=64)] | None = None
+    # ignored
+    context_management: JsonValue = None
+    diagnostics: JsonValue = None
+    inference_geo: str | None = None
+    metadata: JsonValue = None
+    service_tier: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+    def as_chat(self, earlier: Earlier) -> ChatRequest:
+        """See ``ChatForm``."""
+        own = {name: getattr(self, name) for name in Sampling.model_fields}
+        own |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return super().as_chat(earlier).model_copy(update=own)
+
+
+def _chat_tool(tool: CustomTool) -> Tool:
+    function = Function.model_construct(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
+    return Tool(type="function", function=function)
+
+
+def _chat_choice(choice: ToolUse | None) -> ToolChoice | None:
+    if choice is None or choice.type == "none":
+        return None if choice is None else "none"
+    if choice.type == "tool":
+        return NamedTool(type="function", function=FunctionName(name=choice.name or ""))
+    return "required" if choice.type == "any" else "auto"
+
+
+def _response_format(form: JsonOutput) -> JsonSchemaFormat:
+    schema = JsonSchema.model_construct(name="output", schema_=form.schema_)
+    return JsonSchemaFormat(type="json_schema", json_schema=schema)

@@ -1,0 +1,203 @@
+"""Answers of POST /v1/responses: the response object, and its events in OpenAI's order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from foretoken.outputs import StreamPiece
+from foretoken.serve.answers import ResponseObject
+from foretoken.serve.errors import ApiError
+from foretoken.serve.generation import Generation
+from foretoken.serve.intake import PreparedRequest
+from foretoken.serve.output import Block, BlockChange, Blocks, ParserFactory
+from foretoken.serve.responses.fields import echoed
+from foretoken.serve.responses.schema import ResponsesRequest
+from foretoken.serve.sse import event
+from foretoken.serve.token_text import TokenText, chat_logprobs
+
+_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+_TYPES = {"text": "output_text", "reasoning": "reasoning_text"}
+
+
+class ResponseWriter:
+    """An ``AnswerWriter``.
+
+    Args:
+        prepared: The request.
+        token_text: The texts of tokens.
+        make_parser: Makes the parser of the output.
+        store: Called with the finished response.
+        stores: Whether it is stored.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedRequest[ResponsesRequest],
+        token_text: TokenText,
+        make_parser: ParserFactory,
+        store: Callable[[ResponseObject], None],
+        stores: bool,
+    ) -> None:
+        assert prepared.chat is not None
+        self._body, self._chat, self._params = prepared.body, prepared.chat, prepared.params
+        self._token_text, self._store, self._stores = token_text, store, stores
+        self._parser = make_parser(prepared.chat, prepared.calls_only)
+        self._blocks = Blocks()
+        self._logprobs: dict[int, list[Any]] = {}  # by block
+        self._sent: dict[int, int] = {}  # how many of them were streamed
+        self._waiting: list[Any] = []
+        self._sequence = 0
+        self._final: StreamPiece | None = None
+
+    def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> Mapping[str, Any]:
+        """See ``AnswerWriter``."""
+        (self._final,) = finals.values()
+        output = self._final.output
+        assert output is not None
+        self._changes(output.text, output.token_ids, output.logprobs, last=True)
+        return self._finished(generation)
+
+    def opening(self, generation: Generation) -> bytes:
+        """See ``AnswerWriter``."""
+        response = self._response(generation, "in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def piece(self, generation: Generation, piece: StreamPiece) -> bytes:
+        """See ``AnswerWriter``."""
+        last = piece.output is not None
+        if last:
+            self._final = piece
+        changes = self._changes(piece.text, piece.token_ids, piece.logprobs, last)
+        return b"".join(self._events_of(change) for change in changes)
+
+    def closing(self, generation: Generation) -> bytes:
+        """See ``AnswerWriter``."""
+        response = self._finished(generation)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, generation: Generation, error: ApiError) -> bytes:
+        """See ``AnswerWriter``."""
+        response = self._response(generation, "failed")
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        response["error"] = {"code": code, "message": error.shown}
+        return self._event("response.failed", response=response)
+
+    def _changes(self, text: str, tokens: Any, entries: Any, last: bool) -> list[BlockChange]:
+        """Returns the changes of a piece. Log-probabilities go to the block of text that grows next."""
+        if self._chat.logprobs:
+            top = self._chat.top_logprobs or 0
+            self._waiting += chat_logprobs(self._token_text, tokens, entries or (), top)
+        events = self._parser.push(text, tokens)
+        if last:
+            events += self._parser.finish()
+        changes = self._blocks.add(events)
+        for change in changes:
+            if change.what == "grew" and change.block.kind == "text":
+                self._logprobs.setdefault(change.block.index, []).extend(self._waiting)
+                self._waiting = []
+        return changes + (self._blocks.end() if last else [])
+
+    def _finished(self, generation: Generation) -> ResponseObject:
+        """Returns the complete response, and stores it."""
+        output = self._final.output if self._final is not None else None
+        cut = output is not None and output.finish_reason == "length"
+        response = self._response(generation, "incomplete" if cut else "completed")
+        if cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        response["usage"] = self._usage(generation)
+        response["metrics"] = generation.speculation(self._body.return_steps)
+        self._store(response)
+        return response
+
+    def _response(self, generation: Generation, status: str) -> ResponseObject:
+        items = [self._item(block, self._ended(block)) for block in self._blocks.all]
+        response = {
+            "id": generation.id,
+            "object": "response",
+            "created_at": generation.created,
+            "status": status,
+            "model": generation.model,
+            "output": items,
+            "store": self._stores,
+            **echoed(self._body, self._params),
+        }
+        return cast("ResponseObject", response)
+
+    def _ended(self, block: Block) -> str:
+        output = self._final.output if self._final is not None else None
+        last = block.index == len(self._blocks.all) - 1
+        if last and (output is None or output.finish_reason != "stop"):
+            return "incomplete"
+        return "completed"
+
+    def _item(self, block: Block, status: str, empty: bool = False) -> dict[str, Any]:
+        """Returns the output item of a block. empty: without its content, as it begins."""
+        base = {"id": _PREFIXES[block.kind] + block.id, "status": status}
+        text = "" if empty else block.text
+        if block.kind == "call":
+            call = {"type": "function_call", "call_id": f"call_{block.id}", "name": block.name, "arguments": text}
+            return base | call
+        content = [] if empty else [self._part(block)]
+        if block.kind == "reasoning":
+            return base | {"type": "reasoning", "summary": [], "content": content}
+        return base | {"type": "message", "role": "assistant", "content": content}
+
+    def _part(self, block: Block, empty: bool = False) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": _TYPES[block.kind], "text": "" if empty else block.text}
+        if block.kind == "text":
+            part |= {"annotations": [], "logprobs": [] if empty else self._logprobs.get(block.index, [])}
+        return part
+
+    def _events_of(self, change: BlockChange) -> bytes:
+        block = change.block
+        place = {"item_id": _PREFIXES[block.kind] + block.id, "output_index": block.index}
+        if change.what == "started":
+            item = self._item(block, "in_progress", empty=True)
+            events = self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind == "call":
+                return events
+            part = self._part(block, empty=True)
+            return events + self._event("response.content_part.added", **place, content_index=0, part=part)
+        name = "function_call_arguments" if block.kind == "call" else _TYPES[block.kind]
+        within: dict[str, Any] = place if block.kind == "call" else place | {"content_index": 0}
+        if change.what == "grew":
+            if block.kind == "text":
+                within = within | {"logprobs": self._unsent(block)}
+            return self._event(f"response.{name}.delta", **within, delta=change.delta)
+        if block.kind == "call":
+            events = self._event(f"response.{name}.done", **within, arguments=block.text)
+        else:
+            logprobs = {"logprobs": self._logprobs.get(block.index, [])} if block.kind == "text" else {}
+            events = self._event(f"response.{name}.done", **within, **logprobs, text=block.text)
+            events += self._event("response.content_part.done", **within, part=self._part(block))
+        item = self._item(block, self._ended(block) if self._final is not None else "completed")
+        return events + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _unsent(self, block: Block) -> list[Any]:
+        """Returns the log-probabilities of a block that no event has had yet."""
+        every = self._logprobs.get(block.index, [])
+        sent = self._sent.get(block.index, 0)
+        self._sent[block.index] = len(every)
+        return every[sent:]
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        number = self._sequence
+        self._sequence += 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _usage(self, generation: Generation) -> dict[str, Any]:
+        usage = generation.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }

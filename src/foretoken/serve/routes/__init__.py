@@ -1,0 +1,1 @@
+"""Routes of the app, by API."""

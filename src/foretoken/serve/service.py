@@ -1,0 +1,136 @@
+"""What the routes of one app share, and how a request gets from them into the engine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from foretoken.serve.answers import ServedModel
+from foretoken.serve.chat_schema import Earlier
+from foretoken.serve.generation import Generation
+from foretoken.serve.intake import EarlierNeeded, Intake, PreparedRequest
+from foretoken.serve.limits import ServerSettings, effective_salt, key_of
+from foretoken.serve.metrics import Metrics
+from foretoken.serve.output import ParserFactory
+from foretoken.serve.request_ids import set_request_id
+from foretoken.serve.responses.store import ResponseStore
+from foretoken.serve.schema import Body
+from foretoken.serve.side_process import LARGE_BODY, SideProcess
+from foretoken.serve.stream import AnswerWriter, respond
+from foretoken.serve.token_text import TokenText
+from foretoken.serve.worker import Worker
+
+B = TypeVar("B", bound=Body)
+
+
+class Service:
+    """What the routes of one app share.
+
+    Args:
+        worker: Runs the engine.
+        settings: The server's settings.
+        make_parser: Makes the parser of an output's text, reasoning and calls.
+    """
+
+    def __init__(self, worker: Worker, settings: ServerSettings, make_parser: ParserFactory) -> None:
+        self.worker, self.settings, self.make_parser = worker, settings, make_parser
+        self.metrics = Metrics(settings.model_names[0], lambda: worker.engine.usage, worker.method_of)
+        self.token_text = TokenText(worker.llm.tokenizer)
+        self.responses = ResponseStore(settings.stored_responses, settings.stored_bytes)
+        self.created = int(time.time())
+        self.intake = Intake(
+            tokenizer=worker.llm.requests.prompt_tokenizer,
+            settings=settings,
+            max_model_len=worker.llm.target.max_length,
+            capacity=worker.capacity,
+        )
+        self.side_process = SideProcess(self.intake) if os.name == "posix" else None
+        worker.listeners.append(self.metrics.on_steps)
+
+    def model(self, name: str) -> ServedModel:
+        """Returns the entry of /v1/models. Raises ApiError."""
+        llm = self.worker.llm
+        return {
+            "id": self.intake.served_name(name),
+            "object": "model",
+            "created": self.created,
+            "owned_by": "foretoken",
+            "max_model_len": self.intake.max_model_len,
+            "speculation": {"default": llm.methods[0], "methods": list(llm.methods)},
+        }
+
+    async def read_large(self, kind: type[Body], body: bytes, request: Request) -> PreparedRequest[Any] | None:
+        """Prepares a large body in the side process; None where there is none. Raises ApiError or Overloaded."""
+        if self.side_process is None:
+            return None
+        try:
+            return await self.side_process.prepared(kind, body)
+        except EarlierNeeded as needed:
+            earlier = self.responses.find(needed.references, key_of(request.scope))
+            return await self.side_process.prepared(kind, body, earlier)
+
+    async def prepared(self, body: B, request: Request) -> PreparedRequest[B]:
+        """Returns the prepared request, with the salt that holds for its client. Raises ApiError or InvalidRequest."""
+        ready: PreparedRequest[B] | None = getattr(request.state, "prepared", None)
+        if ready is None:
+            ready = await self._prepared(body, request)
+        names: list[str] = request.scope["state"].setdefault("unknown_fields", [])
+        names += ready.unknown
+        if names:
+            self.metrics.on_unknown_fields(request.url.path, len(set(names)))
+        if (identifier := getattr(body, "request_id", None)) is not None:
+            set_request_id(request.scope, identifier)
+        salt = effective_salt(request.scope, getattr(body, "cache_salt", None))
+        if getattr(body, "cache_prompt", None) is False:
+            salt = secrets.token_hex(16)  # a scope of its own, in which nothing is cached yet
+        return replace(ready, params=replace(ready.params, cache_salt=salt))
+
+    async def generate(
+        self,
+        prefix: str,
+        prepared: PreparedRequest[Any],
+        make_writer: Callable[[PreparedRequest[Any]], AnswerWriter],
+        request: Request,
+    ) -> Response:
+        """Answers a request that generates. prefix: beginning of the answer's identifier."""
+        generation = await self._begin(prefix, prepared)
+        return await respond(prepared.body.streams, generation, make_writer(prepared), request.receive)
+
+    async def _prepared(self, body: B, request: Request) -> PreparedRequest[B]:
+        content = await request.body()
+        earlier: Earlier | None = None
+        if references := getattr(body, "references", lambda: None)():
+            earlier = self.responses.find(references, key_of(request.scope))
+            if earlier.size > LARGE_BODY and self.side_process is not None:
+                ready = await self.side_process.prepared(type(body), content, earlier)
+                if ready is not None:
+                    return replace(ready, unknown=())  # they were noted when this process read the body
+        prepare = partial(self.intake.prepared, body, earlier)
+        return await self.worker.run_in_thread(prepare, len(content) + (earlier.size if earlier else 0))
+
+    async def _begin(self, prefix: str, prepared: PreparedRequest[Any]) -> Generation:
+        """Queues a request. Raises InvalidRequest, Overloaded or ServerUnavailable."""
+        params, body = prepared.params, prepared.body
+        if params.logprobs is not None or params.prompt_logprobs is not None or params.explain:
+            await self.worker.run_in_thread(self.token_text.load)
+        generation = await self.worker.submit(
+            [prompt.ids for prompt in prepared.prompts],
+            params,
+            prepared.bad_words,
+            priority=body.priority,
+            identifier=f"{prefix}{body.request_id or uuid4().hex}",
+            model=self.intake.served_name(body.model),
+            timeout=self.settings.timeout,
+            metrics=self.metrics,
+        )
+        generation.shown = prepared.max_tokens > 0
+        return generation

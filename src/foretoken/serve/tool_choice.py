@@ -1,0 +1,102 @@
+"""``tool_choice``: which tools may be called, and the grammar of calls that are demanded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.serve.chat_schema import AllowedTools, ChatRequest, NamedTool, Tool
+from foretoken.serve.errors import invalid
+from foretoken.serve.output import OutputParser, TextParser
+from foretoken.serve.tools import ToolParser
+
+
+def parser_of(body: ChatRequest, calls_only: bool) -> OutputParser:
+    """Returns the parser of one choice. calls_only: whether the text consists of calls in JSON without tags."""
+    tools = offered(body)
+    return ToolParser([tool.function.name for tool in tools], calls_only) if tools else TextParser()
+
+
+def offered(body: ChatRequest) -> list[Tool]:
+    """Returns the tools that may be called."""
+    if body.tool_choice == "none":
+        return []
+    tools = body.tools or []
+    if isinstance(body.tool_choice, AllowedTools):
+        allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
+        tools = [tool for tool in tools if tool.function.name in allowed]
+    return tools
+
+
+def forced(body: ChatRequest) -> dict[str, Any] | None:
+    """Returns the JSON schema of the calls that ``tool_choice`` demands, None if it demands none. Raises ApiError."""
+    choice = body.tool_choice
+    if isinstance(choice, AllowedTools):
+        known = {tool.function.name for tool in body.tools or ()}
+        for named in choice.allowed_tools.tools:
+            if named.function.name not in known:
+                raise invalid(_no_such_tool(named.function.name, body.tools or ()), param="tool_choice")
+        choice = choice.allowed_tools.mode
+    tools = offered(body)
+    if choice in (None, "none", "auto"):
+        return None
+    if not tools:
+        raise invalid("tool_choice demands a call, but there are no tools", param="tool_choice")
+    if isinstance(choice, NamedTool):
+        chosen = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not chosen:
+            raise invalid(_no_such_tool(choice.function.name, tools), param="tool_choice")
+        return _with_definitions(_call_schema(chosen[0]), chosen)
+    each = {"anyOf": [_call_schema(tool) for tool in tools]}
+    if body.parallel_tool_calls is False:
+        return _with_definitions(each, tools)
+    return _with_definitions({"type": "array", "minItems": 1, "items": each}, tools)
+
+
+def _no_such_tool(name: str, tools: Sequence[Tool]) -> str:
+    return f"tool_choice names {name!r}; tools: {', '.join(tool.function.name for tool in tools) or 'none'}"
+
+
+def _call_schema(tool: Tool) -> dict[str, Any]:
+    name = tool.function.name
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
+    """Returns ``schema`` with each tool's parameters as a definition, to which their references are adapted."""
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    definitions = {}
+    for tool in tools:
+        name = tool.function.name
+        definitions[name] = _moved(tool.function.parameters or nothing, f"#/$defs/{name}")
+    return {**schema, "$defs": definitions}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, place)
+        for key, value in schema.items()
+    }
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """Returns a call's arguments as an object, as chat templates expect them. Raises InvalidRequest."""
+    try:
+        return cast("Any", json.loads(arguments)) if arguments.strip() else {}
+    except ValueError as error:
+        raise InvalidRequest(f"messages: the arguments of a tool call are not JSON ({error})") from error
+    except RecursionError as error:
+        raise InvalidRequest("messages: the arguments of a tool call are nested too deeply") from error
