@@ -37,7 +37,7 @@ def test_integers_that_would_wrap_in_32_bits_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, most",
+    "name, maximum",
     [
         ("n", MAX_N),
         ("max_tokens", MAX_COUNT),
