@@ -1,0 +1,1 @@
+"""Parsers of reasoning and function calls in generated text, by model family."""

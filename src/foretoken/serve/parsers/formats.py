@@ -1,0 +1,221 @@
+"""The formats of model families by name, and which one a chat template asks for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+
+from foretoken.serve.parsers.bodies import (
+    Body,
+    HeadBody,
+    ParameterBody,
+    ParameterTags,
+    PythonBody,
+    Schemas,
+    WholeBody,
+    Writer,
+    gemma_calls,
+)
+from foretoken.serve.parsers.events import OutputParser
+from foretoken.serve.parsers.harmony import TAGS, HarmonyParser
+from foretoken.serve.parsers.json_calls import JsonBody
+from foretoken.serve.parsers.reasoning import ContentParser, ReasoningFormat, ReasoningParser
+from foretoken.serve.parsers.tools import CallFormat, ToolParser
+
+
+def _kimi_name(head: str) -> str:
+    """Returns the name in ``functions.NAME:INDEX<|tool_call_argument_begin|>``."""
+    match = re.match(r"\s*(?:functions\.)?(.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*\Z", head, re.DOTALL)
+    return _name(match)
+
+
+def _deepseek_name(head: str) -> str:
+    """Returns the name in V3's ``function<sep>NAME`` before a block of JSON, or V3.1's ``NAME<sep>``."""
+    match = re.match(r"\s*(?:function<｜tool▁sep｜>(.+?)\s*```(?:json)?|(.+?)<｜tool▁sep｜>)\s*\Z", head, re.DOTALL)
+    return _name(match)
+
+
+def _mistral_name(head: str) -> str:
+    """Returns the name in ``NAME``, ``NAME[ARGS]`` or ``NAME[CALL_ID]id[ARGS]``."""
+    return _name(re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*\Z", head))
+
+
+def _name(match: re.Match[str] | None) -> str:
+    name = next((group for group in match.groups() if group), "").strip() if match else ""
+    if not name:
+        raise ValueError("no name of a function")
+    return name
+
+
+_QWEN_CODER = ParameterTags(
+    name=re.compile(r"\s*([^>\n]+)>"),
+    parameter=re.compile(r"<parameter=(?P<name>[^>]+)>"),
+    value_end="</parameter>",
+    end="</function>",
+    newlines=True,
+)
+_GLM = ParameterTags(
+    name=re.compile(r"\s*([^\s<{]+)\s*(?=<)"),
+    parameter=re.compile(r"<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+    value_end="</arg_value>",
+    end="</tool_call>",
+)
+_DSML = ParameterTags(
+    name=re.compile(r'([^"]+)"\s*>'),
+    parameter=re.compile(r'<｜DSML｜parameter\s+name="(?P<name>[^"]+)"(?:\s+string="(?P<string>true|false)")?\s*>'),
+    value_end="</｜DSML｜parameter>",
+    end="</｜DSML｜invoke>",
+)
+_MINIMAX = ParameterTags(
+    name=re.compile(r'([^"]+)"\s*>'),
+    parameter=re.compile(r'<parameter\s+name="(?P<name>[^"]+)"\s*>'),
+    value_end="</parameter>",
+    end="</invoke>",
+)
+
+
+class _MistralBody:
+    """Either a list of calls in JSON (tokenizers before version 11) or one call with its name before its arguments."""
+
+    started = False
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._body: Body | None = None
+
+    def push(self, text: str) -> str | None:
+        """See ``Body``."""
+        text = text if self._body else text.lstrip()
+        if not text:
+            return None
+        if self._body is None:
+            listed = text[0] in "[{"
+            self._body = JsonBody(self._writer) if listed else HeadBody(self._writer, _mistral_name)
+        try:
+            return self._body.push(text)
+        finally:
+            self.started = self._body.started
+
+
+_BARE = {"{": partial(JsonBody, strict=True)}
+_JSON_TAGS = CallFormat({"<tool_call>": JsonBody}, ("</tool_call>",))
+
+CALL_FORMATS: dict[str, CallFormat] = {
+    "hermes": _JSON_TAGS,
+    "llama3_json": CallFormat(ignored=("<|python_tag|>",), bare=_BARE),
+    "pythonic": CallFormat(ignored=("<|python_start|>", "<|python_end|>"), bare={"[": PythonBody}),
+    "qwen3_coder": CallFormat(
+        {"<function=": partial(ParameterBody, tags=_QWEN_CODER)}, ("<tool_call>", "</tool_call>")
+    ),
+    "seed_oss": CallFormat(
+        {"<function=": partial(ParameterBody, tags=_QWEN_CODER)}, ("<seed:tool_call>", "</seed:tool_call>")
+    ),
+    "glm45": CallFormat({"<tool_call>": partial(ParameterBody, tags=_GLM)}),
+    "deepseek_v3": CallFormat(
+        {"<｜tool▁call▁begin｜>": partial(HeadBody, name=_deepseek_name)},
+        ("<｜tool▁calls▁begin｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    "deepseek_v32": CallFormat(
+        {'<｜DSML｜invoke name="': partial(ParameterBody, tags=_DSML)},
+        (
+            *("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+            *("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+        ),
+    ),
+    "minimax_m2": CallFormat(
+        {'<invoke name="': partial(ParameterBody, tags=_MINIMAX)}, ("<minimax:tool_call>", "</minimax:tool_call>")
+    ),
+    "kimi_k2": CallFormat(
+        {"<|tool_call_begin|>": partial(HeadBody, name=_kimi_name)},
+        ("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    ),
+    "mistral": CallFormat({"[TOOL_CALLS]": _MistralBody}),
+    "granite": CallFormat({"<|tool_call|>": JsonBody, "<tool_call>": JsonBody}, ("</tool_call>",)),
+    "phi4_mini": CallFormat({"functools": JsonBody, "<|tool_call|>": JsonBody}, ("<|/tool_call|>",)),
+    "gemma4": CallFormat({"<|tool_call>": partial(WholeBody, end="<tool_call|>", read=gemma_calls)}),
+    "auto": CallFormat({"<tool_call>": JsonBody}, ("</tool_call>", "<|python_tag|>"), _BARE),
+}
+"""How functions are called, by the names that vLLM gives its parsers. ``auto`` reads Hermes' and Llama 3's form."""
+
+FORCED = CallFormat(bare={"{": JsonBody, "[": JsonBody})
+"""The JSON to which a grammar restricts an answer that must be a call."""
+
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "think": ReasoningFormat("<think>", "</think>"),
+    "qwen3_coder": ReasoningFormat("<think>", "</think>", also_ends=("<tool_call>",)),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
+}
+"""The tags around reasoning. ``think`` is what nearly all families write."""
+
+HARMONY = "harmony"
+
+# What a chat template holds, the parser of calls, and that of reasoning: the first row that fits is taken.
+_SIGNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("<|channel|>", "<|message|>"), HARMONY, HARMONY),
+    (("｜DSML｜",), "deepseek_v32", "think"),
+    (("<｜tool▁call▁begin｜>",), "deepseek_v3", "think"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2", "think"),
+    (("<|tool_call>",), "gemma4", "gemma4"),
+    (("<minimax:tool_call>",), "minimax_m2", "think"),
+    (("<seed:tool_call>",), "seed_oss", "seed_oss"),
+    (("<function=", "<parameter="), "qwen3_coder", "qwen3_coder"),
+    (("<arg_key>",), "glm45", "think"),
+    (("[TOOL_CALLS]",), "mistral", "mistral"),
+    (("<|python_start|>",), "pythonic", "think"),
+    (("functools[",), "phi4_mini", "think"),
+    (("<|tool_call|>",), "granite", "think"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """What the output of one model looks like.
+
+    Attributes:
+        calls: A name of ``CALL_FORMATS``, or ``harmony``.
+        reasoning: A name of ``REASONING_FORMATS``, ``harmony``, or None for a model that does not reason.
+    """
+
+    calls: str = "auto"
+    reasoning: str | None = None
+
+    @staticmethod
+    def of(template: str | None) -> OutputFormat:
+        """Returns the format that a chat template shows."""
+        text = template or ""
+        calls, reasoning = next(
+            ((calls, reasoning) for signs, calls, reasoning in _SIGNS if all(sign in text for sign in signs)),
+            ("auto", "think"),
+        )
+        if reasoning != HARMONY and REASONING_FORMATS[reasoning].end not in text:
+            return OutputFormat(calls)
+        return OutputFormat(calls, reasoning)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Texts that must reach the parser, even if they are special tokens."""
+        if HARMONY in (self.calls, self.reasoning):
+            return TAGS
+        reasoning = REASONING_FORMATS[self.reasoning] if self.reasoning else None
+        return (*CALL_FORMATS[self.calls].tags, *((reasoning.start, reasoning.end) if reasoning else ()))
+
+    def parser(self, prompt: str, schemas: Schemas | None, forced: bool = False) -> OutputParser:
+        """Returns a parser of one answer.
+
+        Args:
+            prompt: The rendered prompt, which may end within the reasoning.
+            schemas: The functions that exist, with the JSON schema of their arguments; None if none may be called.
+            forced: Whether a grammar restricts the answer to calls in JSON.
+        """
+        if forced:
+            return ToolParser(FORCED, schemas or {})
+        if HARMONY in (self.calls, self.reasoning):
+            return HarmonyParser()
+        answer: OutputParser = ContentParser() if schemas is None else ToolParser(CALL_FORMATS[self.calls], schemas)
+        if self.reasoning is None:
+            return answer
+        format = REASONING_FORMATS[self.reasoning]
+        return ReasoningParser(format, answer, format.opened_by(prompt))

@@ -1,0 +1,123 @@
+"""Reasoning between tags, as in ``<think>...</think>``, before the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.serve.parsers.events import Content, Event, OutputParser, Reasoning, find_tag, split_held
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The tags of a family.
+
+    Attributes:
+        start: Begins the reasoning. Chat templates may write it at the end of the prompt.
+        end: Ends the reasoning.
+        also_ends: Tags that end the reasoning where ``end`` is missing, and belong to what follows: those of calls.
+    """
+
+    start: str
+    end: str
+    also_ends: tuple[str, ...] = ()
+
+    def opened_by(self, prompt: str) -> bool:
+        """Returns whether the text of the prompt ends within reasoning, so that the output begins there."""
+        return prompt.rfind(self.start) > prompt.rfind(self.end) and prompt.rstrip().endswith(self.start)
+
+
+class ReasoningParser:
+    """Separates reasoning from the answer, which another parser reads.
+
+    Whitespace around the reasoning, and between it and the answer, is dropped. Reasoning that is not ended remains
+    reasoning. Tags later in the answer are content.
+
+    Args:
+        format: The family's tags.
+        answer: Parses what follows.
+        opened: Whether the output begins within the reasoning.
+    """
+
+    def __init__(self, format: ReasoningFormat, answer: OutputParser, opened: bool) -> None:
+        self._format, self._answer = format, answer
+        self._within: bool | None = True if opened else None  # None before the first text, False behind it
+        self._held = ""
+        self._may_repeat = opened  # whether the output may begin with the start again
+        self._began = self._ended = False  # whether reasoning was emitted, and whether the answer follows it
+
+    @property
+    def calls(self) -> int:
+        """See ``OutputParser``."""
+        return self._answer.calls
+
+    def push(self, text: str) -> list[Event]:
+        """See ``OutputParser``."""
+        self._held += text
+        events: list[Event] = []
+        if self._within is None:
+            self._look_for_start()
+        if self._within:
+            self._read(events)
+        if self._within is False:
+            events += self._pass_on()
+        return events
+
+    def finish(self) -> list[Event]:
+        """See ``OutputParser``."""
+        held, self._held = self._held, ""
+        if self._within:
+            text = held.rstrip() if self._began else held.strip()
+            return [Reasoning(text), *self._answer.finish()] if text else self._answer.finish()
+        events = self._answer.push(held) if held and not self._ended else []
+        return events + self._answer.finish()
+
+    def _look_for_start(self) -> None:
+        start = self._held.lstrip()
+        if start.startswith(self._format.start):
+            self._within, self._held = True, start[len(self._format.start) :]
+        elif not self._format.start.startswith(start):
+            self._within = False
+
+    def _read(self, events: list[Event]) -> None:
+        """Emits reasoning, up to its end if that has come."""
+        tags = (self._format.end, *self._format.also_ends)
+        if not self._began:
+            self._held = self._held.lstrip()
+        if self._may_repeat:
+            if len(self._held) < len(self._format.start) and self._format.start.startswith(self._held):
+                return
+            self._held, self._may_repeat = self._held.removeprefix(self._format.start).lstrip(), False
+        place, tag = find_tag(self._held, tags)
+        text, held = (self._held[:place], self._held[place:]) if tag else split_held(self._held, tags)
+        stripped = text.rstrip()
+        if stripped:
+            events.append(Reasoning(stripped))
+            self._began = True
+        if tag:
+            self._within, self._ended = False, True
+            self._held = held.removeprefix(self._format.end)
+        else:
+            self._held = text[len(stripped) :] + held
+
+    def _pass_on(self) -> list[Event]:
+        """Hands the held text to the parser of the answer, without whitespace behind the reasoning."""
+        if self._ended:
+            self._held = self._held.lstrip()
+        if not self._held:
+            return []
+        held, self._held, self._ended = self._held, "", False
+        return self._answer.push(held)
+
+
+class ContentParser:
+    """All text is content."""
+
+    calls = 0
+
+    def push(self, text: str) -> list[Event]:
+        """See ``OutputParser``."""
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        """See ``OutputParser``."""
+        return []

@@ -1,0 +1,102 @@
+"""Values of function arguments that a model wrote as plain text, typed by the function's JSON schema."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NULLS = ("null", "none")
+
+
+def dumps(value: Any) -> str:
+    """Returns a value as JSON, in the form in which models write arguments."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def schema_types(schema: Any) -> set[str]:
+    """Returns the JSON types that a schema names; empty where it names none."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else {str(each) for each in named} if isinstance(named, list) else set()
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(key), list):
+            types = types.union(*map(schema_types, options))
+    if not types and isinstance(values := schema.get("enum"), list):
+        types = {"string" if isinstance(value, str) else "number" for value in values}
+    return types
+
+
+def typed(text: str, schema: Any) -> Any:
+    """Returns the value that ``text`` means where ``schema`` is expected.
+
+    A string stays as it is wherever the schema allows strings or says nothing. Otherwise the text is read as JSON, or
+    as a Python literal, and stays a string where it is neither.
+    """
+    types = schema_types(schema)
+    null = text.strip().lower() in _NULLS
+    if null and ("null" in types or (types and "string" not in types)):
+        return None
+    if not types or "string" in types:
+        return text
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if value is ... or isinstance(value, (set, bytes, complex)):
+            break
+        return _as_json(value, types)
+    return text.strip().lower() == "true" if types == {"boolean"} else text
+
+
+def _as_json(value: Any, types: set[str]) -> Any:
+    whole = isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types
+    return int(value) if whole else list(value) if isinstance(value, tuple) else value
+
+
+class ValueEnd:
+    """Finds the end of a bracketed value in text that arrives in pieces, in one pass over the text.
+
+    Args:
+        quotes: Characters that delimit strings, within which brackets do not count.
+        opening: Opening brackets.
+        closing: Closing brackets.
+    """
+
+    def __init__(self, quotes: str = '"', opening: str = "{[", closing: str = "}]") -> None:
+        self._quotes, self._opening, self._closing = quotes, opening, closing
+        self._special = re.compile("[" + re.escape("\\" + quotes + opening + closing) + "]")
+        self._depth, self._quote, self._escaped = 0, "", False
+
+    def push(self, text: str) -> int:
+        """Returns the length of the part of ``text`` that belongs to the value, or -1 if all does and more follows.
+
+        Raises:
+            ValueError: The value does not begin with an opening bracket.
+        """
+        if not self._depth and text[:1] not in self._opening:
+            raise ValueError("no value in brackets")
+        place = 0
+        if self._escaped and text:
+            self._escaped, place = False, 1
+        while (match := self._special.search(text, place)) is not None:
+            place, character = match.end(), match.group()
+            if self._quote:
+                if character == "\\":
+                    self._escaped = place == len(text)
+                    place += 1
+                elif character == self._quote:
+                    self._quote = ""
+            elif character in self._quotes:
+                self._quote = character
+            elif character in self._opening:
+                self._depth += 1
+            elif character in self._closing:
+                self._depth -= 1
+                if not self._depth:
+                    return place
+        return -1
