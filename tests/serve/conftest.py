@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,7 @@ import pytest
 from foretoken import LLM
 from foretoken.serve.app import create_app
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.output import OutputEvent, OutputParser, ParserFactory, ReasoningDelta
 from foretoken.serve.run import Server, bind
-from foretoken.serve.tool_choice import parser_of
 from foretoken.serve.worker import Worker
 
 PATIENCE = 30.0  # seconds that a test waits for what should come at once
@@ -57,10 +55,9 @@ def running(
     llm: LLM,
     settings: ServerSettings | None = None,
     max_waiting: int = 256,
-    make_parser: ParserFactory = parser_of,
 ) -> Iterator[Running]:
     worker = Worker(llm, max_waiting=max_waiting)
-    app = create_app(worker, settings, make_parser)
+    app = create_app(worker, settings)
     server = Server(app, worker, drain_timeout=PATIENCE)
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -73,27 +70,6 @@ def running(
             server.should_exit = True
             thread.join(PATIENCE)
     assert not thread.is_alive()
-
-
-class FirstLineReasons:
-    """A parser for tests: the first line is reasoning, and a ``ToolParser`` reads the rest."""
-
-    def __init__(self, rest: OutputParser) -> None:
-        self.rest, self.calls, self.reasoning_tokens, self._over = rest, 0, 0, False
-
-    def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
-        if self._over:
-            events = self.rest.push(text, tokens)
-            self.calls = self.rest.calls
-            return events
-        line, end, rest = text.partition("\n")
-        self.reasoning_tokens += round(len(tokens) * len(line) / max(1, len(text)))
-        self._over = bool(end)
-        events = [ReasoningDelta(line)] if line else []
-        return [*events, *(self.rest.push(rest, ()) if rest else [])]
-
-    def finish(self) -> list[OutputEvent]:
-        return self.rest.finish()
 
 
 def events_of(stream: str) -> list[tuple[str, Any]]:

@@ -9,11 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import TypeAdapter
-from tests.serve.conftest import PATIENCE, FirstLineReasons, Running, events_of, running
+from tests.serve.conftest import PATIENCE, Running, events_of, running
 
 from foretoken import LLM
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.tool_choice import parser_of
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -190,9 +189,9 @@ def test_count_tokens(server: Running, claude: Any) -> None:
 
 
 def test_thinking(spare: LLM) -> None:
-    settings = ServerSettings(model_names=("stdlib",))
-    asked = {**GREEDY, "guided_regex": "think\nsay a", "max_tokens": 60}
-    with running(spare, settings, make_parser=lambda body, only: FirstLineReasons(parser_of(body, only))) as server:
+    settings = ServerSettings(model_names=("stdlib",), reasoning_parser="think")
+    asked = {**GREEDY, "guided_regex": "<think>\nthink</think>\n\nsay a", "max_tokens": 60}
+    with running(spare, settings) as server:
         whole = server.post(asked, "messages").json()
         events = stream_of(server, **asked)
         with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0, timeout=PATIENCE) as client:

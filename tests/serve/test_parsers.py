@@ -10,8 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from foretoken.serve.parsers.events import CallArguments, CallStarted, Content, Event, Reasoning
-from foretoken.serve.parsers.formats import CALL_FORMATS, OutputFormat
+from foretoken.core.errors import InvalidRequest
+from foretoken.serve.output import OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
+from foretoken.serve.parsers.expected import ExpectedOutput
+from foretoken.serve.parsers.formats import CALL_FORMATS, OutputFormat, check_parsers, chosen_format
 from foretoken.serve.parsers.values import typed
 
 SCHEMAS: dict[str, Any] = {
@@ -196,18 +198,19 @@ def output_format(name: str) -> OutputFormat:
 
 def parsed(name: str, parts: list[str], prompt: str = "", schemas: Any = SCHEMAS) -> tuple[str, str, list[Any]]:
     """Returns reasoning, content and calls, the latter with the text of their arguments."""
-    parser = output_format(name).parser(prompt, schemas)
-    events: list[Event] = [event for part in parts for event in parser.push(part)] + parser.finish()
+    form = output_format(name)
+    parser = ExpectedOutput(form, schemas, form.opened_by(prompt)).parser()
+    events: list[OutputEvent] = [event for part in parts for event in parser.push(part)] + parser.finish()
     calls: list[Any] = []
     for event in events:
-        if isinstance(event, CallStarted):
+        if isinstance(event, ToolCallStarted):
             assert event.index == len(calls)
             calls.append([event.name, ""])
-        elif isinstance(event, CallArguments):
+        elif isinstance(event, ToolCallDelta):
             assert event.index == len(calls) - 1
-            calls[-1][1] += event.text
+            calls[-1][1] += event.arguments
     assert parser.calls == len(calls)
-    texts = ["".join(event.text for event in events if isinstance(event, kind)) for kind in (Reasoning, Content)]
+    texts = ["".join(event.text for event in events if isinstance(event, kind)) for kind in (ReasoningDelta, TextDelta)]
     return texts[0], texts[1], calls
 
 
@@ -238,15 +241,30 @@ def test_any_text_is_read_the_same_in_every_split(name: str) -> None:
 
 
 def test_arguments_are_passed_on_while_they_are_generated() -> None:
-    parser = OutputFormat("hermes").parser("", SCHEMAS)
-    events = parser.push('<tool_call>{"name": "get_weather", "arguments": {"city": "Tō')
-    assert events == [CallStarted(0, "get_weather"), CallArguments(0, '{"city": "Tō')]
+    parser = ExpectedOutput(OutputFormat("hermes"), SCHEMAS).parser()
+    started, arguments = parser.push('<tool_call>{"name": "get_weather", "arguments": {"city": "Tō')
+    assert isinstance(started, ToolCallStarted)
+    assert started.name == "get_weather"
+    assert arguments == ToolCallDelta(0, '{"city": "Tō')
 
 
 def test_reasoning_that_the_prompt_begins_is_told_apart() -> None:
     assert parsed("hermes", ["Hm.</think>Yes."], "<|im_start|>assistant\n<think>\n")[:2] == ("Hm.", "Yes.")
     assert parsed("hermes", ["<think>Hm.</think>Yes."], "<|im_start|>assistant\n<think>\n")[:2] == ("Hm.", "Yes.")
     assert parsed("hermes", ["Yes."], "assistant\n<think>\n\n</think>\n\n")[:2] == ("", "Yes.")
+
+
+def test_tokens_of_the_reasoning_are_counted() -> None:
+    form = OutputFormat("hermes", "think")
+    whole = ExpectedOutput(form, None, True, 9).parser()
+    by_share, in_pieces = ExpectedOutput(form, None, True).parser(), ExpectedOutput(form, None, True).parser()
+    whole.push("Hm, hm.</think>Yes.", [1, 2, 3, 9, 4])
+    assert whole.reasoning_tokens == 4
+    by_share.push("Hm.</think>Yes.Yes.....", [1, 2, 3, 9])
+    assert by_share.reasoning_tokens == 2
+    for token in ("Hm", ", hm", ".", "</think>", "Yes"):
+        in_pieces.push(token, [1])
+    assert in_pieces.reasoning_tokens == 4
 
 
 def test_without_functions_their_format_is_content() -> None:
@@ -269,6 +287,22 @@ def test_without_functions_their_format_is_content() -> None:
 )
 def test_the_chat_template_shows_the_format(sign: str, calls: str, reasoning: str | None) -> None:
     assert OutputFormat.of(sign) == OutputFormat(calls, reasoning)
+
+
+def test_named_parsers_take_the_place_of_the_template() -> None:
+    assert chosen_format("<tool_call></think>", "mistral") == OutputFormat("mistral", "think")
+    assert chosen_format("<tool_call></think>", None, "none") == OutputFormat("auto", None)
+    with pytest.raises(InvalidRequest, match=r"--tool-call-parser must be one of hermes, .*, got 'qwen9'"):
+        check_parsers("qwen9", None)
+    with pytest.raises(InvalidRequest, match=r"--reasoning-parser must be one of think, .*, got 'x'"):
+        check_parsers(None, "x")
+
+
+def test_special_tokens_that_are_no_part_of_the_format_are_dropped() -> None:
+    parser = ExpectedOutput(OutputFormat("granite"), SCHEMAS, dropped=("<|end|>", "<|end_of_text|>")).parser()
+    events = [*parser.push("a<|end_of_text|>b<|tool_call|>"), *parser.push('[{"name": "now", "arguments": {}}]<|end|>')]
+    assert events[:2] == [TextDelta("ab"), ToolCallStarted(0, events[1].id, "now")]  # type: ignore[union-attr]
+    assert parser.finish() == []
 
 
 @pytest.mark.parametrize(

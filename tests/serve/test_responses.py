@@ -11,11 +11,10 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from tests.serve.conftest import FirstLineReasons, Running, events_of, running
+from tests.serve.conftest import Running, events_of, running
 
 from foretoken import LLM
 from foretoken.serve.limits import ServerSettings
-from foretoken.serve.tool_choice import parser_of
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 GREEDY: dict[str, Any] = {"model": "stdlib", "input": "def main(args):", "temperature": 0, "max_output_tokens": 24}
@@ -45,7 +44,7 @@ CALLING: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def storing(spare: LLM) -> Iterator[Running]:
     settings = ServerSettings(model_names=("stdlib",), stored_responses=50)
-    with running(spare, settings, make_parser=lambda body, only: parser_of(body, only)) as found:
+    with running(spare, settings) as found:
         yield found
 
 
@@ -208,12 +207,16 @@ def test_log_probabilities(server: Running, client: openai.OpenAI) -> None:
 
 
 def test_reasoning(spare: LLM) -> None:
-    settings = ServerSettings(model_names=("stdlib",))
-    asked = {**GREEDY, "guided_regex": "think\nsay a", "max_output_tokens": 60}
-    with running(spare, settings, make_parser=lambda body, only: FirstLineReasons(parser_of(body, only))) as server:
+    settings = ServerSettings(model_names=("stdlib",), reasoning_parser="think")
+    asked = {**GREEDY, "guided_regex": "<think>\nthink</think>\n\nsay a", "max_output_tokens": 60}
+    with running(spare, settings) as server:
         whole = server.post(asked, "responses").json()
         events = stream_of(server, **asked)
-        chat = {"messages": [{"role": "user", "content": "x"}], "guided_regex": "think\nsay a", "max_tokens": 60}
+        chat = {
+            "messages": [{"role": "user", "content": "x"}],
+            "guided_regex": "<think>\nthink</think>\n\nsay a",
+            "max_tokens": 60,
+        }
         message = server.post(chat, "chat/completions").json()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("think", "say a")
         chunks = server.post({**chat, "stream": True}, "chat/completions").text

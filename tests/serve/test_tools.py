@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.serve.chat import message_of
-from foretoken.serve.tools import ToolParser
+from foretoken.serve.parsers.expected import ExpectedOutput
+from foretoken.serve.parsers.formats import FORCED, OutputFormat
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
 BARE = '{"name": "add", "parameters": {"a": "\\"{", "b": {}}}'
@@ -36,7 +37,7 @@ CASES: list[tuple[str, bool, str | None, list[tuple[str, Any]]]] = [
 
 
 def parsed(parts: list[str], bare: bool) -> dict[str, Any]:
-    parser = ToolParser(["add"], bare)
+    parser = ExpectedOutput(FORCED if bare else OutputFormat(), {"add": {}}).parser()
     return message_of([*(delta for part in parts for delta in parser.push(part)), *parser.finish()])
 
 
@@ -62,7 +63,7 @@ def test_any_text_however_it_is_cut(parts: list[str]) -> None:
 
 def test_cut_off_arguments_are_told_as_far_as_they_came() -> None:
     message = parsed([BARE[:-4]], False)
-    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "\\"{", "b":'
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "\\"{", "b": '
 
 
 TOOLS: Any = [

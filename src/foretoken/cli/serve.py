@@ -31,6 +31,7 @@ from foretoken.cli.theme import ColorMode, console
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.serve.hosts import allowed_hosts
 from foretoken.serve.listening import bind
+from foretoken.serve.parsers.formats import check_parsers
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -61,6 +62,12 @@ def serve(
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="A Jinja template in place of the tokenizer's own.")
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes function calls. [what the chat template shows]")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How the model writes reasoning; none if it does not. [what the template shows]")
     ] = None,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may use the API; may be repeated.")
@@ -125,6 +132,7 @@ def serve(
         raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
     if replica_scale is not None and response_store is not None:
         raise InvalidRequest("--replicas and --response-store cannot be combined: responses are kept by one process")
+    check_parsers(tool_call_parser, reasoning_parser)
     config = speculative(speculative_config)
     options = {
         "speculative_config": config,
@@ -147,6 +155,8 @@ def serve(
         "api_keys": tuple(api_key or ()),
         "share_cache_across_keys": share_cache_across_keys,
         "chat_template": _text(chat_template) if chat_template is not None else None,
+        "tool_call_parser": tool_call_parser,
+        "reasoning_parser": reasoning_parser,
         "origins": tuple(allow_origin or ()),
         "max_body": size_in_bytes("--max-body", max_body),
         "body_timeout": body_timeout,

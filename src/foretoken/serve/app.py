@@ -15,14 +15,12 @@ from starlette.responses import FileResponse, Response
 from foretoken import __version__
 from foretoken.serve.errors import add_handlers
 from foretoken.serve.limits import LimitsMiddleware, ServerSettings
-from foretoken.serve.output import ParserFactory
 from foretoken.serve.request_ids import RequestIdMiddleware
 from foretoken.serve.routes.anthropic import message_routes
 from foretoken.serve.routes.listing import listing_routes
 from foretoken.serve.routes.openai import completion_routes, stored_routes
 from foretoken.serve.routes.tokens import token_routes
 from foretoken.serve.service import Service
-from foretoken.serve.tool_choice import parser_of
 from foretoken.serve.worker import Worker
 
 PLAYGROUND = Path(__file__).parent / "playground"
@@ -47,18 +45,15 @@ def open_paths() -> frozenset[str]:
     return frozenset({"/health", "/ping", *playground()})
 
 
-def create_app(
-    worker: Worker, settings: ServerSettings | None = None, make_parser: ParserFactory = parser_of
-) -> FastAPI:
+def create_app(worker: Worker, settings: ServerSettings | None = None) -> FastAPI:
     """Returns the app of a worker. Its lifespan starts and closes the worker.
 
     Args:
         worker: Runs the engine.
         settings: The server's settings.
-        make_parser: Makes the parser of an output's text, reasoning and calls.
     """
     settings = settings or ServerSettings()
-    service = Service(worker, settings, make_parser)
+    service = Service(worker, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -13,7 +13,6 @@ from foretoken.serve.intake import PreparedRequest
 from foretoken.serve.output import (
     OutputEvent,
     OutputParser,
-    ParserFactory,
     ReasoningDelta,
     TextDelta,
     ToolCallDelta,
@@ -29,11 +28,9 @@ class ChatWriter:
 
     object = "chat.completion.chunk"
 
-    def __init__(
-        self, prepared: PreparedRequest[ChatRequest], token_text: TokenText, make_parser: ParserFactory
-    ) -> None:
+    def __init__(self, prepared: PreparedRequest[ChatRequest], token_text: TokenText) -> None:
         self._body, self._prompt, self._token_text = prepared.body, prepared.prompts[0], token_text
-        self._parsers = [make_parser(prepared.body, prepared.calls_only) for _ in range(prepared.params.n)]
+        self._parsers = [prepared.output.parser() for _ in range(prepared.params.n)]
         self._waiting: list[_Waiting] = [_Waiting() for _ in self._parsers]
 
     def answer(self, generation: Generation, finals: Mapping[int, StreamPiece]) -> ChatCompletion:

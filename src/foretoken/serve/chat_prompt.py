@@ -32,6 +32,8 @@ def render(tokenizer: Any, body: ChatRequest, template: str | None) -> str:
         raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(reserved)}; only the template's own names")
     if body.reasoning_effort is not None:
         own["reasoning_effort"] = body.reasoning_effort
+        for switch in ("enable_thinking", "thinking"):  # of templates that do not grade the effort
+            own.setdefault(switch, body.reasoning_effort != "none")
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and generates:

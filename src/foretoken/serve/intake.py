@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
 from foretoken.core.bad_words import BadWords
@@ -20,6 +21,8 @@ from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
 from foretoken.serve.fill_in import fill_in_prompt
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.parameters import sampling
+from foretoken.serve.parsers.expected import ExpectedOutput, expect
+from foretoken.serve.parsers.formats import OutputFormat, chosen_format
 from foretoken.serve.schema import Body, CompletionRequest
 from foretoken.serve.token_schema import DetokenizeRequest, TokenizeRequest
 from foretoken.serve.tool_choice import forced
@@ -61,7 +64,7 @@ class PreparedRequest(Generic[B]):
         prompts: The prompts in tokens.
         params: Sampling parameters of all of them.
         max_tokens: Number of tokens to generate at most; 0 where only the prompt's log-probabilities are wanted.
-        calls_only: Whether the text consists of function calls alone.
+        output: What the answers look like.
         bad_words: The tokens of the bad words; None if ``params`` has the words themselves.
         chat: The chat for which the body stands, with the fields that answering needs.
         cut: Whether ``max_tokens`` is less than was asked for, because the context ends there.
@@ -72,7 +75,7 @@ class PreparedRequest(Generic[B]):
     prompts: list[EncodedPrompt]
     params: SamplingParams
     max_tokens: int
-    calls_only: bool = False
+    output: ExpectedOutput = field(default_factory=ExpectedOutput)
     bad_words: BadWords | None = None
     chat: ChatRequest | None = None
     cut: bool = False
@@ -117,6 +120,14 @@ class Intake:
         if references and earlier is None:
             raise EarlierNeeded(references)
         return self._chat(body, body.as_chat(earlier or Earlier()))
+
+    @cached_property
+    def _format(self) -> OutputFormat:
+        """How the model writes reasoning and calls."""
+        settings = self.settings
+        template = settings.chat_template or getattr(self.tokenizer.tokenizer, "chat_template", None)
+        shown = template if isinstance(template, str) else None
+        return chosen_format(shown, settings.tool_call_parser, settings.reasoning_parser)
 
     def tokenized_bad_words(self, prepared: PreparedRequest[B]) -> PreparedRequest[B]:
         """Returns ``prepared`` with the tokens of its bad words. Raises InvalidRequest."""
@@ -164,13 +175,12 @@ class Intake:
         self._check_counts(1, 1, chat.prompt_logprobs, "prompt_logprobs")
         calls = forced(chat)
         asked = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
-        ids = self._rendered(chat, asked, source)
+        text, ids = self._rendered(chat, asked, source)
         needed = _needed(chat)
         prepared: dict[str, Any] = {
             "body": needed if form is None else form.kept(),
             "prompts": [EncodedPrompt("", ids)],
             "chat": needed,
-            "calls_only": calls is not None,
         }
         if form is not None and form.counts_only:
             return PreparedRequest(params=SamplingParams(), max_tokens=0, **prepared)
@@ -184,16 +194,19 @@ class Intake:
             logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
             prompt_logprobs=chat.prompt_logprobs,
         )
-        return PreparedRequest(params=self._predicted(params), max_tokens=params.max_tokens, cut=cut, **prepared)
+        tokenizer = self.tokenizer.tokenizer
+        output, params = expect(self._format, chat, text, params, calls is not None, tokenizer)
+        params = self._predicted(params)
+        return PreparedRequest(params=params, max_tokens=params.max_tokens, cut=cut, output=output, **prepared)
 
-    def _rendered(self, chat: ChatRequest, asked: int | None, source: str) -> list[int]:
-        """Returns the tokens of a chat's prompt."""
+    def _rendered(self, chat: ChatRequest, asked: int | None, source: str) -> tuple[str, list[int]]:
+        """Returns a chat's prompt as a text and in tokens."""
         text = render(self.tokenizer.tokenizer, chat, self.settings.chat_template)
         try:
             ids = self._unlimited(chat.truncate_prompt_tokens).rendered(text)
         except ContextLengthExceeded as error:
             raise invalid(str(error), source, CONTEXT_LENGTH) from error
-        return self._truncated(ids, chat.truncate_prompt_tokens, asked)
+        return text, self._truncated(ids, chat.truncate_prompt_tokens, asked)
 
     def _encoded(self, body: CompletionRequest, prompt: str | list[int]) -> EncodedPrompt:
         if body.suffix is not None:

@@ -35,6 +35,8 @@ class ServerSettings:
         share_cache_across_keys: Whether requests of different keys share the prefix cache and the proposers' stores.
             Otherwise each of several keys has its own scope.
         chat_template: A template in place of the tokenizer's own.
+        tool_call_parser: How the model writes function calls; None for what the chat template shows.
+        reasoning_parser: How the model writes reasoning, ``none`` if it does not; None for what the template shows.
         origins: Other origins whose pages may use the API from a browser (CORS).
         hosts: The ``Host`` headers that are answered; None answers any.
         max_body: Bytes of a body.
@@ -53,6 +55,8 @@ class ServerSettings:
     api_keys: Sequence[str] = ()
     share_cache_across_keys: bool = False
     chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     origins: Sequence[str] = ()
     hosts: AllowedHosts | None = None
     max_body: int = 4 * 2**20

@@ -1,17 +1,14 @@
 """What a model's text consists of: text, reasoning and tool calls, as events that each API renders in its own way.
 
-A parser turns the text into events while it is generated. ``tools.ToolParser`` is the default; parsers of model
-families have the same interface.
+A parser of the model's family (``parsers``) turns the text into events while it is generated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 from uuid import uuid4
-
-from foretoken.serve.chat_schema import ChatRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +46,17 @@ OutputEvent = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta
 
 
 class OutputParser(Protocol):
-    """Parses the output of one choice while it is generated.
+    """Parses the output of one choice while it is generated."""
 
-    Attributes:
-        calls: Number of complete calls so far.
-        reasoning_tokens: Number of tokens of the reasoning so far.
-    """
+    @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens of the reasoning so far."""
+        ...
 
-    calls: int
-    reasoning_tokens: int
+    @property
+    def calls(self) -> int:
+        """Number of calls so far."""
+        ...
 
     def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """Returns the events that are certain after ``text``, whose tokens are ``tokens``."""
@@ -66,10 +65,6 @@ class OutputParser(Protocol):
     def finish(self) -> list[OutputEvent]:
         """Returns the events of what is still held back at the end."""
         ...
-
-
-# Makes the parser of one choice. The flag tells whether the text consists of calls in JSON without tags.
-ParserFactory = Callable[[ChatRequest, bool], OutputParser]
 
 
 class TextParser:

@@ -20,7 +20,6 @@ from foretoken.serve.generation import Generation
 from foretoken.serve.intake import EarlierNeeded, Intake, PreparedRequest
 from foretoken.serve.limits import ServerSettings, effective_salt, key_of
 from foretoken.serve.metrics import Metrics
-from foretoken.serve.output import ParserFactory
 from foretoken.serve.request_ids import set_request_id
 from foretoken.serve.responses.store import ResponseStore
 from foretoken.serve.schema import Body
@@ -38,11 +37,10 @@ class Service:
     Args:
         worker: Runs the engine.
         settings: The server's settings.
-        make_parser: Makes the parser of an output's text, reasoning and calls.
     """
 
-    def __init__(self, worker: Worker, settings: ServerSettings, make_parser: ParserFactory) -> None:
-        self.worker, self.settings, self.make_parser = worker, settings, make_parser
+    def __init__(self, worker: Worker, settings: ServerSettings) -> None:
+        self.worker, self.settings = worker, settings
         self.metrics = Metrics(settings.model_names[0], lambda: worker.engine.usage, worker.method_of)
         self.token_text = TokenText(worker.llm.tokenizer)
         self.responses = ResponseStore(settings.stored_responses, settings.stored_bytes)

@@ -9,14 +9,6 @@ from typing import Any, cast
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.chat_schema import AllowedTools, ChatRequest, NamedTool, Tool
 from foretoken.serve.errors import invalid
-from foretoken.serve.output import OutputParser, TextParser
-from foretoken.serve.tools import ToolParser
-
-
-def parser_of(body: ChatRequest, calls_only: bool) -> OutputParser:
-    """Returns the parser of one choice. calls_only: whether the text consists of calls in JSON without tags."""
-    tools = offered(body)
-    return ToolParser([tool.function.name for tool in tools], calls_only) if tools else TextParser()
 
 
 def offered(body: ChatRequest) -> list[Tool]:

@@ -13,7 +13,7 @@ from foretoken.serve.errors import ApiError
 from foretoken.serve.generation import Generation
 from foretoken.serve.intake import PreparedRequest
 from foretoken.serve.messages.schema import MessagesRequest
-from foretoken.serve.output import Block, BlockChange, Blocks, ParserFactory
+from foretoken.serve.output import Block, BlockChange, Blocks
 from foretoken.serve.sse import event
 
 
@@ -22,16 +22,12 @@ class MessageWriter:
 
     Args:
         prepared: The request.
-        make_parser: Makes the parser of the output.
         request_id: Identifier of the request, for errors in the stream.
     """
 
-    def __init__(
-        self, prepared: PreparedRequest[MessagesRequest], make_parser: ParserFactory, request_id: str | None
-    ) -> None:
-        assert prepared.chat is not None
+    def __init__(self, prepared: PreparedRequest[MessagesRequest], request_id: str | None) -> None:
         self._body, self._cut, self._request_id = prepared.body, prepared.cut, request_id
-        self._parser = make_parser(prepared.chat, prepared.calls_only)
+        self._parser = prepared.output.parser()
         self._blocks = Blocks()
         self._final: StreamPiece | None = None
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from foretoken.serve.parsers.events import CallArguments, CallStarted, Event, split_held
+from foretoken.serve.output import OutputEvent, ToolCallDelta, ToolCallStarted, new_call_id
+from foretoken.serve.parsers.tags import split_held
 from foretoken.serve.parsers.values import ValueEnd, dumps, typed
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -35,22 +36,22 @@ class Writer:
     def __init__(self, schemas: Schemas) -> None:
         self.schemas = schemas
         self.calls = 0
-        self.events: list[Event] = []
+        self.events: list[OutputEvent] = []
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[OutputEvent]:
         """Returns the events since the last time."""
         events, self.events = self.events, []
         return events
 
     def start(self, name: str) -> None:
         """Begins a call."""
-        self.events.append(CallStarted(self.calls, name))
+        self.events.append(ToolCallStarted(self.calls, new_call_id(), name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:
         """Adds to the arguments of the last call."""
         if text:
-            self.events.append(CallArguments(self.calls - 1, text))
+            self.events.append(ToolCallDelta(self.calls - 1, text))
 
     def call(self, name: str, arguments: Any) -> None:
         """Writes a whole call."""

@@ -6,22 +6,21 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
+from foretoken.core.errors import InvalidRequest
 from foretoken.serve.parsers.bodies import (
     Body,
     HeadBody,
     ParameterBody,
     ParameterTags,
     PythonBody,
-    Schemas,
     WholeBody,
     Writer,
     gemma_calls,
 )
-from foretoken.serve.parsers.events import OutputParser
-from foretoken.serve.parsers.harmony import TAGS, HarmonyParser
+from foretoken.serve.parsers.harmony import TAGS
 from foretoken.serve.parsers.json_calls import JsonBody
-from foretoken.serve.parsers.reasoning import ContentParser, ReasoningFormat, ReasoningParser
-from foretoken.serve.parsers.tools import CallFormat, ToolParser
+from foretoken.serve.parsers.reasoning import ReasoningFormat
+from foretoken.serve.parsers.tools import CallFormat
 
 
 def _kimi_name(head: str) -> str:
@@ -138,8 +137,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
 }
 """How functions are called, by the names that vLLM gives its parsers. ``auto`` reads Hermes' and Llama 3's form."""
 
-FORCED = CallFormat(bare={"{": JsonBody, "[": JsonBody})
-"""The JSON to which a grammar restricts an answer that must be a call."""
+FORMATS = CALL_FORMATS | {"forced": CallFormat(bare={"{": JsonBody, "[": JsonBody})}
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
@@ -200,22 +198,40 @@ class OutputFormat:
         if HARMONY in (self.calls, self.reasoning):
             return TAGS
         reasoning = REASONING_FORMATS[self.reasoning] if self.reasoning else None
-        return (*CALL_FORMATS[self.calls].tags, *((reasoning.start, reasoning.end) if reasoning else ()))
+        return (*FORMATS[self.calls].tags, *((reasoning.start, reasoning.end) if reasoning else ()))
 
-    def parser(self, prompt: str, schemas: Schemas | None, forced: bool = False) -> OutputParser:
-        """Returns a parser of one answer.
+    def opened_by(self, prompt: str) -> bool:
+        """Returns whether the text of a prompt ends within reasoning, so that the output begins there."""
+        reasoning = REASONING_FORMATS.get(self.reasoning or "")
+        return reasoning is not None and reasoning.opened_by(prompt)
 
-        Args:
-            prompt: The rendered prompt, which may end within the reasoning.
-            schemas: The functions that exist, with the JSON schema of their arguments; None if none may be called.
-            forced: Whether a grammar restricts the answer to calls in JSON.
-        """
-        if forced:
-            return ToolParser(FORCED, schemas or {})
-        if HARMONY in (self.calls, self.reasoning):
-            return HarmonyParser()
-        answer: OutputParser = ContentParser() if schemas is None else ToolParser(CALL_FORMATS[self.calls], schemas)
-        if self.reasoning is None:
-            return answer
-        format = REASONING_FORMATS[self.reasoning]
-        return ReasoningParser(format, answer, format.opened_by(prompt))
+
+FORCED = OutputFormat("forced")
+"""The JSON to which a grammar restricts an answer that must consist of calls."""
+
+
+def check_parsers(calls: str | None, reasoning: str | None) -> None:
+    """Raises InvalidRequest for the name of a parser that there is not."""
+    for option, name, known in (
+        ("--tool-call-parser", calls, TOOL_CALL_PARSERS),
+        ("--reasoning-parser", reasoning, REASONING_PARSERS),
+    ):
+        if name is not None and name not in known:
+            raise InvalidRequest(f"{option} must be one of {', '.join(known)}, got {name!r}")
+
+
+def chosen_format(template: str | None, calls: str | None = None, reasoning: str | None = None) -> OutputFormat:
+    """Returns the format of a chat template, or that of the parsers that are named instead of it.
+
+    Args:
+        template: The chat template.
+        calls: A name of ``TOOL_CALL_PARSERS``, None for what the template shows.
+        reasoning: A name of ``REASONING_PARSERS``, ``none`` for a model that does not reason.
+    """
+    shown = OutputFormat.of(template)
+    named = shown.reasoning if reasoning is None else None if reasoning == "none" else reasoning
+    return OutputFormat(calls or shown.calls, named)
+
+
+TOOL_CALL_PARSERS = (*CALL_FORMATS, HARMONY)
+REASONING_PARSERS = (*REASONING_FORMATS, HARMONY, "none")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from foretoken.serve.output import OutputEvent, ReasoningDelta, TextDelta
 from foretoken.serve.parsers.bodies import Writer
-from foretoken.serve.parsers.events import Content, Event, Reasoning, find_tag, split_held
+from foretoken.serve.parsers.tags import find_tag, split_held
 
 TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -22,24 +24,31 @@ class HarmonyParser:
 
     def __init__(self) -> None:
         self._writer = Writer({})
+        self.reasoning_tokens = 0
         self._held = ""
         self._header = True
         self._first = True
-        self._kind: type[Content] | type[Reasoning] | None = Content  # of the message's text; None for arguments
+        self._kind: type[TextDelta] | type[ReasoningDelta] | None = (
+            TextDelta  # of the message's text; None for arguments
+        )
 
     @property
     def calls(self) -> int:
         """See ``OutputParser``."""
         return self._writer.calls
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """See ``OutputParser``."""
         self._held += text
+        reasons = not self._header and self._kind is ReasoningDelta
         while self._held and (self._read_header() if self._header else self._read_message()):
             pass
-        return self._writer.take()
+        events = self._writer.take()
+        if reasons or any(isinstance(event, ReasoningDelta) for event in events):
+            self.reasoning_tokens += _share(events, tokens)
+        return events
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[OutputEvent]:
         """See ``OutputParser``."""
         held, self._held = self._held, ""
         if not self._header:
@@ -61,7 +70,9 @@ class HarmonyParser:
             self._kind = None
             self._writer.start(function[1])
         else:
-            self._kind = Reasoning if (channel is not None and channel[1] == "analysis") or "to=" in header else Content
+            self._kind = (
+                ReasoningDelta if (channel is not None and channel[1] == "analysis") or "to=" in header else TextDelta
+            )
         return True
 
     def _read_message(self) -> bool:
@@ -82,3 +93,10 @@ class HarmonyParser:
             self._writer.arguments(text)
         else:
             self._writer.events.append(self._kind(text))
+
+
+def _share(events: Sequence[OutputEvent], tokens: Sequence[int]) -> int:
+    """Returns how many of a piece's tokens are reasoning, by the share of its characters."""
+    lengths = [len(event.text) for event in events if isinstance(event, TextDelta | ReasoningDelta)]
+    reasoning = sum(len(event.text) for event in events if isinstance(event, ReasoningDelta))
+    return round(len(tokens) * reasoning / sum(lengths)) if sum(lengths) else len(tokens)

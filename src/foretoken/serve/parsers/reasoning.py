@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretoken.serve.parsers.events import Content, Event, OutputParser, Reasoning, find_tag, split_held
+from foretoken.serve.output import OutputEvent, OutputParser, ReasoningDelta
+from foretoken.serve.parsers.tags import find_tag, split_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,18 @@ class ReasoningParser:
         format: The family's tags.
         answer: Parses what follows.
         opened: Whether the output begins within the reasoning.
+        end_token: The token that ``format.end`` is, if it is one. It tells which tokens are reasoning.
+
+    Attributes:
+        reasoning_tokens: Number of tokens of the reasoning so far, tags included. Where the reasoning ends within a
+            piece and ``end_token`` is unknown, those of the piece count by their share of its characters.
     """
 
-    def __init__(self, format: ReasoningFormat, answer: OutputParser, opened: bool) -> None:
-        self._format, self._answer = format, answer
+    def __init__(
+        self, format: ReasoningFormat, answer: OutputParser, opened: bool, end_token: int | None = None
+    ) -> None:
+        self._format, self._answer, self._end_token = format, answer, end_token
+        self.reasoning_tokens = 0
         self._within: bool | None = True if opened else None  # None before the first text, False behind it
         self._held = ""
         self._may_repeat = opened  # whether the output may begin with the start again
@@ -50,24 +60,25 @@ class ReasoningParser:
         """See ``OutputParser``."""
         return self._answer.calls
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """See ``OutputParser``."""
         self._held += text
-        events: list[Event] = []
+        events: list[OutputEvent] = []
         if self._within is None:
             self._look_for_start()
         if self._within:
             self._read(events)
+            self._count(text, tokens)
         if self._within is False:
             events += self._pass_on()
         return events
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[OutputEvent]:
         """See ``OutputParser``."""
         held, self._held = self._held, ""
         if self._within:
             text = held.rstrip() if self._began else held.strip()
-            return [Reasoning(text), *self._answer.finish()] if text else self._answer.finish()
+            return [ReasoningDelta(text), *self._answer.finish()] if text else self._answer.finish()
         events = self._answer.push(held) if held and not self._ended else []
         return events + self._answer.finish()
 
@@ -78,7 +89,7 @@ class ReasoningParser:
         elif not self._format.start.startswith(start):
             self._within = False
 
-    def _read(self, events: list[Event]) -> None:
+    def _read(self, events: list[OutputEvent]) -> None:
         """Emits reasoning, up to its end if that has come."""
         tags = (self._format.end, *self._format.also_ends)
         if not self._began:
@@ -91,7 +102,7 @@ class ReasoningParser:
         text, held = (self._held[:place], self._held[place:]) if tag else split_held(self._held, tags)
         stripped = text.rstrip()
         if stripped:
-            events.append(Reasoning(stripped))
+            events.append(ReasoningDelta(stripped))
             self._began = True
         if tag:
             self._within, self._ended = False, True
@@ -99,7 +110,17 @@ class ReasoningParser:
         else:
             self._held = text[len(stripped) :] + held
 
-    def _pass_on(self) -> list[Event]:
+    def _count(self, text: str, tokens: Sequence[int]) -> None:
+        """Counts the tokens of a piece that is reasoning, or whose beginning is."""
+        if self._within:
+            self.reasoning_tokens += len(tokens)
+        elif self._end_token is not None and self._end_token in tokens:
+            self.reasoning_tokens += list(tokens).index(self._end_token) + 1
+        else:
+            behind = min(1.0, len(self._held) / len(text)) if text else 0.0
+            self.reasoning_tokens += round(len(tokens) * (1.0 - behind))
+
+    def _pass_on(self) -> list[OutputEvent]:
         """Hands the held text to the parser of the answer, without whitespace behind the reasoning."""
         if self._ended:
             self._held = self._held.lstrip()
@@ -107,17 +128,3 @@ class ReasoningParser:
             return []
         held, self._held, self._ended = self._held, "", False
         return self._answer.push(held)
-
-
-class ContentParser:
-    """All text is content."""
-
-    calls = 0
-
-    def push(self, text: str) -> list[Event]:
-        """See ``OutputParser``."""
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[Event]:
-        """See ``OutputParser``."""
-        return []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from foretoken.serve.output import OutputEvent, TextDelta
 from foretoken.serve.parsers.bodies import Body, Schemas, Writer
-from foretoken.serve.parsers.events import Content, Event, find_tag, split_held
+from foretoken.serve.parsers.tags import find_tag, split_held
 
 _BARE_SPACE = " \r\n\t,;[]"
 
@@ -46,6 +47,8 @@ class ToolParser:
         schemas: The functions that exist, with the JSON schema of their arguments.
     """
 
+    reasoning_tokens = 0
+
     def __init__(self, format: CallFormat, schemas: Schemas) -> None:
         self._format, self._writer = format, Writer(schemas)
         self._held, self._skipped = "", ""
@@ -58,14 +61,14 @@ class ToolParser:
         """See ``OutputParser``."""
         return self._writer.calls
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str, tokens: Sequence[int] = ()) -> list[OutputEvent]:
         """See ``OutputParser``."""
         self._held += text
         while self._held and self._advance():
             pass
         return self._writer.take()
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[OutputEvent]:
         """See ``OutputParser``."""
         held, self._held = self._held, ""
         if self._body is not None:
@@ -150,4 +153,4 @@ class ToolParser:
 
     def _content(self, text: str) -> None:
         if text:
-            self._writer.events.append(Content(text))
+            self._writer.events.append(TextDelta(text))

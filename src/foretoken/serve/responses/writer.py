@@ -11,7 +11,7 @@ from foretoken.serve.answers import ResponseObject
 from foretoken.serve.errors import ApiError
 from foretoken.serve.generation import Generation
 from foretoken.serve.intake import PreparedRequest
-from foretoken.serve.output import Block, BlockChange, Blocks, ParserFactory
+from foretoken.serve.output import Block, BlockChange, Blocks
 from foretoken.serve.responses.fields import echoed
 from foretoken.serve.responses.schema import ResponsesRequest
 from foretoken.serve.sse import event
@@ -27,7 +27,6 @@ class ResponseWriter:
     Args:
         prepared: The request.
         token_text: The texts of tokens.
-        make_parser: Makes the parser of the output.
         store: Called with the finished response.
         stores: Whether it is stored.
     """
@@ -36,14 +35,13 @@ class ResponseWriter:
         self,
         prepared: PreparedRequest[ResponsesRequest],
         token_text: TokenText,
-        make_parser: ParserFactory,
         store: Callable[[ResponseObject], None],
         stores: bool,
     ) -> None:
         assert prepared.chat is not None
         self._body, self._chat, self._params = prepared.body, prepared.chat, prepared.params
         self._token_text, self._store, self._stores = token_text, store, stores
-        self._parser = make_parser(prepared.chat, prepared.calls_only)
+        self._parser = prepared.output.parser()
         self._blocks = Blocks()
         self._logprobs: dict[int, list[Any]] = {}  # by block
         self._sent: dict[int, int] = {}  # how many of them were streamed

@@ -25,7 +25,7 @@ def message_routes(service: Service) -> APIRouter:
         """Write the next message of a conversation, in Anthropic's format."""
 
         def writer(prepared: Any) -> MessageWriter:
-            return MessageWriter(prepared, service.make_parser, request_id(request.scope))
+            return MessageWriter(prepared, request_id(request.scope))
 
         return await service.generate("msg_", await service.prepared(body, request), writer, request)
 

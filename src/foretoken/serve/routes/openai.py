@@ -45,7 +45,7 @@ def completion_routes(service: Service) -> APIRouter:
         """Write the next message of a conversation."""
 
         def writer(prepared: Any) -> ChunkWriter:
-            choices = ChatWriter(prepared, service.token_text, service.make_parser)
+            choices = ChatWriter(prepared, service.token_text)
             return ChunkWriter(prepared.body, choices, service.token_text)
 
         return await service.generate("chatcmpl-", await service.prepared(body, request), writer, request)
@@ -63,7 +63,7 @@ def completion_routes(service: Service) -> APIRouter:
                 service.responses.add(response["id"], stored)
 
         def writer(prepared: Any) -> ResponseWriter:
-            return ResponseWriter(prepared, service.token_text, service.make_parser, store, stores)
+            return ResponseWriter(prepared, service.token_text, store, stores)
 
         return await service.generate("resp_", await service.prepared(body, request), writer, request)
 

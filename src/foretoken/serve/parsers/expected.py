@@ -1,0 +1,94 @@
+"""What the answers to one chat look like, and the parsers that read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foretoken.params import SamplingParams
+from foretoken.serve.chat_schema import ChatRequest
+from foretoken.serve.output import OutputParser, TextParser
+from foretoken.serve.parsers.bodies import Schemas
+from foretoken.serve.parsers.formats import FORCED, FORMATS, HARMONY, REASONING_FORMATS, OutputFormat
+from foretoken.serve.parsers.harmony import HarmonyParser
+from foretoken.serve.parsers.reasoning import ReasoningParser
+from foretoken.serve.parsers.special_tokens import WithoutTokens
+from foretoken.serve.parsers.tools import ToolParser
+from foretoken.serve.parsers.values import schema_types
+from foretoken.serve.tool_choice import offered
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedOutput:
+    """What the answers to one request look like.
+
+    Attributes:
+        format: Their format.
+        schemas: The functions that may be called, with the JSON schema of their arguments; None if none may.
+        opened: Whether the prompt ends within reasoning.
+        end_token: The token that ends reasoning, if it is one.
+        dropped: Special tokens that the text holds and that are no part of the format.
+    """
+
+    format: OutputFormat = field(default_factory=OutputFormat)
+    schemas: Schemas | None = None
+    opened: bool = False
+    end_token: int | None = None
+    dropped: tuple[str, ...] = ()
+
+    def parser(self) -> OutputParser:
+        """Returns a parser of one answer."""
+        parser = self._parser()
+        return WithoutTokens(self.dropped, parser) if self.dropped else parser
+
+    def _parser(self) -> OutputParser:
+        if HARMONY in (self.format.calls, self.format.reasoning):
+            return HarmonyParser()
+        answer: OutputParser = TextParser()
+        if self.schemas is not None:
+            answer = ToolParser(FORMATS[self.format.calls], self.schemas)
+        if self.format.reasoning is None:
+            return answer
+        return ReasoningParser(REASONING_FORMATS[self.format.reasoning], answer, self.opened, self.end_token)
+
+
+def expect(
+    format: OutputFormat, chat: ChatRequest, prompt: str, params: SamplingParams, forced: bool, tokenizer: Any
+) -> tuple[ExpectedOutput, SamplingParams]:
+    """Returns what the answers look like, and the parameters with which the text shows what their parser needs.
+
+    Args:
+        format: The format of the model.
+        chat: The request.
+        prompt: The text of its prompt.
+        params: Its sampling parameters.
+        forced: Whether a grammar restricts the answer to calls in JSON.
+        tokenizer: The model's tokenizer.
+    """
+    tools = offered(chat)
+    schemas = {tool.function.name: _types(tool.function.parameters) for tool in tools} if tools else None
+    if forced:
+        return ExpectedOutput(FORCED, schemas), params
+    opened = params.structured_outputs is None and format.opened_by(prompt)  # a grammar holds from the first token on
+    special: list[str] = list(getattr(tokenizer, "all_special_tokens", ()))
+    end_token = _end_token(format, tokenizer)
+    if params.skip_special_tokens and set(special).intersection(format.tags):
+        params = replace(params, skip_special_tokens=False)
+        return ExpectedOutput(format, schemas, opened, end_token, tuple({*special} - {*format.tags})), params
+    return ExpectedOutput(format, schemas, opened, end_token), params
+
+
+def _types(parameters: Any) -> dict[str, Any]:
+    """Returns of a schema the types of the arguments, which is all that a parser needs."""
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    named = properties.items() if isinstance(properties, dict) else ()
+    return {"properties": {name: {"type": sorted(schema_types(schema))} for name, schema in named}}
+
+
+def _end_token(format: OutputFormat, tokenizer: Any) -> int | None:
+    """Returns the token that ends reasoning, None if it is several."""
+    reasoning = REASONING_FORMATS.get(format.reasoning or "")
+    if reasoning is None:
+        return None
+    token = tokenizer.convert_tokens_to_ids(reasoning.end)
+    return token if isinstance(token, int) and token != getattr(tokenizer, "unk_token_id", None) else None
