@@ -242,7 +242,7 @@ def size_in_bytes(option: str, text: str | None) -> int | None:
 def _response_store(text: str | None) -> dict[str, int | None]:
     """Returns the settings for --response-store: a number without a unit counts responses. Raises InvalidRequest."""
     if text is None or not text.strip().isdigit():
-        return {"stored_bytes": _bytes("--response-store", text)}
+        return {"stored_bytes": size_in_bytes("--response-store", text)}
     if int(text) < 1:
         raise InvalidRequest("--response-store must be at least 1; leave it out to keep none")
     return {"stored_responses": int(text)}
