@@ -169,6 +169,16 @@ def test_masks_of_any_tree_in_any_order(grammars, local, kind, data):
         tokens += data.draw(st.sampled_from(keep)) if keep else ()
 
 
+def test_masks_do_not_depend_on_the_paths_asked_for_before(local):
+    """A matcher of llguidance 1.9.1 that was rolled back from "((z" let "))" follow "a(xyz"."""
+    compiled = LocalGrammar(local.vocabulary.load(), KINDS["gbnf"])
+    used, own = compiled.follower(), compiled.follower()
+    for follower in (used, own):
+        follower.extend([65, 8])  # "a("
+    used.allowed((1378, 90))
+    assert used.allowed((1584, 90)) == own.allowed((1584, 90))
+
+
 def test_masks_are_computed_once_a_step(local):
     calls = []
 

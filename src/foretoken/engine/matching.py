@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # By default llguidance forces the tokenizer's own tokenization of forced text. The last such option takes effect.
 _FREE = '\n%llguidance {"no_forcing": true}\n'
 _FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_CANNOT_GO_ON = "structured_outputs cannot be followed any further"
 # Several times llguidance's defaults, which a schema of 2,000 objects exceeds.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 100_000,
@@ -138,7 +139,14 @@ class LocalGrammar:
 
 
 class MatcherFollower:
-    """A ``GrammarFollower`` with a matcher of llguidance in this process."""
+    """A ``GrammarFollower`` with a matcher of llguidance in this process.
+
+    The matcher consumes the text alone, and each path is followed on a copy of it: in llguidance 1.9, a rollback or a
+    refused token can change later masks.
+
+    Args:
+        compiled: A matcher that has consumed nothing. It is copied.
+    """
 
     def __init__(self, compiled: LLMatcher) -> None:
         self._compiled = compiled
@@ -157,10 +165,13 @@ class MatcherFollower:
     def allowed(self, path: Sequence[int]) -> bytes | None:
         """See ``GrammarFollower``. After an error the matcher cannot be used any more, so it is replaced."""
         try:
-            if not (self._catch_up() and self._walk(tuple(path))):
+            if not self._catch_up():
                 return None
-            mask = self._matcher.compute_bitmask()
-            check(self._matcher, "structured_outputs cannot be followed any further")
+            matcher = self._matcher.deep_copy() if path else self._matcher
+            if not _accepts(matcher, path):
+                return None
+            mask = matcher.compute_bitmask()
+            check(matcher, _CANNOT_GO_ON)
         except InvalidRequest:
             self._restart()
             raise
@@ -170,35 +181,20 @@ class MatcherFollower:
         self._matcher = self._compiled.deep_copy()
         self._taken = 0  # tokens of the text that the matcher has consumed
         self._refused = False  # whether it refused one of them
-        self._path: tuple[int, ...] = ()  # tokens that it has consumed after the text
 
     def _catch_up(self) -> bool:
         """Moves the matcher to the end of the text. Returns whether the grammar accepts it."""
         if self._taken < len(self._text) and not self._refused:
-            self._walk(())
-            fresh = self._text[self._taken :]
-            self._refused = self._consume(fresh) < len(fresh)
+            self._refused = not _accepts(self._matcher, self._text[self._taken :])
             self._taken = len(self._text)
         return not self._refused
 
-    def _walk(self, path: tuple[int, ...]) -> bool:
-        """Moves the matcher from the last path to ``path``. Returns whether the grammar accepts it."""
-        same = 0
-        while same < min(len(path), len(self._path)) and path[same] == self._path[same]:
-            same += 1
-        self._matcher.rollback(len(self._path) - same)
-        self._path = path[:same]
-        if self._consume(path[same:]) == len(path) - same:
-            self._path = path
-            return True
-        self._restart()  # the state that a refused token leaves in the matcher can affect later masks
-        return False
 
-    def _consume(self, tokens: Sequence[int]) -> int:
-        """Returns how many of ``tokens`` the grammar accepts. Reaching a limit of llguidance raises an error."""
-        taken = self._matcher.try_consume_tokens(list(tokens))
-        check(self._matcher, "structured_outputs cannot be followed any further")
-        return taken
+def _accepts(matcher: LLMatcher, tokens: Sequence[int]) -> bool:
+    """Returns whether the grammar accepts all tokens. Raises InvalidRequest where llguidance reached a limit."""
+    taken = matcher.try_consume_tokens(list(tokens)) if tokens else 0
+    check(matcher, _CANNOT_GO_ON)
+    return taken == len(tokens)
 
 
 def check(matcher: LLMatcher, failure: str) -> None:
