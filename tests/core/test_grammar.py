@@ -47,6 +47,11 @@ def test_a_row_is_restricted_and_normalized():
     assert probs[[0, 2, 3, 5]].tolist() == [0.0] * 4
 
 
+def test_only_listed_tokens_of_a_grammar_are_allowed():
+    law = SamplingLaw(grammar=Only((1, 2)), allowed_ids=(2, 3))
+    assert support(law) == [2]
+
+
 def test_none_allows_everything():
     assert torch.equal(SamplingLaw(grammar=Anything()).probs(LOGITS, HERE), SamplingLaw().probs(LOGITS, []))
 

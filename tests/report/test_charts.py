@@ -30,7 +30,7 @@ def drawn(markup: str) -> ElementTree.Element:
 
 
 @pytest.mark.parametrize(
-    "low, high, found",
+    "low, high, result",
     [
         (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
         (0, 3, [0, 0.5, 1, 1.5, 2, 2.5, 3]),
