@@ -28,6 +28,7 @@ from foretoken.models.options import QUANTIZATIONS
 Config = dict[str, Any]  # a speculative_config; "model": "draft" is the bundled draft
 
 BATCHES = (1, 8)
+PACKED = "packed"
 PAIR: list[Config] = [{"method": "draft_model", "model": "draft"}, {"method": "ngram"}]
 # Every proposer of the bundled family that needs no file of the user's.
 ALL: list[Config] = [
@@ -159,6 +160,8 @@ def load(kind: str, **options: Any) -> LLM:
     """Loads the bundled target in a dtype or quantized by that name, or another checkpoint or GGUF file of it."""
     if Path(kind).exists():
         return LLM(kind, **options)
+    if kind == PACKED:
+        return LLM(zoo.path("target"), dtype="bfloat16", weight_format="packed", **options)
     if kind in QUANTIZATIONS:
         return LLM(zoo.path("target"), dtype="bfloat16", quantization=kind, **options)
     return LLM(zoo.path("target"), dtype=kind, **options)
@@ -175,9 +178,13 @@ class Course:
 
 
 def grid(course: Course, configs: Sequence[Config], depths: Sequence[int]) -> Iterator[Cell]:
-    """Yields every configuration, at its own draft length or at all of them, compared with plain decoding."""
+    """Yields every configuration, at its own draft length or at all of them, compared with plain decoding.
+
+    Packed weights are compared with plain decoding on raw ones.
+    """
     pair = load(course.kind, draft_model=zoo.path("draft"))
-    plain = complete(pair, course.prompts, 0, course.temperature, course.max_tokens, batch=1)
+    reference = load("bfloat16", weight_format="raw") if course.kind == PACKED else pair
+    plain = complete(reference, course.prompts, 0, course.temperature, course.max_tokens, batch=1)
     yield compare(course, pair, plain, "off", 0, BATCHES[-1])
     for config in configs:
         llm = load(course.kind, speculative_config=named(config, heads=Path(course.kind).exists()))
@@ -228,7 +235,13 @@ def main(
     prompts: Annotated[Path | None, typer.Option(help='JSON lines with a "prompt" each. [our own functions]')] = None,
     count: Annotated[int, typer.Option(min=1)] = 50,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["float32", "bfloat16", "int8", "int4"],
+    dtype: Annotated[list[str], typer.Option(help="Or packed, int8, int4; may be repeated.")] = [
+        "float32",
+        "bfloat16",
+        PACKED,
+        "int8",
+        "int4",
+    ],
     depth: Annotated[list[int], typer.Option(min=1, help="Drafted tokens; may be repeated.")] = [1, 4, 8],
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],
     target: Annotated[

@@ -27,6 +27,7 @@ from foretoken.engine.warmup import warm_up
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_generation_settings, load_tokenizer, resolve
 from foretoken.models.loading import load_model
+from foretoken.models.options import drafts_format
 from foretoken.models.runners.native.cache import write_kept
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, SamplingParams
@@ -54,6 +55,9 @@ class LLM:
         max_num_seqs: Number of sequences in one forward pass. Further ones wait.
         quantization: "int8" or "int4" quantizes the target's weights on loading, and activations row by row. The result
             is another target, and decoding is exact with respect to it. None keeps the checkpoint's weights.
+        weight_format: How the compiled runtime holds bfloat16 weights in memory. "raw" is as they are, "packed"
+            is 12 bits each without loss, and "auto" packs where passes of few rows gain. Results are the same bits.
+            "packed" is for the target; draft models then follow "auto".
         adapt: Whether the draft model is trained in the background on verified tokens. True, or keys of
             ``AdaptConfig``.
         methods: Further methods, each a configuration or a method's name, that a request may choose by
@@ -88,6 +92,7 @@ class LLM:
         backend: str = "auto",
         max_num_seqs: int = 16,
         quantization: str | None = None,
+        weight_format: str = "auto",
         adapt: bool | Mapping[str, Any] = False,
         methods: Sequence[str | Mapping[str, Any]] = (),
         kv_cache_memory_bytes: int | None = None,
@@ -111,8 +116,13 @@ class LLM:
         options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
         self.target: Model = load_model(
-            path, quantization=quantization, tensor_parallel_size=tensor_parallel_size, **options
+            path,
+            quantization=quantization,
+            tensor_parallel_size=tensor_parallel_size,
+            weight_format=weight_format,
+            **options,
         )
+        options["weight_format"] = drafts_format(weight_format)
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
         self._proposer = builder.build(config)

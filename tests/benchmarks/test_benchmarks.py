@@ -33,6 +33,7 @@ COMMANDS = {
     "mixture": "--target TARGET --count 1 --tokens 8 --repeats 1",
     "never_slower": "--small --proposer wrong --text code --temperature 0 --batch 1 --tokens 8 --requests 1 "
     "--repeats 1",
+    "packed_weights": "--model TARGET --rows 1 --rows 13 --context 8 --turns 1 --loads 1",
     "planner": "--small --count 2 --unseen 1 --max-tokens 8 --temperature 0 --batch 1 --depth 2 --nodes 8 --turns 3",
     "quantization": "--model DRAFT --schemes int4-g64 Q4_K_M --windows 2 --characters 4000",
     "request_fuzz": "--pairs 4 --dtype float32 --no-heads",

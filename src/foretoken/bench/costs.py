@@ -35,14 +35,14 @@ class Loaded:
     config: dict[str, Any]
     file_bytes: int
     quantization: str = ""
+    weight_format: str = "raw"
 
     @staticmethod
-    def of(path: Path, quantization: str = "", max_length: int | None = None) -> Loaded:
+    def of(path: Path, quantization: str = "", max_length: int | None = None, weight_format: str = "raw") -> Loaded:
         """Loads the model in ``path``."""
-        options: dict[str, Any] = {"quantization": quantization} if quantization else {}
-        model = load_model(path, max_length=max_length, **options)
+        model = load_model(path, max_length=max_length, quantization=quantization or None, weight_format=weight_format)
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        return Loaded(path, model, load_config(path), size, quantization)
+        return Loaded(path, model, load_config(path), size, quantization, weight_format)
 
     @property
     def burst(self) -> int:
@@ -52,6 +52,8 @@ class Loaded:
     @property
     def weights_bytes(self) -> int:
         """Bytes of weights that the matrix products of one pass read."""
+        if held := getattr(getattr(self.model, "runner", None), "product_bytes", 0):
+            return int(held)
         scheme = Quantizer.of(self.quantization)
         bits = 8 * self.model.dtype.itemsize if scheme is None else scheme.weight_bits
         return int(bits / 8 * sum(rows * columns for rows, columns in matrices(self.config)))

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.chat_commands import ChatSettings, names, parse, run
-from foretoken.cli.options import Device, DraftModel, Dtype, MaxModelLen, Quantization, Speculation, Target, load
+from foretoken.cli.options import (
+    Device,
+    DraftModel,
+    Dtype,
+    MaxModelLen,
+    Quantization,
+    Speculation,
+    Target,
+    WeightFormat,
+    load,
+)
 from foretoken.cli.theme import ColorMode
 
 if TYPE_CHECKING:
@@ -48,6 +58,7 @@ def chat(
     dtype: Dtype = "auto",
     device: Device = "auto",
     quantization: Quantization = None,
+    weight_format: WeightFormat = "auto",
     max_model_len: MaxModelLen = None,
     rejected: Annotated[bool, typer.Option(help="Show drafted tokens that were refused.")] = False,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
@@ -77,6 +88,7 @@ def chat(
         dtype=dtype,
         device=device,
         quantization=quantization,
+        weight_format=weight_format,
         max_model_len=max_model_len,
         methods=ways,
         enable_prefix_caching=True,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import check_places, publish
-from foretoken.cli.options import Color, Json, Output, Quantization
+from foretoken.cli.options import Color, Json, Output, Quantization, WeightFormat
 from foretoken.cli.theme import ColorMode, wide_console
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def costs(
     turns: Annotated[int, typer.Option(min=1, help="Passes of each kind, interleaved.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt whose steps are measured.")] = 64,
     quantization: Quantization = None,
+    weight_format: WeightFormat = "raw",
     parts: Annotated[str, typer.Option(help="What to measure, comma-separated.")] = ",".join(PARTS),
     as_json: Json = False,
     output: Output = None,
@@ -55,10 +56,10 @@ def costs(
     record: dict[str, Any] = {"setting": setting() | {"target": wide.name, "draft": small.name}}
     shown: list[Any] = []
     measures: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
-        "passes": lambda: _passes(wide, quantization or "", sizes, contexts, turns, batch, notes),
+        "passes": lambda: _passes((wide, quantization or "", weight_format), sizes, contexts, turns, batch, notes),
         "transformers": lambda: _transformers([small, *bundled, wide], min(contexts), turns, notes),
-        "steps": lambda: _steps(wide, small, quantization, max_tokens, notes),
-        "startup": lambda: _startup(wide, small, bool(bundled), quantization, min(3, turns), notes),
+        "steps": lambda: _steps(wide, small, (quantization, weight_format), max_tokens, notes),
+        "startup": lambda: _startup(wide, small, bool(bundled), (quantization, weight_format), min(3, turns), notes),
     }
     for part in chosen:
         record[part], tables = measures[part]()
@@ -75,14 +76,15 @@ def costs(
 
 
 def _passes(
-    wide: Path, quantization: str, rows: list[int], contexts: list[int], turns: int, batch: int, notes: Console
+    target: tuple[Path, str, str], rows: list[int], contexts: list[int], turns: int, batch: int, notes: Console
 ) -> tuple[Any, list[Any]]:
     from dataclasses import asdict
 
     from foretoken.bench import tables
     from foretoken.bench.costs import Loaded, pass_costs
 
-    loaded = Loaded.of(wide, quantization)
+    wide, quantization, weight_format = target
+    loaded = Loaded.of(wide, quantization, weight_format=weight_format)
     result = pass_costs(loaded, rows, contexts, turns, batch, tracker(notes, "passes"))
     _keep(loaded, result, notes)
     title = f"\na pass of {wide.name}, {_precision(loaded)}, products read {loaded.weights_bytes / 1e6:.0f} MB"
@@ -116,7 +118,9 @@ def _transformers(folders: Sequence[Path], context: int, turns: int, notes: Cons
     return facts, ["\none step: one row through Model.score, and transformers' module", tables.transformers(result)]
 
 
-def _steps(wide: Path, small: Path, quantization: str | None, max_tokens: int, notes: Console) -> tuple[Any, list[Any]]:
+def _steps(
+    wide: Path, small: Path, weights: tuple[str | None, str], max_tokens: int, notes: Console
+) -> tuple[Any, list[Any]]:
     """Measures steps on a few prompts after one that warms up, greedy and sampled."""
     from dataclasses import asdict
 
@@ -126,8 +130,7 @@ def _steps(wide: Path, small: Path, quantization: str | None, max_tokens: int, n
     from foretoken.bench.workloads import FUNCTIONS
     from foretoken.cli.theme import waiting
 
-    options: dict[str, Any] = {"quantization": quantization} if quantization else {}
-    llm = LLM(wide, small, **options)
+    llm = LLM(wide, small, quantization=weights[0], weight_format=weights[1])
     result = {}
     with waiting(notes, "steps"):
         for name, extra in {"temperature 0": {"temperature": 0.0}, "temperature 1": {}, "seeded": {"seed": 1}}.items():
@@ -139,7 +142,7 @@ def _steps(wide: Path, small: Path, quantization: str | None, max_tokens: int, n
 
 
 def _startup(
-    wide: Path, small: Path, bundled: bool, quantization: str | None, times: int, notes: Console
+    wide: Path, small: Path, bundled: bool, weights: tuple[str | None, str], times: int, notes: Console
 ) -> tuple[Any, list[Any]]:
     from dataclasses import asdict
 
@@ -147,9 +150,9 @@ def _startup(
     from foretoken.bench.startup import startup
     from foretoken.cli.theme import waiting
 
-    options = {"model": str(wide), "draft_model": str(small)}
-    if quantization:
-        options["quantization"] = quantization
+    options = {"model": str(wide), "draft_model": str(small), "weight_format": weights[1]}
+    if weights[0]:
+        options["quantization"] = weights[0]
     with waiting(notes, "starting fresh processes"):
         result = [startup("bundled pair", {}, times)] if bundled else []
         result.append(startup(wide.name, options, times))

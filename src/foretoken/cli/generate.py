@@ -22,6 +22,7 @@ from foretoken.cli.options import (
     Speculation,
     Target,
     TensorParallel,
+    WeightFormat,
     load,
 )
 from foretoken.cli.theme import ColorMode
@@ -59,6 +60,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     quantization: Quantization = None,
+    weight_format: WeightFormat = "auto",
     max_model_len: MaxModelLen = None,
     tensor_parallel_size: TensorParallel = 1,
     color: Annotated[ColorMode, typer.Option(help="Colour text by origin.")] = ColorMode.AUTO,
@@ -96,6 +98,7 @@ def generate(
         dtype=dtype,
         device=device,
         quantization=quantization,
+        weight_format=weight_format,
         max_model_len=max_model_len,
         tensor_parallel_size=tensor_parallel_size,
         seed=secrets.randbits(63),  # the library's default seed would repeat texts

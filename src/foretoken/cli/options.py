@@ -23,6 +23,12 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Quantization = Annotated[
     str | None, typer.Option(help="int8 or int4: quantize the target's weights on loading. [as stored]")
 ]
+WeightFormat = Annotated[
+    str,
+    typer.Option(
+        help="raw; packed: bfloat16 weights in 12 bits of memory, without loss; auto: packed if few rows gain."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the JSON document to a file.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")]
@@ -36,6 +42,7 @@ TensorParallel = Annotated[
 def _check(
     dtype: str = "auto",
     quantization: str | None = None,
+    weight_format: str = "raw",
     backend: str = "auto",
     max_model_len: int | None = None,
     tensor_parallel_size: int = 1,
@@ -43,11 +50,12 @@ def _check(
     **others: Any,
 ) -> None:
     from foretoken.core.checks import integer
-    from foretoken.models.options import check_backend, check_dtype, check_quantization
+    from foretoken.models.options import check_backend, check_dtype, check_quantization, check_weight_format
     from foretoken.propose.methods import check_method
 
     check_dtype(dtype)
     check_quantization(quantization)
+    check_weight_format(weight_format)
     check_backend(backend)
     integer("max_model_len", max_model_len, 1, optional=True)
     integer("tensor_parallel_size", tensor_parallel_size, 1)

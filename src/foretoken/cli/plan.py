@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.files import check_places, publish, write_text
-from foretoken.cli.options import Color, Html, Json, Output, Quantization
+from foretoken.cli.options import Color, Html, Json, Output, Quantization, WeightFormat
 from foretoken.cli.theme import ColorMode, staged, wide_console
-from foretoken.models.options import check_dtype, check_quantization
+from foretoken.models.options import check_dtype, check_quantization, check_weight_format
 
 if TYPE_CHECKING:
     from foretoken.plan.outcome import Plan
@@ -41,6 +41,7 @@ def plan(
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once (repeatable). [1]")] = None,
     turns: Annotated[int, typer.Option(min=3, help="Timed steps of every candidate.")] = 24,
     quantization: Quantization = None,
+    weight_format: WeightFormat = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     as_json: Json = False,
     output: Output = None,
@@ -65,12 +66,15 @@ def plan(
     check_places(output=output, html=html_file)
     check_dtype(dtype)
     check_quantization(quantization)
+    check_weight_format(weight_format)
     if engine != "foretoken" or engine_python or engine_args or engine_alone:
         from foretoken.cli.plan_vllm import Options, plan_for
         from foretoken.core.errors import InvalidRequest
 
         if rtt is not None:
             raise InvalidRequest("--rtt is answered for foretoken's own engine; leave it or --engine out")
+        if weight_format != "raw":
+            raise InvalidRequest("--weight-format belongs to foretoken's own runtime; leave it or --engine out")
         own = Options(
             engine,
             engine_python,
@@ -104,7 +108,7 @@ def plan(
     chosen = candidates(drafts, found_heads, [speculative(text) or {} for text in speculative_config or []])
     notes, console = wide_console(color, stderr=True), wide_console(color)
     with staged(notes) as say:
-        result = _plan(target, chosen, prompts, count, settings, (dtype, quantization), say)
+        result = _plan(target, chosen, prompts, count, settings, (dtype, quantization, weight_format), say)
     if rtt is not None:
         result = replace(result, remote_drafting=remote_drafting(result.rows, rtt / 1e3))
 
@@ -140,7 +144,7 @@ def _plan(
     prompts: Path | None,
     count: int,
     settings: PlanSettings,
-    options: tuple[str, str | None],
+    options: tuple[str, str | None, str],
     say: Say,
 ) -> Plan:
     """Makes a plan, with the setting and the costs of passes."""
@@ -155,16 +159,17 @@ def _plan(
     from foretoken.models.base import Model
     from foretoken.models.formats.checkpoint import load_tokenizer, resolve
     from foretoken.models.loading import load_model
+    from foretoken.models.options import drafts_format
     from foretoken.plan.planner import Planner
     from foretoken.speculation import Builder
 
-    dtype, quantization = options
+    dtype, quantization, weight_format = options
     torch.set_num_threads(cores())
     say("loading the models", 0.0)
     path = resolve(model)
     tokenizer = load_tokenizer(path)
     texts = load_prompts(prompts, count) if prompts is not None else list(FUNCTIONS)[:count]
-    target = load_model(path, dtype=dtype, quantization=quantization)
+    target = load_model(path, dtype=dtype, quantization=quantization, weight_format=weight_format)
     start = start_ids(path, target.vocab_size) if target.takes_source else ()
     reader = PromptTokenizer(tokenizer, target.vocab_size, start)
     read = [reader.tokenize(text) for text in texts]
@@ -172,7 +177,7 @@ def _plan(
 
     @cache  # candidates with the same draft share its weights
     def load(other: str | Path) -> Model:
-        return load_model(resolve(other), dtype=dtype)
+        return load_model(resolve(other), dtype=dtype, weight_format=drafts_format(weight_format))
 
     build = Builder(target, tokenizer, path, load).build
     planner = Planner(target, build, settings, eos_ids(path, tokenizer, target.vocab_size), say)
@@ -180,12 +185,13 @@ def _plan(
     say("passes by rows", 1.0)
     where = prompts.name if prompts is not None else "our own functions"
     drafts = {str(c.config["model"]): None for c in chosen if c.method == "draft_model" and c.config.get("model")}
-    loaded = [(path, target, quantization or ""), *((resolve(draft), load(resolve(draft)), "") for draft in drafts)]
+    own = [(path, target, quantization or "", weight_format)]
+    loaded = [*own, *((resolve(draft), load(resolve(draft)), "", drafts_format(weight_format)) for draft in drafts)]
     return replace(
         result,
         setting=setting() | {"target": path.name, "max_tokens": settings.max_tokens},
         prompts=f"{len(read)} of {where}",
-        costs={folder.name: _passes(folder, each, kind) for folder, each, kind in loaded},
+        costs={folder.name: _passes(folder, held, quantized, form) for folder, held, quantized, form in loaded},
     )
 
 
@@ -204,12 +210,12 @@ def _completions(prompts: Path | None, count: int, tokenizer: Any) -> list[list[
     return [list(tokenizer.encode(text, add_special_tokens=False)) for text in given]
 
 
-def _passes(path: Path, model: Any, quantization: str) -> list[dict[str, Any]]:
+def _passes(path: Path, model: Any, quantization: str, weight_format: str) -> list[dict[str, Any]]:
     """The measured curve of a model that is loaded, from the cache where it is known; empty where memory is short."""
     from foretoken.bench.costs import Loaded
     from foretoken.models.formats.checkpoint import load_config
     from foretoken.plan.costs import has_room, measured
 
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    loaded = Loaded(path, model, load_config(path), size, quantization)
+    loaded = Loaded(path, model, load_config(path), size, quantization, weight_format)
     return measured(loaded).to_dict() if has_room(loaded) else []

@@ -23,6 +23,7 @@ from foretoken.cli.options import (
     Speculation,
     Target,
     TensorParallel,
+    WeightFormat,
     following,
     load,
 )
@@ -96,6 +97,7 @@ def serve(
     dtype: Dtype = "auto",
     device: Device = "auto",
     quantization: Quantization = None,
+    weight_format: WeightFormat = "raw",
     backend: Annotated[str, typer.Option(help="auto, native or hf.")] = "auto",
     tensor_parallel_size: TensorParallel = 1,
     seed: Annotated[int | None, typer.Option(help="For requests without a seed of their own. [a random one]")] = None,
@@ -140,6 +142,7 @@ def serve(
         "dtype": dtype,
         "device": device,
         "quantization": quantization,
+        "weight_format": weight_format,
         "backend": backend,
         "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len,

@@ -22,7 +22,7 @@ from foretoken.models.formats.grouped import GroupedWeights
 from foretoken.models.formats.prequantized import check_prequantized
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Layers, Source, read_ends
-from foretoken.models.options import check_quantization
+from foretoken.models.options import check_quantization, check_weight_format
 from foretoken.models.runners.base import Pass, Runner
 from foretoken.models.runners.choose import build_runner, cached_runner
 from foretoken.models.runners.native.cache import WeightCache
@@ -41,8 +41,10 @@ class Decoder(Model):
         device: device of weights and KV cache.
         max_length: maximum length of a sequence in tokens; None for the checkpoint's own.
         quantization: None, or a scheme of ``options.QUANTIZATIONS`` to quantize the matrices with.
+        weight_format: one of ``options.WEIGHT_FORMATS``, how bfloat16 matrices are held in memory.
 
     Raises:
+        InvalidRequest: an option is unknown, or weights cannot be packed here.
         ModelLoadError: a field or tensor is missing or wrong.
     """
 
@@ -54,8 +56,10 @@ class Decoder(Model):
         device: torch.device,
         max_length: int | None = None,
         quantization: str | None = None,
+        weight_format: str = "raw",
     ) -> None:
         check_quantization(quantization)
+        check_weight_format(weight_format)
         check_prequantized(config)
         a = Architecture.of(config, max_length)
         self.architecture: Architecture | Seq2SeqArchitecture = a
@@ -63,9 +67,9 @@ class Decoder(Model):
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length = a.max_length
         source = Source(weights, a, dtype, Quantizer.of(quantization))
-        cache = _cache(config, weights, dtype, quantization)
+        cache = _cache(config, weights, dtype, quantization, weight_format)
         self.runner: Runner = cached_runner(a, dtype, device, cache) or build_runner(
-            a, Layers(source), read_ends(source), dtype, device, cache=cache
+            a, Layers(source), read_ends(source), dtype, device, cache=cache, weight_format=weight_format
         )
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 
@@ -154,12 +158,17 @@ class Decoder(Model):
 
 
 def _cache(
-    config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: torch.dtype, quantization: str | None
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    quantization: str | None,
+    weight_format: str,
 ) -> WeightCache | None:
     """Returns where packed weights are kept on disk; None if packing only rearranges them, which reading takes, too."""
     if quantization is None and not isinstance(weights, GroupedWeights):
         return None
-    return WeightCache.of(weights, {"config": config, "dtype": str(dtype), "quantization": quantization})
+    options = {"dtype": str(dtype), "quantization": quantization, "weight_format": weight_format}
+    return WeightCache.of(weights, {"config": config, **options})
 
 
 def _by_sequence(

@@ -18,7 +18,7 @@ from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantizer
-from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization
+from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization, check_weight_format
 from foretoken.models.runners.native.build import packs_groups
 from foretoken.models.seq2seq.model import EncoderDecoder
 
@@ -32,6 +32,7 @@ def load_model(
     quantization: str | None = None,
     tensor_parallel_size: int = 1,
     gguf_file: str | None = None,
+    weight_format: str = "raw",
 ) -> Model:
     """Loads a causal language model or an encoder-decoder.
 
@@ -46,6 +47,8 @@ def load_model(
             for each output, ``"int4"`` (or ``"int4-g32"``, ``-g64``, ``-g128``) with one for each group of inputs.
         tensor_parallel_size: number of ranks that share the model; see ``models/hf/sharded.py``.
         gguf_file: name of a GGUF file in the folder or repository.
+        weight_format: how the native decoder holds bfloat16 matrices in memory: ``"raw"`` as they are, ``"packed"`` in
+            12 bits without loss, ``"auto"`` packed where passes of few rows gain.
 
     Raises:
         InvalidRequest: an option is unknown, or the model does not support it.
@@ -53,6 +56,7 @@ def load_model(
     """
     check_quantization(quantization)
     check_backend(backend)
+    check_weight_format(weight_format)
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
     path = resolve(name, gguf_file)
@@ -62,18 +66,20 @@ def load_model(
     ranks = check_ranks(tensor_parallel_size, backend, quantization)
     if is_gguf(path) and (ranks or backend == "hf"):
         raise InvalidRequest(f"{path} is a GGUF file, which runs on the native decoder, on one rank")
+    runtime = _runtime(config, path) if backend != "hf" and not ranks else None
+    if weight_format == "packed":
+        _check_packed(runtime, quantization, path)
     if ranks:
         from foretoken.models.hf.sharded import ShardedModel
 
         return ShardedModel.join(path, kind, where, tensor_parallel_size, weights.shapes, max_length)
-    runtime = _runtime(config, path) if backend != "hf" else None
     tensors = unpacked(weights, config) if runtime is not None else weights
     prequantized = runtime is not None and check_prequantized(config)
     scheme = Quantizer.of(quantization or ("int8" if prequantized else None))
     packs = runtime is Decoder and where.type == "cpu" and packs_groups(kind)
     check_fits(_needed(tensors, scheme, kind, packs), where, str(path))
     if runtime is not None:
-        return runtime(config, tensors, kind, where, max_length, quantization)
+        return runtime(config, tensors, kind, where, max_length, quantization, weight_format)
     if quantization is not None:
         raise InvalidRequest(
             f"quantization={quantization!r} needs the native decoder, and {path} (type {config.get('model_type')!r}) "
@@ -149,6 +155,16 @@ def check_ranks(size: int, backend: str, quantization: str | None) -> bool:
     if size > 1 and quantization is not None:
         raise InvalidRequest(f"quantization={quantization!r} needs the native decoder, which runs on one rank")
     return size > 1
+
+
+def _check_packed(runtime: type[Decoder] | None, quantization: str | None, path: Path) -> None:
+    """Raises InvalidRequest if the weights of this model cannot be packed."""
+    if quantization is not None:
+        raise InvalidRequest(f"weight_format='packed' holds bfloat16 weights; leave out quantization={quantization!r}")
+    if runtime is not Decoder:
+        raise InvalidRequest(
+            f"weight_format='packed' needs the compiled decoder, which does not run {path}; use 'auto'"
+        )
 
 
 def _runtime(config: Mapping[str, Any], path: Path) -> type[Decoder] | None:

@@ -1,4 +1,7 @@
-"""Names of backends, dtypes and quantization schemes. Imports nothing heavy, so that wrong names are refused early."""
+"""Names of backends, dtypes, quantization schemes and weight formats.
+
+Imports nothing heavy, so that wrong names are refused early.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from foretoken.core.errors import InvalidRequest
 
 BACKENDS = ("auto", "native", "hf")
 QUANTIZATIONS = ("int8", "int4", "int4-g32", "int4-g64", "int4-g128")
+WEIGHT_FORMATS = ("auto", "raw", "packed")
 DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -35,3 +39,14 @@ def check_quantization(name: str | None) -> None:
     """Raises InvalidRequest for an unknown scheme of quantization."""
     if name is not None and name not in QUANTIZATIONS:
         raise InvalidRequest(f"quantization {name!r} is not known; known: {', '.join(QUANTIZATIONS)}, or None for none")
+
+
+def check_weight_format(name: str) -> None:
+    """Raises InvalidRequest for an unknown way to hold weights in memory."""
+    if name not in WEIGHT_FORMATS:
+        raise InvalidRequest(f"weight_format {name!r} is not known; known: {', '.join(WEIGHT_FORMATS)}")
+
+
+def drafts_format(target: str) -> str:
+    """Returns the weight format of draft models. "packed" is for the target; drafts then follow "auto"."""
+    return "raw" if target == "raw" else "auto"

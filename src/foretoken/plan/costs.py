@@ -69,6 +69,7 @@ def identify(loaded: Loaded) -> str:
         [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         str(loaded.model.dtype),
         loaded.quantization,
+        loaded.weight_format,
         str(loaded.model.device),
         _device(loaded.model.device),
         torch.get_num_threads(),

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.native.build import KernelsDisabled, KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
@@ -15,6 +16,7 @@ from foretoken.models.runners.base import Runner
 from foretoken.models.runners.graphs import GraphRunner
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.runners.native.weight_format import packing_pays
 from foretoken.models.runners.torch_runner import TorchRunner
 
 _log = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ def build_runner(
     device: torch.device,
     entry: Entry | None = None,
     cache: WeightCache | None = None,
+    weight_format: str = "raw",
 ) -> Runner:
     """Returns the fastest runner for this model on this device.
 
@@ -40,14 +43,27 @@ def build_runner(
         device: device of weights and KV cache.
         entry: input side of a model that takes features (``weights.Entry``); None for an ordinary decoder.
         cache: where packed weights are kept on disk; None for nowhere.
+        weight_format: one of ``options.WEIGHT_FORMATS``.
+
+    Raises:
+        InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor.
     """
+    packed = weight_format == "packed"
+    if packed and (device.type != "cpu" or dtype != torch.bfloat16):
+        raise InvalidRequest(
+            f"weight_format='packed' holds bfloat16 weights on a CPU, not {dtype} on {device.type}; use 'auto'"
+        )
     if device.type == "cpu":
         try:
-            return NativeRunner(architecture, layers, ends, dtype, entry, cache=cache)
-        except KernelsDisabled:
-            pass
+            compress = packed or (weight_format == "auto" and packing_pays(architecture, dtype))
+            return NativeRunner(architecture, layers, ends, dtype, entry, compress, cache)
         except KernelsUnavailable as reason:
-            report_fallback(str(reason))
+            if packed:
+                raise InvalidRequest(
+                    f"weight_format='packed' needs the compiled kernels: {reason}; use 'auto'"
+                ) from reason
+            if not isinstance(reason, KernelsDisabled):
+                report_fallback(str(reason))
     if device.type == "cuda" and entry is None:
         return GraphRunner(architecture, layers, ends, dtype, device)
     return TorchRunner(architecture, layers, ends, dtype, device, entry)

@@ -13,13 +13,13 @@ from foretoken.models.decoder import Decoder
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import TensorReader
-from foretoken.models.options import check_quantization
+from foretoken.models.options import check_quantization, check_weight_format
 from foretoken.models.seq2seq.runner import Seq2SeqRunner
 from foretoken.models.seq2seq.weights import Seq2SeqWeights
 
 
 class EncoderDecoder(Decoder):
-    """An encoder-decoder; its arguments are those of ``Decoder``."""
+    """An encoder-decoder; its arguments are those of ``Decoder``. Weights are held as they are in every format."""
 
     architecture: Seq2SeqArchitecture
     runner: Seq2SeqRunner
@@ -32,8 +32,10 @@ class EncoderDecoder(Decoder):
         device: torch.device,
         max_length: int | None = None,
         quantization: str | None = None,
+        weight_format: str = "raw",
     ) -> None:
         check_quantization(quantization)
+        check_weight_format(weight_format)
         self.architecture = a = Seq2SeqArchitecture.of(config, max_length)
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers

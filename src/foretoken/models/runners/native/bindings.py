@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 
 LANES = 16
 UNIT = 32  # outputs of one unit of work; every width is padded to it
@@ -22,14 +22,14 @@ class Matrix(Structure):
         ("steps", c_int64),
         *((name, c_int32) for name in ("kind", "group", "record_bytes", "record_groups", "zero")),
         ("levels", c_uint8 * 16),
-        ("exponents", c_void_p),
+        ("upper", c_void_p),
     ]
 
 
-class Exponents(Structure):
-    """The exponent table and the raw steps of a matrix stored in 12 bits (csrc/packed.hpp)."""
+class UpperBytes(Structure):
+    """The tables of a matrix stored in 12 bits (csrc/packed.hpp)."""
 
-    _fields_ = [("bits", c_uint16 * 32), ("from_unit", c_void_p), ("steps", c_void_p), ("words", c_void_p)]
+    _fields_ = [(name, c_void_p) for name in ("bytes", "from_unit", "pairs", "words")]
 
 
 class LayerSpec(Structure):
@@ -90,8 +90,7 @@ def declare_packing(library: ctypes.CDLL) -> ctypes.CDLL:
     library.foretoken_pack.argtypes = [pointer, wide, wide, pointer, wide, wide, wide, narrow]
     library.foretoken_checksum.argtypes, library.foretoken_checksum.restype = [pointer, wide, narrow], c_uint64
     packed = POINTER(Matrix)
-    library.foretoken_count_exponents.argtypes = [pointer, wide, pointer, narrow]
-    library.foretoken_count_raw.argtypes = [packed, pointer, pointer, narrow]
-    library.foretoken_pack_exponents.argtypes = [packed, pointer, pointer, POINTER(Exponents), narrow]
+    library.foretoken_choose_bytes.argtypes = [packed, pointer, pointer, narrow]
+    library.foretoken_pack_bytes.argtypes = [packed, pointer, POINTER(UpperBytes), narrow]
     library.foretoken_pack_groups.argtypes = [pointer, pointer, pointer, wide, wide, packed, wide, wide, narrow]
     return library

@@ -18,7 +18,8 @@ from foretoken.models.runners.native.bindings import declare, declare_packing
 
 _SOURCES = Path(__file__).parent / "csrc"
 VNNI = "avx512_vnni"  # the instruction for sums of products of int8
-_NAMES = {"avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16"}  # name in /proc/cpuinfo: compiler flag
+# Name in /proc/cpuinfo: compiler flag
+_NAMES = {"avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16", "avx512vbmi": "avx512vbmi"}
 _TILES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8"}
 
 
@@ -51,7 +52,7 @@ def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
 def library(weights: Iterable[int], cache: Kind) -> ctypes.CDLL:
     """Returns the kernels for these kinds of weights and this KV cache. Raises KernelsUnavailable."""
     kinds = sorted(set(weights))
-    build.require(*((VNNI,) if any(kind >= Kind.INT8 for kind in kinds) else ()))
+    build.require(*((VNNI,) if any(kind == Kind.INT8 or kind >= Kind.GROUPED for kind in kinds) else ()))
     return loaded_library(tuple(kinds), cache, tuple(_instructions()))
 
 

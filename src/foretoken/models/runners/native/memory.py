@@ -16,11 +16,12 @@ from foretoken.core.native.build import require
 from foretoken.models.formats.grouped import Grouped, TwoLevels, strips
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
-from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Exponents, Matrix
+from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix, UpperBytes
 from foretoken.models.runners.native.build import VNNI, Kind, ScaleKind, grouped_kind
 
 WORD = 4  # bytes
-MAX_RAW = 0.1  # share of steps with a rare exponent up to which a matrix is stored in 12 bits
+PAIR_BYTES = 192  # of two steps of a unit in 12 bits
+MAX_RAW = 0.1  # share of pairs with a rare upper byte up to which a matrix is stored in 12 bits
 KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16, torch.int8: Kind.INT8}
 
 
@@ -50,6 +51,11 @@ class Arena:
         """Address and size of everything that is allocated."""
         return tuple(self._held)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(size for _, size in self._held)
+
     def free(self, address: int) -> None:
         """Frees memory that ``allocate`` returned."""
         held = next(item for item in self._held if item[0] == address)
@@ -64,10 +70,11 @@ def _free(library: ctypes.CDLL, held: list[tuple[int, int]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed matrix, and the tensors that it points to, which must outlive it."""
+    """A packed matrix, the tensors that it points to, which must outlive it, and the bytes of all of it."""
 
     matrix: Matrix
     held: tuple[object, ...]
+    nbytes: int
 
 
 def pack(
@@ -85,7 +92,7 @@ def pack(
             have multiples of sixteen outputs.
         bias: [out]; only if the parts are not interleaved.
         interleave: whether blocks of sixteen outputs alternate between the parts; otherwise the parts are concatenated.
-        compress: whether bfloat16 is stored in 12 bits, without loss, if its exponents allow it.
+        compress: whether bfloat16 is stored in 12 bits, without loss, if few of its exponents are rare.
 
     Raises:
         KernelsUnavailable: the parts are quantized, and the processor has no instruction for sums of int8.
@@ -95,7 +102,8 @@ def pack(
     places = _places(blocks, interleave)
     grouped = [part for part in parts if isinstance(part, Grouped)]
     held: dict[str, Tensor] = {}
-    exponents: tuple[object, ...] = ()
+    before = arena.nbytes
+    upper: tuple[object, ...] = ()
     if grouped:
         require(VNNI)
         matrix = _pack_groups(arena, grouped, outputs, places)
@@ -103,7 +111,7 @@ def pack(
         values = [part.values if isinstance(part, Int8) else part for part in parts if not isinstance(part, Grouped)]
         matrix = _pack_words(arena, values, outputs, places)
         if compress and matrix.kind == Kind.BFLOAT16:
-            exponents = _compress(arena, matrix)
+            upper = _compress(arena, matrix)
     if bias is not None:
         held["bias"] = _by_output([bias.float()], outputs, False)
     quantized = [part for part in parts if isinstance(part, Int8)]
@@ -113,7 +121,9 @@ def pack(
         held["sums"] = _by_output([_sums(part.values) for part in quantized], outputs, interleave)
     for name, tensor in held.items():
         setattr(matrix, name, tensor.data_ptr())
-    return Packed(matrix, (*held.values(), *exponents))
+    kept = (*held.values(), *upper)
+    beside = sum(item.nbytes for item in kept if isinstance(item, Tensor))
+    return Packed(matrix, kept, arena.nbytes - before + beside)
 
 
 def _places(blocks: Sequence[int], interleave: bool) -> list[tuple[int, int]]:
@@ -139,32 +149,25 @@ def _pack_words(arena: Arena, parts: Sequence[Tensor], outputs: int, places: Seq
 
 
 def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
-    """Stores a packed bfloat16 matrix in 12 bits, if few of its steps have a rare exponent; see csrc/packed.hpp.
+    """Stores a packed bfloat16 matrix in 12 bits, if few of its numbers have a rare upper byte; see csrc/packed.hpp.
 
     Returns:
         What the matrix points to; empty if it stays as it is.
     """
-    threads, units = torch.get_num_threads(), matrix.units
-    counts = torch.zeros(256, dtype=torch.int64)
-    words = units * UNIT * matrix.steps
-    arena.library.foretoken_count_exponents(matrix.data, 2 * words, counts.data_ptr(), threads)
-    common = counts.topk(16).indices
-    codes = torch.full((256,), 255, dtype=torch.uint8)
-    codes[common] = torch.arange(16, dtype=torch.uint8)
-    raw = torch.zeros(units, dtype=torch.int32)
-    arena.library.foretoken_count_raw(matrix, codes.data_ptr(), raw.data_ptr(), threads)
-    total = int(raw.sum())
-    if total > MAX_RAW * units * matrix.steps:
+    threads, units, pairs = torch.get_num_threads(), matrix.units, matrix.units * matrix.steps // 2
+    table, counts = torch.zeros(units, 16, dtype=torch.uint8), torch.zeros(units, dtype=torch.int32)
+    arena.library.foretoken_choose_bytes(matrix, table.data_ptr(), counts.data_ptr(), threads)
+    total = int(counts.sum())
+    if total > MAX_RAW * pairs:
         return ()
-    starts = F.pad(raw.cumsum(0, dtype=torch.int32), (1, 0)).contiguous()
-    steps, kept = torch.zeros(max(total, 1), dtype=torch.int32), torch.zeros(max(total, 1), UNIT, dtype=torch.int32)
-    table = (ctypes.c_uint16 * 32)(*[int(exponent) << 7 for exponent in common.tolist() * 2])
-    exponents = Exponents(table, starts.data_ptr(), steps.data_ptr(), kept.data_ptr())
-    data = arena.allocate(words * WORD * 3 // 4)
-    arena.library.foretoken_pack_exponents(matrix, codes.data_ptr(), data, exponents, threads)
+    starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)).contiguous()
+    raw, words = torch.zeros(max(total, 1), dtype=torch.int32), torch.empty(max(total, 1), 2 * UNIT, dtype=torch.int32)
+    upper = UpperBytes(table.data_ptr(), starts.data_ptr(), raw.data_ptr(), words.data_ptr())
+    data = arena.allocate(pairs * PAIR_BYTES)
+    arena.library.foretoken_pack_bytes(matrix, data, upper, threads)
     arena.free(matrix.data)
-    matrix.data, matrix.kind, matrix.exponents = data, Kind.PACKED, ctypes.addressof(exponents)
-    return exponents, starts, steps, kept
+    matrix.data, matrix.kind, matrix.upper = data, Kind.PACKED, ctypes.addressof(upper)
+    return upper, table, starts, raw, words
 
 
 def _pack_groups(arena: Arena, parts: Sequence[Grouped], outputs: int, places: Sequence[tuple[int, int]]) -> Matrix:

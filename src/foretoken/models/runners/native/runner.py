@@ -97,6 +97,7 @@ class NativeRunner(DecoderOnly):
             raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
         self._arena = Arena(packing_library())
         self._held: list[object] = []  # tensors and structures that the specification points to
+        self.weight_bytes = self.product_bytes = 0  # of matrices and the embedding as they are held; 0: not known
 
     def _finish(self, dtype: torch.dtype) -> None:
         """Loads the kernels for the specification, and makes room for what changes."""
@@ -225,11 +226,16 @@ class NativeRunner(DecoderOnly):
             specs[number] = layer
         head = self._matrix([ends.head])
         embedding, table = None, head
+        self.product_bytes = self.weight_bytes  # what the products of a pass read
         if ends.head is not ends.embedding:
             if isinstance(ends.embedding, Grouped):
                 table = self._matrix([ends.embedding])
+            elif self._compress:
+                table = self._matrix([floats(ends.embedding, dtype)])
             else:
-                embedding = self._keep(_wide(floats(ends.embedding, dtype)))
+                wide = _wide(floats(ends.embedding, dtype))
+                embedding = self._keep(wide)
+                self.weight_bytes += wide.nbytes
         return ModelSpec(
             layers=specs,
             embedding=embedding,
@@ -271,6 +277,7 @@ class NativeRunner(DecoderOnly):
 
     def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
         packed = pack(self._arena, _one_layout(parts), bias, interleave, self._compress)
+        self.weight_bytes += packed.nbytes
         self._held.extend(packed.held)
         return packed.matrix
 

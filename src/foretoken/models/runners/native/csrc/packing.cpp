@@ -31,18 +31,41 @@ void pack_codes(const uint8_t* codes, int64_t count, Word* to) {
     }
 }
 
-// The 32 bf16 numbers of one block in one step.
-const uint16_t* step_numbers(const Matrix& w, int64_t unit, int64_t k, int block) {
-    return (const uint16_t*)(w.data + ((unit * BLOCKS + block) * w.steps + k) * LANES);
+// The bytes of one step: lower and upper ones in the places of a packed step.
+struct StepBytes {
+    __m512i lower, upper;
+    StepBytes(const Matrix& w, int64_t unit, int64_t k) {
+        const Word* at = w.data + (unit * BLOCKS * w.steps + k) * LANES;
+        const __m512i a = _mm512_load_si512(at), b = _mm512_load_si512(at + w.steps * LANES), low = _mm512_set1_epi16(255);
+        lower = _mm512_packus_epi16(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
+        upper = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+    }
+};
+
+// The codes of upper bytes, and whether each has one.
+bool find_codes(__m512i upper, const uint8_t* bytes, __m512i& codes) {
+    __mmask64 known = 0;
+    codes = _mm512_setzero_si512();
+    for (int code = 0; code < 16; code++) {
+        const __mmask64 equal = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8((char)bytes[code]));
+        codes = _mm512_mask_mov_epi8(codes, equal, _mm512_set1_epi8((char)code));
+        known |= equal;
+    }
+    return !~known;
 }
 
-bool has_codes(const Matrix& w, int64_t unit, int64_t k, const uint8_t* codes) {
-    for (int block = 0; block < BLOCKS; block++) {
-        const uint16_t* numbers = step_numbers(w, unit, k, block);
-        for (int i = 0; i < 32; i++)
-            if (codes[numbers[i] >> 7 & 255] == 255) return false;
+// The sixteen commonest upper bytes of a unit. In wide matrices every fourth step shows them.
+void choose_bytes(const Matrix& w, int64_t unit, uint8_t* bytes) {
+    int32_t counts[4][256] = {};
+    alignas(64) uint8_t upper[64];
+    for (int64_t k = 0; k < w.steps; k += w.steps < 512 ? 1 : 4) {
+        _mm512_store_si512(upper, StepBytes(w, unit, k).upper);
+        for (int i = 0; i < 64; i++) counts[i % 4][upper[i]]++;
     }
-    return true;
+    uint8_t order[256];
+    for (int i = 0; i < 256; i++) order[i] = (uint8_t)i, counts[0][i] += counts[1][i] + counts[2][i] + counts[3][i];
+    std::stable_sort(order, order + 256, [&](uint8_t a, uint8_t b) { return counts[0][a] > counts[0][b]; });
+    std::memcpy(bytes, order, 16);
 }
 
 template <class V>
@@ -136,47 +159,40 @@ void foretoken_pack(const Word* source, int64_t rows, int64_t words, Word* packe
     }
 }
 
-// Adds up how often each exponent occurs in `count` bf16 numbers.
-void foretoken_count_exponents(const uint16_t* numbers, int64_t count, int64_t* counts, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t own[256] = {};
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < count; i++) own[numbers[i] >> 7 & 255]++;
-#pragma omp critical
-        for (int e = 0; e < 256; e++) counts[e] += own[e];
-    }
-}
-
-// Counts the steps of each unit of a bf16 matrix with an exponent that has no code (255). counts: [units].
-void foretoken_count_raw(const Matrix* from, const uint8_t* codes, int32_t* counts, int threads) {
+// Chooses the upper bytes with codes for each unit of a bf16 matrix, and counts its pairs of steps with another one.
+// bytes: [units][16]; counts: [units].
+void foretoken_choose_bytes(const Matrix* from, uint8_t* bytes, int32_t* counts, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t unit = 0; unit < from->units; unit++) {
+        choose_bytes(*from, unit, bytes + unit * 16);
         counts[unit] = 0;
-        for (int64_t k = 0; k < from->steps; k++) counts[unit] += !has_codes(*from, unit, k, codes);
+        __m512i codes;
+        for (int64_t k = 0; k < from->steps; k += 2)
+            counts[unit] += !(find_codes(StepBytes(*from, unit, k).upper, bytes + unit * 16, codes) &&
+                              find_codes(StepBytes(*from, unit, k + 1).upper, bytes + unit * 16, codes));
     }
 }
 
-// Stores a bf16 matrix in 12 bits. `exponents` has room for the raw steps, and `from` is filled.
-void foretoken_pack_exponents(const Matrix* from, const uint8_t* codes, uint8_t* to, const Exponents* exponents,
-                              int threads) {
+// Stores a bf16 matrix in 12 bits. `upper` has room for the raw pairs; its `bytes` and `from` are filled.
+void foretoken_pack_bytes(const Matrix* from, uint8_t* to, const UpperBytes* upper, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t unit = 0; unit < from->units; unit++) {
-        int32_t raw = exponents->from[unit];
-        for (int64_t k = 0; k < from->steps; k++) {
-            uint8_t* pair = to + (unit * from->steps + k) / 2 * PAIR_BYTES;
-            const bool coded = has_codes(*from, unit, k, codes);
-            for (int block = 0; block < BLOCKS; block++) {
-                const uint16_t* numbers = step_numbers(*from, unit, k, block);
-                if (!coded)
-                    std::memcpy((Word*)exponents->words + ((int64_t)raw * BLOCKS + block) * LANES, numbers, 64);
-                for (int i = 0; i < 32; i++) {
-                    pair[k % 2 * 64 + block * 32 + i] = (uint8_t)(numbers[i] >> 8 & 128 | numbers[i] & 127);
-                    const uint8_t code = codes[numbers[i] >> 7 & 255];
-                    pair[128 + k % 2 * 32 + i] |= (code & 15) << (4 * block);
-                }
-            }
-            if (!coded) ((int32_t*)exponents->steps)[raw++] = (int32_t)k;
+        int32_t raw = upper->from[unit];
+        uint8_t* pair = to + unit * from->steps / 2 * PAIR_BYTES;
+        for (int64_t k = 0; k < from->steps; k += 2, pair += PAIR_BYTES) {
+            const StepBytes first(*from, unit, k), second(*from, unit, k + 1);
+            __m512i low, high;
+            const bool known = find_codes(first.upper, upper->bytes + unit * 16, low) &
+                               find_codes(second.upper, upper->bytes + unit * 16, high);
+            _mm512_store_si512(pair, first.lower);
+            _mm512_store_si512(pair + 64, second.lower);
+            _mm512_store_si512(pair + 128, _mm512_or_si512(low, _mm512_slli_epi16(high, 4)));
+            if (known) continue;
+            Word* words = (Word*)upper->words + (int64_t)raw * 2 * STEP_WORDS;
+            for (int i = 0; i < 2; i++)
+                for (int block = 0; block < BLOCKS; block++, words += LANES)
+                    std::memcpy(words, from->data + ((unit * BLOCKS + block) * from->steps + k + i) * LANES, 64);
+            ((int32_t*)upper->pairs)[raw++] = (int32_t)(k / 2);
         }
     }
 }

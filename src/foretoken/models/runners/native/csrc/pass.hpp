@@ -197,7 +197,7 @@ struct Pass {
 
     const Word* unpack(int token) {
         if (m.table.kind == PACKED) {
-            unpack_exponents(m.table, token, std::min<int64_t>(m.table.steps, width / 2), own);
+            unpack_row(m.table, token, std::min<int64_t>(m.table.steps, width / 2), own);
             for (int64_t k = m.table.steps; k < width / 2; k++) own[k] = 0;
             return own;
         }

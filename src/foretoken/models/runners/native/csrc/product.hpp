@@ -30,7 +30,7 @@ constexpr int tallest(Kind kind) {
 
 constexpr int GROUP_META = 3;     // floats per group of an activation row (grouped.hpp)
 
-struct Exponents;
+struct UpperBytes;
 
 struct Matrix {
     const Word* data;        // [blocks][steps][16], or [units][groups] records; 64-byte aligned
@@ -45,7 +45,7 @@ struct Matrix {
     int32_t record_groups;   // groups of a record
     int32_t zero;            // is subtracted from every level
     uint8_t levels[16];      // levels of the codes of four bits
-    const Exponents* exponents;  // of weights stored in 12 bits (packed.hpp), else null
+    const UpperBytes* upper;  // of weights stored in 12 bits (packed.hpp), else null
 
     int64_t groups() const { return group ? steps * 4 / group : 0; }
     int64_t records() const { return groups() / record_groups; }
