@@ -73,7 +73,7 @@ def plan(
 
         if rtt is not None:
             raise InvalidRequest("--rtt is answered for foretoken's own engine; leave it or --engine out")
-        if weight_format != "raw":
+        if weight_format != "auto":
             raise InvalidRequest("--weight-format belongs to foretoken's own runtime; leave it or --engine out")
         own = Options(
             engine,
