@@ -95,7 +95,8 @@ class LlamaServer:
         )
         self._last, self._log = "", log or sys.stderr
         self._port = self._listening()
-        threading.Thread(target=self._drain, daemon=True).start()
+        self._drainer = threading.Thread(target=self._drain, daemon=True)
+        self._drainer.start()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Returns the JSON reply to a request."""
@@ -116,6 +117,9 @@ class LlamaServer:
         """Ends the server."""
         self._process.kill()
         self._process.wait()
+        self._drainer.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _listening(self) -> int:
         """Waits until the model is loaded. Returns the port."""
