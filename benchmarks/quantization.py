@@ -8,20 +8,23 @@ Folders include the vocabulary head (``--lm-head``), as rounding on loading does
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+import typer
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from foretoken import zoo
+from foretoken.bench.setting import wide_console
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_tokenizer
@@ -82,39 +85,39 @@ def ways(model: str, schemes: list[str], text: str, folder: Path) -> Iterator[tu
             yield scheme, rounding, out, None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(zoo.path("target")), help="a checkpoint's folder")
-    parser.add_argument("--schemes", nargs="*", default=[*FOLDERS, *FILES])
-    parser.add_argument("--windows", type=int, default=40, help="held-out windows of 512 tokens")
-    parser.add_argument("--characters", type=int, default=250_000, help="of the calibration text")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-
+def main(
+    model: Annotated[str, typer.Option(help="A checkpoint's folder. [the bundled target]")] = "",
+    scheme: Annotated[list[str], typer.Option(help="A scheme; may be repeated.")] = [*FOLDERS, *FILES],
+    windows: Annotated[int, typer.Option(min=1, help="Held-out windows of 512 tokens.")] = 40,
+    characters: Annotated[int, typer.Option(min=1, help="Of the calibration text.")] = 250_000,
+    output: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
+) -> None:
+    """Loss and total variation from bfloat16 of each scheme."""
+    checkpoint = model or str(zoo.path("target"))
     corpus, console = standard_library(), Console(stderr=True)
-    stream = encode(corpus.held_out, load_tokenizer(arguments.model))
-    windows = torch.cat(held_out_batches(stream, 1, 512))[: arguments.windows].long()
-    text = calibration_text(corpus, arguments.characters)
+    stream = encode(corpus.held_out, load_tokenizer(checkpoint))
+    held_out = torch.cat(held_out_batches(stream, 1, 512))[:windows].long()
+    text = calibration_text(corpus, characters)
     rows: list[Accuracy] = []
     exact: list[torch.Tensor] = []
     with tempfile.TemporaryDirectory() as folder:
-        every = ways(arguments.model, arguments.schemes, text, Path(folder))
-        for scheme, rounding, path, quantization in track(every, "quantization", console=console):
-            model = load_model(path, "bfloat16", "cpu", quantization=quantization)
+        every = ways(checkpoint, scheme, text, Path(folder))
+        for name, rounding, path, quantization in track(every, "quantization", console=console):
+            loaded = load_model(path, "bfloat16", "cpu", quantization=quantization)
             if not exact:
-                exact = list(logits(model, windows))
+                exact = list(logits(loaded, held_out))
             files = [Path(path)] if Path(path).is_file() else list(Path(path).glob("*.safetensors"))
             size = sum(file.stat().st_size for file in files) if quantization is None else None
-            rows.append(Accuracy(scheme, rounding, *distance(model, windows, exact), size))
-            if arguments.output:
+            rows.append(Accuracy(name, rounding, *distance(loaded, held_out, exact), size))
+            if output is not None:
                 record = json.dumps([asdict(row) for row in rows], indent=2)
-                arguments.output.write_text(record + "\n", encoding="utf-8")
-    table = Table("scheme", "rounding", "loss", "total variation", "MB")
+                output.write_text(record + "\n", encoding="utf-8")
+    table = Table("scheme", "rounding", "loss", "total variation", "MB", box=box.MARKDOWN)
     for r in rows:
         megabytes = "" if r.bytes is None else f"{r.bytes / 1e6:.1f}"
         table.add_row(r.scheme, r.rounding, f"{r.loss:.4f}", f"{r.total_variation:.4f}", megabytes)
-    Console().print(table)
+    wide_console().print(table)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -35,7 +35,7 @@ COMMANDS = {
     "--repeats 1",
     "packed_weights": "--model TARGET --rows 1 --rows 13 --context 8 --turns 1 --loads 1",
     "planner": "--small --count 2 --unseen 1 --max-tokens 8 --temperature 0 --batch 1 --depth 2 --nodes 8 --turns 3",
-    "quantization": "--model DRAFT --schemes int4-g64 Q4_K_M --windows 2 --characters 4000",
+    "quantization": "--model DRAFT --scheme int4-g64 --scheme Q4_K_M --windows 2 --characters 4000",
     "request_fuzz": "--pairs 4 --dtype float32 --no-heads",
     "structured": "--requests 2 --max-tokens 40",
     "suffix_store": "--tokens 2000 --bound 1000 --length 100 --follows 2",
