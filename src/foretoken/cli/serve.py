@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import re
 import secrets
 import socket
 from functools import partial
@@ -29,6 +28,7 @@ from foretoken.cli.options import (
 )
 from foretoken.cli.serve_replicas import scale, serve_replicas
 from foretoken.cli.theme import ColorMode, console
+from foretoken.core.checks import parse_size
 from foretoken.core.errors import ForetokenError, InvalidRequest
 from foretoken.serve.hosts import allowed_hosts
 from foretoken.serve.listening import bind
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from foretoken.serve.limits import ServerSettings
 
 METHODS = "prediction,ngram,suffix"  # take no memory until a request asks for them
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -235,9 +234,8 @@ def size_in_bytes(option: str, text: str | None) -> int | None:
     """Returns a size such as 2GiB, 512MB or 1000000 in bytes. Units are powers of 1024. Raises InvalidRequest."""
     if text is None:
         return None
-    result = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
-    size = int(float(result[1]) * _UNITS[result[2]]) if result else 0
-    if size < 1:
+    size = parse_size(text)
+    if not size:
         raise InvalidRequest(f"{option} must be a size such as 2GiB or 512MiB, got {text!r}")
     return size
 

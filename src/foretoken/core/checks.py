@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -68,3 +69,9 @@ def shown(value: Any) -> str:
 
 def _or_none(optional: bool) -> str:
     return ", or None" if optional else ""
+
+
+def parse_size(text: str) -> int | None:
+    """Returns a size such as 2GiB, 512MB or 1000000 in bytes, None if it is none. Units are powers of 1024."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " ")) if match else None

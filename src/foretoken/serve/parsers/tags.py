@@ -13,9 +13,9 @@ def split_held(text: str, tags: tuple[str, ...]) -> tuple[str, str]:
     return text, ""
 
 
-def find_tag(text: str, tags: tuple[str, ...], start: int = 0) -> tuple[int, str]:
+def find_tag(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
     """Returns the place of the first of ``tags`` in ``text`` and the tag, the longest of those there; -1 for none."""
-    places = [(place, -len(tag), tag) for tag in tags if (place := text.find(tag, start)) >= 0]
+    places = [(place, -len(tag), tag) for tag in tags if (place := text.find(tag)) >= 0]
     if not places:
         return -1, ""
     place, _, tag = min(places)

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from foretoken.core.checks import parse_size
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import cache_folder
 from foretoken.core.native import build
@@ -143,10 +143,10 @@ def wait() -> None:
 def bound() -> int:
     """Returns the largest total of bytes that are kept. Raises InvalidRequest if the variable is no size."""
     text = os.environ.get(BOUND) or DEFAULT_BOUND
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
-    if match is None:
+    size = parse_size(text)
+    if size is None:
         raise InvalidRequest(f"{BOUND} must be a size such as 20GiB, or 0, got {text!r}")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+    return size
 
 
 def evict(folder: Path, limit: int, newest: Path) -> None:
