@@ -60,11 +60,11 @@ class Attention:
     out: Product
 
     @staticmethod
-    def of(w: AttentionWeights, a: Seq2SeqArchitecture, device: torch.device, across: bool) -> Attention:
-        """Packs the weights for ``device``; ``across`` for cross-attention."""
+    def of(w: AttentionWeights, a: Seq2SeqArchitecture, device: torch.device, cross: bool) -> Attention:
+        """Packs the weights for ``device``; ``cross`` for cross-attention, whose keys come from the encoder."""
         norm = norm_of(w.norm, a.eps, device)
         out = product(w.out.to(device), _to(w.out_bias, device))
-        if across:
+        if cross:
             keys_values = product(stacked(w.keys_values).to(device), _to(w.keys_values_bias, device))
             return Attention(norm, product(w.queries.to(device), _to(w.queries_bias, device)), keys_values, out)
         biases = [b for b in (w.queries_bias, w.keys_values_bias) if b is not None]
@@ -98,18 +98,18 @@ class MLP:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """One layer; only a decoder's has ``across``, the cross-attention."""
+class Seq2SeqLayer:
+    """One layer; only a decoder's has ``cross_attention``, the cross-attention."""
 
-    itself: Attention
-    across: Attention | None
+    self_attention: Attention
+    cross_attention: Attention | None
     mlp: MLP
 
     @staticmethod
-    def of(a: Seq2SeqArchitecture, device: torch.device, w: BlockWeights) -> Block:
+    def of(a: Seq2SeqArchitecture, device: torch.device, w: BlockWeights) -> Seq2SeqLayer:
         """Packs a layer's weights for ``device``."""
-        across = None if w.across is None else Attention.of(w.across, a, device, across=True)
-        return Block(Attention.of(w.itself, a, device, across=False), across, MLP.of(w.mlp, a, device))
+        cross = None if w.cross_attention is None else Attention.of(w.cross_attention, a, device, cross=True)
+        return Seq2SeqLayer(Attention.of(w.self_attention, a, device, cross=False), cross, MLP.of(w.mlp, a, device))
 
 
 def branch(first: bool, norm: Normalize, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
@@ -119,19 +119,19 @@ def branch(first: bool, norm: Normalize, hidden: Tensor, part: Callable[[Tensor]
 
 def build(
     a: Seq2SeqArchitecture, device: torch.device, both_ways: bool, blocks: Iterable[BlockWeights]
-) -> tuple[list[Block], list[RelativeBias]]:
+) -> tuple[list[Seq2SeqLayer], list[RelativeBias]]:
     """Returns a stack's layers and its tables of relative positions: none, one for all layers, or one each."""
-    made: list[Block] = []
+    made: list[Seq2SeqLayer] = []
     tables: list[RelativeBias] = []
     for weights in blocks:
-        made.append(Block.of(a, device, weights))
-        if weights.itself.bias is not None:
-            tables.append(RelativeBias(weights.itself.bias.to(torch.float32, copy=True), a.farthest, both_ways))
+        made.append(Seq2SeqLayer.of(a, device, weights))
+        if weights.self_attention.bias is not None:
+            tables.append(RelativeBias(weights.self_attention.bias.to(torch.float32, copy=True), a.farthest, both_ways))
         del weights  # before the next is read
     return made, tables
 
 
-class Entrance:
+class InputStage:
     """The input of one stack: from token ids to the residual stream."""
 
     def __init__(self, a: Seq2SeqArchitecture, embedding: Tensor, ends: StackEnds, device: torch.device) -> None:
@@ -154,10 +154,10 @@ class Encoder:
         a: Seq2SeqArchitecture,
         blocks: Iterable[BlockWeights],
         ends: StackEnds,
-        entrance: Entrance,
+        input_stage: InputStage,
         device: torch.device,
     ) -> None:
-        self._a, self._stack, self._entrance, self._device = a, a.encoder, entrance, device
+        self._a, self._stack, self._input_stage, self._device = a, a.encoder, input_stage, device
         self._blocks, self._tables = build(a, device, True, blocks)
         self._last = unchanged if ends.last is None else norm_of(ends.last, a.eps, device)
         self._cached: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
@@ -175,13 +175,13 @@ class Encoder:
     def _compute(self, source: tuple[int, ...]) -> Tensor:
         positions = torch.arange(len(source))
         biases = [table(positions, positions).to(self._device) for table in self._tables]
-        hidden = self._entrance(torch.tensor(source, device=self._device), positions.to(self._device))
+        hidden = self._input_stage(torch.tensor(source, device=self._device), positions.to(self._device))
         if len(source) == 1:
             hidden = hidden.repeat(2, 1)  # a single row may use another kernel (see ``linear.py``)
         for number, block in enumerate(self._blocks):
             bias = biases[min(number, len(biases) - 1)] if biases else None
-            look = partial(self._attend, block.itself, bias, len(source))
-            hidden = branch(self._a.norm_first, block.itself.norm, hidden, look)
+            look = partial(self._attend, block.self_attention, bias, len(source))
+            hidden = branch(self._a.norm_first, block.self_attention.norm, hidden, look)
             hidden = branch(self._a.norm_first, block.mlp.norm, hidden, partial(block.mlp, alone=True))
         return self._last(hidden)[: len(source)]
 

@@ -20,24 +20,33 @@ from foretoken.models.runners.attention import KEY_MULTIPLE, Geometry, attend, l
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.linear import can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
-from foretoken.models.seq2seq.layers import Attention, Block, Encoder, Entrance, branch, build, norm_of, unchanged
+from foretoken.models.seq2seq.layers import (
+    Attention,
+    Encoder,
+    InputStage,
+    Seq2SeqLayer,
+    branch,
+    build,
+    norm_of,
+    unchanged,
+)
 from foretoken.models.seq2seq.positions import positions_of
 from foretoken.models.seq2seq.weights import NormWeight, Seq2SeqWeights
 from foretoken.models.state.kv import KVCache, finite, padded
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionMasks:
     """The masks of a pass, which are added to the scores.
 
     Attributes:
-        own: for self-attention, by layer or one for all layers, relative positions included.
-        across: for cross-attention.
+        self_attention: by layer, or one for all layers; relative positions included.
+        cross_attention: of all layers.
         keys: number of source rows that are read.
     """
 
-    own: list[Tensor]
-    across: Tensor
+    self_attention: list[Tensor]
+    cross_attention: Tensor
     keys: int
 
 
@@ -59,10 +68,10 @@ class Seq2SeqRunner:
         self.batch_invariant = can_pack(dtype, device)
         embedding = weights.embedding().to(device)
         sides = {side: weights.ends(side) for side in ("encoder", "decoder")}
-        entrances = {side: Entrance(a, embedding, ends, device) for side, ends in sides.items()}
-        self.encoder = Encoder(a, weights.blocks("encoder"), sides["encoder"], entrances["encoder"], device)
+        input_stages = {side: InputStage(a, embedding, ends, device) for side, ends in sides.items()}
+        self.encoder = Encoder(a, weights.blocks("encoder"), sides["encoder"], input_stages["encoder"], device)
         self.fingerprint = weights.fingerprint()
-        self._entrance = entrances["decoder"]
+        self._input_stage = input_stages["decoder"]
         self._blocks, self._tables = build(a, device, False, weights.blocks("decoder"))
         last = sides["decoder"].last
         self._norm = unchanged if last is None else norm_of(last, a.eps, device)
@@ -137,14 +146,14 @@ class Seq2SeqRunner:
             self._encode(part.slot)
         self._cache.reserve(plan.reach + 1)
         g = Geometry.of(plan, (0,), self._device)
-        sight = self._sight(plan, g)
+        masks = self._masks(plan, g)
         alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
-        hidden = self._entrance(g.tokens, g.positions)
+        hidden = self._input_stage(g.tokens, g.positions)
         states: dict[int, Tensor] = {}
         for number, block in enumerate(self._blocks):
             if number in taps:
                 states[number] = hidden
-            hidden = self._layer(number, block, hidden, g, sight, alone)
+            hidden = self._layer(number, block, hidden, g, masks, alone)
         count = self._architecture.layers
         states[count], states[count + 1] = self._norm(hidden), hidden
         outputs = states[count][torch.tensor(plan.outputs, device=self._device)] if logits else None
@@ -160,12 +169,16 @@ class Seq2SeqRunner:
         logits = self._head(hidden if count > 1 else hidden.repeat(2, 1))[:count].float()
         return logits if self._head_bias is None else logits + self._head_bias
 
-    def _layer(self, number: int, block: Block, hidden: Tensor, g: Geometry, sight: Sight, alone: bool) -> Tensor:
-        first, across = self._architecture.norm_first, block.across
-        assert across is not None
-        itself = partial(self._attend, number, block.itself, g, sight.own[min(number, len(sight.own) - 1)], alone)
-        hidden = branch(first, block.itself.norm, hidden, itself)
-        hidden = branch(first, across.norm, hidden, partial(self._look_across, number, across, g, sight, alone))
+    def _layer(
+        self, number: int, block: Seq2SeqLayer, hidden: Tensor, g: Geometry, masks: AttentionMasks, alone: bool
+    ) -> Tensor:
+        first, cross_attention = self._architecture.norm_first, block.cross_attention
+        assert cross_attention is not None
+        mask = masks.self_attention[min(number, len(masks.self_attention) - 1)]
+        self_attend = partial(self._attend, number, block.self_attention, g, mask, alone)
+        cross_attend = partial(self._cross_attend, number, cross_attention, g, masks, alone)
+        hidden = branch(first, block.self_attention.norm, hidden, self_attend)
+        hidden = branch(first, cross_attention.norm, hidden, cross_attend)
         return branch(first, block.mlp.norm, hidden, partial(block.mlp, alone=alone))
 
     def _attend(self, number: int, attention: Attention, g: Geometry, mask: Tensor, alone: bool, x: Tensor) -> Tensor:
@@ -174,29 +187,30 @@ class Seq2SeqRunner:
         queries_keys, values = heads.split((2 * stack.heads, stack.heads), dim=1)
         return attention.out(attend(self._cache, number, queries_keys, values, g, stack, mask), alone)
 
-    def _look_across(
-        self, number: int, attention: Attention, g: Geometry, sight: Sight, alone: bool, x: Tensor
+    def _cross_attend(
+        self, number: int, attention: Attention, g: Geometry, masks: AttentionMasks, alone: bool, x: Tensor
     ) -> Tensor:
         stack, kept = self._stack, self._sources
         queries = attention.into(x, alone).view(len(x), stack.heads, stack.head_dim)
-        keys, values = (rows[number][g.low : g.high, :, : sight.keys] for rows in (kept.keys, kept.values))
-        return attention.out(look_up(queries, keys, values, sight.across, g, stack), alone)
+        keys, values = (rows[number][g.low : g.high, :, : masks.keys] for rows in (kept.keys, kept.values))
+        return attention.out(look_up(queries, keys, values, masks.cross_attention, g, stack), alone)
 
     @property
     def _stack(self) -> Stack:
         return self._architecture.decoder
 
-    def _sight(self, plan: PassPlan, g: Geometry) -> Sight:
+    def _masks(self, plan: PassPlan, g: Geometry) -> AttentionMasks:
         """Returns the masks of a pass. Slots between its sequences, whose rows are not used, see all keys."""
         lengths = [self._lengths.get(slot, 0) for slot in range(g.low, g.high)]
         keys = padded(max(lengths), KEY_MULTIPLE)
         ends = torch.tensor([length or keys for length in lengths])[:, None]
-        across = torch.zeros(len(lengths), keys).masked_fill_(torch.arange(keys) >= ends, -torch.inf)
-        own = [g.masks[0]]
+        source_mask = torch.zeros(len(lengths), keys).masked_fill_(torch.arange(keys) >= ends, -torch.inf)
+        self_masks = [g.masks[0]]
         if self._tables:
             places = positions_of(plan, g)
-            own = [table(*places).transpose(0, 1)[:, :, :, None].to(self._device) + own[0] for table in self._tables]
-        return Sight(own, across[:, None, None, None].to(self._device), keys)
+            biases = [table(*places).transpose(0, 1)[:, :, :, None].to(self._device) for table in self._tables]
+            self_masks = [bias + self_masks[0] for bias in biases]
+        return AttentionMasks(self_masks, source_mask[:, None, None, None].to(self._device), keys)
 
     def _encode(self, slot: int) -> None:
         """Encodes the slot's source if it is pending, and writes its keys and values by layer."""
@@ -209,8 +223,8 @@ class Seq2SeqRunner:
         rows = states if count > 1 else states.repeat(2, 1)
         self._sources.reserve(count)
         for number, block in enumerate(self._blocks):
-            assert block.across is not None and block.across.keys_values is not None
-            made = block.across.keys_values(rows, True)[:count].view(count, 2, self._stack.heads, -1)
+            assert block.cross_attention is not None and block.cross_attention.keys_values is not None
+            made = block.cross_attention.keys_values(rows, True)[:count].view(count, 2, self._stack.heads, -1)
             for kept, part in zip((self._sources.keys, self._sources.values), made.unbind(1), strict=True):
                 kept[number][slot, :, :count] = finite(part.transpose(0, 1))
         del self._pending[slot]

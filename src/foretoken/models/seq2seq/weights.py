@@ -56,10 +56,10 @@ class MLPWeights:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """The weights of one layer; only a decoder's has ``across``, the cross-attention."""
+    """The weights of one layer; only a decoder's has ``cross_attention``, the cross-attention."""
 
-    itself: AttentionWeights
-    across: AttentionWeights | None
+    self_attention: AttentionWeights
+    cross_attention: AttentionWeights | None
     mlp: MLPWeights
 
 
