@@ -54,7 +54,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("width, kind", [(120, lanes.Lanes), (60, lanes.Blocks)])
+@pytest.mark.parametrize("width, kind", [(120, lanes.Lanes), (60, lanes.StackedLanes)])
 def test_lanes_need_a_wide_terminal(width, kind):
     console = Console(file=Terminal(), force_terminal=True, width=width, color_system="standard")
     assert type(lanes.stage(console)) is kind

@@ -90,7 +90,7 @@ def stage(console: Console, *, quiet: bool = False) -> Stage:
         return Quiet(console)
     if console.file.isatty() and console.width >= _NARROW and console.color_system is not None:
         return Lanes(console)
-    return Blocks(console)
+    return StackedLanes(console)
 
 
 class Quiet:
@@ -113,11 +113,11 @@ class Quiet:
         """Nothing."""
 
 
-class Blocks(Quiet):
+class StackedLanes(Quiet):
     """Plain blocks one after another, for pipes, logs and narrow windows."""
 
     def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+        self.console.print(text, soft_wrap=not self.console.is_terminal)
 
     def status(self, text: str) -> AbstractContextManager[Any]:
         if self.console.file.isatty():
@@ -157,7 +157,7 @@ class Blocks(Quiet):
         self.say(f"texts identical: {'yes' if record['identical'] else 'NO'}")
 
 
-class Lanes(Blocks):
+class Lanes(StackedLanes):
     """Two panels side by side, redrawn between pieces, never while the clock runs."""
 
     @contextmanager

@@ -49,7 +49,7 @@ class QuantizedCheckpoint:
     losses: Losses | None = None
 
 
-class Writer(Protocol):
+class CheckpointWriter(Protocol):
     """Takes the tensors of a checkpoint one after the other."""
 
     def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
@@ -106,7 +106,7 @@ def quantize_checkpoint(
     return QuantizedCheckpoint(target, chosen.name, _weight_bytes(path), _weight_bytes(target), seconds, losses)
 
 
-def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -> Writer:
+def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -> CheckpointWriter:
     """Returns what writes a scheme, after the files beside the weights were written."""
     if scheme.gguf:
         described = model.described()
@@ -124,7 +124,7 @@ def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -
 
 
 def _stream(
-    model: SourceCheckpoint, writer: Writer, text: Calibration | None, lm_head: bool, progress: Progress
+    model: SourceCheckpoint, writer: CheckpointWriter, text: Calibration | None, lm_head: bool, progress: Progress
 ) -> Losses | None:
     """Hands all tensors to the writer, and takes the text through each layer. Returns its losses."""
     before: dict[str, Tensor] = {}

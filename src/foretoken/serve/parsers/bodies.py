@@ -59,7 +59,7 @@ class Writer:
         self.arguments(dumps(arguments))
 
 
-class Body(Protocol):
+class CallBody(Protocol):
     """Reads one call, or several that stand together."""
 
     started: bool
@@ -85,7 +85,7 @@ class HeadBody:
         self.started = False
 
     def push(self, text: str) -> str | None:
-        """See ``Body``."""
+        """See ``CallBody``."""
         if not self.started:
             head, brace, text = text.partition("{")
             self._head += head
@@ -137,7 +137,7 @@ class ParameterBody:
         self.started = False
 
     def push(self, text: str) -> str | None:
-        """See ``Body``."""
+        """See ``CallBody``."""
         self._held += text
         if not self.started and not self._start():
             return None
@@ -213,7 +213,7 @@ class WholeBody:
         self.started = False
 
     def push(self, text: str) -> str | None:
-        """See ``Body``."""
+        """See ``CallBody``."""
         self._held += text
         body, mark, rest = self._held.partition(self._end)
         if not mark:
@@ -239,7 +239,7 @@ class PythonBody:
         self.started = False
 
     def push(self, text: str) -> str | None:
-        """See ``Body``."""
+        """See ``CallBody``."""
         if not self._text:
             text = text.lstrip()
         if not text:

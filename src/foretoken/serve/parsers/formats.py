@@ -8,7 +8,7 @@ from functools import partial
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.serve.parsers.bodies import (
-    Body,
+    CallBody,
     HeadBody,
     ParameterBody,
     ParameterTags,
@@ -81,10 +81,10 @@ class _MistralBody:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._body: Body | None = None
+        self._body: CallBody | None = None
 
     def push(self, text: str) -> str | None:
-        """See ``Body``."""
+        """See ``CallBody``."""
         text = text if self._body else text.lstrip()
         if not text:
             return None

@@ -32,7 +32,7 @@ class JsonBody:
         self.started = False
 
     def push(self, text: str) -> str | None:
-        """See ``Body``."""
+        """See ``CallBody``."""
         self._held += text
         while True:
             if self._call is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from foretoken.serve.output import OutputEvent, TextDelta
-from foretoken.serve.parsers.bodies import Body, Schemas, Writer
+from foretoken.serve.parsers.bodies import CallBody, Schemas, Writer
 from foretoken.serve.parsers.tags import find_tag, split_held
 
 _BARE_SPACE = " \r\n\t,;[]"
@@ -23,9 +23,9 @@ class CallFormat:
         bare: For each character with which a call without a tag may begin the answer, what reads it.
     """
 
-    opens: Mapping[str, Callable[[Writer], Body]] = field(default_factory=dict)
+    opens: Mapping[str, Callable[[Writer], CallBody]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    bare: Mapping[str, Callable[[Writer], Body]] = field(default_factory=dict)
+    bare: Mapping[str, Callable[[Writer], CallBody]] = field(default_factory=dict)
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class ToolParser:
         self._format, self._writer = format, Writer(schemas)
         self._held, self._skipped = "", ""
         self._place, self._bare = _Place.BEFORE, bool(format.bare)
-        self._body: Body | None = None
+        self._body: CallBody | None = None
         self._raw = ""  # text of the call, while it may still turn out to be none
 
     @property
@@ -130,11 +130,11 @@ class ToolParser:
         if self._place is _Place.BEFORE:
             self._skipped += text
 
-    def _enter(self, body: Callable[[Writer], Body], before: str, rest: str) -> None:
+    def _enter(self, body: Callable[[Writer], CallBody], before: str, rest: str) -> None:
         self._body, self._raw, self._skipped, self._held = body(self._writer), before, "", rest
         self._opened = len(before)
 
-    def _read_body(self, body: Body) -> bool:
+    def _read_body(self, body: CallBody) -> bool:
         text, self._held = self._held, ""
         if not body.started:
             self._raw += text
