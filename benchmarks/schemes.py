@@ -27,7 +27,6 @@ from foretoken.bench.floor import matrices
 from foretoken.bench.setting import cores, setting, wide_console
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.native.build import compiled
-from foretoken.models.runners.native.build import VNNI
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.train.widen.checkpoint import scaled
 
@@ -66,7 +65,7 @@ def load(target: Path, scheme: str) -> Loaded:
 
 def measure(target: Path, schemes: Sequence[str], rows: Sequence[int], context: int, turns: int) -> list[KernelTimes]:
     """Times all schemes and numbers of rows in rotating order."""
-    floors = ctypes.CDLL(str(compiled(Path(__file__).parent / "floors.cpp", (f"-m{VNNI.replace('_', '')}",))))
+    floors = ctypes.CDLL(str(compiled(Path(__file__).parent / "floors.cpp", ("-mavx512vnni",))))
     floors.read_memory.restype = floors.multiply.restype = None
     models = {scheme: load(target, scheme) for scheme in schemes}
     sizes = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import foretoken
-from foretoken.core.native import build
+from foretoken.core.native import build, cpu
 from foretoken.models.runners import choose
 
 
@@ -34,7 +34,7 @@ def test_switched_off_kernels_are_named(run: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_missing_compiler_is_named_with_what_to_do(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build.REQUIRED))
+    monkeypatch.setattr(cpu, "chosen", lambda: cpu.LEVELS[-1])
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("FORETOKEN_NATIVE", raising=False)
     why = json.loads(run("info", "--json").out)["kernels"]["why"]

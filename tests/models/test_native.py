@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from foretoken.core.draft import Draft
-from foretoken.core.native import build
+from foretoken.core.native import build, cpu
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
@@ -22,7 +21,6 @@ from foretoken.models.runners.torch_runner import TorchRunner
 from .trees import repeating
 
 VOCAB = 131  # no multiple of anything
-WITHOUT = {"everything": [], "no tiles": ["amx_tile"], "no bf16": ["amx_tile", "avx512_bf16"]}
 CONFIG = {
     "model_type": "qwen3",
     "vocab_size": VOCAB,
@@ -61,14 +59,14 @@ kinds = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name == "no bf16" else []) for name in WITHOUT])
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    without = WITHOUT[request.param]
-    if without and without[-1] not in build.cpu_flags():
-        pytest.skip(f"this processor has no {without[-1]}, so these are the kernels that were tested before")
-    flags = build.cpu_flags() - set(without)
-    monkeypatch.setattr(build, "cpu_flags", lambda: flags)
-    return request.param
+@pytest.fixture(params=[level.name for level in cpu.LEVELS if level.vnni])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every instruction-set level, of which this processor may run some."""
+    name: str = request.param
+    if name not in [level.name for level in cpu.available()]:
+        pytest.skip(f"this processor cannot run {name}")
+    monkeypatch.setenv(cpu.VARIABLE, name)
+    return name
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -186,11 +184,10 @@ def test_int8_is_near_float32(instructions: str) -> None:
 @needs_kernels
 def test_int8_bits_are_the_same_on_tiles_and_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of integers know no rounding; heads of 48 keep this model's bf16 attention on vectors in both."""
-    flags = build.cpu_flags()
-    if "amx_tile" not in flags:
+    if "amx" not in [level.name for level in cpu.available()]:
         pytest.skip("no tiles here")
     tiles = scores(decoder(torch.bfloat16, "int8"))
-    monkeypatch.setattr(build, "cpu_flags", lambda: flags - {"amx_tile"})
+    monkeypatch.setenv(cpu.VARIABLE, "avx512-bf16")
     assert torch.equal(scores(decoder(torch.bfloat16, "int8")), tiles)
 
 
@@ -212,7 +209,7 @@ def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) 
 
 @pytest.mark.parametrize("flag", ["avx512f", "avx512bw"])
 def test_a_processor_without_avx512_uses_the_torch_runner(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset())
+    monkeypatch.setattr(cpu, "features", lambda: frozenset())
     with pytest.raises(KernelsUnavailable, match=flag):
         library([Kind.BFLOAT16], Kind.BFLOAT16)
     assert isinstance(decoder(torch.float32).runner, TorchRunner)

@@ -12,6 +12,7 @@ import torch
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.native import cpu
 from foretoken.models.base import Handle
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import open_weights
@@ -183,14 +184,15 @@ def test_texts_are_those_of_raw_weights() -> None:
 def test_auto_packs_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     a = Architecture.of(CONFIG, None)
     size = weight_format.matrix_bytes(a, torch.bfloat16)
-    monkeypatch.setattr(weight_format, "cpu_flags", lambda: frozenset(weight_format.NEEDED))
+    levels = {level.name: level for level in cpu.LEVELS}
+    monkeypatch.setattr(cpu, "chosen", lambda: levels["avx512-bf16"])
     monkeypatch.setattr(weight_format, "last_level_cache", lambda: size)
     assert weight_format.packing_pays(a, torch.bfloat16)
     assert not weight_format.packing_pays(a, torch.float32)
     monkeypatch.setattr(weight_format, "last_level_cache", lambda: size + 1)
     assert not weight_format.packing_pays(a, torch.bfloat16)
     monkeypatch.setattr(weight_format, "last_level_cache", lambda: 1)
-    monkeypatch.setattr(weight_format, "cpu_flags", lambda: weight_format.NEEDED | {"amx_bf16"})
+    monkeypatch.setattr(cpu, "chosen", lambda: levels["amx"])
     assert not weight_format.packing_pays(a, torch.bfloat16)
 
 

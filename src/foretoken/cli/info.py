@@ -9,6 +9,7 @@ from typing import Any
 
 from foretoken.cli.options import Json
 from foretoken.cli.theme import ColorMode, wide_console
+from foretoken.core.errors import InvalidRequest
 
 _PACKAGES = (
     *("foretoken", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "huggingface_hub"),
@@ -48,13 +49,13 @@ def _machine() -> dict[str, Any]:
     import torch
 
     from foretoken.bench.setting import cores, memory, processor
-    from foretoken.core.native.build import cpu_flags
+    from foretoken.core.native.cpu import features
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": processor(),
-        "features": [name for name in _FEATURES if name in cpu_flags()],
+        "features": [name for name in _FEATURES if name in features()],
         "cores": {"in the machine": os.cpu_count(), "used": cores()},
         "torch_threads": torch.get_num_threads(),
         "memory_gib": {"total": _gib(memory("MemTotal")), "available": _gib(memory("MemAvailable"))},
@@ -63,21 +64,16 @@ def _machine() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
+    from foretoken.core.native import cpu
     from foretoken.core.native.build import KernelsUnavailable, compiler, require
-    from foretoken.models.runners.native.build import VNNI, instruction_sets
 
+    levels = [level.name for level in cpu.available()]
     try:
-        require()
-        program = compiler()
-    except KernelsUnavailable as reason:
-        return {"runner": "torch operators", "why": str(reason), "instruction_sets": [], "int8_and_four_bits": False}
-    facts = {"runner": "compiled", "why": "AVX-512 and a C++ compiler are there", "compiler": program}
-    try:
-        require(VNNI)
-        packed = True
-    except KernelsUnavailable:
-        packed = False
-    return facts | {"instruction_sets": instruction_sets(), "int8_and_four_bits": packed}
+        level, program = require(), compiler()
+    except (KernelsUnavailable, InvalidRequest) as reason:
+        return {"runner": "torch operators", "why": str(reason), "levels": levels}
+    why = f"{cpu.reason()}, and a C++ compiler is there"
+    return {"runner": "compiled", "why": why, "level": level.name, "levels": levels, "compiler": program}
 
 
 def _versions() -> dict[str, Any]:

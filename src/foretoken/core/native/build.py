@@ -1,15 +1,14 @@
-"""Compiles kernels once per machine and set of flags, with the C++ compiler of the machine, and caches them on disk.
+"""Compiles kernels once per instruction-set level and flags, with the machine's C++ compiler, and caches them on disk.
 
-Without a compiler, or on a CPU without AVX-512, ``KernelsUnavailable`` is raised and torch operators are the fallback.
+Without a compiler, or on a processor without the instructions, ``KernelsUnavailable`` is raised and torch operators
+are the fallback.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -20,10 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from foretoken.core.files import cache_folder
+from foretoken.core.native import cpu
+from foretoken.core.native.cpu import Level
 
 SHARED = Path(__file__).parent / "csrc"
 SWITCH = "FORETOKEN_NATIVE"  # "0" disables the compiled kernels
-REQUIRED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
 _log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-w")
 
@@ -36,21 +36,14 @@ class KernelsDisabled(KernelsUnavailable):
     """Compiled kernels are switched off by FORETOKEN_NATIVE=0."""
 
 
-@functools.cache
-def cpu_flags() -> frozenset[str]:
-    """Returns the processor's features by their names in /proc/cpuinfo; empty where that cannot be read."""
-    if platform.machine() not in ("x86_64", "AMD64") or not Path("/proc/cpuinfo").is_file():
-        return frozenset()
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
-
-
-def require(*features: str) -> None:
-    """Raises KernelsUnavailable where kernels are disabled or the processor lacks one of ``features``."""
+def require() -> Level:
+    """Returns the instruction-set level of compiled kernels. Raises KernelsUnavailable where there can be none."""
     if os.environ.get(SWITCH) == "0":
         raise KernelsDisabled(f"{SWITCH}=0 is set")
-    if missing := sorted({*REQUIRED, *features} - cpu_flags()):
-        raise KernelsUnavailable(f"the processor lacks {', '.join(missing)}")
+    level = cpu.chosen()
+    if level is None:
+        raise KernelsUnavailable(cpu.reason())
+    return level
 
 
 def compiler() -> str:
@@ -63,12 +56,12 @@ def compiler() -> str:
     return path
 
 
-def compiled(source: Path, flags: Sequence[str]) -> Path:
+def compiled(source: Path, flags: Sequence[str], level: Level | None = None) -> Path:
     """Returns the shared library of one source file, from the cache or compiled now. See ``linked``."""
-    return linked(source.stem, [(source, flags)])
+    return linked(source.stem, [(source, flags)], level)
 
 
-def linked(name: str, sources: Sequence[tuple[Path, Sequence[str]]]) -> Path:
+def linked(name: str, sources: Sequence[tuple[Path, Sequence[str]]], level: Level | None = None) -> Path:
     """Returns a shared library of several source files, from the cache or built now.
 
     Object files are cached as well, so that libraries share them; those that are missing are compiled on all cores.
@@ -77,11 +70,13 @@ def linked(name: str, sources: Sequence[tuple[Path, Sequence[str]]]) -> Path:
         name: How the library's file name begins.
         sources: C++ files, each with its compiler flags in addition to the common ones. They may include headers beside
             them and in ``SHARED``.
+        level: The instruction sets that may be used; None for those of this machine.
 
     Raises:
         KernelsUnavailable: There is no compiler, or it fails, or the cache cannot be written.
     """
-    parts = [_Part.of(source, flags) for source, flags in sources]
+    level = level or require()
+    parts = [_Part.of(source, (*level.flags, *flags)) for source, flags in sources]
     key = hashlib.sha256(" ".join(part.name for part in parts).encode()).hexdigest()[:16]
     target = cache_folder() / "native" / f"{name}-{key}.so"
     if target.is_file():
@@ -100,7 +95,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def of(cls, source: Path, flags: Sequence[str]) -> _Part:
-        flags = (*_FLAGS, *(f"-m{name}" for name in REQUIRED), *flags)
+        flags = (*_FLAGS, *flags)
         beside = sorted({*source.parent.glob("*.hpp"), *SHARED.glob("*.hpp"), source})
         text = b"\0".join([*(file.read_bytes() for file in beside), " ".join(flags).encode()])
         name = f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.o"

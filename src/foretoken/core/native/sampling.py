@@ -9,6 +9,7 @@ import ctypes
 import functools
 import logging
 import math
+import os
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.native.build import KernelsUnavailable, compiled, require
+from foretoken.core.native import cpu
+from foretoken.core.native.build import SWITCH, KernelsUnavailable, compiled, require
 
 _SOURCE = Path(__file__).parent / "csrc" / "sampling.cpp"
 _MAX_FLOAT = torch.finfo(torch.float32).max
@@ -105,12 +107,16 @@ class Kernels:
         return token
 
 
-@functools.cache
 def kernels() -> Kernels | None:
     """Returns the library, compiled on first use; None where it cannot be compiled."""
+    return _kernels(os.environ.get(SWITCH), os.environ.get(cpu.VARIABLE))
+
+
+@functools.cache
+def _kernels(*_: str | None) -> Kernels | None:
+    """Returns the library for the environment variables that choose it."""
     try:
-        require()
-        library = ctypes.CDLL(str(compiled(_SOURCE, ())))
+        library = ctypes.CDLL(str(compiled(_SOURCE, (), require())))
     except KernelsUnavailable as why:
         _log.info("sampling uses torch operators: %s", why)
         return None

@@ -27,7 +27,7 @@ import torch
 from foretoken.core.checks import parse_size
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.files import cache_folder
-from foretoken.core.native import build
+from foretoken.core.native import build, cpu
 from foretoken.models.runners.native.image import DamagedImage, OpenImage, WeightImage, open_image
 
 BOUND = "FORETOKEN_WEIGHT_CACHE"  # bytes, such as "20GiB"; "0" keeps nothing
@@ -58,7 +58,9 @@ class WeightCache:
     """
 
     def __init__(self, files: tuple[Path, ...], settings: Mapping[str, Any]) -> None:
-        facts = [[_identity(file) for file in files], settings, _code(), sorted(build.cpu_flags()), torch.__version__]
+        level = cpu.chosen()
+        processor = None if level is None else level.name
+        facts = [[_identity(file) for file in files], settings, _code(), processor, torch.__version__]
         key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
         self.path = cache_folder() / "weights" / f"{key}{_SUFFIX}"
 

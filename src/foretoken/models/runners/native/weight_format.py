@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from foretoken.core.native.build import cpu_flags
+from foretoken.core.native import cpu
 from foretoken.models.families.architecture import Architecture
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-NEEDED = {"avx512_bf16", "avx512vbmi"}  # instructions with which restoring weights costs less than reading them
+LEVELS = ("avx512-bf16",)  # with whose instructions restoring weights costs less than reading them
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -22,7 +22,8 @@ def packing_pays(architecture: Architecture, dtype: torch.dtype) -> bool:
     packed at 1, 4 and 8 rows: 29 MB 1.43, 1.30, 1.10; 59 MB 1.48, 1.39, 1.27; 118 MB 1.54, 1.50, 1.34.
     Processors with AMX multiply raw weights so fast that restoring them has not been measured to pay.
     """
-    if dtype != torch.bfloat16 or not cpu_flags() >= NEEDED or "amx_bf16" in cpu_flags():
+    level = cpu.chosen()
+    if dtype != torch.bfloat16 or level is None or level.name not in LEVELS:
         return False
     return matrix_bytes(architecture, dtype) >= last_level_cache()
 

@@ -1,0 +1,111 @@
+"""Instruction-set levels of processors: what each needs, how it is compiled, and which one this machine takes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+from foretoken.core.errors import InvalidRequest
+
+VARIABLE = "FORETOKEN_CPU"  # takes a lower level by hand
+_X86 = ("x86_64", "AMD64")
+
+
+class Level(NamedTuple):
+    """A set of instructions that kernels are compiled for.
+
+    Attributes:
+        name: its name in FORETOKEN_CPU.
+        machines: names of the architecture in ``platform.machine``; none for all of them.
+        features: what the processor must have, by the names in /proc/cpuinfo.
+        flags: compiler flags.
+    """
+
+    name: str
+    machines: tuple[str, ...]
+    features: frozenset[str]
+    flags: tuple[str, ...]
+
+    @property
+    def vnni(self) -> bool:
+        """Whether four products of bytes are added by one instruction."""
+        return any("vnni" in feature for feature in self.features)
+
+
+def _x86(name: str, features: str) -> Level:
+    """Returns a level of x86-64, whose features are named almost as the compiler's flags."""
+    flags = (feature.replace("avx_", "avx").replace("avx512_", "avx512") for feature in features.split())
+    return Level(name, _X86, frozenset(features.split()), tuple(f"-m{flag.replace('_', '-')}" for flag in flags))
+
+
+_AVX2 = "avx2 fma f16c"
+_AVX512 = f"{_AVX2} avx512f avx512bw avx512vl avx512dq"
+_BF16 = f"{_AVX512} avx512_vnni avx512_bf16 avx512vbmi"
+
+LEVELS = (  # best first
+    _x86("amx", f"{_BF16} amx_tile amx_bf16 amx_int8"),
+    _x86("avx512-bf16", _BF16),
+    _x86("avx512-vnni", f"{_AVX512} avx512_vnni"),
+    _x86("avx512", _AVX512),
+)
+
+
+@functools.cache
+def features() -> frozenset[str]:
+    """Returns the processor's features by their names in /proc/cpuinfo; empty where that cannot be read."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    wanted = "flags" if platform.machine() in _X86 else "Features"
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith(wanted)), "").split())
+
+
+def available() -> list[Level]:
+    """Returns the levels that this processor can run, best first."""
+    machine = platform.machine()
+    return [
+        level for level in LEVELS if (not level.machines or machine in level.machines) and features() >= level.features
+    ]
+
+
+def chosen() -> Level | None:
+    """Returns the level that kernels are compiled for; None where the processor can run none.
+
+    Raises:
+        InvalidRequest: FORETOKEN_CPU names no level, or one that the processor cannot run.
+    """
+    able, name = available(), os.environ.get(VARIABLE)
+    if not name:
+        return able[0] if able else None
+    names = ", ".join(level.name for level in able) or "none"
+    known = {level.name: level for level in LEVELS}
+    if name not in known:
+        raise InvalidRequest(f"{VARIABLE}={name} is not known; this processor can run {names}")
+    if known[name] in able:
+        return known[name]
+    missing = ", ".join(sorted(known[name].features - features()))
+    raise InvalidRequest(
+        f"{VARIABLE}={name} needs {missing or known[name].machines[0]}, which this processor lacks; it can run {names}"
+    )
+
+
+def reason() -> str:
+    """Returns why the chosen level is taken, in words."""
+    if os.environ.get(VARIABLE):
+        return f"{VARIABLE} is set"
+    level = chosen()
+    if level is None:
+        missing = LEVELS[-1].features - features()
+        return (
+            f"the processor lacks {', '.join(sorted(missing))}" if missing else f"no kernels for {platform.machine()}"
+        )
+    better = [each for each in LEVELS[: LEVELS.index(level)] if platform.machine() in each.machines]
+    if not better:
+        return "the best level there is"
+    return f"the best that the processor can run; {better[-1].name} needs " + ", ".join(
+        sorted(better[-1].features - features())
+    )

@@ -1,0 +1,61 @@
+"""The choice of an instruction-set level."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.native import cpu
+from foretoken.core.native.build import KernelsUnavailable, require
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with AVX-512 and VNNI."""
+    level = next(level for level in cpu.LEVELS if level.name == "avx512-vnni")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu, "features", lambda: level.features | {"sse2"})
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+
+
+def test_names_are_unique() -> None:
+    names = [level.name for level in cpu.LEVELS]
+    assert len(set(names)) == len(names)
+
+
+def test_flags_are_the_compilers() -> None:
+    levels = {level.name: level.flags for level in cpu.LEVELS}
+    assert set(levels["amx"]) >= {"-mavx2", "-mf16c", "-mavx512f", "-mavx512vnni", "-mavx512vbmi", "-mamx-tile"}
+    assert "-march=native" not in {flag for flags in levels.values() for flag in flags}
+
+
+@pytest.mark.usefixtures("server")
+def test_the_best_level_is_taken() -> None:
+    level = cpu.chosen()
+    assert level is not None and level.name == "avx512-vnni"
+    assert "avx512-bf16 needs avx512_bf16, avx512vbmi" in cpu.reason()
+
+
+@pytest.mark.usefixtures("server")
+def test_a_lower_level_is_taken_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu.VARIABLE, "avx512")
+    assert require().name == "avx512"
+    assert cpu.reason() == "FORETOKEN_CPU is set"
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("name, message", [("sse9", "sse9 is not known; this"), ("avx512-bf16", "needs avx512_bf16, ")])
+def test_a_level_that_cannot_run_is_refused(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu.VARIABLE, name)
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        cpu.chosen()
+    assert "can run avx512-vnni, avx512" in str(caught.value)
+
+
+def test_a_processor_without_any_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu, "features", frozenset)
+    with pytest.raises(KernelsUnavailable, match="avx2"):
+        require()
