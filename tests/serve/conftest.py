@@ -18,6 +18,7 @@ from foretoken import LLM
 from foretoken.serve.app import create_app
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.run import Server, bind
+from foretoken.serve.tracing import RequestTracer
 from foretoken.serve.worker import Worker
 
 PATIENCE = 30.0  # seconds that a test waits for what should come at once
@@ -55,9 +56,10 @@ def running(
     llm: LLM,
     settings: ServerSettings | None = None,
     max_waiting: int = 256,
+    tracer: RequestTracer | None = None,
 ) -> Iterator[Running]:
     worker = Worker(llm, max_waiting=max_waiting)
-    app = create_app(worker, settings)
+    app = create_app(worker, settings, tracer)
     server = Server(app, worker, drain_timeout=PATIENCE)
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

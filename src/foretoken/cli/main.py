@@ -21,6 +21,7 @@ from foretoken.cli.datastore import build_datastore
 from foretoken.cli.demo import demo
 from foretoken.cli.generate import generate
 from foretoken.cli.info import info
+from foretoken.cli.keys import app as keys_app
 from foretoken.cli.plan import plan
 from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
@@ -61,7 +62,8 @@ app.command()(convert)
 app.command("build-datastore")(build_datastore)
 app.add_typer(train_app, name="train")
 app.add_typer(bench_app, name="bench")
-for registered in (each for part in (app, train_app, bench_app) for each in part.registered_commands):
+app.add_typer(keys_app, name="keys")
+for registered in (each for part in (app, train_app, bench_app, keys_app) for each in part.registered_commands):
     registered.cls = FiniteCommand
 
 INTERRUPTED, BROKEN_PIPE, USAGE = 130, 141, 2  # 128 + the signal's number, as shells report it

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
-import logging
 import secrets
 import socket
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,20 +25,23 @@ from foretoken.cli.options import (
     following,
     load,
 )
+from foretoken.cli.serve_output import FORMATS, LEVELS, TEXT, announce, check_log, is_loopback, start_log
 from foretoken.cli.serve_replicas import scale, serve_replicas
-from foretoken.cli.theme import ColorMode, console
+from foretoken.cli.theme import ColorMode
 from foretoken.core.checks import parse_size
 from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.serve.access.records import read_keys
 from foretoken.serve.hosts import allowed_hosts
 from foretoken.serve.listening import bind
 from foretoken.serve.parsers.formats import check_parsers
+from foretoken.serve.tls import tls_files
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.serve.limits import ServerSettings
+    from foretoken.serve.tracing import RequestTracer
 
 METHODS = "prediction,ngram,suffix"  # take no memory until a request asks for them
-_LEVELS = ("debug", "info", "warning", "error")
 
 
 def serve(
@@ -54,6 +56,15 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="FORETOKEN_API_KEY", help="A key that clients need; may be repeated.")
     ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File of API keys with scopes and limits; see foretoken keys.")
+    ] = None,
+    allow_admin: Annotated[
+        bool,
+        typer.Option(
+            help="Let clients without a key of the scope admin switch speculation. [on loopback without keys]"
+        ),
+    ] = False,
     share_cache_across_keys: Annotated[
         bool, typer.Option(help="Let different keys share cached prompts and drafts from each other's outputs.")
     ] = False,
@@ -76,6 +87,12 @@ def serve(
         list[str] | None,
         typer.Option(help="Host name that clients may use, such as a proxy's; may be repeated. [loopback's names]"),
     ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="TLS certificate chain, in PEM. [no TLS]")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key. [in the certificate's file]")] = None,
+    ssl_ca_certs: Annotated[Path | None, typer.Option(help="Certificates that sign those of clients.")] = None,
+    ssl_cert_reqs: Annotated[
+        int, typer.Option(min=0, max=2, help="Certificates of clients: 0 none, 1 optional, 2 required.")
+    ] = 0,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences in one forward pass; more wait.")] = 16,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Sequences that may wait; further requests get status 429.")
@@ -121,11 +138,14 @@ def serve(
     strict: Annotated[
         bool, typer.Option(help="Refuse unknown fields of requests, which are ignored with a warning header otherwise.")
     ] = False,
-    log_level: Annotated[str, typer.Option(help=f"{', '.join(_LEVELS)}.")] = "info",
+    log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info",
+    log_format: Annotated[str, typer.Option(help=f"{' or '.join(FORMATS)}.")] = TEXT,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="OpenTelemetry collector that traces are sent to. [none]")
+    ] = None,
 ) -> None:
     """Serve the model over the APIs of OpenAI and Anthropic, with a playground at /."""
-    if log_level not in _LEVELS:
-        raise InvalidRequest(f"--log-level must be one of {', '.join(_LEVELS)}, got {log_level!r}")
+    check_log(log_level, log_format)
     if not all(api_key or ()):
         raise InvalidRequest("--api-key must not be empty; leave it out to serve without keys")
     replica_scale = scale(replicas, max_replicas, ray_address, replica_cpus, replica_gpus)
@@ -134,6 +154,10 @@ def serve(
     if replica_scale is not None and response_store is not None:
         raise InvalidRequest("--replicas and --response-store cannot be combined: responses are kept by one process")
     check_parsers(tool_call_parser, reasoning_parser)
+    keyed = bool(api_key or api_key_file)
+    if api_key_file is not None:
+        read_keys(api_key_file)  # a bad file is refused before the model is loaded
+    tls = tls_files(ssl_certfile, ssl_keyfile, ssl_ca_certs, ssl_cert_reqs)
     config = speculative(speculative_config)
     options = {
         "speculative_config": config,
@@ -155,6 +179,7 @@ def serve(
     served: dict[str, Any] = {
         "model_names": tuple(served_model_name or [model or "foretoken"]),
         "api_keys": tuple(api_key or ()),
+        "key_file": api_key_file,
         "share_cache_across_keys": share_cache_across_keys,
         "chat_template": _text(chat_template) if chat_template is not None else None,
         "tool_call_parser": tool_call_parser,
@@ -169,48 +194,53 @@ def serve(
     if following(tensor_parallel_size):
         load(model, draft_model, ColorMode.AUTO, **options)  # returns when the first process ends
     with bind(host, port) as listening:
-        hosts = allowed_hosts(host, listening.getsockname()[0], bool(api_key), allowed_host or ())
-        settings = _settings(**served, hosts=hosts)
-        _logging(log_level)
-        if replica_scale is not None:
-            engine = {"model": model, "draft_model": draft_model, "options": options, "max_waiting": max_waiting}
-            announce = partial(_announce, settings, listening)
-            serve_replicas(engine, replica_scale, settings, listening, drain_timeout, announce, log_level == "debug")
-            return
-        llm = load(model, draft_model, ColorMode.AUTO, **options)
+        bound = listening.getsockname()[0]
+        hosts = allowed_hosts(host, bound, keyed, allowed_host or ())
+        admin = allow_admin or (not keyed and is_loopback(bound))
+        settings = _settings(**served, hosts=hosts, allow_admin=admin)
+        start_log(log_level, log_format)
+        tracer = _tracer(otlp_traces_endpoint)
+        started = partial(announce, settings, listening, tls is not None, log_format)
+        server_options = {"drain_timeout": drain_timeout, "announce": started, "tls": tls}
         try:
-            _serve(llm, settings, listening, max_waiting, drain_timeout)
+            if replica_scale is not None:
+                engine = {"model": model, "draft_model": draft_model, "options": options, "max_waiting": max_waiting}
+                verbose = log_level == "debug"
+                serve_replicas(engine, replica_scale, settings, listening, tracer, verbose, server_options)
+                return
+            with closing(load(model, draft_model, ColorMode.AUTO, **options)) as llm:
+                _serve(llm, settings, listening, max_waiting, tracer, server_options)
         finally:
-            llm.close()
+            if tracer is not None:
+                tracer.close()
 
 
 def _serve(
-    llm: LLM, settings: ServerSettings, listening: socket.socket, max_waiting: int, drain_timeout: float
+    llm: LLM,
+    settings: ServerSettings,
+    listening: socket.socket,
+    max_waiting: int,
+    tracer: RequestTracer | None,
+    server_options: dict[str, Any],
 ) -> None:
     from foretoken.serve.app import create_app
     from foretoken.serve.run import Server
     from foretoken.serve.worker import Worker
 
     worker = Worker(llm, max_waiting=max_waiting)
-    app = create_app(worker, settings)
-    server = Server(app, worker, drain_timeout, announce=lambda: _announce(settings, listening))
-    server.run(sockets=[listening])
+    app = create_app(worker, settings, tracer)
+    Server(app, worker, **server_options).run(sockets=[listening])
     if worker.dead is not None:
         raise ForetokenError(f"the engine stopped working: {worker.dead}")
 
 
-def _announce(settings: ServerSettings, listening: socket.socket) -> None:
-    from rich.markup import escape
+def _tracer(endpoint: str | None) -> RequestTracer | None:
+    """Returns what sends traces to an endpoint. Raises ForetokenError."""
+    if endpoint is None:
+        return None
+    from foretoken.serve.tracing import RequestTracer
 
-    host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    out = console(ColorMode.AUTO, stderr=True)
-    out.print(f"{escape(settings.model_names[0])} at [bold]http://{escape(shown)}:{port}/v1[/bold]")
-    out.print(f"playground at [bold]http://{escape(shown)}:{port}/[/bold]; Ctrl-C ends")
-    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback and not settings.api_keys:
-        out.print(
-            "warning: anyone who reaches this machine can use the model; --api-key asks for a key", style="yellow"
-        )
+    return RequestTracer.to_endpoint(endpoint)
 
 
 def _settings(**given: Any) -> ServerSettings:
@@ -254,12 +284,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"cannot read the chat template {file}: {error}; expected a text file in UTF-8") from error
-
-
-def _logging(level: str) -> None:
-    """Logs our messages, and uvicorn's warnings, to standard error."""
-    from rich.logging import RichHandler
-
-    handler = RichHandler(console=console(ColorMode.AUTO, stderr=True), show_path=False, log_time_format="%X")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
-    logging.getLogger("foretoken").setLevel(level.upper())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
     from foretoken.serve.limits import ServerSettings
+    from foretoken.serve.tracing import RequestTracer
 
 
 def scale(
@@ -34,13 +34,14 @@ def serve_replicas(
     replica_scale: dict[str, Any],
     settings: ServerSettings,
     listening: socket.socket,
-    drain_timeout: float,
-    announce: Callable[[], None],
+    tracer: RequestTracer | None,
     verbose: bool,
+    server_options: dict[str, Any],
 ) -> None:
     """Starts replicas, serves until the server is told to end, and ends them.
 
-    ``engine`` has arguments of ``ReplicaConfig``, ``replica_scale`` those of ``ReplicaScale``.
+    ``engine`` has arguments of ``ReplicaConfig``, ``replica_scale`` those of ``ReplicaScale``, and
+    ``server_options`` those of ``Server``.
     """
     deploy = _deploying(alone="address" not in replica_scale)
     from foretoken.serve.replicas.front import Front, create_front
@@ -50,10 +51,10 @@ def serve_replicas(
 
     made, size = ReplicaConfig(**engine, settings=settings, created=int(time.time())), ReplicaScale(**replica_scale)
     spinner = waiting(console(ColorMode.AUTO, stderr=True), f"starting {size.replicas} replicas")
-    with deploy.replicas(made, size, drain_timeout, spinner, verbose) as answering:
+    with deploy.replicas(made, size, server_options["drain_timeout"], spinner, verbose) as answering:
         settings = replace(settings, max_concurrency=size.ceiling * made.max_requests)
         front = Front(answering, settings)
-        Server(create_front(front, settings), front, drain_timeout, announce).run(sockets=[listening])
+        Server(create_front(front, settings, tracer), front, **server_options).run(sockets=[listening])
 
 
 def _deploying(alone: bool) -> ModuleType:

@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from foretoken import __version__
+from foretoken.serve.access.keyring import KeyRing
+from foretoken.serve.access.rates import RATE_HEADERS
 from foretoken.serve.errors import add_handlers
 from foretoken.serve.limits import LimitsMiddleware, ServerSettings
 from foretoken.serve.request_ids import RequestIdMiddleware
@@ -21,6 +23,7 @@ from foretoken.serve.routes.listing import listing_routes
 from foretoken.serve.routes.openai import completion_routes, stored_routes
 from foretoken.serve.routes.tokens import token_routes
 from foretoken.serve.service import Service
+from foretoken.serve.tracing import RequestTracer, TracingMiddleware
 from foretoken.serve.worker import Worker
 
 PLAYGROUND = Path(__file__).parent / "playground"
@@ -42,15 +45,19 @@ def playground() -> dict[str, Path]:
 
 def open_paths() -> frozenset[str]:
     """Returns the paths that need no API key."""
-    return frozenset({"/health", "/ping", *playground()})
+    return frozenset({"/health", "/ping", "/ready", "/health/ready", "/health/live", *playground()})
 
 
-def create_app(worker: Worker, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(worker: Worker, settings: ServerSettings | None = None, tracer: RequestTracer | None = None) -> FastAPI:
     """Returns the app of a worker. Its lifespan starts and closes the worker.
 
     Args:
         worker: Runs the engine.
         settings: The server's settings.
+        tracer: Traces requests.
+
+    Raises:
+        InvalidRequest: The key file of the settings cannot be read.
     """
     settings = settings or ServerSettings()
     service = Service(worker, settings)
@@ -75,28 +82,36 @@ def create_app(worker: Worker, settings: ServerSettings | None = None) -> FastAP
         redoc_url=None,
     )
     app.state.service = service
+    app.state.keys = keys = key_ring(settings)
     add_handlers(app)
-    guarded = [Security(HTTPBearer(auto_error=False))] if settings.api_keys else []
+    guarded = [Security(HTTPBearer(auto_error=False))] if keys.asks else []
     for routes in (completion_routes, stored_routes, message_routes):
         app.include_router(routes(service), prefix="/v1", dependencies=guarded)
     for routes in (token_routes, listing_routes):
         app.include_router(routes(service), dependencies=guarded)
     for path, file in playground().items():
         app.add_route(path, _page(file), methods=["GET"], include_in_schema=False)
-    add_middlewares(app, settings)
+    add_middlewares(app, settings, keys, tracer)
     return app
 
 
-def add_middlewares(app: FastAPI, settings: ServerSettings) -> None:
-    """Adds the checks before every request, CORS, and identifiers of requests, the first of them innermost."""
-    app.add_middleware(LimitsMiddleware, settings=settings, open_paths=open_paths())
+def key_ring(settings: ServerSettings) -> KeyRing:
+    """Returns the keys of a server. Raises InvalidRequest if its key file cannot be read."""
+    return KeyRing(settings.api_keys, settings.key_file, settings.allow_admin)
+
+
+def add_middlewares(app: FastAPI, settings: ServerSettings, keys: KeyRing, tracer: RequestTracer | None = None) -> None:
+    """Adds the checks before every request, traces, CORS, and identifiers of requests, the first of them innermost."""
+    app.add_middleware(LimitsMiddleware, settings=settings, open_paths=open_paths(), keys=keys)
+    if tracer is not None:
+        app.add_middleware(TracingMiddleware, tracer=tracer)
     if settings.origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Unknown-Fields"],
+            expose_headers=["X-Request-Id", "X-Unknown-Fields", "Retry-After", *RATE_HEADERS],
         )
     app.add_middleware(RequestIdMiddleware)
 

@@ -17,12 +17,13 @@ from foretoken.params import SamplingParams
 from foretoken.serve.answers import RequestMetrics, TokenUsage
 from foretoken.serve.metrics import Metrics
 from foretoken.serve.speculation_record import SpeculationRecord
+from foretoken.serve.summary import RequestSummary, Summarized
 
 BuiltRequest = tuple[Request, list[Context]]
 Delivery = tuple["Generation", StreamPiece | Exception]
 
 
-class Generation:
+class Generation(Summarized):
     """One or more prompts that are being answered.
 
     Iterate over it, once and within ``with``: it yields pieces, and ends when all choices have ended. Pieces that are
@@ -38,6 +39,7 @@ class Generation:
         metrics: Counts it.
         num_spec_tokens: Configured draft tokens per step.
         predicted_tokens: Number of tokens of the predicted output, if that is what drafts.
+        method: The method that drafts.
 
     Attributes:
         shown: Whether the client gets the generated tokens; otherwise they are not counted either.
@@ -57,6 +59,7 @@ class Generation:
         metrics: Metrics | None = None,
         num_spec_tokens: int = 0,
         predicted_tokens: int = 0,
+        method: str = "",
     ) -> None:
         self.id, self.model, self.created = identifier, model, int(time.time())
         self.built, self.priority = built, priority
@@ -67,6 +70,9 @@ class Generation:
         self.arrived = time.monotonic()
         self.began: float | None = None
         self.shown = True
+        self._method = method
+        self._first: float | None = None  # seconds until the first token
+        self._seconds: float | None = None  # until it was closed
         self._release, self._metrics = release, metrics
         # the engine's side
         self._pieces: deque[StreamPiece] = deque()
@@ -106,8 +112,10 @@ class Generation:
         if not self._pieces:
             raise StopAsyncIteration if self._error is None else self._error
         piece = self._pieces.popleft()
-        if not self._generated and self._metrics is not None:
-            self._metrics.on_first_token(time.monotonic() - self.arrived)
+        if self._first is None:
+            self._first = time.monotonic() - self.arrived
+            if self._metrics is not None:
+                self._metrics.on_first_token(self._first)
         self._count(piece)
         return piece
 
@@ -140,13 +148,14 @@ class Generation:
         self._closed = True
         self._pieces.clear()
         self.end(None, abort=True)
+        self._seconds = time.monotonic() - self.arrived
         if self._metrics is not None:
             self._metrics.on_finished(
                 (self._reason or reason) if self.finished else reason,
                 prompt_tokens=self._prompt_tokens,
                 generation_tokens=self._generated,
-                e2e_seconds=time.monotonic() - self.arrived,
-                queue_seconds=None if self.began is None else self.began - self.arrived,
+                e2e_seconds=self._seconds,
+                queue_seconds=self._queued,
             )
 
     def number(self, piece: StreamPiece) -> int:
@@ -183,6 +192,29 @@ class Generation:
         """Returns the statistics of all choices together. detailed: with an entry for each step."""
         record: Any = self._record.to_dict(detailed)
         return {"speculative_decoding": record}
+
+    def summary(self) -> RequestSummary:
+        """Returns what became of it so far."""
+        record = self._record.to_dict()
+        return RequestSummary(
+            id=self.id,
+            model=self.model,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached,
+            completion_tokens=self._generated,
+            finish_reason=self._reason if self.finished else None,
+            queue_seconds=self._queued,
+            first_token_seconds=self._first,
+            seconds=time.monotonic() - self.arrived if self._seconds is None else self._seconds,
+            drafts=record["num_spec_steps"],
+            draft_tokens=record["num_draft_tokens"],
+            accepted_tokens=record["num_accepted_draft_tokens"],
+            method=self._method,
+        )
+
+    @property
+    def _queued(self) -> float | None:
+        return None if self.began is None else self.began - self.arrived
 
     @cached_property
     def _places(self) -> dict[int, int]:

@@ -1,24 +1,27 @@
-"""Checks before every request: host, API key, sizes and concurrency. Also logs each request."""
+"""Checks before every request: host, API key, rates, sizes and concurrency."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foretoken.serve.access.granted import STATE, Access, needed_scope
+from foretoken.serve.access.keyring import KeyRing
+from foretoken.serve.access.rates import KeyUsage
+from foretoken.serve.access.records import ADMIN, GENERATE, METRICS
 from foretoken.serve.bodies import Bodies, replayed
 from foretoken.serve.errors import RETRY_SECONDS, ApiError
 from foretoken.serve.hosts import AllowedHosts
-from foretoken.serve.request_ids import request_id
-
-_log = logging.getLogger(__name__)
+from foretoken.serve.request_log import RequestLog
+from foretoken.serve.summary import summary_of
 
 _CLIENT = "client"  # in the state of an ASGI scope: the digest of the API key, if keys have scopes
 _KEY = "key"  # the same, if there are keys at all
@@ -31,7 +34,9 @@ class ServerSettings:
 
     Args:
         model_names: Names of the model. Answers have the first one.
-        api_keys: Accepted API keys. Without keys, no key is needed.
+        api_keys: Accepted API keys. Without keys and without a key file, no key is needed.
+        key_file: A file of API keys with limits (``access.records``).
+        allow_admin: Whether requests without a key, or with one of ``api_keys``, may change the server.
         share_cache_across_keys: Whether requests of different keys share the prefix cache and the proposers' stores.
             Otherwise each of several keys has its own scope.
         chat_template: A template in place of the tokenizer's own.
@@ -53,6 +58,8 @@ class ServerSettings:
 
     model_names: Sequence[str] = ("foretoken",)
     api_keys: Sequence[str] = ()
+    key_file: Path | None = None
+    allow_admin: bool = False
     share_cache_across_keys: bool = False
     chat_template: str | None = None
     tool_call_parser: str | None = None
@@ -77,10 +84,11 @@ class LimitsMiddleware:
     A request counts towards ``max_concurrency`` once its body is complete, so that slow senders do not use it up.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, open_paths: frozenset[str]) -> None:
-        self._app, self._settings, self._open_paths = app, settings, open_paths
-        self._keys = [_digest(key.encode()) for key in settings.api_keys]
-        self._scoped = len(set(self._keys)) > 1 and not settings.share_cache_across_keys
+    def __init__(self, app: ASGIApp, settings: ServerSettings, open_paths: frozenset[str], keys: KeyRing) -> None:
+        self._app, self._settings, self._open_paths, self._keys = app, settings, open_paths, keys
+        self._scoped = keys.several and not settings.share_cache_across_keys
+        scopes = frozenset({GENERATE, METRICS, *([ADMIN] if settings.allow_admin else [])})
+        self._anyone = Access(scopes=scopes)
         self._bodies = Bodies(settings.max_body, settings.body_timeout)
         self._active = 0
 
@@ -88,7 +96,7 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        log, is_open = _ResponseLog(scope, send), scope["path"] in self._open_paths
+        log, is_open = RequestLog(scope, send), scope["path"] in self._open_paths
         try:
             headers = Headers(scope=scope)
             self._check_head(headers)
@@ -103,25 +111,55 @@ class LimitsMiddleware:
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Passes a request to the app. Raises ApiError if it is refused."""
-        key = self._key(headers)
-        if self._keys and scope["method"] != "OPTIONS" and key is None:
-            raise _wrong_key()
+        usage = self._identified(scope, headers)
         self._check_free()
         self._bodies.check_announced(headers.get("content-length"))
-        if key is not None:
-            state = scope.setdefault("state", {})
-            state[_KEY] = key.hex()
-            if self._scoped:
-                state[_CLIENT] = key.hex()
         async with self._bodies.read(receive) as body:
             if body is None:
                 return
             self._check_free()
             self._active += 1
             try:
-                await self._app(scope, replayed(body, receive), send)
+                await self._within_rates(scope, body, receive, send, usage)
             finally:
                 self._active -= 1
+
+    def _identified(self, scope: Scope, headers: Headers) -> KeyUsage | None:
+        """Notes in the scope who sent a request, and returns the usage of its key. Raises ApiError if it is refused."""
+        state = scope.setdefault("state", {})
+        if STATE in state:  # a replica's front has identified it
+            return None
+        identity, usage = self._keys.identify(_given_key(headers)) if self._keys.asks else None, None
+        if self._keys.asks and identity is None and scope["method"] != "OPTIONS":
+            raise _wrong_key()
+        state[STATE] = self._anyone
+        if identity is not None:
+            state[STATE], state[_KEY], usage = identity.access, identity.digest.hex(), identity.usage
+            if self._scoped:
+                state[_CLIENT] = identity.digest.hex()
+        if scope["method"] != "OPTIONS":
+            state[STATE].check_scope(needed_scope(scope["method"], scope["path"]))
+        return usage
+
+    async def _within_rates(
+        self, scope: Scope, body: bytes, receive: Receive, send: Send, usage: KeyUsage | None
+    ) -> None:
+        """Passes a request to the app if its key's rates allow it. Raises ApiError."""
+        if usage is None or scope["method"] != "POST":
+            await self._app(scope, replayed(body, receive), send)
+            return
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(usage.headers())
+            await send(message)
+
+        held = usage.begin(len(body))
+        try:
+            await self._app(scope, replayed(body, receive), sending)
+        finally:
+            summary = summary_of(scope)
+            usage.end(held, summary.total_tokens if summary else 0)
 
     def _check_head(self, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
@@ -143,23 +181,23 @@ class LimitsMiddleware:
             message = f"{limit} requests are being answered, which is as many as may; try again later"
             raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=retry)
 
-    def _key(self, headers: Headers) -> bytes | None:
-        """Returns the digest of the request's API key if it is valid, else None.
 
-        It is compared with every key in constant time, so that the response time reveals nothing about the keys.
-        """
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")
-        digest = _digest(given.strip().encode("latin-1"))
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        return digest if given and any(matches) else None
+def _given_key(headers: Headers) -> str:
+    """Returns the API key that a request came with, empty if there is none."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def effective_salt(scope: Scope, cache_salt: str | None) -> str | None:
     """Returns the cache salt to use for a request with ``cache_salt``: unique to its API key, if keys have scopes."""
     client = scope.get("state", {}).get(_CLIENT)
     return cache_salt if client is None else _digest(json.dumps([client, cache_salt]).encode()).hex()
+
+
+def identified(scope: Scope) -> dict[str, Any]:
+    """Returns the part of a scope's state that says who sent the request, for a replica to trust."""
+    state = scope.get("state", {})
+    return {name: state[name] for name in (STATE, _KEY, _CLIENT) if name in state}
 
 
 def key_of(scope: Scope) -> str | None:
@@ -179,23 +217,3 @@ def _wrong_key() -> ApiError:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-class _ResponseLog:
-    """Records the status of the answer, for the log."""
-
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope, self._send = scope, send
-        self._status: int | None = None
-        self._began = time.monotonic()
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-        await self._send(message)
-
-    def log(self, level: int) -> None:
-        seconds = time.monotonic() - self._began
-        status = "gone" if self._status is None else self._status
-        identifier = request_id(self._scope)
-        _log.log(level, "%s %s %s %.2f s %s", self._scope["method"], self._scope["path"], status, seconds, identifier)

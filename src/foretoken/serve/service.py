@@ -14,8 +14,10 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
+from foretoken.serve.access.granted import access_of
 from foretoken.serve.answers import ServedModel
 from foretoken.serve.chat_schema import Earlier
+from foretoken.serve.errors import ApiError
 from foretoken.serve.generation import Generation
 from foretoken.serve.intake import EarlierNeeded, Intake, PreparedRequest
 from foretoken.serve.limits import ServerSettings, effective_salt, key_of
@@ -25,6 +27,7 @@ from foretoken.serve.responses.store import ResponseStore
 from foretoken.serve.schema import Body
 from foretoken.serve.side_process import LARGE_BODY, SideProcess
 from foretoken.serve.stream import AnswerWriter, respond
+from foretoken.serve.summary import summarized_by
 from foretoken.serve.token_text import TokenText
 from foretoken.serve.worker import Worker
 
@@ -66,6 +69,19 @@ class Service:
             "speculation": {"default": llm.methods[0], "methods": list(llm.methods)},
         }
 
+    def names(self, request: Request) -> list[str]:
+        """Returns the names of the model that the request's key may use."""
+        access = access_of(request.scope)
+        return [name for name in self.settings.model_names if access.may_use(name)]
+
+    def check_allowed(self, name: str | None, request: Request) -> None:
+        """Raises a 404 ApiError if the request's key may not use the model of this name; None is the first one."""
+        wanted = name or self.settings.model_names[0]
+        if wanted in self.settings.model_names and not access_of(request.scope).may_use(wanted):
+            allowed = ", ".join(self.names(request)) or "none of those that are served here"
+            message = f"this key may not use the model {wanted!r}; it may use: {allowed}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     async def read_large(self, kind: type[Body], body: bytes, request: Request) -> PreparedRequest[Any] | None:
         """Prepares a large body in the side process; None where there is none. Raises ApiError or Overloaded."""
         if self.side_process is None:
@@ -78,6 +94,7 @@ class Service:
 
     async def prepared(self, body: B, request: Request) -> PreparedRequest[B]:
         """Returns the prepared request, with the salt that holds for its client. Raises ApiError or InvalidRequest."""
+        self.check_allowed(getattr(body, "model", None), request)
         ready: PreparedRequest[B] | None = getattr(request.state, "prepared", None)
         if ready is None:
             ready = await self._prepared(body, request)
@@ -100,7 +117,7 @@ class Service:
         request: Request,
     ) -> Response:
         """Answers a request that generates. prefix: beginning of the answer's identifier."""
-        generation = await self._begin(prefix, prepared)
+        generation = await self._begin(prefix, prepared, request)
         return await respond(prepared.body.streams, generation, make_writer(prepared), request.receive)
 
     async def _prepared(self, body: B, request: Request) -> PreparedRequest[B]:
@@ -115,7 +132,7 @@ class Service:
         prepare = partial(self.intake.prepared, body, earlier)
         return await self.worker.run_in_thread(prepare, len(content) + (earlier.size if earlier else 0))
 
-    async def _begin(self, prefix: str, prepared: PreparedRequest[Any]) -> Generation:
+    async def _begin(self, prefix: str, prepared: PreparedRequest[Any], request: Request) -> Generation:
         """Queues a request. Raises InvalidRequest, Overloaded or ServerUnavailable."""
         params, body = prepared.params, prepared.body
         if params.logprobs is not None or params.prompt_logprobs is not None or params.explain:
@@ -131,4 +148,5 @@ class Service:
             metrics=self.metrics,
         )
         generation.shown = prepared.max_tokens > 0
+        summarized_by(request.scope, generation)
         return generation

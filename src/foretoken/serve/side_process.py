@@ -52,7 +52,7 @@ class SideProcess:
 
     def __init__(self, intake: Intake, limits: SideProcessLimits | None = None) -> None:
         self._limits = limits or SideProcessLimits()
-        intake = replace(intake, settings=replace(intake.settings, api_keys=()))
+        intake = replace(intake, settings=replace(intake.settings, api_keys=(), key_file=None))
         self.process = ForkServer(__name__, lambda: (intake, self._limits))
         self._threads = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "foretoken-large-bodies")
         self._waiting, self._broken = 0, False

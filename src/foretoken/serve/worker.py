@@ -125,8 +125,13 @@ class Worker:
         self._admit(len(prompts) * params.n)  # again: others came while the prompts were built
         context = built[0][1][0]
         configured = self.llm.speculative_config.tokens if context.depth is None else context.depth
-        predicted = len(context.prediction) if self.llm.method_of(context) == PREDICTION else 0
-        generation = Generation(built, self._release, num_spec_tokens=configured, predicted_tokens=predicted, **options)
+        method = self.llm.method_of(context)
+        speculation: dict[str, Any] = {
+            "method": method,
+            "num_spec_tokens": configured,
+            "predicted_tokens": len(context.prediction) if method == PREDICTION else 0,
+        }
+        generation = Generation(built, self._release, **speculation, **options)
         self._open.add(generation)
         self._orders.put(lambda: self._add(generation))
         return generation

@@ -12,7 +12,7 @@ from starlette.types import Scope
 from foretoken.core.errors import ForetokenError
 from foretoken.serve.errors import ApiError
 from foretoken.serve.json_body import read
-from foretoken.serve.limits import effective_salt
+from foretoken.serve.limits import effective_salt, identified
 from foretoken.serve.request_ids import HEADER, request_id
 
 BLOCK = 256  # characters; about the 64 tokens of a KV block
@@ -66,6 +66,7 @@ class Forwarded:
         if identifier := request_id(scope):
             others = [(name, value) for name, value in scope["headers"] if name != HEADER.encode()]
             kept["headers"] = [*others, (HEADER.encode(), identifier.encode())]
+        kept["state"] = identified(scope)
         salt = parsed.get("cache_salt")
         return cls(kept, body, prefix_hashes(parsed, effective_salt(scope, salt if isinstance(salt, str) else None)))
 

@@ -18,13 +18,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from foretoken import __version__
-from foretoken.serve.app import add_middlewares
+from foretoken.serve.app import add_middlewares, key_ring
 from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.forwarded import Forwarded, parse
 from foretoken.serve.replicas.gathered import Gathered
 from foretoken.serve.replicas.relay import OUTCOMES, Relay
 from foretoken.serve.stream import cancel_on_disconnect
+from foretoken.serve.summary import summarized_by
+from foretoken.serve.tracing import RequestTracer
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Front:
         parsed = await parse(body) if scope["method"] == "POST" else {}
         request = Forwarded.of(scope, body, parsed)
         relay = Relay(self._replicas.respond, request, parsed, send, self._settings.timeout, self.failovers)
+        summarized_by(scope, relay)
         self._relays.add(relay)
         try:
             await cancel_on_disconnect(receive, relay.run())
@@ -85,22 +88,30 @@ class Front:
             raise ServerUnavailable("no replica is running")
         return JSONResponse({"status": "ok"})
 
+    async def live(self, request: Request) -> Response:
+        """Tells whether the front runs. Ray Serve restarts replicas."""
+        return JSONResponse({"status": "ok"})
+
     async def metrics(self, request: Request) -> Response:
         """Returns metrics for Prometheus."""
         body, kind = Gathered(dict(await self._replicas.metrics()), self.failovers).render()
         return Response(body, headers={"Content-Type": kind})
 
 
-def create_front(front: Front, settings: ServerSettings) -> FastAPI:
-    """Returns the front's app. It checks keys, bodies and concurrency; replicas check everything else."""
+def create_front(front: Front, settings: ServerSettings, tracer: RequestTracer | None = None) -> FastAPI:
+    """Returns the front's app. It checks keys, rates, bodies and concurrency; replicas check everything else."""
     app = FastAPI(title="Foretoken", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.front = front
+    app.state.keys = keys = key_ring(settings)
     add_handlers(app)
     app.add_route("/health", front.health, methods=["GET"])
     app.add_route("/ping", front.health, methods=["GET", "POST"])
+    for path in ("/ready", "/health/ready"):
+        app.add_route(path, front.health, methods=["GET"])
+    app.add_route("/health/live", front.live, methods=["GET"])
     app.add_route("/metrics", front.metrics, methods=["GET"])
     app.router.default = _Forwarding(front)
-    add_middlewares(app, settings)
+    add_middlewares(app, settings, keys, tracer)
     return app
 
 

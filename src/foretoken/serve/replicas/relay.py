@@ -16,6 +16,7 @@ from starlette.types import Message, Send
 from foretoken.serve.errors import RETRY_SECONDS, ApiError, ServerUnavailable, as_api_error
 from foretoken.serve.replicas.forwarded import Forwarded, ReplicaLost, repeatable
 from foretoken.serve.replicas.replay import REPLAYED_PATHS, Different, Replay, Transcript
+from foretoken.serve.summary import RequestSummary, Summarized
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ RETRIED, REPLAYED, BROKEN = OUTCOMES = ("retried", "replayed", "broken")
 HEADER = b"x-foretoken-replica"  # names the replica that answered
 
 
-class Relay:
+class Relay(Summarized):
     """Relays one request. ``run`` is called once.
 
     Args:
@@ -52,6 +53,7 @@ class Relay:
         self._streaming = self._over = False
         self._lost: list[str] = []
         self._replica = ""
+        self._summary: RequestSummary | None = None
         self._task: asyncio.Task[Any] | None = None
         self._ended: Exception | None = None
 
@@ -96,7 +98,7 @@ class Relay:
         """Begins the answer. One that is no stream is sent when it is complete."""
         kept: list[Message] = []
         async for message in messages:
-            self._replica = message.pop("replica")
+            self._note(message)
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (HEADER, self._replica.encode())]
                 streams = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
@@ -113,7 +115,7 @@ class Relay:
     async def _go_on(self, messages: AsyncIterator[Message], replay: Replay) -> bool:
         """Continues the answer after the part that was already sent."""
         async for message in messages:
-            self._replica = message.pop("replica")
+            self._note(message)
             if message["type"] == "http.response.start":
                 if message["status"] != 200:  # such as a full queue
                     await asyncio.sleep(RETRY_SECONDS)
@@ -126,6 +128,14 @@ class Relay:
             if not more:
                 return True
         raise ReplicaLost("a replica ended in the middle of an answer", self._replica)
+
+    def summary(self) -> RequestSummary | None:
+        """Returns what the replica said became of it."""
+        return self._summary
+
+    def _note(self, message: Message) -> None:
+        """Takes out of a message what it has beside ASGI's fields."""
+        self._replica, self._summary = message.pop("replica"), message.pop("summary", None) or self._summary
 
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client.core import Metric
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from foretoken.core.streams import SeedDomain, derived_seed
 from foretoken.llm import LLM
 from foretoken.serve.app import create_app
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.forwarded import Forwarded, ReplicaLost
+from foretoken.serve.summary import summary_of
 from foretoken.serve.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -57,15 +58,15 @@ class ReplicaConfig:
 class Replica:
     """Answers the requests that the front forwards. ``name`` is unique among replicas.
 
-    It has the server's own app, so that answers are equal byte for byte. Keys are checked here again; CORS is left to
-    the front.
+    It has the server's own app, so that answers are equal byte for byte. Whom the front has identified is trusted;
+    CORS, rates and the key file are left to the front.
     """
 
     def __init__(self, engine: ReplicaConfig, name: str | None = None) -> None:
         self.name = name or _own_name()
         options = {**engine.options, "seed": replica_seed(engine.options.get("seed", 0), self.name)}
         self.worker = Worker(LLM(engine.model, engine.draft_model, **options), max_waiting=engine.max_waiting)
-        settings = replace(engine.settings, origins=(), max_concurrency=_NO_BOUND)
+        settings = replace(engine.settings, origins=(), key_file=None, max_concurrency=_NO_BOUND)
         self._app = create_app(self.worker, settings)
         self._service = self._app.state.service
         self._service.created = engine.created
@@ -78,12 +79,15 @@ class Replica:
             ReplicaLost: The engine is dead, so that the app's answer must not be sent.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        answering = asyncio.create_task(self._answer(request, messages))
+        scope = {**request.scope, "state": dict(request.scope.get("state", {}))}
+        answering = asyncio.create_task(self._answer(scope, request.body, messages))
         try:
             while (message := await messages.get()) is not None:
                 if self.worker.dead is not None:
                     raise ReplicaLost(f"the engine stopped working ({self.worker.dead})", self.name)
-                yield {**message, "replica": self.name}
+                last = message["type"] == "http.response.body" and not message.get("more_body", False)
+                summary = summary_of(scope) if last else None
+                yield {**message, "replica": self.name, "summary": summary}
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
@@ -98,8 +102,8 @@ class Replica:
         if not self.worker.alive:
             raise ReplicaLost("the engine is not running", self.name)
 
-    async def _answer(self, request: Forwarded, messages: asyncio.Queue[Message | None]) -> None:
-        unread = [{"type": "http.request", "body": request.body, "more_body": False}]
+    async def _answer(self, scope: Scope, body: bytes, messages: asyncio.Queue[Message | None]) -> None:
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
             if unread:
@@ -108,7 +112,7 @@ class Replica:
             raise AssertionError
 
         try:
-            await self._app(dict(request.scope), receive, messages.put)
+            await self._app(scope, receive, messages.put)
         except Exception:
             _log.exception("a request failed")  # the app has answered it before it raised
         finally:

@@ -18,13 +18,14 @@ def listing_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models", responses=errors(401, 403))
-    async def models() -> ModelList:
+    async def models(request: Request) -> ModelList:
         """List the served models and their methods of speculation."""
-        return {"object": "list", "data": [service.model(name) for name in service.settings.model_names]}
+        return {"object": "list", "data": [service.model(name) for name in service.names(request)]}
 
     @router.get("/v1/models/{name:path}", responses=errors(401, 403, 404))
-    async def model(name: str) -> ServedModel:
+    async def model(name: str, request: Request) -> ServedModel:
         """Describe one served model."""
+        service.check_allowed(name, request)
         return service.model(name)
 
     @router.get("/health", responses=errors(403, 503))
@@ -36,6 +37,19 @@ def listing_routes(service: Service) -> APIRouter:
             raise ServerUnavailable("the engine is not running")
         if service.worker.draining:
             raise ServerUnavailable("the server is shutting down")
+        return {"status": "ok"}
+
+    @router.get("/ready", responses=errors(403, 503))
+    @router.get("/health/ready", responses=errors(403, 503))
+    async def ready() -> Health:
+        """Tell whether a load balancer should send requests: the model is loaded and the server is not ending."""
+        return await health()
+
+    @router.get("/health/live", responses=errors(403, 503))
+    async def live() -> Health:
+        """Tell whether the engine runs. It does while the server drains: restarting it would lose requests."""
+        if not service.worker.alive:
+            raise ServerUnavailable("the engine is not running")
         return {"status": "ok"}
 
     @router.get(

@@ -1,0 +1,106 @@
+"""``foretoken keys``: the API keys of a server's key file."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from foretoken.cli.options import Json
+from foretoken.cli.theme import ColorMode, console
+from foretoken.core.errors import InvalidRequest
+from foretoken.serve.access.editing import add as add_record
+from foretoken.serve.access.editing import revoke as revoke_record
+from foretoken.serve.access.records import GENERATE, SCOPES, KeyRecord, digest, new_key, read_keys
+
+app = typer.Typer(help="Make, list and revoke the API keys of a server's key file.", no_args_is_help=True)
+
+KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file that foretoken serve --api-key-file reads.")]
+
+
+@app.command()
+def add(
+    file: KeyFile,
+    name: Annotated[str, typer.Option(help="Identifies the key in logs and commands.")],
+    scope: Annotated[
+        list[str] | None, typer.Option(help=f"What it may do; may be repeated: {', '.join(SCOPES)}. [{GENERATE}]")
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Model that it may use; may be repeated. [all]")] = None,
+    expires: Annotated[str | None, typer.Option(help="A duration such as 30d or 12h, or a date. [never]")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Requests per minute. [no limit]")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompts and outputs per minute. [no limit]")
+    ] = None,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. [no limit]")] = None,
+) -> None:
+    """Make a key and print it, once: the file keeps its hash only."""
+    key, now = new_key(), datetime.now(UTC)
+    record = KeyRecord(
+        name=name,
+        sha256=digest(key).hex(),
+        created=now.isoformat(timespec="seconds"),
+        expires=_expiry(expires, now),
+        scopes=tuple(scope or [GENERATE]),
+        models=tuple(model) if model else None,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_concurrency=max_concurrency,
+    )
+    add_record(file, record)
+    print(key)
+
+
+@app.command("list")
+def list_keys(file: KeyFile, as_json: Json = False) -> None:
+    """List the keys of a file, without their hashes."""
+    records = read_keys(file)
+    if as_json:
+        import json
+
+        names = [name for name in KeyRecord.__dataclass_fields__ if name != "sha256"]
+        print(json.dumps({"keys": [{name: getattr(record, name) for name in names} for record in records]}))
+        return
+    table = Table(box=box.SIMPLE)
+    for column in ("name", "scopes", "models", "expires", "requests/min", "tokens/min", "at once"):
+        table.add_column(column)
+    for record in records:
+        limits = (record.requests_per_minute, record.tokens_per_minute, record.max_concurrency)
+        expired = record.expiry() <= datetime.now(UTC).timestamp()
+        table.add_row(
+            record.name,
+            " ".join(record.scopes),
+            escape(" ".join(record.models or ["all"])),
+            f"{record.expires or 'never'}{' (expired)' if expired else ''}",
+            *("" if limit is None else str(limit) for limit in limits),
+        )
+    console(ColorMode.AUTO).print(table)
+
+
+@app.command()
+def revoke(file: KeyFile, name: Annotated[str, typer.Argument(metavar="NAME", help="The key's name.")]) -> None:
+    """Remove a key. A running server refuses it within a second of its next request."""
+    revoke_record(file, name)
+    console(ColorMode.AUTO, stderr=True).print(f"{name} is revoked", markup=False)
+
+
+def _expiry(text: str | None, now: datetime) -> str | None:
+    """Returns the time that --expires names, in ISO 8601. Raises InvalidRequest."""
+    if text is None:
+        return None
+    units = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+    if match := re.fullmatch(r"([0-9]{1,5})([mhdw])", text):
+        return (now + timedelta(**{units[match[2]]: int(match[1])})).isoformat(timespec="seconds")
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidRequest(f"--expires must be a duration such as 30d or 12h, or a date, got {text!r}") from None
+    when = when if when.tzinfo else when.replace(tzinfo=UTC)
+    if when <= now:
+        raise InvalidRequest(f"--expires must be in the future, got {text!r}")
+    return when.isoformat(timespec="seconds")

@@ -1,0 +1,74 @@
+"""What ``foretoken serve`` writes to standard error: its address, warnings and log."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from foretoken.cli.theme import ColorMode, console
+from foretoken.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from foretoken.serve.limits import ServerSettings
+
+LEVELS = ("debug", "info", "warning", "error")
+TEXT, JSON = FORMATS = ("text", "json")
+
+_log = logging.getLogger(__name__)
+
+
+def check_log(level: str, log_format: str) -> None:
+    """Raises InvalidRequest for unknown values of --log-level and --log-format."""
+    for option, value, known in (("--log-level", level, LEVELS), ("--log-format", log_format, FORMATS)):
+        if value not in known:
+            raise InvalidRequest(f"{option} must be one of {', '.join(known)}, got {value!r}")
+
+
+def start_log(level: str, log_format: str) -> None:
+    """Logs our messages, and uvicorn's warnings, to standard error."""
+    from rich.logging import RichHandler
+
+    from foretoken.serve.request_log import JsonFormatter
+
+    handler: logging.Handler
+    if log_format == JSON:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler = RichHandler(console=console(ColorMode.AUTO, stderr=True), show_path=False, log_time_format="%X")
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("foretoken").setLevel(level.upper())
+
+
+def announce(settings: ServerSettings, listening: socket.socket, tls: bool, log_format: str) -> None:
+    """Tells where the server is, and warns if it is open to everybody."""
+    from rich.markup import escape
+
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    url = f"{'https' if tls else 'http'}://{shown}:{port}"
+    keys = bool(settings.api_keys or settings.key_file)
+    warning = (
+        ""
+        if keys or is_loopback(host)
+        else "anyone who reaches this machine can use the model; --api-key asks for a key"
+    )
+    if log_format == JSON:
+        _log.info("%s at %s/v1", settings.model_names[0], url)
+        if warning:
+            _log.warning(warning)
+        return
+    out = console(ColorMode.AUTO, stderr=True)
+    out.print(f"{escape(settings.model_names[0])} at [bold]{escape(url)}/v1[/bold]")
+    out.print(f"playground at [bold]{escape(url)}/[/bold]; Ctrl-C ends")
+    if warning:
+        out.print(f"warning: {warning}", style="yellow")
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an address is reached from this machine alone."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

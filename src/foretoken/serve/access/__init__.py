@@ -1,0 +1,1 @@
+"""Who may use the server: API keys, what each key may do, and how much of it."""

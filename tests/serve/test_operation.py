@@ -1,0 +1,191 @@
+"""Operating the server: TLS, JSON logs, traces, readiness and reloading."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import signal
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.serve.conftest import running
+from tests.serve.test_errors import OK
+
+from foretoken import LLM
+from foretoken.cli.main import main
+from foretoken.core.errors import InvalidRequest
+from foretoken.serve.request_log import JsonFormatter
+from foretoken.serve.tls import tls_files
+from foretoken.serve.tracing import RequestTracer
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """Writes a self-signed certificate for loopback, and its key."""
+    import ipaddress
+
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+        .sign(key, hashes.SHA256())
+    )
+    files = folder / f"{name}.pem", folder / f"{name}.key"
+    files[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    files[1].write_bytes(key.private_bytes(pem, form, serialization.NoEncryption()))
+    return files
+
+
+def served(*options: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "foretoken", "serve", "--port", "0", "--dtype", "float32", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.slow
+def test_tls_with_certificates_of_clients_json_logs_and_reloading(tmp_path: Path) -> None:
+    """One server of its own: HTTPS, SIGHUP with a new key and a new certificate, lines of JSON, SIGTERM."""
+    (cert, key), (client, client_key) = certificate(tmp_path, "server"), certificate(tmp_path, "client")
+    keys = tmp_path / "keys.json"
+    with pytest.raises(SystemExit):
+        main(["keys", "add", str(keys), "--name", "first"])
+    tls = ("--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", client, "--ssl-cert-reqs", "2")
+    options = (*map(str, tls), "--api-key-file", str(keys), "--log-format", "json")
+    trusted = ssl.create_default_context(cafile=str(cert))
+    trusted.load_cert_chain(client, client_key)
+    with served(*options) as process:
+        try:
+            assert process.stderr is not None
+            url = json.loads(process.stderr.readline())["message"].split()[-1]
+            assert url.startswith("https://")
+            with httpx.Client(verify=trusted) as known:
+                assert known.get(f"{url[:-3]}/ready").json() == {"status": "ok"}
+                assert known.get(f"{url}/models").status_code == 401
+            with pytest.raises(httpx.HTTPError), httpx.Client(verify=ssl.create_default_context(cafile=cert)) as other:
+                other.get(f"{url}/models")
+            renewed, renewed_key = certificate(tmp_path, "renewed")
+            cert.write_bytes(renewed.read_bytes())
+            key.write_bytes(renewed_key.read_bytes())
+            process.send_signal(signal.SIGHUP)
+            lines = [json.loads(process.stderr.readline()) for _ in range(3)]
+            assert any("read the certificate" in line["message"] for line in lines)
+            trusted.load_verify_locations(renewed)
+            with httpx.Client(verify=trusted) as known:
+                known.get(f"{url}/models", headers={"X-Request-Id": "mine"})
+            process.send_signal(signal.SIGTERM)
+            rest = [json.loads(line) for line in process.stderr]
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    (line,) = [line for line in rest if line.get("request_id") == "mine"]
+    assert line["status"] == 401 and line["path"] == "/v1/models" and line["level"] == "info"
+
+
+def test_wrong_tls_options_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cert, key = certificate(tmp_path, "server")
+    other = certificate(tmp_path, "other")[1]
+    for options, words in (
+        ((None, key, None, 0), "need --ssl-certfile"),
+        ((tmp_path / "none", None, None, 0), "there is no file"),
+        ((cert, other, None, 0), "must be a certificate and its private key"),
+        ((key, None, None, 0), "must be a certificate and its private key"),
+        ((cert, key, None, 2), "needs --ssl-ca-certs"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            tls_files(*options)
+    assert tls_files(None, None, None, 0) is None and tls_files(cert, key, None, 0) is not None
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "0", "--ssl-certfile", str(tmp_path / "none")])
+    assert "--ssl-certfile: there is no file" in capsys.readouterr().err
+
+
+def test_readiness_ends_before_liveness(spare: LLM) -> None:
+    with running(spare) as server:
+        for path in ("/ready", "/health/ready", "/health/live", "/health", "/ping"):
+            assert httpx.get(server.url + path).json() == {"status": "ok"}
+        server.worker.draining = True
+        assert (
+            httpx.get(f"{server.url}/ready").status_code == httpx.get(f"{server.url}/health/ready").status_code == 503
+        )
+        assert httpx.get(f"{server.url}/health/live").status_code == 200
+
+
+def test_lines_of_json(spare: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with running(spare) as server, caplog.at_level(logging.INFO, "foretoken"):
+        server.post({**OK, "max_tokens": 8, "ignore_eos": True}, headers={"X-Request-Id": "r"})
+        httpx.get(f"{server.url}/v1/models%0Aforged")
+        server.until(lambda: len(caplog.records) == 2)
+    lines = [JsonFormatter().format(record) for record in caplog.records]
+    assert not any("\n" in line for line in lines)
+    first, second = map(json.loads, lines)
+    assert first["request_id"] == "r" and first["status"] == 200 and first["level"] == "info"
+    assert first["completion_tokens"] == 8 and first["prompt_tokens"] and first["finish_reason"] == "length"
+    assert 0 < first["first_token_seconds"] <= first["seconds"] and first["mean_acceptance_length"] >= 1
+    assert 0 <= first["draft_acceptance_rate"] <= 1 and first["speculative_method"] == "draft_model"
+    assert second["path"] == "/v1/models\nforged" and "\n" not in caplog.messages[1]
+
+
+def test_traces(spare: LLM) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    tracer = RequestTracer(SimpleSpanProcessor(exporter))
+    with running(spare, tracer=tracer) as server:
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        assert server.post({**OK, "max_tokens": 8, "ignore_eos": True}, headers=headers).status_code == 200
+        server.post({"prompt": "x", "temperature": -1})
+        httpx.get(f"{server.url}/v1/models")
+        server.until(lambda: len(exporter.get_finished_spans()) >= 5)
+    queue, prefill, decode, whole, refused = exporter.get_finished_spans()
+    assert whole.name == "text_completion foretoken" and [queue.name, prefill.name, decode.name] == [
+        "queue",
+        "prefill",
+        "decode",
+    ]
+    assert f"{whole.context.trace_id:032x}" == TRACE and f"{whole.parent.span_id:016x}" == PARENT
+    assert {span.parent.span_id for span in (queue, prefill, decode)} == {whole.context.span_id}
+    assert queue.start_time <= queue.end_time == prefill.start_time <= prefill.end_time == decode.start_time
+    found = dict(whole.attributes)
+    assert found["gen_ai.operation.name"] == "text_completion" and found["gen_ai.request.model"] == "foretoken"
+    assert found["gen_ai.usage.output_tokens"] == 8 and found["gen_ai.usage.input_tokens"] > 0
+    assert found["gen_ai.response.finish_reasons"] == ("length",) and found["http.response.status_code"] == 200
+    assert found["foretoken.speculation.mean_acceptance_length"] >= 1
+    assert refused.name == "text_completion" and refused.attributes["http.response.status_code"] == 400
+    tracer.close()
+
+
+def test_without_the_extra_for_traces(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys; sys.modules['opentelemetry.exporter.otlp.proto.http.trace_exporter'] = None\n"
+        "from foretoken.cli.main import main\n"
+        "main(['serve', '--port', '0', '--otlp-traces-endpoint', 'http://localhost:4318/v1/traces'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "pip install 'foretoken[otel]'" in done.stderr
+    with pytest.raises(InvalidRequest, match="--otlp-traces-endpoint must be an HTTP address"):
+        RequestTracer.to_endpoint("localhost:4317")
+
+
+def test_the_sdk_of_traces_is_imported_for_traces_only() -> None:
+    code = (
+        "import sys, foretoken.serve.app; assert not any(name.startswith('opentelemetry.sdk') for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
