@@ -220,6 +220,22 @@ class LLM:
         with atomic_directory(Path(folder).expanduser().absolute()) as partial:
             self._proposer.save(partial)
 
+    def use_method(self, method: str) -> None:
+        """Makes one of ``methods`` the default of new requests. Open ones keep theirs. Not to be called during a step.
+
+        Raises:
+            InvalidRequest: It is not loaded.
+        """
+        if method not in self.methods:
+            raise InvalidRequest(
+                f"method must be one of those that are loaded, {', '.join(self.methods)}; got {method!r}"
+            )
+        if isinstance(self._chosen, PerRequestProposer):
+            for sequence in [*self.engine.running.values(), *self.engine.waiting]:
+                sequence.context.method = self._chosen.of(sequence.context)
+            self._chosen.make_usual(method)
+        self.methods = (method, *(other for other in self.methods if other != method))
+
     def method_of(self, context: Context) -> str:
         """Returns which of ``methods`` drafts for a sequence."""
         return self._chosen.of(context) if isinstance(self._chosen, PerRequestProposer) else self.methods[0]

@@ -419,3 +419,45 @@ def test_a_fair_share_of_cores(nodes: list[float], count: int, each: float) -> N
 def test_scales_that_are_none(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         ReplicaScale(replicas=2, **wrong)
+
+
+def test_a_replica_tells_and_changes_its_speculation(spare: LLM) -> None:
+    options = {"dtype": "float32", "max_num_seqs": 4, "speculative_config": {"num_speculative_tokens": 2}}
+    replica = Replica(ReplicaConfig(options=options, settings=ServerSettings(api_keys=("k",))), "here")
+    front = Front(Alone(replica), ServerSettings(api_keys=("k",), allow_admin=True))
+    app = create_front(front, ServerSettings(api_keys=("k",), allow_admin=True))
+
+    async def use() -> None:
+        transport = httpx.ASGITransport(app)
+        headers = {"Authorization": "Bearer k"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://front", headers=headers) as client:
+            found = (await client.get("/v1/speculation")).json()
+            assert found["enabled"] and found["replicas"]["here"]["controller"]["max_tokens"] == 2
+            assert (await client.patch("/v1/speculation", json={"enabled": False})).json()["paused"] == "switched off"
+            wrong = await client.patch("/v1/speculation", json={"method": "x"})
+            assert wrong.status_code == 400 and "loaded" in wrong.json()["error"]["message"]
+            answer = await client.post("/v1/completions", json={"prompt": "x = ", "max_tokens": 12})
+            assert answer.json()["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+            assert (await client.get("/v1/speculation", headers={"Authorization": "Bearer no"})).status_code == 401
+
+    try:
+        asyncio.run(use())
+    finally:
+        replica.worker.close()
+
+
+class Alone:
+    """One replica in this process, as the front sees replicas."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def respond(self, request: Forwarded) -> AsyncGenerator[Message, None]:
+        async for message in self._replica.respond(request):
+            yield message
+
+    async def metrics(self) -> Sequence[tuple[str, Any]]:
+        return [await self._replica.metrics()]
+
+    async def speculation(self, body: bytes | None) -> Sequence[tuple[str, int, dict[str, Any]]]:
+        return [await self._replica.speculation(body)]

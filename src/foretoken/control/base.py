@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from foretoken.core.context import Context
 from foretoken.core.step import StepOutput
@@ -34,6 +35,15 @@ class Controller:
 
     def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
         """Receives the outcome of the step, before the cost model does. Not called while ``resting``."""
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what it has learned and decided, as JSON. Called between steps."""
+        return {"name": "none", "max_tokens": 0}
+
+    @property
+    def pause(self) -> str | None:
+        """Why the last step had no drafts; None if it had some, or there was none. Valid between steps."""
+        return None
 
     def forget(self, context: Context) -> None:
         """Drops the state of a sequence that has ended or was preempted. Unknown sequences are ignored."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from foretoken.control.base import Controller
-from foretoken.control.fixed import caps
+from foretoken.control.fixed import caps, halvings, short_of_memory
 from foretoken.control.ledger import Ledger
 from foretoken.control.memory import MemoryWatch
 from foretoken.core.context import Context
@@ -103,6 +104,25 @@ class Capped(Controller):
     def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
         if self.ledger:
             self.ledger.observe(contexts, steps, self.costs)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": "fixed",
+            "max_tokens": self.max_tokens,
+            "memory_halvings": halvings(self.memory),
+            "budgets": list(self.held.budgets),
+            "balance_seconds": None if self.ledger is None else self.ledger.balance,
+        }
+
+    @property
+    def pause(self) -> str | None:
+        if not self._ids or any(self.held.budgets):
+            return None
+        if reason := short_of_memory(self.memory, self.max_tokens):
+            return reason
+        if self.ledger is not None and self.ledger.balance is not None and self.ledger.balance <= 0.0:
+            return "drafting has lost as many seconds as it may"
+        return "drafting would not pay at the measured costs and acceptance"
 
     def decide(self, batch: Batch) -> Decision:
         """Returns the budgets of a batch: as much of the constant length as the ledger allows, for all or for some."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from foretoken.control.base import Controller
 from foretoken.control.memory import MemoryWatch
@@ -19,6 +20,23 @@ class Fixed(Controller):
 
     def budgets(self, contexts: Sequence[Context], max_draft_tokens: Sequence[int]) -> list[int]:
         return caps(contexts, max_draft_tokens, self.depth, self.memory)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "fixed", "max_tokens": self.depth, "memory_halvings": halvings(self.memory)}
+
+    @property
+    def pause(self) -> str | None:
+        return short_of_memory(self.memory, self.depth)
+
+
+def halvings(memory: MemoryWatch | None) -> int:
+    """Returns how often draft lengths are halved because memory is short."""
+    return 0 if memory is None else memory.halvings
+
+
+def short_of_memory(memory: MemoryWatch | None, length: int) -> str | None:
+    """Returns a reason if memory allows no draft of ``length`` tokens."""
+    return "memory is short" if memory is not None and memory.halvings and not memory.cap(length) else None
 
 
 def caps(

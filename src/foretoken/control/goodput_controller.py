@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -76,6 +77,18 @@ class Goodput(Capped):
         for context, step in zip(contexts, steps, strict=True):
             if context.depth is None and step.position > 0 and step.budget:
                 self._learn(self._record(context), step)
+
+    def describe(self) -> dict[str, Any]:
+        kinds = [
+            {
+                "temperature": "zero" if greedy else "positive",
+                "method": method,
+                "predicted_output": predicted,
+                "accepted": [round(float(p), 4) for p in survival.accepted()],
+            }
+            for (greedy, method, predicted), survival in self._kinds.items()
+        ]
+        return super().describe() | {"name": "goodput", "acceptance": kinds}
 
     @property
     def num_known(self) -> int:

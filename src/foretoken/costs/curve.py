@@ -64,6 +64,10 @@ class Curve:
         """Lets earlier observations of a size count as ``weight`` at most."""
         self._points = {size: (mean, min(weight, old)) for size, (mean, old) in self._points.items()}
 
+    def points(self) -> dict[int, float]:
+        """Returns the mean seconds of each measured size."""
+        return {size: mean for size, (mean, _) in sorted(self._points.items())}
+
     def weight_near(self, size: int, slack: int = 0) -> float:
         """Returns the weight of the observations within ``slack`` of ``size``."""
         return sum(weight for at, (_, weight) in self._points.items() if abs(at - size) <= slack)

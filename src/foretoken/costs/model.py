@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +105,24 @@ class CostModel:
         scale = max(1.0, tokens / 64.0)
         self._missed = seconds / scale, tokens / scale
         self._since_plain = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what was learned, as JSON: seconds at the machine's present speed.
+
+        The keys of ``pass_seconds`` are rows, of ``plain_step_seconds`` requests, of ``draft_seconds`` the number of
+        requests from which a curve holds, and within it draft tokens.
+        """
+
+        def scaled(curve: Curve, scale: float) -> dict[str, float]:
+            return {str(size): round(scale * seconds, 9) for size, seconds in curve.points().items()}
+
+        return {
+            "level": round(self.level, 6),
+            "pass_seconds": scaled(self._passes, self.level),
+            "plain_step_seconds": scaled(self._plain, self.level),
+            "draft_seconds": {str(1 << bits - 1): scaled(c, 1.0) for bits, c in sorted(self._drafting.items())},
+            "missed_token_seconds": self.missed_seconds(1),
+        }
 
     def pass_seconds(self, rows: float) -> float:
         """Returns the seconds of a pass over ``rows`` rows at the machine's present speed, 0 if none was timed."""

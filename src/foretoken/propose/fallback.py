@@ -22,6 +22,11 @@ class FallbackProposer(Wrapper):
         super().__init__(inner)
         self.failures = 0
 
+    @property
+    def left_out(self) -> bool:
+        """Whether it failed so often that it is not asked any more."""
+        return self.failures >= _MAX_FAILURES
+
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         drafts: list[Draft] = []
 
@@ -44,7 +49,7 @@ class FallbackProposer(Wrapper):
 
     def _try(self, work: Callable[[], None], contexts: Sequence[Context]) -> bool:
         """Calls ``work`` and returns whether it succeeded."""
-        if self.failures >= _MAX_FAILURES:
+        if self.left_out:
             return False
         try:
             work()

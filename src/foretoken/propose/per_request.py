@@ -23,10 +23,13 @@ class PerRequestProposer(Proposer):
 
     def __init__(self, members: Mapping[str, Proposer]) -> None:
         self.members = dict(members)
-        self.usual = next(iter(self.members))
-        first = self.members[self.usual]
-        self.name, self.costless, self.learns = first.name, first.costless, first.learns
+        self.make_usual(next(iter(self.members)))
         self.needs = Needs.union(member.needs for member in self.members.values())
+
+    def make_usual(self, name: str) -> None:
+        """Makes the member ``name`` that of requests that name none. No such request may be open."""
+        self.usual, first = name, self.members[name]
+        self.name, self.costless, self.learns = first.name, first.costless, first.learns
 
     def of(self, context: Context) -> str:
         """Returns the name of the member that drafts for ``context``."""

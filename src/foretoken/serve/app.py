@@ -21,6 +21,7 @@ from foretoken.serve.request_ids import RequestIdMiddleware
 from foretoken.serve.routes.anthropic import message_routes
 from foretoken.serve.routes.listing import listing_routes
 from foretoken.serve.routes.openai import completion_routes, stored_routes
+from foretoken.serve.routes.speculation import speculation_routes
 from foretoken.serve.routes.tokens import token_routes
 from foretoken.serve.service import Service
 from foretoken.serve.tracing import RequestTracer, TracingMiddleware
@@ -85,7 +86,7 @@ def create_app(worker: Worker, settings: ServerSettings | None = None, tracer: R
     app.state.keys = keys = key_ring(settings)
     add_handlers(app)
     guarded = [Security(HTTPBearer(auto_error=False))] if keys.asks else []
-    for routes in (completion_routes, stored_routes, message_routes):
+    for routes in (completion_routes, stored_routes, message_routes, speculation_routes):
         app.include_router(routes(service), prefix="/v1", dependencies=guarded)
     for routes in (token_routes, listing_routes):
         app.include_router(routes(service), dependencies=guarded)

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -197,6 +197,28 @@ class Metrics(Collector):
             self._histograms["e2e_request_latency_seconds"].observe(e2e_seconds)
             if queue_seconds is not None:
                 self._histograms["request_queue_time_seconds"].observe(queue_seconds)
+
+    def acceptance(self) -> dict[str, Any]:
+        """Returns drafts, tokens and acceptance of each method, as JSON.
+
+        ``per_position`` has the share of drafts that were accepted at least that far, ``conditional`` the share of
+        those accepted up to a position, with a token there, in which it was accepted as well.
+        """
+        found = {}
+        with self._lock:
+            for method, kept in self._speculation.items():
+                accepted = sum(j * n for j, n in kept.accepted.items())
+                stood, verified = _reached(kept.accepted), _reached(kept.verified)
+                found[method] = {
+                    "num_drafts": kept.drafts,
+                    "num_draft_tokens": kept.drafted,
+                    "num_accepted_tokens": accepted,
+                    "mean_acceptance_length": 1.0 + accepted / kept.drafts if kept.drafts else 1.0,
+                    "draft_acceptance_rate": accepted / kept.drafted if kept.drafted else 0.0,
+                    "per_position": [count / kept.drafts if kept.drafts else 0.0 for count in stood],
+                    "conditional": [a / v for a, v in zip(stood, verified, strict=False) if v],
+                }
+        return found
 
     def render(self) -> tuple[bytes, str]:
         """Returns the page of ``GET /metrics`` and its content type."""

@@ -26,6 +26,7 @@ from foretoken.serve.request_ids import set_request_id
 from foretoken.serve.responses.store import ResponseStore
 from foretoken.serve.schema import Body
 from foretoken.serve.side_process import LARGE_BODY, SideProcess
+from foretoken.serve.speculation_state import SpeculationControl
 from foretoken.serve.stream import AnswerWriter, respond
 from foretoken.serve.summary import summarized_by
 from foretoken.serve.token_text import TokenText
@@ -45,6 +46,7 @@ class Service:
     def __init__(self, worker: Worker, settings: ServerSettings) -> None:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(settings.model_names[0], lambda: worker.engine.usage, worker.method_of)
+        self.speculation = SpeculationControl(worker, self.metrics, settings.model_names[0])
         self.token_text = TokenText(worker.llm.tokenizer)
         self.responses = ResponseStore(settings.stored_responses, settings.stored_bytes)
         self.created = int(time.time())

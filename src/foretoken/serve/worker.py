@@ -15,16 +15,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
+from foretoken.control.limited import Limited
 from foretoken.core.bad_words import BadWords
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError
 from foretoken.core.step import StepOutput
 from foretoken.engine.assemble import Assembler
+from foretoken.engine.loop import Engine
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.requests import Restrictions
 from foretoken.llm import LLM
@@ -37,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 LARGE_TEXT = 2**16  # characters; longer texts take noticeable time to tokenize
 IDLE_SECONDS = 1.0  # seconds without work before the engine's integrity is checked
+ORDER_PATIENCE = 30.0  # seconds that an order between steps may wait
 COMPILE_PATIENCE = 30.0  # seconds that a request may wait for its grammar and bad words, including those of others
 
 T = TypeVar("T")
@@ -51,12 +55,14 @@ class Worker:
 
     Attributes:
         listeners: Called in the engine's thread with the outputs of every decode step.
+        limited: The bound on draft lengths, which may change between steps.
         draining: Whether new requests are refused.
         dead: The error that ended the engine's thread, or None.
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int = 256) -> None:
         self.llm, self.engine = llm, llm.engine
+        self.limited = limited(llm.engine)
         self.max_waiting = max_waiting
         self.listeners: list[Callable[[Sequence[StepOutput]], None]] = []
         self.draining = False
@@ -135,6 +141,39 @@ class Worker:
         self._open.add(generation)
         self._orders.put(lambda: self._add(generation))
         return generation
+
+    async def between_steps(self, work: Callable[[], T]) -> T:
+        """Returns the result of ``work``, which the engine's thread does between two steps.
+
+        Raises:
+            ServerUnavailable: The engine does not run, or takes longer than ``ORDER_PATIENCE`` for a step.
+        """
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def done(value: T | None, error: Exception | None) -> None:
+            if result.done():
+                return
+            if error is None:
+                result.set_result(cast("T", value))
+            else:
+                result.set_exception(error)
+
+        def order() -> None:
+            try:
+                outcome: tuple[T | None, Exception | None] = (work(), None)
+            except Exception as error:
+                outcome = (None, error)
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits
+                loop.call_soon_threadsafe(done, *outcome)
+
+        if not self.alive:
+            raise ServerUnavailable("the engine is not running")
+        self._orders.put(order)
+        try:
+            return await asyncio.wait_for(result, ORDER_PATIENCE)
+        except TimeoutError:
+            raise ServerUnavailable(f"the engine did not answer within {ORDER_PATIENCE:g} s; try again later") from None
 
     def method_of(self, step: StepOutput) -> str:
         """Returns the method that drafted in ``step``. Valid while listeners are called with it."""
@@ -291,6 +330,13 @@ class Worker:
             except RuntimeError:  # the loop is closed, so nobody waits
                 for generation, _ in batch:
                     self._drop(generation)
+
+
+def limited(engine: Engine) -> Limited:
+    """Returns the bound on the engine's draft lengths, which is added if there is none."""
+    if not isinstance(engine.controller, Limited):
+        engine.controller = Limited(engine.controller)
+    return engine.controller
 
 
 def _failure(error: Exception) -> Exception:

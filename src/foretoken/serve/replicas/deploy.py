@@ -77,6 +77,16 @@ class RayReplicas:
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
+    async def speculation(self, body: bytes | None) -> Sequence[tuple[str, int, dict[str, Any]]]:
+        """See ``Replicas``."""
+        try:
+            answers = await self._handle.broadcast("speculation", body).results_async(
+                timeout_s=_METRICS_SECONDS, return_exceptions=True
+            )
+        except (RayError, RayServeException, TimeoutError):
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
 
 @contextmanager
 def replicas(

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from foretoken import __version__
+from foretoken.serve.access.granted import SPECULATION
 from foretoken.serve.app import add_middlewares, key_ring
 from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers
 from foretoken.serve.limits import ServerSettings
@@ -40,6 +41,10 @@ class Replicas(Protocol):
 
     async def metrics(self) -> Sequence[tuple[str, Any]]:
         """Returns ``Replica.metrics`` of all replicas that answer."""
+        ...
+
+    async def speculation(self, body: bytes | None) -> Sequence[tuple[str, int, dict[str, Any]]]:
+        """Returns ``Replica.speculation`` of all replicas that answer."""
         ...
 
 
@@ -92,6 +97,17 @@ class Front:
         """Tells whether the front runs. Ray Serve restarts replicas."""
         return JSONResponse({"status": "ok"})
 
+    async def speculation(self, request: Request) -> Response:
+        """Asks or changes the speculation of all replicas. The answer is one replica's, with those of all by name."""
+        body = None if request.method == "GET" else await request.body()
+        answers = sorted(await self._replicas.speculation(body))
+        if not answers:
+            raise ServerUnavailable("no replica is running")
+        _, status, answer = next((each for each in answers if each[1] != 200), answers[0])
+        if status == 200:
+            answer = answer | {"replicas": {name: state for name, _, state in answers}}
+        return JSONResponse(answer, status)
+
     async def metrics(self, request: Request) -> Response:
         """Returns metrics for Prometheus."""
         body, kind = Gathered(dict(await self._replicas.metrics()), self.failovers).render()
@@ -109,6 +125,7 @@ def create_front(front: Front, settings: ServerSettings, tracer: RequestTracer |
     for path in ("/ready", "/health/ready"):
         app.add_route(path, front.health, methods=["GET"])
     app.add_route("/health/live", front.live, methods=["GET"])
+    app.add_route(SPECULATION, front.speculation, methods=["GET", "PATCH", "POST"])
     app.add_route("/metrics", front.metrics, methods=["GET"])
     app.router.default = _Forwarding(front)
     add_middlewares(app, settings, keys, tracer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from starlette.types import Message, Scope
 
 from foretoken.core.streams import SeedDomain, derived_seed
 from foretoken.llm import LLM
+from foretoken.serve.access.granted import SPECULATION, STATE, Access
+from foretoken.serve.access.records import ADMIN, METRICS
 from foretoken.serve.app import create_app
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.forwarded import Forwarded, ReplicaLost
@@ -96,6 +99,21 @@ class Replica:
         """Returns its name and its metrics. Raises ReplicaLost if the engine is dead."""
         await self.check_health()
         return self.name, list(self._service.metrics.collect())
+
+    async def speculation(self, body: bytes | None) -> tuple[str, int, dict[str, Any]]:
+        """Returns its name, and the status and answer of /v1/speculation. body: of a change; None only asks."""
+        method = "GET" if body is None else "PATCH"
+        headers = [(b"content-type", b"application/json")]
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": SPECULATION,
+            "query_string": b"",
+            "headers": headers,
+        }
+        scope["state"] = {STATE: Access(scopes=frozenset({METRICS, ADMIN}))}  # the front has checked the client's
+        messages = [message async for message in self.respond(Forwarded(scope, body or b""))]
+        return self.name, messages[0]["status"], json.loads(b"".join(m.get("body", b"") for m in messages))
 
     async def check_health(self) -> None:
         """Raises ReplicaLost if the engine is dead. Ray Serve then replaces the replica."""
