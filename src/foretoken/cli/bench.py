@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.bench_serve import bench_serve
 from foretoken.cli.costs import costs, tracker
 from foretoken.cli.files import check_places, publish, write_text
 from foretoken.cli.options import Color, Html, Json, Output
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
     from foretoken.bench.entrants import Pairing
     from foretoken.bench.race import RaceRow
 
-app = typer.Typer(help="Measure: the race against other engines, the cost of a pass.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure: the race against other engines, the cost of a pass, a server under load.", no_args_is_help=True
+)
 
 app.command()(costs)
+app.command("serve")(bench_serve)
 
 
 @app.command()

@@ -1,0 +1,141 @@
+"""``foretoken bench serve``: throughput and latencies of a server under load."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from foretoken.cli.files import check_places, publish, write_text
+from foretoken.cli.options import Color, Html, Json, Output
+from foretoken.cli.theme import ColorMode, wide_console
+from foretoken.core.errors import ForetokenError, InvalidRequest
+
+_PATIENCE = 600.0  # seconds for a server to start
+
+
+def bench_serve(
+    url: Annotated[
+        str | None, typer.Option(help="Address of a running OpenAI-compatible server. [one of our own is started]")
+    ] = None,
+    server_options: Annotated[
+        str, typer.Option(metavar="OPTIONS", help='Options of the server to start, such as "--model TARGET".')
+    ] = "",
+    model: Annotated[str | None, typer.Option(help="Model to ask for. [the first that is listed]")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the server.")] = None,
+    workloads: Annotated[
+        str, typer.Option(help="Comma-separated: short, long, shared, agents.")
+    ] = "short,long,shared,agents",
+    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,16,64",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each concurrent client.")] = 2,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    long_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a long prompt, about.")] = 1500,
+    shared_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shared beginning, about.")] = 2000,
+    agents: Annotated[int, typer.Option(min=1, help="Agents on one beginning.")] = 8,
+    temperature: Annotated[float, typer.Option(min=0, help="Of every request.")] = 0.0,
+    as_json: Json = False,
+    output: Output = None,
+    html_file: Html = None,
+    color: Color = ColorMode.AUTO,
+) -> None:
+    """Load a server with concurrent requests: throughput, TTFT and ITL percentiles, and the gain of shared prefixes."""
+    from dataclasses import asdict
+
+    from foretoken.bench.http_load import LoadedServer
+    from foretoken.bench.http_page import load_page, load_table, speedup_lines
+    from foretoken.bench.http_workloads import LoadPlan, run_workload
+    from foretoken.bench.setting import setting
+
+    check_places(output=output, html=html_file)
+    if url is not None and server_options:
+        raise InvalidRequest("--server-options are for a server that is started; leave out --url or them")
+    chosen, plan = _chosen(workloads), LoadPlan(_counts(concurrency), requests, long_tokens, shared_tokens, agents)
+    notes, results = wide_console(color, stderr=True), []
+    with contextlib.nullcontext(url) if url is not None else started(server_options, api_key) as address:
+        options = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
+        server = LoadedServer(address, api_key, model, options)
+        server.run("warm-up", ["import os\n"] * 2, 1)
+        for name in chosen:
+            for result in run_workload(name, server, plan):
+                results.append(result)
+                notes.print(
+                    f"{result.workload}, {result.concurrency} at once: {result.output_tokens_per_second:.1f} tokens/s",
+                    style="dim",
+                    markup=False,
+                )
+    facts = setting() | {"server": url or "foretoken serve", "model": server.model, "max_tokens": max_tokens}
+
+    def show() -> None:
+        console = wide_console(color)
+        console.print(load_table(results))
+        for line in speedup_lines(results):
+            console.print(line)
+        console.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim", markup=False)
+
+    publish({"setting": facts, "results": [asdict(result) for result in results]}, show, as_json, output)
+    if html_file is not None:
+        write_text(html_file, load_page(facts, results))
+    if failed := [result for result in results if result.failed]:
+        count = sum(result.failed for result in failed)
+        raise ForetokenError(f"{count} requests failed; the first: {failed[0].error}")
+
+
+@contextlib.contextmanager
+def started(options: str, key: str | None) -> Iterator[str]:
+    """Runs a server of our own on loopback within the ``with`` block, and yields its address.
+
+    Raises:
+        ForetokenError: It does not start; with its last words.
+    """
+    import httpx
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = ["--max-num-seqs", "64", "--log-level", "error", *shlex.split(options), "--port", str(port)]
+    command = [sys.executable, "-m", "foretoken", "serve", *own]
+    environment = {**os.environ, "FORETOKEN_API_KEY": key} if key else os.environ
+    with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, stderr=said, env=environment) as process:
+        try:
+            address, end = f"http://127.0.0.1:{port}", time.monotonic() + _PATIENCE
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{address}/ready", timeout=5.0).status_code == 200:
+                        break
+                if process.poll() is not None or time.monotonic() > end:
+                    said.seek(0)
+                    words = said.read().strip().splitlines()[-1:] or ["it said nothing"]
+                    raise ForetokenError(f"the server did not start: {words[0]}")
+                time.sleep(0.1)
+            yield address
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _chosen(workloads: str) -> list[str]:
+    from foretoken.bench.http_workloads import WORKLOADS
+
+    chosen = [name.strip() for name in workloads.split(",")]
+    if unknown := [name for name in chosen if name not in WORKLOADS]:
+        raise InvalidRequest(f"unknown workload {unknown[0]!r}; known: {', '.join(WORKLOADS)}")
+    return chosen
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise InvalidRequest(f"--concurrency must be positive integers such as 1,4,16, got {text!r}")
+    return counts

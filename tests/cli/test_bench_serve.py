@@ -1,0 +1,77 @@
+"""``foretoken bench serve``: a server of ours under load, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foretoken.bench.http_load import LoadResult, Percentiles, Streamed
+from foretoken.bench.http_page import load_page, load_table, speedup_lines
+from foretoken.bench.http_workloads import filler, own
+
+
+def answered(began: float, arrivals: list[float], tokens: int, **more: int) -> Streamed:
+    return Streamed(began, arrivals, prompt_tokens=10, tokens=tokens, **more)
+
+
+def test_figures_of_answers() -> None:
+    answers = [answered(0, [1, 2, 4], 7, cached_tokens=5), answered(1, [4], 1), Streamed(0, error="429: no")]
+    result = LoadResult.of("short", 2, answers, 4.0)
+    assert (result.requests, result.failed, result.error) == (3, 1, "429: no")
+    assert result.output_tokens_per_second == 2 and result.requests_per_second == 0.5
+    assert result.prompt_tokens == 10 and result.cached_share == 0.25
+    assert result.ttft is not None and result.ttft.p50 == 2 and result.itl is not None and result.itl.p50 == 1.5
+    assert result.tpot == Percentiles(0.5, 0.5, 0.5)
+    nothing = LoadResult.of("short", 2, [Streamed(0)], 1.0)
+    assert nothing.ttft is None and nothing.failed == 1 and nothing.error == "an answer had no text"
+    page = load_page({"date": "today"}, [result, nothing])
+    assert page.startswith("<!DOCTYPE html>") and "<svg" in page and "http" not in page.split("</style>")[1]
+    assert load_table([result, nothing]).row_count == 2
+
+
+def test_what_a_shared_beginning_gains() -> None:
+    def result(name: str, first: float) -> LoadResult:
+        return LoadResult.of(f"agents, {name}", 8, [answered(0, [first, 9], 3)], 9.0)
+
+    (line,) = speedup_lines([result("cold", 4.0), result("warm", 0.5)])
+    assert "8 at once: first token 8.0x sooner" in line and speedup_lines([result("cold", 1.0)]) == []
+
+
+def test_no_prompt_repeats_another() -> None:
+    assert own("x") != own("x") and own("") == "" and len(filler(1000)) == 3200
+
+
+@pytest.mark.slow
+def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
+    files = tmp_path / "load.json", tmp_path / "load.html"
+    options = f"--model {tiny_pair.target} --draft-model {tiny_pair.draft} --dtype float32"
+    sizes = ("--long-tokens", "40", "--shared-tokens", "30", "--agents", "2", "--max-tokens", "4", "--requests", "1")
+    places = ("--output", str(files[0]), "--html", str(files[1]))
+    result = run("bench", "serve", "--server-options", options, "--concurrency", "1,2", *sizes, *places, "--json")
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
+    assert record == json.loads(files[0].read_text()) and "<svg" in files[1].read_text()
+    runs = [(each["workload"], each["concurrency"]) for each in record["results"]]
+    assert runs == [
+        *(("short", 1), ("short", 2), ("long", 1), ("long", 2), ("shared", 1), ("shared", 2)),
+        *(("agents, cold", 1), ("agents, warm", 1), ("agents, cold", 2), ("agents, warm", 2)),
+    ]
+    assert not any(each["failed"] for each in record["results"])
+    assert all(each["ttft"]["p50"] > 0 and each["output_tokens_per_second"] > 0 for each in record["results"])
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--workloads", "tiny"), "unknown workload 'tiny'; known: short"),
+        (("--concurrency", "0"), "--concurrency must be positive integers"),
+        (("--url", "http://127.0.0.1:1"), "does not answer as OpenAI's API does"),
+        (("--url", "http://x", "--server-options", "-h"), "leave out --url"),
+        (("--server-options", "--model /no/such"), "the server did not start: foretoken: error:"),
+    ],
+)
+def test_what_it_refuses(run, arguments: tuple[str, ...], words: str) -> None:
+    result = run("bench", "serve", *arguments)
+    assert result.code == 1 and words in result.err and "Traceback" not in result.err
