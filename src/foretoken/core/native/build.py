@@ -25,7 +25,7 @@ from foretoken.core.native.cpu import Level
 SHARED = Path(__file__).parent / "csrc"
 SWITCH = "FORETOKEN_NATIVE"  # "0" disables the compiled kernels
 _log = logging.getLogger(__name__)
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
 
 
 class KernelsUnavailable(Exception):
@@ -83,7 +83,7 @@ def linked(name: str, sources: Sequence[tuple[Path, Sequence[str]]], level: Leve
         return target
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(_Part.build, parts))
-    _build(target, ["-shared", "-fopenmp", *map(str, objects)])
+    _build(target, ["-shared", "-pthread", *map(str, objects)])
     return target
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from foretoken.core.native import cpu
 from foretoken.core.native.build import SWITCH, KernelsUnavailable, compiled, require
+from foretoken.core.native.pool import load
 
 _SOURCE = Path(__file__).parent / "csrc" / "sampling.cpp"
 _MAX_FLOAT = torch.finfo(torch.float32).max
@@ -116,7 +117,7 @@ def kernels() -> Kernels | None:
 def _kernels(*_: str | None) -> Kernels | None:
     """Returns the library for the environment variables that choose it."""
     try:
-        library = ctypes.CDLL(str(compiled(_SOURCE, (), require())))
+        library = load(compiled(_SOURCE, (), require()))
     except KernelsUnavailable as why:
         _log.info("sampling uses torch operators: %s", why)
         return None

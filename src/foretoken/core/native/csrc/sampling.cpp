@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "exponential.hpp"
+#include "pool.hpp"
 
 namespace {
 
@@ -200,8 +201,9 @@ double weigh(const T* w, int64_t n) {
 template <class T>
 int64_t drawn(const T* w, int64_t n, double u, double& total, int threads) {
     std::vector<double> sums(chunks(n));
-#pragma omp parallel for num_threads(sharing(n, threads)) if (sharing(n, threads) > 1) schedule(static)
-    for (int64_t c = 0; c < (int64_t)sums.size(); c++) sums[c] = weigh(w + c * CHUNK, std::min(CHUNK, n - c * CHUNK));
+    in_parallel_each(sharing(n, threads), chunks(n), 1, [&](int64_t c) {
+        sums[c] = weigh(w + c * CHUNK, std::min(CHUNK, n - c * CHUNK));
+    });
     total = 0.0;
     for (double sum : sums) total += sum;
     if (!(total > 0.0) || total == INFINITY) return -1;
@@ -228,15 +230,14 @@ int64_t drawn(const T* w, int64_t n, double u, double& total, int threads) {
 template <class T>
 double excess_of(const T* p, const float* q, double weight, double* excess, int64_t n, int threads) {
     std::vector<double> sums(chunks(n));
-#pragma omp parallel for num_threads(sharing(n, threads)) if (sharing(n, threads) > 1) schedule(static)
-    for (int64_t c = 0; c < (int64_t)sums.size(); c++) {
+    in_parallel_each(sharing(n, threads), chunks(n), 1, [&](int64_t c) {
         const int64_t from = c * CHUNK, to = std::min(n, from + CHUNK);
         for (int64_t i = from; i < to; i++) {
             const double left = (double)p[i] * weight - (double)q[i];
             excess[i] = left < 0.0 ? 0.0 : left;  // NaN stays
         }
         sums[c] = weigh(excess + from, to - from);
-    }
+    });
     double mass = 0.0;
     for (double sum : sums) mass += sum;
     return mass;
@@ -295,8 +296,9 @@ int64_t winner(const T* w, int64_t n, uint64_t key, int threads) {
     const int64_t width = n < ALONE ? n : CHUNK * 8;  // long runs, so that the best score so far excludes most tokens
     const int64_t runs = (n + width - 1) / width;
     std::vector<Best> results(runs);
-#pragma omp parallel for num_threads(sharing(n, threads)) if (sharing(n, threads) > 1) schedule(static)
-    for (int64_t c = 0; c < runs; c++) results[c] = raced(w, c * width, std::min(n, (c + 1) * width), key);
+    in_parallel_each(sharing(n, threads), runs, 1, [&](int64_t c) {
+        results[c] = raced(w, c * width, std::min(n, (c + 1) * width), key);
+    });
     Best best;
     for (const Best& each : results)
         if (each.score > best.score) best = each;
@@ -306,6 +308,8 @@ int64_t winner(const T* w, int64_t n, uint64_t key, int threads) {
 }  // namespace
 
 extern "C" {
+
+void foretoken_use_pool(const void* functions) { POOL = (const PoolFunctions*)functions; }
 
 // Computes the distributions of `rows` rows of logits [n], which are `stride` numbers apart.
 void foretoken_distributions(const float* logits, int64_t stride, int64_t rows, int64_t n, const Filter* f,
@@ -318,46 +322,40 @@ void foretoken_distributions(const float* logits, int64_t stride, int64_t rows, 
     const int team = sharing(rows * n, threads);
     auto chunk = [&](int64_t i) { return logits + i / each * stride + i % each * CHUNK; };
     auto length = [&](int64_t i) { return std::min(CHUNK, n - i % each * CHUNK); };
-#pragma omp parallel num_threads(team) if (team > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < items; i++)
+    const bool done = in_parallel(team, [&](Member& member) {
+        member.each(items, 1, [&](int64_t i) {
             looks[i] = look(chunk(i), length(i), f->inverse, !few && !floored, narrowed ? &tops[i * groups] : nullptr);
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
+        });
+        member.each(rows, 1, [&](int64_t r) {
             float top = -INFINITY;
             for (int64_t i = r * each; i < (r + 1) * each; i++) top = top >= looks[i].top ? top : looks[i].top;
             for (int64_t i = r * each; i < (r + 1) * each; i++) top = std::isnan(looks[i].top) ? NAN : top;
             distributions[r] = {top, f->inverse, -INFINITY, std::isfinite(top) ? 0.0f : NAN, INT32_MAX};
-        }
-        if (floored) {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < items; i++) {
+        });
+        if (floored)
+            member.each(items, 1, [&](int64_t i) {
                 lowest[i] = INFINITY;
                 looks[i].sum = summed(chunk(i), length(i), distributions[i / each], f->floor, lowest[i]);
-            }
-        }
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
+            });
+        member.each(rows, 1, [&](int64_t r) {
             Distribution& dist = distributions[r];
-            if (std::isnan(dist.over)) continue;
+            if (std::isnan(dist.over)) return;
             double total = 0.0;
             if (floored) dist.lowest = *std::min_element(&lowest[r * each], &lowest[r * each] + each);
             for (int64_t i = r * each; i < (r + 1) * each; i++)
                 total += looks[i].sum * (floored ? 1.0 : std::exp(((double)looks[i].top - dist.top) * dist.inverse));
             dist.over = (float)(1.0 / total);
             if (narrowed) narrow({logits + r * stride, n, &tops[r * each * groups]}, *f, total, dist);
-        }
-    }
+        });
+    });
+    if (!done) throw std::bad_alloc();
 }
 
 // Computes all probabilities of each row. out: [rows][n].
 void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n, const Distribution* distributions,
                     float* out, int threads) {
     const int64_t each = chunks(n), items = rows * each;
-    const int team = sharing(rows * n, threads);
-#pragma omp parallel for num_threads(team) if (team > 1) schedule(static)
-    for (int64_t i = 0; i < items; i++) {
+    in_parallel_each(sharing(rows * n, threads), items, 1, [&](int64_t i) {
         const int64_t row = i / each, from = i % each * CHUNK, to = std::min(n, from + CHUNK);
         const float* x = logits + row * stride;
         for (int64_t v = from; v < to; v += LANES) {
@@ -365,7 +363,7 @@ void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n
             const __m512 values = chances(_mm512_maskz_loadu_ps(there, x + v), v, distributions[row]);
             _mm512_mask_storeu_ps(out + row * n + v, there, values);
         }
-    }
+    });
 }
 
 // Computes the probability of one token of each row.

@@ -15,6 +15,7 @@ import torch
 
 from foretoken.core.native import build
 from foretoken.core.native.cpu import Level
+from foretoken.core.native.pool import load
 from foretoken.models.runners.native.bindings import declare, declare_packing
 
 _SOURCES = Path(__file__).parent / "csrc"
@@ -64,7 +65,7 @@ def loaded_library(kinds: tuple[int, ...], cache: Kind, level: Level) -> ctypes.
     """Returns the kernels for these kinds and instruction sets, loaded once. Raises KernelsUnavailable."""
     decoder = (_SOURCES / "decoder.cpp", (f"-DFORETOKEN_KV={cache:d}",))
     products = [(_SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={kind:d}",)) for kind in kinds]
-    kernels = declare(ctypes.CDLL(str(build.linked("decoder", [decoder, *products], level))))
+    kernels = declare(load(build.linked("decoder", [decoder, *products], level)))
     if not kernels.foretoken_ready():
         raise build.KernelsUnavailable("the system does not grant the CPU's tile registers")
     return kernels
@@ -77,7 +78,7 @@ def packing_library() -> ctypes.CDLL:
 
 @functools.cache
 def _packing_library(level: Level) -> ctypes.CDLL:
-    return declare_packing(ctypes.CDLL(str(build.compiled(_SOURCES / "packing.cpp", (), level))))
+    return declare_packing(load(build.compiled(_SOURCES / "packing.cpp", (), level)))
 
 
 def packs_groups(dtype: torch.dtype) -> bool:

@@ -33,13 +33,16 @@ struct Attention {
         }
         for (int q = 0; q < count; q++)
             std::memcpy(queries + q * layout.key_words, query(first, kv_head, q), sizeof(Word) * layout.key_words);
-        for (int64_t page = least / PAGE; page * PAGE < most; page++)
-            product<kv>(keys_of_page(pages, layer, kv_head, page * PAGE), queries, layout.key_words, no_scales, count, 0, 1,
+        for (int64_t page = least / PAGE; page * PAGE < most; page++) {
+            const Matrix keys = keys_of_page(pages, layer, kv_head, page * PAGE);
+            Whole whole{keys.units};
+            product<kv>(keys, queries, layout.key_words, no_scales, count, whole,
                         [&](int q, int64_t unit, __m512 low, __m512 high) {
                             float* at = scores + q * length + page * PAGE + unit * BLOCKS * LANES;
                             _mm512_storeu_ps(at, scaled(low));
                             _mm512_storeu_ps(at + LANES, scaled(high));
                         });
+        }
         float scale[TILE_QUERIES];
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
@@ -100,7 +103,8 @@ struct Attention {
         Matrix keys = keys_of_page(pages, layer, kv_head, place / width * width);
         keys.units = 1;
         alignas(64) float lanes[BLOCKS * LANES];
-        product<kv>(keys, queries + q * layout.key_words, layout.key_words, no_scales, 1, 0, 1,
+        Whole whole{1};
+        product<kv>(keys, queries + q * layout.key_words, layout.key_words, no_scales, 1, whole,
                     [&](int, int64_t, __m512 low, __m512 high) {
                         _mm512_store_ps(lanes, scaled(low));
                         _mm512_store_ps(lanes + LANES, scaled(high));

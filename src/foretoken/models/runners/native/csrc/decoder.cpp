@@ -2,8 +2,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <omp.h>
-
 #include "pass.hpp"
 
 KindFunctions FUNCTIONS[KIND_COUNT];
@@ -11,6 +9,11 @@ KindFunctions FUNCTIONS[KIND_COUNT];
 namespace {
 
 constexpr Kind CACHE = (Kind)FORETOKEN_KV;
+
+// Gives the tile registers back where a thread's part ends.
+struct ReleasedTiles {
+    ~ReleasedTiles() { release_tiles(); }
+};
 
 }  // namespace
 
@@ -26,6 +29,8 @@ int foretoken_ready() {
 #endif
 }
 
+void foretoken_use_pool(const void* functions) { POOL = (const PoolFunctions*)functions; }
+
 void* foretoken_open() { return new Workspace(); }
 
 void foretoken_close(void* workspace) { delete (Workspace*)workspace; }
@@ -38,9 +43,10 @@ int foretoken_run(const ModelSpec* m, const BatchSpec* b, void* workspace, int t
     } catch (const std::bad_alloc&) {
         return 1;
     }
-#pragma omp parallel num_threads(threads)
-    Pass<CACHE>(*m, *b, w, omp_get_thread_num(), omp_get_num_threads()).run();
-    return 0;
+    return in_parallel(threads, [&](Member& member) {
+        const ReleasedTiles released;
+        Pass<CACHE>(*m, *b, w, member).run();
+    }) ? 0 : 1;
 }
 
 // Copies cache rows `sources` to `destination` onward, in order; every source lies at or after its destination.
@@ -65,14 +71,14 @@ void foretoken_floor(const ModelSpec* m, void* workspace, int rows, int threads)
     const Widest widest(*m);
     const Word* words = w.normed.room<Word>(rows * widest.words);
     const float* scales = w.scales.room<float>(rows * widest.scales);
-#pragma omp parallel num_threads(threads)
-    {
-        const int thread = omp_get_thread_num();
+    in_parallel(threads, [&](Member& member) {
+        const ReleasedTiles released;
         alignas(64) float sink[BLOCKS * LANES];
         auto all = [&](const Matrix& p) {
             const Input x{(Word*)words, (float*)scales, p.steps, p.scale_words()};
-            functions(p).rows(p, x, rows, thread, threads, {sink, 0, false, 0.0f, 0});
-#pragma omp barrier
+            Loop units = member.begin(p.units, units_at_once(p, rows, member.threads));
+            functions(p).rows(p, x, rows, units, {sink, 0, false, 0.0f, 0});
+            member.end(units);
         };
         for (int i = 0; i < m->layer_count; i++) {
             all(m->layers[i].qkv);
@@ -81,8 +87,7 @@ void foretoken_floor(const ModelSpec* m, void* workspace, int rows, int threads)
             all(m->layers[i].down);
         }
         all(m->head);
-        release_tiles();
-    }
+    });
 }
 
 }  // extern "C"

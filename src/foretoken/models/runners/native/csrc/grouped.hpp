@@ -238,11 +238,12 @@ inline void side_by_side(const Word* x, int64_t stride, int64_t words, int rows,
         for (int r = 0; r < rows; r++) to[k * rows + r] = x[r * stride + k];
 }
 
-// Multiplies all rows of x [rows][stride words] with this thread's share of the matrix.
+// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread claims.
 template <class V, class Store>
-inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int rows, int thread,
-                            int threads, Store store) {
-    const Share share(w.units, thread, threads);
+inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int rows, Loop& work,
+                            Store store) {
+    Share share(0, 0);
+    if (!work.next(share)) return;
     const int tiles = (rows + GROUPED_ROWS - 1) / GROUPED_ROWS;
     static thread_local std::vector<Word> buffer;
     buffer.resize(std::max<size_t>(buffer.size(), rows * w.steps));
@@ -251,12 +252,14 @@ inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, cons
         const int first = first_of(t), count = first_of(t + 1) - first;
         side_by_side(x + first * stride, stride, w.steps, count, buffer.data() + first * w.steps);
     }
-    for (int64_t unit = share.first; unit < share.last; unit++)
-        for (int t = 0; t < tiles; t++) {
-            const int first = first_of(t), count = first_of(t + 1) - first;
-            pick_grouped<V, GROUPED_ROWS>(count, w, buffer.data() + first * w.steps, meta + first * w.groups(), first, unit,
-                                          {t, tiles}, store);
-        }
+    do {
+        for (int64_t unit = share.first; unit < share.last; unit++)
+            for (int t = 0; t < tiles; t++) {
+                const int first = first_of(t), count = first_of(t + 1) - first;
+                pick_grouped<V, GROUPED_ROWS>(count, w, buffer.data() + first * w.steps, meta + first * w.groups(), first,
+                                              unit, {t, tiles}, store);
+            }
+    } while (work.next(share));
 }
 
 // The code of input i, 0 to 15, in the vectors of sixteen inputs that begin with its output's bytes.

@@ -6,13 +6,13 @@ namespace {
 constexpr int KIND = FORETOKEN_KIND;
 
 template <class Store>
-void multiply(const Matrix& w, const Input& x, int rows, int thread, int threads, Store store) {
+void multiply(const Matrix& w, const Input& x, int rows, Loop& work, Store store) {
     if constexpr (is_grouped(KIND))
-        grouped_product<Variant<KIND>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, thread, threads, store);
+        grouped_product<Variant<KIND>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, work, store);
     else if constexpr (KIND == PACKED)
-        packed_product(w, x.words, x.stride, rows, thread, threads, store);
+        packed_product(w, x.words, x.stride, rows, work, store);
     else
-        product<(Kind)KIND>(w, x.words, x.stride, x.scales, rows, thread, threads, store);
+        product<(Kind)KIND>(w, x.words, x.stride, x.scales, rows, work, store);
 }
 
 void encode_row(const Matrix& w, const float* row, int64_t count, Word* words, float* scales) {

@@ -69,9 +69,9 @@ struct GateStore {
 
 // The functions of a kind; those of kinds that are not linked are null.
 struct KindFunctions {
-    // Multiply all rows of x with this thread's share of the matrix.
-    void (*rows)(const Matrix& w, const Input& x, int rows, int thread, int threads, RowStore store);
-    void (*gated)(const Matrix& w, const Input& x, int rows, int thread, int threads, GateStore store);
+    // Multiply all rows of x with the units of the matrix that this thread claims.
+    void (*rows)(const Matrix& w, const Input& x, int rows, Loop& work, RowStore store);
+    void (*gated)(const Matrix& w, const Input& x, int rows, Loop& work, GateStore store);
     // Stores `count` floats (a multiple of 16) as an input row of the matrix.
     void (*encode)(const Matrix& w, const float* row, int64_t count, Word* words, float* scales);
     // The float32 weights of one output, of grouped kinds.

@@ -73,8 +73,7 @@ void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t*
                  int64_t inputs, const Matrix& w, int64_t first, int64_t step, int threads) {
     const int64_t groups = (inputs + w.group - 1) / w.group, blocks = padded(rows, LANES) / LANES;
     const int64_t per = V::scales == TWO_LEVELS ? w.record_groups : 1, records = (groups + per - 1) / per;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < blocks; block++) {
+    in_parallel_each(threads, blocks, 1, [&](int64_t block) {
         const int64_t place = first + block * step;
         GroupAt<V> at(w, place / BLOCKS, 0);
         for (int64_t g = 0; g < groups; g++, at.advance())  // all lanes of a group, while its cache lines are near
@@ -91,7 +90,7 @@ void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t*
                 pack_codes<V::bits>(codes + row * inputs + g * w.group, std::min<int64_t>(w.group, inputs - g * w.group),
                                     (Word*)at.codes + place % BLOCKS * at.layout.codes / BLOCKS / 4 + lane);
             }
-    }
+    });
 }
 
 // A checksum of up to CHUNK bytes: each step is a bijection of a sum of eight bytes, so no single change is missed.
@@ -120,15 +119,16 @@ uint64_t checksum(const uint8_t* data, int64_t bytes) {
 
 extern "C" {
 
+void foretoken_use_pool(const void* functions) { POOL = (const PoolFunctions*)functions; }
+
 // A checksum of `bytes` bytes, to notice damage; not a cryptographic one.
 uint64_t foretoken_checksum(const uint8_t* data, int64_t bytes, int threads) {
     const int64_t chunks = (bytes + CHUNK - 1) / CHUNK;
-    uint64_t sum = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum)
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    std::atomic<uint64_t> sum{0};
+    in_parallel_each(threads, chunks, 1, [&](int64_t chunk) {
         const int64_t at = chunk * CHUNK;
         sum += (checksum(data + at, std::min(CHUNK, bytes - at)) | 1) * (2 * chunk + 1);  // the order counts, too
-    }
+    });
     return sum;
 }
 
@@ -147,8 +147,7 @@ void foretoken_free(void* data, int64_t bytes) { munmap(data, bytes); }
 void foretoken_pack(const Word* source, int64_t rows, int64_t words, Word* packed, int64_t steps, int64_t first,
                     int64_t step, int threads) {
     const int64_t blocks = padded(rows, LANES) / LANES;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < blocks; block++) {
+    in_parallel_each(threads, blocks, 1, [&](int64_t block) {
         Word* to = packed + (first + block * step) * steps * LANES;
         const int64_t lanes = std::min<int64_t>(LANES, rows - block * LANES);
         for (int64_t k = 0; k < words; k += LANES)
@@ -156,27 +155,25 @@ void foretoken_pack(const Word* source, int64_t rows, int64_t words, Word* packe
                 const Word* from = source + (block * LANES + lane) * words;
                 for (int64_t i = k; i < std::min(k + LANES, words); i++) to[i * LANES + lane] = from[i];
             }
-    }
+    });
 }
 
 // Chooses the upper bytes with codes for each unit of a bf16 matrix, and counts its pairs of steps with another one.
 // bytes: [units][16]; counts: [units].
 void foretoken_choose_bytes(const Matrix* from, uint8_t* bytes, int32_t* counts, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t unit = 0; unit < from->units; unit++) {
+    in_parallel_each(threads, from->units, 1, [&](int64_t unit) {
         choose_bytes(*from, unit, bytes + unit * 16);
         counts[unit] = 0;
         __m512i codes;
         for (int64_t k = 0; k < from->steps; k += 2)
             counts[unit] += !(find_codes(StepBytes(*from, unit, k).upper, bytes + unit * 16, codes) &&
                               find_codes(StepBytes(*from, unit, k + 1).upper, bytes + unit * 16, codes));
-    }
+    });
 }
 
 // Stores a bf16 matrix in 12 bits. `upper` has room for the raw pairs; its `bytes` and `from` are filled.
 void foretoken_pack_bytes(const Matrix* from, uint8_t* to, const UpperBytes* upper, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t unit = 0; unit < from->units; unit++) {
+    in_parallel_each(threads, from->units, 1, [&](int64_t unit) {
         int32_t raw = upper->from[unit];
         uint8_t* pair = to + unit * from->steps / 2 * PAIR_BYTES;
         for (int64_t k = 0; k < from->steps; k += 2, pair += PAIR_BYTES) {
@@ -194,7 +191,7 @@ void foretoken_pack_bytes(const Matrix* from, uint8_t* to, const UpperBytes* upp
                     std::memcpy(words, from->data + ((unit * BLOCKS + block) * from->steps + k + i) * LANES, 64);
             ((int32_t*)upper->pairs)[raw++] = (int32_t)(k / 2);
         }
-    }
+    });
 }
 
 // Packs rows [0, rows) of a matrix of groups into blocks first, first + step, ... of `to`.

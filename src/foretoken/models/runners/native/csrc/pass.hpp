@@ -1,4 +1,4 @@
-// A forward pass of a Llama-like decoder: one parallel region with barriers between its phases.
+// A forward pass of a Llama-like decoder: one team of threads, and a loop for each of its phases.
 //
 // The residual stream is float32; inputs of products are rounded to the kind of the weights.
 #pragma once
@@ -11,7 +11,7 @@
 #include "attention.hpp"
 #include "last.hpp"
 
-constexpr int REPEATED_ROWS = 4;  // up to this many rows, every thread prepares its own copy, which saves a barrier
+constexpr int REPEATED_ROWS = 4;  // up to this many rows, every thread prepares its own copy, which saves a loop
 
 // Aligned memory that only grows. It is zeroed, because padding must be zero.
 struct Buffer {
@@ -47,11 +47,17 @@ struct Widest {
     }
 };
 
+// Queries of one sequence that attention computes together.
+struct QueryTile {
+    int32_t sequence, first, last;
+};
+
 // Buffers of one model, reused by its passes.
 struct Workspace {
     Buffer hidden, embedded, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
     std::vector<Buffer> own_words, own_scores;
     Answered answered;
+    std::vector<QueryTile> tiles, answered_tiles;
 };
 
 template <Kind kv>
@@ -59,7 +65,8 @@ struct Pass {
     const ModelSpec& m;
     BatchSpec b;  // after the last layer's KV projection: only the rows with logits
     const BatchSpec& answered;
-    const int thread, threads;
+    Member& member;
+    const std::vector<QueryTile>*tiles, &answered_tiles;
     const PageLayout layout{m, kv};
     const Widest widest{m};
     const int64_t width, qkv_width, inner_width;
@@ -70,13 +77,13 @@ struct Pass {
 
     static int64_t score_length(const BatchSpec& b) { return padded(b.reach, PAGE) + LANES; }
 
-    Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, int thread, int threads)
-        : m(m), b(b), answered(w.answered.batch), thread(thread), threads(threads), width(padded(m.hidden, 32)),
+    Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
+        : m(m), b(b), answered(w.answered.batch), member(member), tiles(&w.tiles), answered_tiles(w.answered_tiles), width(padded(m.hidden, 32)),
           qkv_width(padded((m.heads + 2 * m.kv_heads) * m.head_dim, 32)), inner_width(padded(m.inner, 16)) {
         hidden = (float*)w.hidden.data, embedded = m.joined ? (float*)w.embedded.data : hidden;
         branch = (float*)w.branch.data, qkv = (float*)w.qkv.data;
         mixed = (float*)w.mixed.data, inner = (float*)w.inner.data, queries = (Word*)w.queries.data;
-        own = (Word*)w.own_words[thread].data, scores = (float*)w.own_scores[thread].data;
+        own = (Word*)w.own_words[member.thread].data, scores = (float*)w.own_scores[member.thread].data;
         inputs[0] = (Word*)w.normed.data, inputs[1] = (Word*)w.attended.data, inputs[2] = (Word*)w.activated.data;
         input_scales = (float*)w.scales.data;
     }
@@ -85,6 +92,8 @@ struct Pass {
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, width = padded(m.hidden, 32), heads = m.heads * m.head_dim;
         w.answered.plan(m, b);
+        tile(m, b, w.tiles);
+        tile(m, w.answered.batch, w.answered_tiles);
         w.hidden.room<float>(rows * width);
         if (m.joined) w.embedded.room<float>(rows * width);
         w.branch.room<float>(rows * width);
@@ -104,8 +113,12 @@ struct Pass {
         }
     }
 
-    static void barrier() {
-#pragma omp barrier
+    static void tile(const ModelSpec& m, const BatchSpec& b, std::vector<QueryTile>& tiles) {
+        const int most = std::max(1, TILE_QUERIES / (m.heads / m.kv_heads));
+        tiles.clear();
+        for (int s = 0; s < b.sequences; s++)
+            for (int first = b.sequence_from[s], last; first < b.sequence_from[s + 1]; first = last)
+                tiles.push_back({s, first, last = std::min(first + most, b.sequence_from[s + 1])});
     }
 
     // The rows of a product's input: 0 normed, 1 attended, 2 activated.
@@ -113,18 +126,19 @@ struct Pass {
         return {inputs[number], input_scales, w.steps, w.scale_words()};
     }
 
-    // Prepares the rows of a product's input: few rows completely in each thread, or a share of many rows per thread.
-    // Calls fill(row, words, scales).
+    // Prepares the rows of a product's input: few rows completely in each thread, which others may be ahead of; many rows in
+    // a loop. Calls fill(row, words, scales).
     template <class Fill>
     Input prepare(const Matrix& w, int number, int rows, Fill fill) {
         Input to = input(w, number);
-        Share share(rows, thread, threads);
-        if (rows <= REPEATED_ROWS) {
-            to.words = own, to.scales = (float*)(own + REPEATED_ROWS * widest.words);
-            share.first = 0, share.last = rows;
+        auto one = [&](int64_t r) { fill(r, to.words + r * to.stride, to.scales + r * to.scale_stride); };
+        if (rows > REPEATED_ROWS) {
+            member.each(rows, 1, one);
+            return to;
         }
-        for (int64_t r = share.first; r < share.last; r++) fill(r, to.words + r * to.stride, to.scales + r * to.scale_stride);
-        if (rows > REPEATED_ROWS) barrier();
+        to.words = own, to.scales = (float*)(own + REPEATED_ROWS * widest.words);
+        if (!member.passed(w.units))
+            for (int r = 0; r < rows; r++) one(r);
         return to;
     }
 
@@ -170,19 +184,18 @@ struct Pass {
     void begin() {
         if (!b.features || m.joined) embed();
         if (!b.features) return;
-        Share share(b.rows, thread, threads);
-        for (int64_t r = share.first; r < share.last; r++)
+        member.each(b.rows, 1, [&](int64_t r) {
             normalize(b.features + r * m.hidden, m.norm_first ? m.feature_norm : nullptr, m.hidden, hidden + r * width);
+        });
     }
 
     void embed() {
-        Share share(b.rows, thread, threads);
         const __m512 scale = _mm512_set1_ps(m.embedding_scale);
-        for (int64_t r = share.first; r < share.last; r++) {
+        member.each(b.rows, 1, [&](int64_t r) {
             float* to = embedded + r * width;
             embedding(b.tokens[r], to);
             for (int64_t i = 0; i < width; i += LANES) _mm512_storeu_ps(to + i, _mm512_mul_ps(_mm512_loadu_ps(to + i), scale));
-        }
+        });
     }
 
     // The embedding of a token. A tied or quantized one is unpacked from its packed matrix.
@@ -207,21 +220,20 @@ struct Pass {
     }
 
     void multiply(const Matrix& w, const Input& x, int rows, const RowStore& store) const {
-        functions(w).rows(w, x, rows, thread, threads, store);
+        Loop units = member.begin(w.units, units_at_once(w, rows, member.threads));
+        functions(w).rows(w, x, rows, units, store);
+        member.end(units);
     }
 
     // Adds a product to the residual stream, after a norm if the architecture has one.
     void residual(const Matrix& w, Input x, const float* norm) {
         float* to = norm ? branch : hidden;
         multiply(w, x, b.rows, {to, width, !norm});
-        barrier();
         if (!norm) return;
-        Share share(b.rows, thread, threads);
-        for (int64_t r = share.first; r < share.last; r++) {
+        member.each(b.rows, 1, [&](int64_t r) {
             normalize(branch + r * width, norm, m.hidden, branch + r * width);
             for (int64_t i = 0; i < m.hidden; i++) hidden[r * width + i] += branch[r * width + i];
-        }
-        barrier();
+        });
     }
 
     // In place: the norm of each head (Qwen3, Gemma 3), then the rotary embedding (RoFormer, 2104.09864).
@@ -244,15 +256,14 @@ struct Pass {
     void spread(int number) {
         const LayerSpec& layer = m.layers[number];
         const int per_row = m.heads + 2 * m.kv_heads;
-        Share share((int64_t)b.rows * per_row, thread, threads);
         alignas(64) Word words[512];
-        for (int64_t item = share.first; item < share.last; item++) {
+        member.each((int64_t)b.rows * per_row, 8, [&](int64_t item) {
             const int row = int(item / per_row), head = int(item % per_row), kv_head = head - m.heads;
             float* x = qkv + row * qkv_width + head * m.head_dim;
             if (kv_head < 0) {
                 turn(x, layer.q_norm, layer.rope, b.positions[row]);
                 encode<kv>(x, m.head_dim, queries + ((int64_t)row * m.heads + head) * layout.key_words);
-                continue;
+                return;
             }
             Word* const* pages = b.pages[sequence_of(row)];
             const int place = b.places[row];
@@ -260,19 +271,18 @@ struct Pass {
                 // A masked key has weight 0, and 0 times infinity is NaN.
                 for (int i = 0; i < m.head_dim; i += LANES) _mm512_storeu_ps(x + i, finite(_mm512_loadu_ps(x + i)));
                 encode<kv>(x, m.head_dim, layout.value(pages, number, kv_head - m.kv_heads, place));
-                continue;
+                return;
             }
             turn(x, layer.k_norm, layer.rope, b.positions[row]);
             encode<kv>(x, m.head_dim, words);
             Word* lane = layout.keys(pages, number, kv_head, place / LANES) + place % LANES;
             for (int64_t k = 0; k < layout.key_words; k++) lane[k * LANES] = words[k];
-        }
-        barrier();
+        });
     }
 
     // Removes the rows without logits; the others move up, in order.
     void leave() {
-        if (thread == 0)
+        member.each(1, 1, [&](int64_t) {
             for (int i = 0; i < answered.rows; i++) {
                 const int row = b.outputs[i];
                 if (row == i) continue;
@@ -280,32 +290,27 @@ struct Pass {
                 const int64_t words = (int64_t)m.heads * layout.key_words;
                 std::memcpy(queries + i * words, queries + row * words, sizeof(Word) * words);
             }
-        b = answered;
-        barrier();
+        });
+        b = answered, tiles = &answered_tiles;
     }
 
     void attend(int number) {
         const Matrix& out = m.layers[number].out;
         clear_tails(out, 1, m.heads * m.head_dim);
-        const int group = m.heads / m.kv_heads, tile = std::max(1, TILE_QUERIES / group);
         float* mixed = scores + TILE_QUERIES * score_length(b);
         Word* own_queries = (Word*)(mixed + TILE_QUERIES * m.head_dim);
         Attention<kv> attention{m, b, layout, queries, own_queries, scores, mixed, score_length(b)};
-        int64_t item = 0;
-        for (int s = 0; s < b.sequences; s++)
-            for (int first = b.sequence_from[s]; first < b.sequence_from[s + 1]; first += tile)
-                for (int head = 0; head < m.kv_heads; head++, item++)
-                    if (item % threads == thread)
-                        attention.run(s, number, head, first, std::min(first + tile, b.sequence_from[s + 1]),
-                                      [&](int row, int at, const float* values) { keep(out, row, at, values); });
-        barrier();
+        member.each((int64_t)tiles->size() * m.kv_heads, 1, [&](int64_t item) {
+            const QueryTile& tile = (*tiles)[item / m.kv_heads];
+            attention.run(tile.sequence, number, int(item % m.kv_heads), tile.first, tile.last,
+                          [&](int row, int at, const float* values) { keep(out, row, at, values); });
+        });
     }
 
     // Zeroes the padding after `count` numbers in each row of an input that is written without `encode_row`.
     void clear_tails(const Matrix& w, int number, int64_t count) {
         if (!is_float(w) || count / per_word((Kind)w.kind) == w.steps) return;
-        Share share(b.rows, thread, threads);
-        for (int64_t r = share.first; r < share.last; r++) clear_tail(w, count, inputs[number] + r * w.steps);
+        member.each(b.rows, 8, [&](int64_t r) { clear_tail(w, count, inputs[number] + r * w.steps); });
     }
 
     void keep(const Matrix& w, int row, int head, const float* values) {
@@ -327,8 +332,9 @@ struct Pass {
     // The input of `down`: silu(gate) * up.
     Input gate(const Matrix& w, Input x, const Matrix& down) {
         clear_tails(down, 2, inner_width);
-        functions(w).gated(w, x, b.rows, thread, threads, {down, inputs[2], inner, inner_width, (bool)m.gelu});
-        barrier();
+        Loop units = member.begin(w.units, units_at_once(w, b.rows, member.threads));
+        functions(w).gated(w, x, b.rows, units, {down, inputs[2], inner, inner_width, (bool)m.gelu});
+        member.end(units);
         if (is_float(down)) return input(down, 2);
         return prepare(down, 2, b.rows, [&](int64_t r, Word* words, float* scales) {
             functions(down).encode(down, inner + r * inner_width, inner_width, words, scales);
@@ -338,13 +344,12 @@ struct Pass {
     void tap(int number) {
         for (int t = 0; t < b.tap_count; t++) {
             if (b.tap_layers[t] != number) continue;
-            Share share(b.rows, thread, threads);
-            for (int64_t i = share.first; i < share.last; i++) {
+            member.each(b.rows, 1, [&](int64_t i) {
                 const float* row = hidden + i * width;
                 float* to = b.taps[t] + i * m.hidden;
                 if (number == m.layer_count) normalize(row, m.norm, m.hidden, to);
                 else std::memcpy(to, row, sizeof(float) * m.hidden);
-            }
+            });
         }
     }
 
@@ -358,7 +363,6 @@ struct Pass {
 
     void run() {
         begin();
-        barrier();
         for (int number = 0; number < m.layer_count; number++) {
             const LayerSpec& layer = m.layers[number];
             tap(number);
@@ -367,7 +371,6 @@ struct Pass {
                 else normalize_row(layer.qkv, hidden + r * width, layer.norm, words, scales);
             });
             multiply(layer.qkv, x, b.rows, {qkv, qkv_width});
-            barrier();
             spread(number);
             if (number == m.layer_count - 1 && answered.rows < b.rows) leave();
             if (!b.rows) break;
@@ -381,6 +384,5 @@ struct Pass {
         tap(m.layer_count);
         tap(m.layer_count + 1);
         if (b.logits) head();
-        release_tiles();
     }
 };

@@ -5,6 +5,7 @@
 // rows. On CPUs with AMX, the same layout is read as tiles of sixteen vectors.
 #pragma once
 
+#include "pool.hpp"
 #include "simd.hpp"
 
 constexpr int BLOCKS = 2;         // blocks of sixteen outputs in a unit of work
@@ -54,10 +55,14 @@ struct Matrix {
 
 inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// A thread's share [first, last) of n items.
-struct Share {
-    int64_t first, last;
-    Share(int64_t n, int thread, int threads) : first(n * thread / threads), last(n * (thread + 1) / threads) {}
+// All n items in one thread, where a product is part of an item of a loop.
+struct Whole {
+    int64_t n;
+    bool next(Share& items) {
+        if (!n) return false;
+        items = {0, n}, n = 0;
+        return true;
+    }
 };
 
 inline __m512 finish(const Matrix& w, int64_t block, __m512 v) {
@@ -249,7 +254,7 @@ inline void tile_rows(const Matrix& w, const Word* x, int64_t stride, const floa
     }
 }
 
-// Few rows: the whole share at once. Many rows: two units for all rows, so that weights are read from memory once.
+// Few rows: all claimed units at once. Many rows: two units for all rows, so that weights are read from memory once.
 template <Kind kind, class Store>
 inline void tile_product(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, Share share,
                          Store& store) {
@@ -271,18 +276,28 @@ inline void tile_product(const Matrix&, const Word*, int64_t, const float*, int,
 inline void release_tiles() {}
 #endif
 
-// Multiplies all rows of x [rows][stride words] with this thread's share of the matrix.
-template <Kind kind, class Store>
-inline void product(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, int thread,
-                    int threads, Store store) {
-    Share share(w.units, thread, threads);
+// Units of a matrix that a thread claims at once: enough that claiming costs nothing, and few enough to share the rest out.
+inline int64_t units_at_once(const Matrix& w, int rows, int threads) {
+    constexpr int64_t LEAST = TILES ? 2 : 1, WORDS = 1 << 14;
+    const int64_t words = w.steps * BLOCKS * LANES * ((rows + MOST_ROWS - 1) / MOST_ROWS);
+    return std::max(LEAST, std::min(WORDS / std::max<int64_t>(words, 1), w.units / (4 * threads)));
+}
+
+// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread claims.
+template <Kind kind, class Work, class Store>
+inline void product(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, Work& work, Store store) {
+    Share share(0, 0);
     if constexpr (TILES && kind != F32) {
-        if (w.steps % TILE_STEPS == 0) return tile_product<kind>(w, x, stride, scales, rows, share, store);
+        if (w.steps % TILE_STEPS == 0) {
+            while (work.next(share)) tile_product<kind>(w, x, stride, scales, rows, share, store);
+            return;
+        }
     }
     const int most = rows <= TALL_UNTIL ? tallest(kind) : MOST_ROWS, tiles = (rows + most - 1) / most;
-    for (int64_t unit = share.first; unit < share.last; unit++)
-        for (int t = 0; t < tiles; t++) {
-            int first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
-            pick_tile<kind, tallest(kind)>(count, w, x + first * stride, stride, scales + first, first, unit, {t, tiles}, store);
-        }
+    while (work.next(share))
+        for (int64_t unit = share.first; unit < share.last; unit++)
+            for (int t = 0; t < tiles; t++) {
+                int first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
+                pick_tile<kind, tallest(kind)>(count, w, x + first * stride, stride, scales + first, first, unit, {t, tiles}, store);
+            }
 }

@@ -1,0 +1,247 @@
+// The threads of the process, shared by all its engines and libraries of kernels. pool.hpp says how they share work.
+//
+// A thread that waits spins for some microseconds and then sleeps until it is woken. Where the system has taken the core
+// from one of the threads, cores are shared with other programs, and for a while nobody spins.
+#include "pool.hpp"
+
+#include <chrono>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#include "event.hpp"
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sys/resource.h>
+#endif
+#if !defined(_WIN32)
+#include <pthread.h>
+#include <signal.h>
+#endif
+
+namespace {
+
+using Nanoseconds = int64_t;
+constexpr Nanoseconds MICROSECOND = 1000, MILLISECOND = 1000 * MICROSECOND;
+
+constexpr Nanoseconds BRIEF = 2 * MICROSECOND;          // every wait spins this long
+constexpr Nanoseconds SHARED_FOR = 20 * MILLISECOND;    // nobody spins longer, after a core was taken
+
+constexpr int TEAMS = 8;                                // that run at once; further callers compute alone
+
+// The word of a team: the number of its run, whether it is closed, and how many workers are inside.
+constexpr uint64_t CLOSED = 1ull << 31, NEXT_RUN = 1ull << 32;
+
+Nanoseconds now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Returns how often the system took the core from this thread; 0 where that is not known.
+long times_preempted() {
+#if defined(__linux__)
+    rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nivcsw;
+#else
+    return 0;
+#endif
+}
+
+// A team and those who are in it. It is never freed, so a late thread may look at it at any time.
+struct PooledTeam : Team {
+    Body body = nullptr;
+    void* context = nullptr;
+    std::atomic<bool> taken{false};
+    std::atomic<int> wanted{0};  // its threads, for workers that are not inside
+    alignas(64) std::atomic<uint64_t> inside{CLOSED};
+    Event progress;  // items are done, or a worker has left
+    Left shares[MAX_THREADS];
+    PooledTeam() { left = shares; }
+};
+
+struct Pool {
+    PooledTeam teams[TEAMS];
+    Event work;                         // a team has opened
+    std::atomic<uint32_t> opened{0};    // how often
+    std::atomic<int> busy{0};           // threads in teams, callers included
+    std::atomic<Nanoseconds> shared_until{0};
+    std::atomic<Nanoseconds> team_spin{100 * MICROSECOND}, idle_spin{100 * MICROSECOND};
+    std::mutex growing;
+    std::atomic<int> workers{0};
+};
+
+alignas(Pool) unsigned char storage[sizeof(Pool)];
+Pool& pool = *new (storage) Pool;  // never destroyed: its threads run until the process ends
+
+// Notes whether the core was taken from this thread since the last call.
+void note_preemption() {
+    static thread_local long before = times_preempted();
+    const long count = times_preempted();
+    if (count == before) return;
+    before = count;
+    pool.shared_until.store(now() + SHARED_FOR, std::memory_order_relaxed);
+}
+
+// Waits until `ready`: spins for `spin` at most, less where cores are shared, then sleeps.
+template <class Ready>
+void wait_for(Event& event, Nanoseconds spin, Ready ready) {
+    const Nanoseconds start = now();
+    Nanoseconds limit = BRIEF;
+    for (bool asked = false;;) {
+        for (int i = 0; i < 16; i++) {
+            if (ready()) return;
+            pause_briefly();
+        }
+        const Nanoseconds time = now();
+        if (time - start < limit) continue;
+        if (asked) break;
+        asked = true;
+        note_preemption();
+        if (time < pool.shared_until.load(std::memory_order_relaxed)) break;
+        limit = spin;
+    }
+    event.wait(ready);
+}
+
+bool wait_for_items(Team& team, uint64_t items) {
+    PooledTeam& pooled = static_cast<PooledTeam&>(team);
+    wait_for(pooled.progress, pool.team_spin, [&] { return team.finished.load() >= items || team.failed.load(); });
+    return team.finished.load() >= items;
+}
+
+void wake_waiting(Team& team) { static_cast<PooledTeam&>(team).progress.wake(); }
+
+// Runs one thread's part of a team.
+void take_part(PooledTeam& team, int thread) {
+    if (team.body(team.context, team, thread)) return;
+    team.failed.store(true);
+    team.progress.wake();
+}
+
+// Takes part in an open team that this worker has not served. Returns false if there is none, or enough threads are busy.
+bool serve(int thread, uint64_t* served) {
+    for (int i = 0; i < TEAMS; i++) {
+        PooledTeam& team = pool.teams[i];
+        uint64_t inside = team.inside.load();
+        const uint64_t number = inside / NEXT_RUN;
+        auto open = [&] { return !(inside & CLOSED) && inside / NEXT_RUN == number; };
+        const int wanted = team.wanted.load();
+        if (!open() || number == served[i] || thread >= wanted) continue;
+        bool entered = false;
+        if (pool.busy.fetch_add(1) < wanted)
+            while (open() && !(entered = team.inside.compare_exchange_weak(inside, inside + 1))) {}
+        if (entered && thread < team.threads) take_part(team, thread);
+        pool.busy.fetch_sub(1);
+        if (!entered) continue;
+        served[i] = number;
+        if ((team.inside.fetch_sub(1) - 1) % NEXT_RUN == CLOSED) team.progress.wake();
+        note_preemption();
+        return true;
+    }
+    return false;
+}
+
+// What a worker does as long as the process lives. Worker w is always thread w + 1 of a team, so that in each pass a thread
+// reads the same weights.
+void work(int thread) {
+    uint64_t served[TEAMS] = {};
+    for (;;) {
+        const uint32_t opened = pool.opened.load();
+        if (!serve(thread, served)) wait_for(pool.work, pool.idle_spin, [&] { return pool.opened.load() != opened; });
+    }
+}
+
+// Starts workers until there are `count`, or as many as the system grants. They take no signals.
+void grow(int count) {
+    if (pool.workers.load() >= count) return;
+    std::lock_guard<std::mutex> lock(pool.growing);
+#if !defined(_WIN32)
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+#endif
+    try {
+        for (; pool.workers.load() < count; pool.workers.fetch_add(1)) std::thread(work, pool.workers.load() + 1).detach();
+    } catch (const std::system_error&) {  // the caller then does their work
+    }
+#if !defined(_WIN32)
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+#endif
+}
+
+// Returns a team that nobody uses, or null.
+PooledTeam* take_team() {
+    for (PooledTeam& team : pool.teams)
+        if (!team.taken.load() && !team.taken.exchange(true)) return &team;
+    return nullptr;
+}
+
+// Marks all shares as untouched.
+void reset(PooledTeam& team) {
+    for (Left& left : team.shares) left.word.store(0);
+    team.loops = 0;
+}
+
+bool run(int threads, Body body, void* context) {
+    threads = std::min(threads, MAX_THREADS);
+    PooledTeam* taken = threads > 1 ? take_team() : nullptr;
+    if (!taken) {
+        Team alone;
+        return body(context, alone, 0);
+    }
+    PooledTeam& team = *taken;
+    grow(threads - 1);
+    if (team.loops > MAX_LOOPS / 2) reset(team);
+    team.threads = threads, team.body = body, team.context = context;
+    team.wanted.store(threads);
+    team.finished.store(0), team.failed.store(false);
+    pool.busy.fetch_add(1);
+    team.inside.store((team.inside.load() / NEXT_RUN + 1) * NEXT_RUN);
+    pool.opened.fetch_add(1);
+    pool.work.wake();
+    take_part(team, 0);
+    team.inside.fetch_or(CLOSED);
+    wait_for(team.progress, pool.team_spin, [&] { return team.inside.load() % NEXT_RUN == CLOSED; });
+    const bool failed = team.failed.load();
+    if (failed) reset(team);
+    else team.loops = team.loops_then;
+    team.taken.store(false);
+    note_preemption();
+    if (pool.busy.fetch_sub(1) > 1) {  // workers that found enough threads busy may look again
+        pool.opened.fetch_add(1);
+        pool.work.wake();
+    }
+    return !failed;
+}
+
+constexpr PoolFunctions FUNCTIONS = {run, wait_for_items, wake_waiting};
+
+#if !defined(_WIN32)
+// The child of a fork has none of the threads.
+void start_again() {
+    const Nanoseconds team_spin = pool.team_spin.load(), idle_spin = pool.idle_spin.load();
+    new (storage) Pool;
+    pool.team_spin.store(team_spin), pool.idle_spin.store(idle_spin);
+}
+
+const bool forks = (pthread_atfork(nullptr, nullptr, start_again), true);
+#endif
+
+}  // namespace
+
+extern "C" {
+
+// Returns the functions that libraries of kernels are given.
+const void* foretoken_pool() { return &FUNCTIONS; }
+
+// Sets for how many microseconds a thread spins in a team, and between teams, before it sleeps.
+void foretoken_pool_spin(int team, int idle) {
+    pool.team_spin.store(team * MICROSECOND);
+    pool.idle_spin.store(idle * MICROSECOND);
+}
+
+// Returns how many threads the pool has started.
+int foretoken_pool_workers() { return pool.workers.load(); }
+
+}  // extern "C"
