@@ -1,7 +1,7 @@
 // The threads of the process, shared by all its engines and libraries of kernels. pool.hpp says how they share work.
 //
-// A thread that waits spins for some microseconds and then sleeps until it is woken. Where the system has taken the core
-// from one of the threads, cores are shared with other programs, and for a while nobody spins.
+// A thread that waits spins for a while and then sleeps until it is woken. Where the system gives the cores of the threads
+// to other programs, nobody spins for longer than it takes to fall asleep.
 #include "pool.hpp"
 
 #include <chrono>
@@ -13,8 +13,7 @@
 #include "event.hpp"
 
 #if defined(__linux__)
-#include <pthread.h>
-#include <sys/resource.h>
+#include <time.h>
 #endif
 #if !defined(_WIN32)
 #include <pthread.h>
@@ -27,7 +26,8 @@ using Nanoseconds = int64_t;
 constexpr Nanoseconds MICROSECOND = 1000, MILLISECOND = 1000 * MICROSECOND;
 
 constexpr Nanoseconds BRIEF = 2 * MICROSECOND;          // every wait spins this long
-constexpr Nanoseconds SHARED_FOR = 20 * MILLISECOND;    // nobody spins longer, after a core was taken
+constexpr Nanoseconds WINDOW = 4 * MILLISECOND;         // of which a part may be lost to other programs
+constexpr Nanoseconds SHARED_FOR = 50 * MILLISECOND;    // nobody spins longer, where more was lost
 
 constexpr int TEAMS = 8;                                // that run at once; further callers compute alone
 
@@ -38,14 +38,13 @@ Nanoseconds now() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Returns how often the system took the core from this thread; 0 where that is not known.
-long times_preempted() {
+// Returns for how long this thread has had a core; `otherwise` where that is not known.
+Nanoseconds time_on_core(Nanoseconds otherwise) {
 #if defined(__linux__)
-    rusage usage;
-    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nivcsw;
-#else
-    return 0;
+    timespec time;
+    if (!clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time)) return time.tv_sec * 1000 * MILLISECOND + time.tv_nsec;
 #endif
+    return otherwise;
 }
 
 // A team and those who are in it. It is never freed, so a late thread may look at it at any time.
@@ -66,7 +65,7 @@ struct Pool {
     std::atomic<uint32_t> opened{0};    // how often
     std::atomic<int> busy{0};           // threads in teams, callers included
     std::atomic<Nanoseconds> shared_until{0};
-    std::atomic<Nanoseconds> team_spin{100 * MICROSECOND}, idle_spin{100 * MICROSECOND};
+    std::atomic<Nanoseconds> team_spin{200 * MICROSECOND}, idle_spin{2 * MILLISECOND};
     std::mutex growing;
     std::atomic<int> workers{0};
 };
@@ -74,34 +73,47 @@ struct Pool {
 alignas(Pool) unsigned char storage[sizeof(Pool)];
 Pool& pool = *new (storage) Pool;  // never destroyed: its threads run until the process ends
 
-// Notes whether the core was taken from this thread since the last call.
-void note_preemption() {
-    static thread_local long before = times_preempted();
-    const long count = times_preempted();
-    if (count == before) return;
-    before = count;
-    pool.shared_until.store(now() + SHARED_FOR, std::memory_order_relaxed);
-}
+// How much of the time in which this thread wanted a core it had one.
+class Presence {
+   public:
+    // Begins a part of the time, or goes on with the next one.
+    void begin() { since = now(), on_core = time_on_core(since); }
+    void add_sleep(Nanoseconds time) { since += time; }
+
+    // Ends a part. If a tenth of the time was lost, cores are shared for the next moment.
+    void end() {
+        const Nanoseconds time = now(), core = time_on_core(time);
+        wanted += time - since, lost += (time - since) - (core - on_core);
+        since = time, on_core = core;
+        if (wanted < WINDOW) return;
+        if (lost * 10 > wanted) pool.shared_until.store(time + SHARED_FOR, std::memory_order_relaxed);
+        wanted = lost = 0;
+    }
+
+   private:
+    Nanoseconds since = 0, on_core = 0, wanted = 0, lost = 0;
+};
+
+thread_local Presence presence;
 
 // Waits until `ready`: spins for `spin` at most, less where cores are shared, then sleeps.
 template <class Ready>
 void wait_for(Event& event, Nanoseconds spin, Ready ready) {
     const Nanoseconds start = now();
     Nanoseconds limit = BRIEF;
-    for (bool asked = false;;) {
+    for (bool longer = false;;) {
         for (int i = 0; i < 16; i++) {
             if (ready()) return;
             pause_briefly();
         }
         const Nanoseconds time = now();
         if (time - start < limit) continue;
-        if (asked) break;
-        asked = true;
-        note_preemption();
-        if (time < pool.shared_until.load(std::memory_order_relaxed)) break;
-        limit = spin;
+        if (longer || time < pool.shared_until.load(std::memory_order_relaxed)) break;
+        longer = true, limit = spin;
     }
+    const Nanoseconds asleep = now();
     event.wait(ready);
+    presence.add_sleep(now() - asleep);
 }
 
 bool wait_for_items(Team& team, uint64_t items) {
@@ -136,7 +148,7 @@ bool serve(int thread, uint64_t* served) {
         if (!entered) continue;
         served[i] = number;
         if ((team.inside.fetch_sub(1) - 1) % NEXT_RUN == CLOSED) team.progress.wake();
-        note_preemption();
+        presence.end();
         return true;
     }
     return false;
@@ -146,6 +158,7 @@ bool serve(int thread, uint64_t* served) {
 // reads the same weights.
 void work(int thread) {
     uint64_t served[TEAMS] = {};
+    presence.begin();
     for (;;) {
         const uint32_t opened = pool.opened.load();
         if (!serve(thread, served)) wait_for(pool.work, pool.idle_spin, [&] { return pool.opened.load() != opened; });
@@ -191,6 +204,7 @@ bool run(int threads, Body body, void* context) {
         return body(context, alone, 0);
     }
     PooledTeam& team = *taken;
+    presence.begin();
     grow(threads - 1);
     if (team.loops > MAX_LOOPS / 2) reset(team);
     team.threads = threads, team.body = body, team.context = context;
@@ -207,7 +221,7 @@ bool run(int threads, Body body, void* context) {
     if (failed) reset(team);
     else team.loops = team.loops_then;
     team.taken.store(false);
-    note_preemption();
+    presence.end();
     if (pool.busy.fetch_sub(1) > 1) {  // workers that found enough threads busy may look again
         pool.opened.fetch_add(1);
         pool.work.wake();
