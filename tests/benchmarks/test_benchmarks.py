@@ -39,6 +39,7 @@ COMMANDS = {
     "request_fuzz": "--pairs 4 --dtype float32 --no-heads",
     "structured": "--requests 2 --max-tokens 40",
     "suffix_store": "--tokens 2000 --bound 1000 --length 100 --follows 2",
+    "threads": "--model DRAFT --threads 2 --tokens 8 --repeats 1",
     "two_workers": "--small --count 1 --tokens 8 --repeats 1 --transport thread",
 }
 """Short forms of the benchmarks that take ``--output``, by module."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import sys
@@ -10,16 +9,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.core.threads import usable_threads
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def cores() -> int:
     """Returns the number of cores to compute on: ``OMP_NUM_THREADS``, or all that this process may use."""
-    limit = os.environ.get("OMP_NUM_THREADS", "")
-    if limit.isdecimal() and int(limit) > 0:
-        return int(limit)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_threads()
 
 
 def wide_console() -> Console:

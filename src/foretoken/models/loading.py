@@ -10,6 +10,7 @@ import torch
 
 from foretoken.core.checks import integer
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.threads import respect_limits
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import Weights, is_gguf, load_config, open_weights, resolve
@@ -54,6 +55,7 @@ def load_model(
         InvalidRequest: an option is unknown, or the model does not support it.
         ModelLoadError: the checkpoint cannot be loaded, or its weights are larger than the free memory.
     """
+    respect_limits()
     check_quantization(quantization)
     check_backend(backend)
     check_weight_format(weight_format)

@@ -1,0 +1,88 @@
+"""The number of threads from affinity, control groups, hybrid processors and the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.core import threads
+from foretoken.core.threads import quotas, respect_limits, usable_threads
+
+
+@pytest.fixture(autouse=True)
+def eight_processors(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "_allowed", lambda: set(range(8)))
+
+
+def system(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return root
+
+
+def group_v1(quota: int, folder: str = "cpu/box") -> dict[str, str]:
+    base = f"sys/fs/cgroup/{folder}"
+    return {f"{base}/cpu.cfs_quota_us": f"{quota}\n", f"{base}/cpu.cfs_period_us": "100000\n"}
+
+
+CASES = {
+    "nothing": ({}, 8),
+    "no limit": ({"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/cpu.max": "max 100000\n"}, 8),
+    "one processor": ({"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/cpu.max": "100000 100000\n"}, 1),
+    "half a processor": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+    "one and three quarters": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "175000 100000\n"}, 2),
+    "the group above": (
+        {
+            "proc/self/cgroup": "0::/pod/box\n",
+            "sys/fs/cgroup/pod/cpu.max": "300000 100000\n",
+            "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n",
+        },
+        3,
+    ),
+    "version 1": ({"proc/self/cgroup": "3:memory:/x\n1:cpu:/box\n", **group_v1(200_000)}, 2),
+    "version 1, no limit": ({"proc/self/cgroup": "1:cpu,cpuacct:/box\n", **group_v1(-1)}, 8),
+    "version 1, both controllers": (
+        {"proc/self/cgroup": "1:cpu,cpuacct:/box\n", **group_v1(100_000, "cpu,cpuacct/box")},
+        1,
+    ),
+    "version 1, the container's own root": ({"proc/self/cgroup": "1:cpu:/docker/1f\n", **group_v1(400_000, "cpu")}, 4),
+    "performance cores": ({"sys/devices/cpu_core/cpus": "0-3,6\n", "sys/devices/cpu_atom/cpus": "4-5,7\n"}, 5),
+    "no performance core allowed": ({"sys/devices/cpu_core/cpus": "16-31\n"}, 8),
+    "damaged": ({"proc/self/cgroup": "nonsense\n0::\n1:cpu\n", "sys/fs/cgroup/cpu.max": "ten of\n"}, 8),
+}
+
+
+@pytest.mark.parametrize(("files", "count"), CASES.values(), ids=CASES)
+def test_the_number_of_threads_follows_the_limits(tmp_path, files, count):
+    assert usable_threads(system(tmp_path, files)) == count
+
+
+def test_the_environment_wins(tmp_path, monkeypatch):
+    root = system(tmp_path, CASES["one processor"][0])
+    for text, count in {"3": 3, "4,2": 4, "0": 1, "many": 1, "": 1}.items():
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert usable_threads(root) == count
+
+
+def test_quotas_are_in_processors(tmp_path):
+    assert set(quotas(system(tmp_path, CASES["one and three quarters"][0]))) == {1.75}
+
+
+def test_torch_is_limited_once_and_never_raised(monkeypatch):
+    threads._respect_limits.cache_clear()
+    monkeypatch.setattr(threads, "usable_threads", lambda: 1)
+    torch.set_num_threads(2)
+    respect_limits()
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    respect_limits()
+    assert torch.get_num_threads() == 2  # a choice made later stands
+    threads._respect_limits.cache_clear()
+    monkeypatch.setattr(threads, "usable_threads", lambda: 8)
+    respect_limits()
+    assert torch.get_num_threads() == 2
