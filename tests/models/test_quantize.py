@@ -15,7 +15,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.formats.quantize import Int8, quantize, quantize_rows
 from foretoken.models.loading import load_model
-from foretoken.models.runners.linear import Int8Linear, Linear, can_pack_int8, exact_product
+from foretoken.models.runners.linear import Int8Linear, Linear, can_multiply_int8, exact_product
 
 from .tiny import ARCHITECTURES, only_runner
 
@@ -111,8 +111,8 @@ def test_stacking_keeps_each_channel() -> None:
 @pytest.mark.parametrize("shape", [(96, 64), (37, 50), (101, 2048), (64, 3000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_bit_equal_over_row_counts_and_kernels(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    if not can_pack_int8(CPU):
-        pytest.skip("this machine has no exact packed int8 products")
+    if not can_multiply_int8(CPU):
+        pytest.skip("this machine has no exact int8 products")
     weight, bias = quantize(numbers(*shape) * 0.1), numbers(shape[0]).to(dtype)
     product, x = Int8Linear(weight, bias), numbers(70, shape[1], seed=3).to(dtype)
     whole = product(x)

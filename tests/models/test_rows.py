@@ -28,11 +28,7 @@ def two_threads() -> None:
     torch.set_num_threads(2)
 
 
-KINDS = [
-    pytest.param(f"{numbers}-{runner}", marks=[pytest.mark.slow] if (numbers, runner) == ("int8", "torch") else [])
-    for numbers in NUMBERS
-    for runner in ("compiled", "torch")
-]
+KINDS = [f"{numbers}-{runner}" for numbers in NUMBERS for runner in ("compiled", "torch")]
 
 
 @pytest.fixture(params=KINDS)
