@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,7 @@ from foretoken.cli.options import (
     following,
     load,
 )
+from foretoken.cli.serve_models import ModelEntry, read_models, serve_models
 from foretoken.cli.serve_output import FORMATS, LEVELS, TEXT, announce, check_log, is_loopback, start_log
 from foretoken.cli.serve_replicas import scale, serve_replicas
 from foretoken.cli.theme import ColorMode
@@ -48,6 +50,9 @@ def serve(
     model: Target = None,
     draft_model: DraftModel = None,
     speculative_config: Speculation = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="JSON file that lists several models to serve, each with its own options.")
+    ] = None,
     methods: Annotated[
         str, typer.Option(help="More methods that requests may choose, separated by commas; empty for none.")
     ] = METHODS,
@@ -153,6 +158,7 @@ def serve(
         raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
     if replica_scale is not None and response_store is not None:
         raise InvalidRequest("--replicas and --response-store cannot be combined: responses are kept by one process")
+    entries = _entries(model_config, model or draft_model or served_model_name, replica_scale, tensor_parallel_size)
     check_parsers(tool_call_parser, reasoning_parser)
     keyed = bool(api_key or api_key_file)
     if api_key_file is not None:
@@ -208,6 +214,12 @@ def serve(
                 verbose = log_level == "debug"
                 serve_replicas(engine, replica_scale, settings, listening, tracer, verbose, server_options)
                 return
+            if entries:
+                names = tuple(name for entry in entries for name in entry.names)
+                settings = replace(settings, model_names=names)
+                server_options["announce"] = partial(announce, settings, listening, tls is not None, log_format)
+                serve_models(entries, options, settings, max_waiting, listening, tracer, server_options)
+                return
             with closing(load(model, draft_model, ColorMode.AUTO, **options)) as llm:
                 _serve(llm, settings, listening, max_waiting, tracer, server_options)
         finally:
@@ -232,6 +244,19 @@ def _serve(
     Server(app, worker, **server_options).run(sockets=[listening])
     if worker.dead is not None:
         raise ForetokenError(f"the engine stopped working: {worker.dead}")
+
+
+def _entries(file: Path | None, other: Any, replica_scale: Any, tensor_parallel_size: int) -> list[ModelEntry]:
+    """Returns the models of --model-config, none without it. Raises InvalidRequest."""
+    if file is None:
+        return []
+    if other:
+        raise InvalidRequest(
+            "--model-config names the models; leave out --model, --draft-model and --served-model-name"
+        )
+    if replica_scale is not None or tensor_parallel_size > 1:
+        raise InvalidRequest("--model-config cannot be combined with --replicas or --tensor-parallel-size")
+    return read_models(file)
 
 
 def _tracer(endpoint: str | None) -> RequestTracer | None:

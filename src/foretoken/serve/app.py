@@ -49,13 +49,19 @@ def open_paths() -> frozenset[str]:
     return frozenset({"/health", "/ping", "/ready", "/health/ready", "/health/live", *playground()})
 
 
-def create_app(worker: Worker, settings: ServerSettings | None = None, tracer: RequestTracer | None = None) -> FastAPI:
+def create_app(
+    worker: Worker,
+    settings: ServerSettings | None = None,
+    tracer: RequestTracer | None = None,
+    guarded: bool = True,
+) -> FastAPI:
     """Returns the app of a worker. Its lifespan starts and closes the worker.
 
     Args:
         worker: Runs the engine.
         settings: The server's settings.
         tracer: Traces requests.
+        guarded: Whether the app checks keys and limits; not so behind an app that has.
 
     Raises:
         InvalidRequest: The key file of the settings cannot be read.
@@ -85,14 +91,15 @@ def create_app(worker: Worker, settings: ServerSettings | None = None, tracer: R
     app.state.service = service
     app.state.keys = keys = key_ring(settings)
     add_handlers(app)
-    guarded = [Security(HTTPBearer(auto_error=False))] if keys.asks else []
+    dependencies = [Security(HTTPBearer(auto_error=False))] if keys.asks else []
     for routes in (completion_routes, stored_routes, message_routes, speculation_routes):
-        app.include_router(routes(service), prefix="/v1", dependencies=guarded)
+        app.include_router(routes(service), prefix="/v1", dependencies=dependencies)
     for routes in (token_routes, listing_routes):
-        app.include_router(routes(service), dependencies=guarded)
+        app.include_router(routes(service), dependencies=dependencies)
     for path, file in playground().items():
         app.add_route(path, _page(file), methods=["GET"], include_in_schema=False)
-    add_middlewares(app, settings, keys, tracer)
+    if guarded:
+        add_middlewares(app, settings, keys, tracer)
     return app
 
 

@@ -33,7 +33,7 @@ class ServerSettings:
     """Settings of an app.
 
     Args:
-        model_names: Names of the model. Answers have the first one.
+        model_names: Names of the model. Answers have the one that was asked for, the first if none was.
         api_keys: Accepted API keys. Without keys and without a key file, no key is needed.
         key_file: A file of API keys with limits (``access.records``).
         allow_admin: Whether requests without a key, or with one of ``api_keys``, may change the server.

@@ -1,0 +1,157 @@
+"""``foretoken serve --model-config``: several models behind one address."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.cli.options import load
+from foretoken.cli.theme import ColorMode
+from foretoken.core.checks import check_keys, integer, parse_size, shown
+from foretoken.core.errors import ForetokenError, InvalidRequest
+from foretoken.serve.parsers.formats import check_parsers
+
+if TYPE_CHECKING:
+    from foretoken.serve.limits import ServerSettings
+    from foretoken.serve.tracing import RequestTracer
+
+_log = logging.getLogger(__name__)
+
+_ENGINE = (
+    *("speculative_config", "methods", "dtype", "device", "quantization", "weight_format", "backend", "max_num_seqs"),
+    *("max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens", "seed"),
+)
+_SETTINGS = ("chat_template", "tool_call_parser", "reasoning_parser")
+_KEYS = ("model", "draft_model", "served_model_name", "max_waiting", *_ENGINE, *_SETTINGS)
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One model of the file.
+
+    Attributes:
+        model: See ``LLM``.
+        draft_model: See ``LLM``.
+        names: What clients call it.
+        max_waiting: See ``Worker``; None takes the option's.
+        options: Arguments of ``LLM`` that differ from the options.
+        settings: Settings that differ from the options.
+    """
+
+    model: str
+    draft_model: str | None
+    names: tuple[str, ...]
+    max_waiting: int | None
+    options: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+def read_models(file: Path) -> list[ModelEntry]:
+    """Returns the models of a file. Raises InvalidRequest."""
+    try:
+        document = json.loads(file.read_bytes())
+    except OSError as error:
+        raise InvalidRequest(f"cannot read --model-config {file}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"--model-config {file} is not JSON in UTF-8: {error}") from error
+    if not isinstance(document, list) or not document:
+        raise InvalidRequest(f"--model-config {file} must be a list of at least one object, each with a model")
+    entries = []
+    for number, given in enumerate(document, 1):
+        try:
+            entries.append(_entry(given, file.parent))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"model {number} of {file}: {error}") from error
+    names = [name for entry in entries for name in entry.names]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidRequest(f"{file} names two models {twice[0]!r}; give each its own served_model_name")
+    return entries
+
+
+def serve_models(
+    entries: list[ModelEntry],
+    options: dict[str, Any],
+    settings: ServerSettings,
+    max_waiting: int,
+    listening: socket.socket,
+    tracer: RequestTracer | None,
+    server_options: dict[str, Any],
+) -> None:
+    """Loads all models and serves them until the server is told to end. Raises ForetokenError."""
+    from foretoken.serve.run import Server
+    from foretoken.serve.several import WorkerGroup, create_several
+    from foretoken.serve.worker import Worker
+
+    tell_memory(entries)
+    with ExitStack() as stack:
+        workers, each = [], []
+        for entry in entries:
+            own = {**options, **entry.options}
+            llm = stack.enter_context(closing(load(entry.model, entry.draft_model, ColorMode.AUTO, **own)))
+            waiting = max_waiting if entry.max_waiting is None else entry.max_waiting
+            workers.append(Worker(llm, max_waiting=waiting))
+            each.append(replace(settings, model_names=entry.names, **entry.settings))
+        group = WorkerGroup(workers)
+        Server(create_several(group, each, settings, tracer), group, **server_options).run(sockets=[listening])
+        if group.dead is not None:
+            raise ForetokenError(f"an engine stopped working: {group.dead}")
+
+
+def tell_memory(entries: list[ModelEntry]) -> None:
+    """Logs the size of all weights beside the free memory, before any is read."""
+    import torch
+
+    from foretoken.core.free_memory import FreeMemory
+    from foretoken.models.formats.checkpoint import resolve
+
+    sizes = {}
+    for entry in entries:
+        folders = [resolve(name) for name in (entry.model, entry.draft_model) if name is not None]
+        sizes[entry.names[0]] = sum(_weights(folder) for folder in folders)
+    listed = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in sizes.items())
+    memory = FreeMemory(torch.device("cpu"))()
+    free = "" if memory is None else f"; {memory.free / 2**30:.1f} GiB of memory are free"
+    _log.info("weights as stored: %s, %.1f GiB together%s", listed, sum(sizes.values()) / 2**30, free)
+
+
+def _weights(path: Path) -> int:
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def _entry(given: Any, folder: Path) -> ModelEntry:
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"it must be an object, got {shown(given)}")
+    check_keys("it", given, _KEYS)
+    for name in ("model", "draft_model", "tool_call_parser", "reasoning_parser", "chat_template"):
+        if not isinstance(given.get(name, ""), str):
+            raise InvalidRequest(f"{name} must be a text, got {shown(given[name])}")
+    if not given.get("model"):
+        raise InvalidRequest("it has no model")
+    names = given.get("served_model_name", given["model"])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise InvalidRequest(f"served_model_name must be a name or a list of names, got {shown(names)}")
+    integer("max_waiting", given.get("max_waiting"), 0, optional=True)
+    check_parsers(given.get("tool_call_parser"), given.get("reasoning_parser"))
+    options = {name: given[name] for name in _ENGINE if name in given}
+    if isinstance(size := options.get("kv_cache_memory_bytes"), str):
+        options["kv_cache_memory_bytes"] = parse_size(size)
+        if not options["kv_cache_memory_bytes"]:
+            raise InvalidRequest(f"kv_cache_memory_bytes must be a size such as 2GiB or 512MiB, got {size!r}")
+    settings = {name: given[name] for name in _SETTINGS if name in given}
+    if "chat_template" in settings:
+        template = folder / settings["chat_template"]
+        try:
+            settings["chat_template"] = template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"cannot read the chat template {template}: {error}") from error
+    return ModelEntry(
+        given["model"], given.get("draft_model"), tuple(names), given.get("max_waiting"), options, settings
+    )

@@ -1,0 +1,188 @@
+"""Several models behind one address: each has an engine and an app of its own, and requests go to the one they name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+from urllib.parse import parse_qs
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from foretoken import __version__
+from foretoken.serve.app import add_middlewares, create_app, key_ring
+from foretoken.serve.bodies import replayed
+from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers
+from foretoken.serve.json_body import read
+from foretoken.serve.limits import ServerSettings, key_of
+from foretoken.serve.service import Service
+from foretoken.serve.tracing import RequestTracer
+from foretoken.serve.worker import Worker
+
+_MODELS, _RESPONSES = "/v1/models", "/v1/responses/"
+
+
+class WorkerGroup:
+    """The workers of several models, as one to ``Server``."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = tuple(workers)
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return any(worker.draining for worker in self.workers)
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        for worker in self.workers:
+            worker.draining = value
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return any(worker.busy for worker in self.workers)
+
+    @property
+    def dead(self) -> Exception | None:
+        """The error that ended an engine's thread, or None."""
+        return next((worker.dead for worker in self.workers if worker.dead is not None), None)
+
+    @property
+    def alive(self) -> bool:
+        """Whether all engines run."""
+        return all(worker.alive for worker in self.workers)
+
+    def abandon(self) -> None:
+        """Ends unfinished requests, for shutting down."""
+        for worker in self.workers:
+            worker.abandon()
+
+
+def create_several(
+    group: WorkerGroup, each: Sequence[ServerSettings], settings: ServerSettings, tracer: RequestTracer | None = None
+) -> FastAPI:
+    """Returns the app of several models. The first is that of requests that name none.
+
+    Args:
+        group: Runs the engines.
+        each: Settings of each worker's model, with its names.
+        settings: Settings of the server, with the names of all models.
+        tracer: Traces requests.
+
+    Raises:
+        InvalidRequest: The key file of the settings cannot be read.
+    """
+    apps = [create_app(worker, own, guarded=False) for worker, own in zip(group.workers, each, strict=True)]
+    dispatch = _Dispatch(apps)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for inner in apps:
+                await stack.enter_async_context(inner.router.lifespan_context(inner))
+            yield
+
+    app = FastAPI(title="Foretoken", version=__version__, lifespan=lifespan, openapi_url=None, docs_url=None)
+    app.state.keys = keys = key_ring(settings)
+    add_handlers(app)
+
+    async def health(request: Request) -> Response:
+        if not group.alive:
+            raise ServerUnavailable("an engine is not running")
+        if group.draining and request.url.path != "/health/live":
+            raise ServerUnavailable("the server is shutting down")
+        return JSONResponse({"status": "ok"})
+
+    for path in ("/health", "/ping", "/ready", "/health/ready", "/health/live"):
+        app.add_route(path, health, methods=["GET", "POST"] if path == "/ping" else ["GET"])
+    app.add_route(_MODELS, dispatch.models, methods=["GET"])
+    app.add_route("/metrics", dispatch.metrics, methods=["GET"])
+    app.router.default = dispatch
+    add_middlewares(app, settings, keys, tracer)
+    return app
+
+
+class _Dispatch(Collector):
+    """Passes each request to the app of its model. Collects the metrics of all."""
+
+    def __init__(self, apps: Sequence[FastAPI]) -> None:
+        self._apps = tuple(apps)
+        services: list[Service] = [app.state.service for app in apps]
+        self._services = services
+        self._named: Mapping[str, FastAPI] = {
+            name: app for app, service in zip(apps, services, strict=True) for name in service.settings.model_names
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        body = await Request(scope, receive).body()  # the middleware has read it, within its limits
+        app = await self._app(scope, body)
+        await app({**scope, "app": app}, replayed(body, receive), send)
+
+    async def models(self, request: Request) -> Response:
+        """Lists the models that the request's key may use."""
+        listed = [service.model(name) for service in self._services for name in service.names(request)]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def metrics(self, request: Request) -> Response:
+        """Returns metrics for Prometheus, which are labelled by model."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every family once."""
+        merged: dict[str, Metric] = {}
+        for service in self._services:
+            for family in service.metrics.collect():
+                whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                whole.samples.extend(family.samples)
+        return iter(merged.values())
+
+    async def _app(self, scope: Scope, body: bytes) -> FastAPI:
+        """Returns the app of a request. Raises a 404 ApiError if none serves its model."""
+        path, name = scope["path"], None
+        if path.startswith(_RESPONSES):
+            return self._storing(path.removeprefix(_RESPONSES).partition("/")[0], scope)
+        if path.startswith(f"{_MODELS}/"):
+            name = path.removeprefix(f"{_MODELS}/")
+        elif scope["method"] == "GET":
+            name = next(iter(parse_qs(scope["query_string"].decode("latin-1")).get("model", ())), None)
+        elif body:
+            name = await _model_of(body)
+        if name is None:
+            return self._apps[0]
+        if name not in self._named:
+            message = f"the model {name!r} is not served here; served: {', '.join(self._named)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self._named[name]
+
+    def _storing(self, identifier: str, scope: Scope) -> FastAPI:
+        """Returns the app that stores a response; the first if none does."""
+        for app, service in zip(self._apps, self._services, strict=True):
+            try:
+                service.responses.get(identifier, key_of(scope))
+            except ApiError:
+                continue
+            return app
+        return self._apps[0]
+
+
+async def _model_of(body: bytes) -> str | None:
+    """Returns the model that a body names; None if it names none, or is not valid, which the app will report."""
+    try:
+        value: Any = await read(body)
+    except ApiError:
+        return None
+    name = value.get("model") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else None
