@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import ForetokenError, InvalidRequest, ModelLoadError
+from foretoken.models import loading
 from foretoken.models.decoder import Decoder
 from foretoken.models.formats.checkpoint import load_config, load_tokenizer, open_weights, resolve
 from foretoken.models.heads.blockwise import read_blockwise
@@ -271,6 +272,17 @@ def test_dtypes_are_named_or_chosen_by_the_cpu() -> None:
     assert resolve_dtype("half", CPU) == torch.float16
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert resolve_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_compiled_kernels_take_bfloat16_on_every_cpu(
+    compiled: bool, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(loading, "kernels_available", lambda: kernels)
+    expected = torch.bfloat16 if compiled and kernels else torch.float32
+    assert resolve_dtype("auto", CPU, compiled) == expected
 
 
 @pytest.mark.parametrize("wrong", ["int3", torch.int64], ids=str)

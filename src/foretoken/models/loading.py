@@ -20,7 +20,7 @@ from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization, check_weight_format
-from foretoken.models.runners.native.build import packs_groups
+from foretoken.models.runners.native.build import kernels_available, packs_groups
 from foretoken.models.seq2seq.model import EncoderDecoder
 
 
@@ -60,7 +60,6 @@ def load_model(
     check_backend(backend)
     check_weight_format(weight_format)
     where = resolve_device(device)
-    kind = resolve_dtype(dtype, where)
     path = resolve(name, gguf_file)
     config = load_config(path)
     weights = open_weights(path)
@@ -69,6 +68,7 @@ def load_model(
     if is_gguf(path) and (ranks or backend == "hf"):
         raise InvalidRequest(f"{path} is a GGUF file, which runs on the native decoder, on one rank")
     runtime = _runtime(config, path) if backend != "hf" and not ranks else None
+    kind = resolve_dtype(dtype, where, compiled=runtime is Decoder)
     if weight_format == "packed":
         _check_packed(runtime, quantization, path)
     if ranks:
@@ -132,10 +132,16 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     return chosen
 
 
-def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype to use; for ``"auto"`` bfloat16 where the device computes it fast, else float32.
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device, compiled: bool = False) -> torch.dtype:
+    """Returns the dtype to use; for ``"auto"`` bfloat16 where it is the faster one, else float32.
 
-    CUDA devices and CPUs with avx512_bf16 or amx compute bfloat16 fast.
+    CUDA devices compute bfloat16 fast, and so do torch's operators on CPUs with AVX-512. Compiled kernels do so on
+    every CPU, because they read half the bytes.
+
+    Args:
+        dtype: a dtype, its name, or ``"auto"``.
+        device: where the model runs.
+        compiled: whether the model runs on the compiled runtime if there are kernels for this machine.
 
     Raises:
         InvalidRequest: the dtype is unknown.
@@ -144,7 +150,8 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     check_dtype(name)
     if name == "auto":
         fast = device.type == "cuda" or (device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return torch.bfloat16 if fast else torch.float32
+        kernels = compiled and device.type == "cpu" and kernels_available()
+        return torch.bfloat16 if fast or kernels else torch.float32
     kind: torch.dtype = getattr(torch, DTYPES[name.removeprefix("torch.")])
     return kind
 

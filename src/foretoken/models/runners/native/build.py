@@ -81,6 +81,15 @@ def _packing_library(level: Level) -> ctypes.CDLL:
     return declare_packing(load(build.compiled(_SOURCES / "packing.cpp", (), level)))
 
 
+def kernels_available() -> bool:
+    """Returns whether there are compiled kernels for this machine. They may be compiled for that."""
+    try:
+        packing_library()
+    except build.KernelsUnavailable:
+        return False
+    return True
+
+
 def packs_groups(dtype: torch.dtype) -> bool:
     """Returns whether the kernels multiply matrices in groups here in a model of this dtype."""
     try:
