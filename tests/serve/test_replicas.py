@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import os
 import threading
 import time
@@ -33,7 +34,7 @@ ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 
 
 pytestmark = pytest.mark.slow
 PATIENCE = 240.0  # seconds: nine processes share the cores with other tests
-SETTINGS = ServerSettings(model_names=("stdlib", "other"), max_n=8)
+SETTINGS = ServerSettings(model_names=("stdlib", "other"), max_n=8, allow_admin=True)
 OPTIONS = {
     "dtype": "float32",
     "methods": ("prediction", "ngram"),
@@ -131,6 +132,34 @@ def test_two_on_each_node(server: Distant) -> None:
     assert httpx.get(f"{server.url}/health", timeout=PATIENCE).json() == {"status": "ok"}
     assert httpx.get(f"{server.url}/", timeout=PATIENCE).headers["content-type"].startswith("text/html")
     assert server.client.models.retrieve("stdlib").model_extra["max_model_len"] == 8192
+
+
+def test_all_apis_pass_through(server: Distant, caplog: pytest.LogCaptureFixture) -> None:
+    """Responses and messages, whole and streamed; speculation, of which every replica tells and takes changes."""
+    messages = {"messages": [{"role": "user", "content": "x = "}], "max_tokens": 8, "temperature": 0}
+    response = {"input": "x = ", "max_output_tokens": 8, "temperature": 0}
+    with caplog.at_level(logging.INFO, "foretoken"):
+        for path, body, last in (
+            ("responses", response, "response.incomplete"),
+            ("messages", messages, "message_stop"),
+        ):
+            whole = server.post(body, path)
+            assert whole.status_code == 200 and whole.headers["x-foretoken-replica"]
+            assert last in server.post({**body, "stream": True}, path).text
+        server.until(lambda: len(caplog.records) >= 4)
+    lines = [record.foretoken for record in caplog.records if hasattr(record, "foretoken")]
+    assert [line["completion_tokens"] for line in lines] == [8] * 4 and all(
+        line["first_token_seconds"] for line in lines
+    )
+    url = f"{server.url}/v1/speculation"
+    assert len(httpx.get(url, timeout=PATIENCE).json()["replicas"]) == 4
+    off = httpx.patch(url, json={"enabled": False}, timeout=PATIENCE).json()
+    assert [state["enabled"] for state in off["replicas"].values()] == [False] * 4
+    drafted = server.post({"prompt": "x = ", "max_tokens": 8}).json()["metrics"]["speculative_decoding"]
+    assert drafted["num_draft_tokens"] == 0
+    assert httpx.patch(url, json={"method": "telepathy"}, timeout=PATIENCE).status_code == 400
+    on = httpx.patch(url, json={"enabled": True}, timeout=PATIENCE).json()
+    assert [state["enabled"] for state in on["replicas"].values()] == [True] * 4
 
 
 def test_prompts_that_begin_alike_meet(server: Distant) -> None:
