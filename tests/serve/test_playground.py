@@ -104,6 +104,14 @@ def test_two_lanes_race_and_are_replayed_on_one_clock(sight):
     assert "mean acceptance length" in page.inner_text("#cards")
 
 
+def test_the_server_is_followed_live(sight):
+    live = sight.page.locator("#live")
+    expect(live).to_be_visible(timeout=WAIT)
+    sight.race()
+    expect(live).to_contain_text("% of drafted tokens accepted", timeout=WAIT)
+    expect(live).to_contain_text("draft_model since the server began")
+
+
 def test_each_lane_asks_for_what_the_form_says(sight):
     sight.race(prompt=PROMPT, depth=3, temperature=0.8, seed="", **{"top-p": 0.9})
     expect(sight.page.locator("#same")).to_contain_text("No seed")

@@ -164,5 +164,11 @@ def _fingerprint(file: Path) -> tuple[int, ...] | None:
 
 
 def _warn_if_readable(file: Path) -> None:
-    if os.name == "posix" and (mode := stat.S_IMODE(os.stat(file).st_mode)) & (stat.S_IRGRP | stat.S_IROTH):
+    if os.name != "posix":
+        return
+    try:
+        mode = stat.S_IMODE(os.stat(file).st_mode)
+    except OSError:  # it went away since it was read
+        return
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
         _log.warning("the key file %s can be read by others (mode %o); chmod 600 %s", file, mode, file)

@@ -22,6 +22,11 @@ export async function model(key) {
   return first;
 }
 
+/** What the server knows about its speculation. */
+export async function speculation(key) {
+  return (await ask("v1/speculation", { headers: headers(key) })).json();
+}
+
 /** Yields the chunks of one streamed completion. */
 export async function* complete(body, key, signal) {
   const answer = await ask("v1/completions", {

@@ -3,6 +3,7 @@
 import { Problem, model } from "./api.js";
 import { pace, speed } from "./charts.js";
 import { $, calm, el } from "./dom.js";
+import { watch } from "./live.js";
 import { fresh, gradeOf, play, record, requests, warm } from "./race.js";
 import { NAMES, Stage, longest, result } from "./stage.js";
 import { hide } from "./tip.js";
@@ -52,6 +53,7 @@ function settings() {
 /** Asks what is served, and offers its methods. */
 async function meet() {
   served = await model($("key").value);
+  watch($("key").value);
   const { methods = [], default: usual } = served.speculation ?? {};
   const others = methods.filter((method) => method !== usual && method !== "none");
   const options = usual && usual !== "none" ? [usual, ...others] : others;
