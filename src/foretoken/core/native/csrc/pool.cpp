@@ -26,7 +26,7 @@ using Nanoseconds = int64_t;
 constexpr Nanoseconds MICROSECOND = 1000, MILLISECOND = 1000 * MICROSECOND;
 
 constexpr Nanoseconds BRIEF = 2 * MICROSECOND;          // every wait spins this long
-constexpr Nanoseconds WINDOW = 4 * MILLISECOND;         // of which a part may be lost to other programs
+constexpr Nanoseconds WINDOW = 20 * MILLISECOND;        // of which a part may be lost to other programs
 constexpr Nanoseconds SHARED_FOR = 50 * MILLISECOND;    // nobody spins longer, where more was lost
 
 constexpr int TEAMS = 8;                                // that run at once; further callers compute alone
@@ -73,20 +73,21 @@ struct Pool {
 alignas(Pool) unsigned char storage[sizeof(Pool)];
 Pool& pool = *new (storage) Pool;  // never destroyed: its threads run until the process ends
 
-// How much of the time in which this thread wanted a core it had one.
+// How much of the time in which a worker wanted a core it had one. Callers are not asked: they lose time to workers that they
+// wake, where the system puts those on their core.
 class Presence {
    public:
     // Begins a part of the time, or goes on with the next one.
     void begin() { since = now(), on_core = time_on_core(since); }
     void add_sleep(Nanoseconds time) { since += time; }
 
-    // Ends a part. If a tenth of the time was lost, cores are shared for the next moment.
+    // Ends a part. If a quarter of the time was lost, cores are shared for the next moment.
     void end() {
         const Nanoseconds time = now(), core = time_on_core(time);
         wanted += time - since, lost += (time - since) - (core - on_core);
         since = time, on_core = core;
         if (wanted < WINDOW) return;
-        if (lost * 10 > wanted) pool.shared_until.store(time + SHARED_FOR, std::memory_order_relaxed);
+        if (lost * 4 > wanted) pool.shared_until.store(time + SHARED_FOR, std::memory_order_relaxed);
         wanted = lost = 0;
     }
 
@@ -204,7 +205,6 @@ bool run(int threads, Body body, void* context) {
         return body(context, alone, 0);
     }
     PooledTeam& team = *taken;
-    presence.begin();
     grow(threads - 1);
     if (team.loops > MAX_LOOPS / 2) reset(team);
     team.threads = threads, team.body = body, team.context = context;
@@ -221,7 +221,6 @@ bool run(int threads, Body body, void* context) {
     if (failed) reset(team);
     else team.loops = team.loops_then;
     team.taken.store(false);
-    presence.end();
     if (pool.busy.fetch_sub(1) > 1) {  // workers that found enough threads busy may look again
         pool.opened.fetch_add(1);
         pool.work.wake();
