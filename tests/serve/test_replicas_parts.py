@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.core import CounterMetricFamily
 from starlette.types import Message
+from tests.serve.test_keys import bearer, made
 from tests.serve.test_replicas_replay import completion, texts
 
 from foretoken import LLM, SamplingParams
@@ -439,6 +441,37 @@ def test_a_replica_tells_and_changes_its_speculation(spare: LLM) -> None:
             answer = await client.post("/v1/completions", json={"prompt": "x = ", "max_tokens": 12})
             assert answer.json()["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
             assert (await client.get("/v1/speculation", headers={"Authorization": "Bearer no"})).status_code == 401
+
+    try:
+        asyncio.run(use())
+    finally:
+        replica.worker.close()
+
+
+def test_keys_of_a_file_hold_before_replicas(tiny_pair: Any, tmp_path: Path) -> None:
+    """The front knows the file; a replica trusts what it says of a key, and tells what a request used."""
+    file = tmp_path / "keys.json"
+    limited = made(file, "limited", tokens_per_minute=50, models=("tiny",))
+    other = made(file, "other", models=("none",))
+    settings = ServerSettings(model_names=("tiny",), key_file=file)
+    options = {"dtype": "float32", "max_num_seqs": 4}
+    models = {"model": str(tiny_pair.target), "draft_model": str(tiny_pair.draft)}
+    replica = Replica(ReplicaConfig(**models, options=options, settings=settings), "here")
+    app = create_front(Front(Alone(replica), settings), settings)
+    body = {"prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True}
+
+    async def use() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+
+            async def status(key: str, **more: Any) -> int:
+                return (await client.post("/v1/completions", json={**body, **more}, headers=bearer(key))).status_code
+
+            assert (await client.get("/v1/models", headers=bearer(limited))).json()["data"][0]["id"] == "tiny"
+            assert (await client.get("/v1/models", headers=bearer(other))).json()["data"] == []
+            assert await status("ft-wrong") == 401 and await status(other) == 404
+            assert await status(limited, stream=True) == 200
+            assert await status(limited) == 429, "63 tokens of 50 were used, as the replica told"
 
     try:
         asyncio.run(use())

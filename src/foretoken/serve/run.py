@@ -86,8 +86,11 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Handles signals within the ``with`` block, in the main thread. SIGHUP reloads."""
-        hangup = getattr(signal, "SIGHUP", None)
+        """Handles signals within the ``with`` block, in the main thread. SIGHUP reloads if there is what to reload.
+
+        Otherwise it ends the process as usual, when its terminal is closed for instance.
+        """
+        hangup = getattr(signal, "SIGHUP", None) if self._tls is not None or self._app.state.keys.reloads else None
         if hangup is None or threading.current_thread() is not threading.main_thread():
             with super().capture_signals():
                 yield

@@ -85,6 +85,11 @@ class KeyRing:
         return bool(self._fixed) or self._file is not None
 
     @property
+    def reloads(self) -> bool:
+        """Whether there is a file to read again."""
+        return self._file is not None
+
+    @property
     def several(self) -> bool:
         """Whether there may be more than one key."""
         return len(self._fixed) > 1 or self._file is not None
