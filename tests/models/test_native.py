@@ -59,7 +59,7 @@ kinds = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=[level.name for level in cpu.LEVELS if level.vnni])
+@pytest.fixture(params=[level.name for level in cpu.LEVELS])
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every instruction-set level, of which this processor may run some."""
     name: str = request.param

@@ -50,6 +50,9 @@ LEVELS = (  # best first
     _x86("avx512-bf16", _BF16),
     _x86("avx512-vnni", f"{_AVX512} avx512_vnni"),
     _x86("avx512", _AVX512),
+    _x86("avx2-vnni", f"{_AVX2} avx_vnni"),
+    _x86("avx2", _AVX2),
+    Level("generic", (), frozenset(), ()),  # the instructions that every processor of an architecture has
 )
 
 

@@ -14,7 +14,6 @@
 
 namespace {
 
-constexpr int LANES = 16;
 constexpr int64_t CHUNK = 4096;      // tokens of one partial sum
 constexpr int64_t ALONE = 1 << 15;   // up to this many numbers one thread is faster than two
 constexpr int64_t GROUP = 32;        // tokens whose maximum is compared first where few are kept
@@ -38,22 +37,18 @@ struct Entry {
 };
 
 inline int64_t chunks(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
-inline __mmask16 lanes(int64_t left) { return left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1); }
 inline int sharing(int64_t numbers, int threads) { return numbers < ALONE ? 1 : threads; }
 
-inline __m512 power(__m512 x, const Distribution& dist) {
-    return exponential(_mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(dist.top)), _mm512_set1_ps(dist.inverse)));
-}
+inline Floats power(Floats x, const Distribution& dist) { return exponential((x - floats(dist.top)) * floats(dist.inverse)); }
 
 // Probabilities of sixteen tokens from id `at` on.
-inline __m512 chances(__m512 x, int64_t at, const Distribution& dist) {
-    const __m512 lowest = _mm512_set1_ps(dist.lowest);
-    const __m512i ids = _mm512_add_epi32(_mm512_set1_epi32((int)at),
-                                         _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-    __mmask16 kept = _mm512_cmp_ps_mask(x, lowest, _CMP_GT_OQ);
-    kept |= _mm512_cmp_ps_mask(x, lowest, _CMP_EQ_OQ) & _mm512_cmple_epi32_mask(ids, _mm512_set1_epi32(dist.last));
-    if (std::isnan(dist.over)) kept = 0xffff;  // a row without a distribution is NaN everywhere
-    return _mm512_maskz_mul_ps(kept, power(x, dist), _mm512_set1_ps(dist.over));
+inline Floats chances(Floats x, int64_t at, const Distribution& dist) {
+    static constexpr int32_t numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats lowest = floats(dist.lowest);
+    const Ints ids = add_ints(ints((int)at), load_ints(numbers));
+    Mask kept = either(greater(x, lowest), both(equal(x, lowest), less_or_equal(ids, ints(dist.last))));
+    if (std::isnan(dist.over)) kept = all_lanes();  // a row without a distribution is NaN everywhere
+    return keep(kept, power(x, dist) * floats(dist.over));
 }
 
 // First pass over a chunk: its largest entry (NaN if any entry is), and the sum of exponentials relative to it.
@@ -64,39 +59,38 @@ struct Look {
 
 // groups: null, or receives the maximum of every GROUP tokens, [chunk / GROUP].
 Look look(const float* x, int64_t n, float inverse, bool sum, float* groups) {
-    const __m512 none = _mm512_set1_ps(-INFINITY);
-    __m512 top = none;
-    __mmask16 lost = 0;
+    const Floats none = floats(-INFINITY);
+    Floats top = none;
+    unsigned lost = 0;
     for (int64_t from = 0; from < n; from += GROUP * LANES) {
-        __m512 largest = none;
+        Floats largest = none;
         for (int64_t i = from; i < std::min(n, from + GROUP * LANES); i += LANES) {
-            const __m512 v = _mm512_mask_loadu_ps(none, lanes(n - i), x + i);
-            lost |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-            largest = _mm512_max_ps(largest, v);
+            const Floats v = load_first(x + i, n - i, -INFINITY);
+            lost |= bits(unordered(v, v));
+            largest = largest_of(largest, v);
         }
-        if (groups) _mm512_storeu_ps(groups + from / GROUP, largest);
-        top = _mm512_max_ps(top, largest);
+        if (groups) store(groups + from / GROUP, largest);
+        top = largest_of(top, largest);
     }
-    const Distribution own{_mm512_reduce_max_ps(top), inverse, 0.0f, 0.0f, 0};
+    const Distribution own{largest_lane(top), inverse, 0.0f, 0.0f, 0};
     if (lost || !sum || !std::isfinite(own.top)) return {lost ? NAN : own.top, 0.0};
-    __m512 all = _mm512_setzero_ps();
-    for (int64_t i = 0; i < n; i += LANES)
-        all = _mm512_add_ps(all, power(_mm512_mask_loadu_ps(none, lanes(n - i), x + i), own));
-    return {own.top, _mm512_reduce_add_ps(all)};
+    Floats all = floats(0.0f);
+    for (int64_t i = 0; i < n; i += LANES) all = all + power(load_first(x + i, n - i, -INFINITY), own);
+    return {own.top, sum_of(all)};
 }
 
 // Sum of the exponentials of a chunk that are not under the floor. `lowest` becomes the smallest x among them.
 double summed(const float* x, int64_t n, const Distribution& dist, float floor, float& lowest) {
-    __m512 sum = _mm512_setzero_ps(), low = _mm512_set1_ps(INFINITY);
+    Floats sum = floats(0.0f), low = floats(INFINITY);
     for (int64_t i = 0; i < n; i += LANES) {
-        const __m512 v = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes(n - i), x + i);
-        const __m512 y = _mm512_mul_ps(_mm512_sub_ps(v, _mm512_set1_ps(dist.top)), _mm512_set1_ps(dist.inverse));
-        const __mmask16 kept = _mm512_cmp_ps_mask(y, _mm512_set1_ps(floor), _CMP_GE_OQ);
-        sum = _mm512_mask_add_ps(sum, kept, sum, exponential(y));
-        low = _mm512_mask_min_ps(low, kept, low, v);
+        const Floats v = load_first(x + i, n - i, -INFINITY);
+        const Floats y = (v - floats(dist.top)) * floats(dist.inverse);
+        const Mask kept = greater_or_equal(y, floats(floor));
+        sum = sum + keep(kept, exponential(y));
+        low = select(kept, smallest_of(low, v), low);
     }
-    lowest = std::min(lowest, _mm512_reduce_min_ps(low));
-    return _mm512_reduce_add_ps(sum);
+    lowest = std::min(lowest, smallest_lane(low));
+    return sum_of(sum);
 }
 
 // A row, and the maximum of each GROUP of its tokens: lane l of GROUP vectors, sixteen groups side by side.
@@ -110,12 +104,12 @@ struct Row {
 // Collects the entries of a row that are not under `bound`, in rising order of ids.
 void collect(const Row& row, float bound, std::vector<Entry>& entries) {
     entries.clear();
-    const __m512 b = _mm512_set1_ps(bound);
+    const Floats b = floats(bound);
     for (int64_t from = 0; from < row.n; from += GROUP * LANES) {
-        if (!_mm512_cmp_ps_mask(_mm512_loadu_ps(row.groups + from / GROUP), b, _CMP_GE_OQ)) continue;
+        if (!bits(greater_or_equal(load(row.groups + from / GROUP), b))) continue;
         for (int64_t i = from; i < std::min(row.n, from + GROUP * LANES); i += LANES) {
-            const __m512 v = _mm512_maskz_loadu_ps(lanes(row.n - i), row.x + i);
-            for (unsigned hit = _mm512_cmp_ps_mask(v, b, _CMP_GE_OQ) & lanes(row.n - i); hit; hit &= hit - 1)
+            const Mask kept = greater_or_equal(load_first(row.x + i, row.n - i, 0.0f), b);
+            for (unsigned hit = bits(kept) & bits(first_lanes(row.n - i)); hit; hit &= hit - 1)
                 entries.push_back({row.x[i + __builtin_ctz(hit)], (int32_t)(i + __builtin_ctz(hit))});
         }
     }
@@ -135,7 +129,7 @@ float kth_of_row(const Row& row, int64_t k, std::vector<Entry>& entries) {
     return kth(values, k);
 }
 
-float power_of(float x, const Distribution& dist) { return _mm512_cvtss_f32(power(_mm512_set1_ps(x), dist)); }
+float power_of(float x, const Distribution& dist) { return first_lane(power(floats(x), dist)); }
 
 // Selects the nucleus: the most probable entries preceded by less than top_p of `total`, lowest ids first on ties.
 // Returns whether `entries`, the head of the row, contains all of it.
@@ -184,17 +178,16 @@ void narrow(const Row& row, const Filter& f, double total, Distribution& dist) {
 // Sum of a chunk of weights, float64.
 template <class T>
 double weigh(const T* w, int64_t n) {
-    __m512d sum = _mm512_setzero_pd();
+    constexpr int SUMS = 8;  // elements i, i + 8, ... are added together
+    double sums[SUMS] = {};
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        if constexpr (sizeof(T) == 4)
-            sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm256_loadu_ps((const float*)w + i)));
-        else
-            sum = _mm512_add_pd(sum, _mm512_loadu_pd((const double*)w + i));
-    }
+    for (; i + SUMS <= n; i += SUMS)
+        for (int lane = 0; lane < SUMS; lane++) sums[lane] += (double)w[i + lane];
     double tail = 0.0;
     for (; i < n; i++) tail += w[i];
-    return _mm512_reduce_add_pd(sum) + tail;
+    for (int width = SUMS / 2; width; width /= 2)
+        for (int lane = 0; lane < width; lane++) sums[lane] += sums[lane + width];
+    return sums[0] + tail;
 }
 
 // Returns the token at fraction `u` of the total weight, -1 where the weight is 0. `total` receives the total weight.
@@ -253,38 +246,38 @@ constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, FIRST = 0xBF58476D1CE4E5B9u, SE
 
 template <class T>
 Best raced(const T* w, int64_t from, int64_t to, uint64_t key) {
+    constexpr int AT_ONCE = 8;
     Best best;
-    const __m512i step = _mm512_set1_epi64((int64_t)(8 * GOLDEN));
-    __m512i counter = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
-    counter = _mm512_add_epi64(counter, _mm512_set1_epi64(from + 1));
-    counter = _mm512_mullo_epi64(counter, _mm512_set1_epi64((int64_t)GOLDEN));
-    counter = _mm512_add_epi64(counter, _mm512_set1_epi64((int64_t)key));
-    for (int64_t i = from; i < to; i += 8, counter = _mm512_add_epi64(counter, step)) {
-        const __mmask8 there = to - i >= 8 ? 0xff : (__mmask8)((1u << (to - i)) - 1);
-        __m512d weight;
-        if constexpr (sizeof(T) == 4)
-            weight = _mm512_cvtps_pd(_mm256_maskz_loadu_ps(there, (const float*)w + i));
+    for (int64_t i = from; i < to; i += AT_ONCE) {
+        double weights[AT_ONCE] = {}, numbers[AT_ONCE];
+        if (to - i >= AT_ONCE)
+            for (int lane = 0; lane < AT_ONCE; lane++) weights[lane] = w[i + lane];
         else
-            weight = _mm512_maskz_loadu_pd(there, (const double*)w + i);
+            for (int lane = 0; lane < to - i; lane++) weights[lane] = w[i + lane];
         // No exponential is under 2^-53: tokens that cannot win with that one are skipped.
         const double reach = best.score * 0x1p-53;
-        if (!_mm512_cmp_pd_mask(weight, _mm512_set1_pd(reach), _CMP_GT_OQ)) continue;
-        __m512i z = counter;
-        z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 30)), _mm512_set1_epi64((int64_t)FIRST));
-        z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 27)), _mm512_set1_epi64((int64_t)SECOND));
-        z = _mm512_srli_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 31)), 12);
-        const __m512d half = _mm512_add_pd(_mm512_cvtepi64_pd(z), _mm512_set1_pd(0.5));
-        const __m512d u = _mm512_mul_pd(half, _mm512_set1_pd(0x1p-52));
+        bool any = false;
+        for (int lane = 0; lane < AT_ONCE; lane++) any |= weights[lane] > reach;
+        if (!any) continue;
         // -log u >= 1 - u, so a score is at most weight / (1 - u), plus a margin for rounding.
-        const __m512d score = _mm512_set1_pd(best.score * (1.0 - 1e-12));
-        const __m512d bound = _mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(1.0), u), score);
-        unsigned hit = _mm512_cmp_pd_mask(weight, bound, _CMP_GE_OQ) &
-                       _mm512_cmp_pd_mask(weight, _mm512_setzero_pd(), _CMP_GT_OQ);
-        alignas(64) double numbers[8];
-        if (hit) _mm512_store_pd(numbers, u);
-        for (; hit; hit &= hit - 1) {
-            const int lane = __builtin_ctz(hit);
-            const double next = (double)w[i + lane] / -std::log(numbers[lane]);
+        const double score = best.score * (1.0 - 1e-12);
+        int64_t hits[AT_ONCE], hit = 0;
+        for (int lane = 0; lane < AT_ONCE; lane++) {
+            uint64_t z = (uint64_t)(i + lane + 1) * GOLDEN + key;
+            z = (z ^ z >> 30) * FIRST;
+            z = (z ^ z >> 27) * SECOND;
+            z = (z ^ z >> 31) >> 12;
+            const uint64_t whole = z | 0x4330000000000000;  // 2^52 + z as a double
+            double u;
+            std::memcpy(&u, &whole, sizeof u);
+            numbers[lane] = (u - 0x1p52 + 0.5) * 0x1p-52;
+            hits[lane] = (weights[lane] >= (1.0 - numbers[lane]) * score) & (weights[lane] > 0.0);
+        }
+        for (int lane = 0; lane < AT_ONCE; lane++) hit |= hits[lane];
+        if (!hit) continue;
+        for (int lane = 0; lane < AT_ONCE; lane++) {
+            if (!hits[lane]) continue;
+            const double next = weights[lane] / -std::log(numbers[lane]);
             if (next > best.score) best = {next, i + lane};
         }
     }
@@ -359,9 +352,8 @@ void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n
         const int64_t row = i / each, from = i % each * CHUNK, to = std::min(n, from + CHUNK);
         const float* x = logits + row * stride;
         for (int64_t v = from; v < to; v += LANES) {
-            const __mmask16 there = lanes(to - v);
-            const __m512 values = chances(_mm512_maskz_loadu_ps(there, x + v), v, distributions[row]);
-            _mm512_mask_storeu_ps(out + row * n + v, there, values);
+            const Floats values = chances(load_first(x + v, to - v, 0.0f), v, distributions[row]);
+            store_first(out + row * n + v, to - v, values);
         }
     });
 }
@@ -370,7 +362,7 @@ void foretoken_rows(const float* logits, int64_t stride, int64_t rows, int64_t n
 void foretoken_chances(const float* logits, int64_t stride, int64_t rows, const Distribution* distributions,
                        const int64_t* tokens, float* out) {
     for (int64_t r = 0; r < rows; r++)
-        out[r] = _mm512_cvtss_f32(chances(_mm512_set1_ps(logits[r * stride + tokens[r]]), tokens[r], distributions[r]));
+        out[r] = first_lane(chances(floats(logits[r * stride + tokens[r]]), tokens[r], distributions[r]));
 }
 
 // Writes (weight p - q)+ in float64. Returns its mass.

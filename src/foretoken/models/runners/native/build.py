@@ -49,15 +49,7 @@ def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
 def library(weights: Iterable[int], cache: Kind) -> ctypes.CDLL:
     """Returns the kernels for these kinds of weights and this KV cache. Raises KernelsUnavailable."""
     kinds, level = sorted(set(weights)), build.require()
-    if any(kind == Kind.INT8 or kind >= Kind.GROUPED for kind in kinds):
-        require_bytes()
     return loaded_library(tuple(kinds), cache, level)
-
-
-def require_bytes() -> None:
-    """Raises KernelsUnavailable where no kernels multiply bytes."""
-    if not build.require().vnni:
-        raise build.KernelsUnavailable("the processor lacks avx512_vnni")
 
 
 @functools.cache
@@ -93,7 +85,6 @@ def kernels_available() -> bool:
 def packs_groups(dtype: torch.dtype) -> bool:
     """Returns whether the kernels multiply matrices in groups here in a model of this dtype."""
     try:
-        require_bytes()
         packing_library()
     except build.KernelsUnavailable:
         return False

@@ -16,7 +16,7 @@ from foretoken.models.formats.grouped import Grouped, TwoLevels, strips
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix, UpperBytes
-from foretoken.models.runners.native.build import Kind, ScaleKind, grouped_kind, require_bytes
+from foretoken.models.runners.native.build import Kind, ScaleKind, grouped_kind
 
 WORD = 4  # bytes
 PAIR_BYTES = 192  # of two steps of a unit in 12 bits
@@ -104,7 +104,6 @@ def pack(
     before = arena.nbytes
     upper: tuple[object, ...] = ()
     if grouped:
-        require_bytes()
         matrix = _pack_groups(arena, grouped, outputs, places)
     else:
         values = [part.values if isinstance(part, Int8) else part for part in parts if not isinstance(part, Grouped)]
@@ -115,7 +114,6 @@ def pack(
         held["bias"] = _by_output([bias.float()], outputs, False)
     quantized = [part for part in parts if isinstance(part, Int8)]
     if quantized:
-        require_bytes()
         held["scales"] = _by_output([part.scales for part in quantized], outputs, interleave)
         held["sums"] = _by_output([_sums(part.values) for part in quantized], outputs, interleave)
     for name, tensor in held.items():

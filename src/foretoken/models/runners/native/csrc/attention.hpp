@@ -8,6 +8,7 @@
 #include "specs.hpp"
 
 constexpr int TILE_QUERIES = 32;
+constexpr int MIX_QUERIES = ONE_REGISTER ? 6 : 3, MIX_VECTORS = ONE_REGISTER ? 4 : 2;  // whose sums stay in registers
 constexpr float no_scales[TILE_QUERIES] = {};  // scales for products without scales
 
 template <Kind kv>
@@ -37,10 +38,10 @@ struct Attention {
             const Matrix keys = keys_of_page(pages, layer, kv_head, page * PAGE);
             Whole whole{keys.units};
             product<kv>(keys, queries, layout.key_words, no_scales, count, whole,
-                        [&](int q, int64_t unit, __m512 low, __m512 high) {
+                        [&](int q, int64_t unit, Floats low, Floats high) {
                             float* at = scores + q * length + page * PAGE + unit * BLOCKS * LANES;
-                            _mm512_storeu_ps(at, scaled(low));
-                            _mm512_storeu_ps(at + LANES, scaled(high));
+                            ::store(at, scaled(low));
+                            ::store(at + LANES, scaled(high));
                         });
         }
         float scale[TILE_QUERIES];
@@ -49,16 +50,10 @@ struct Attention {
             for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, layer, kv_head, row, q, j);
             scale[q] = soften(scores + q * length, start(row, layer), keys_of(row), least, most);
         }
-        for (int at = 0; at < m.head_dim; at += 4 * LANES) {
-            const int vectors = (m.head_dim - at) / LANES;
-            for (int q = 0; q < count; q += 6) {
-                const int queries = count - q < 6 ? count - q : 6;
-                if (vectors >= 4) pick_mix<6, 4>(queries, pages, layer, kv_head, q, at, least, most);
-                else if (vectors == 3) pick_mix<6, 3>(queries, pages, layer, kv_head, q, at, least, most);
-                else if (vectors == 2) pick_mix<6, 2>(queries, pages, layer, kv_head, q, at, least, most);
-                else pick_mix<6, 1>(queries, pages, layer, kv_head, q, at, least, most);
-            }
-        }
+        for (int at = 0; at < m.head_dim; at += MIX_VECTORS * LANES)
+            for (int q = 0; q < count; q += MIX_QUERIES)
+                pick_vectors<MIX_VECTORS>(std::min((m.head_dim - at) / LANES, MIX_VECTORS), std::min(count - q, MIX_QUERIES),
+                                          pages, layer, kv_head, q, at, least, most);
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
             float* out = mixed + q * m.head_dim;
@@ -66,7 +61,7 @@ struct Attention {
                 add(out, scores[q * length + b.prefix[row] + j - b.branch_from[row]],
                     layout.value(pages, layer, kv_head, b.branches[j]));
             for (int i = 0; i < m.head_dim; i += LANES)
-                _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_loadu_ps(out + i), _mm512_set1_ps(scale[q])));
+                ::store(out + i, load(out + i) * floats(scale[q]));
             store(row, kv_head * group + q % group, out);
         }
     }
@@ -84,11 +79,11 @@ struct Attention {
         return all_queries + ((int64_t)(first + q / group) * m.heads + kv_head * group + q % group) * layout.key_words;
     }
 
-    __m512 scaled(__m512 v) const {
-        v = _mm512_mul_ps(v, _mm512_set1_ps(m.scale));
+    Floats scaled(Floats v) const {
+        v = v * floats(m.scale);
         if (m.score_cap == 0.0f) return v;
-        __m512 cap = _mm512_set1_ps(m.score_cap);
-        return _mm512_mul_ps(cap, hyperbolic_tangent(_mm512_div_ps(v, cap)));
+        Floats cap = floats(m.score_cap);
+        return cap * hyperbolic_tangent(v / cap);
     }
 
     // The keys of a page from cache row `from` on, as a packed matrix with one output per key.
@@ -105,9 +100,9 @@ struct Attention {
         alignas(64) float lanes[BLOCKS * LANES];
         Whole whole{1};
         product<kv>(keys, queries + q * layout.key_words, layout.key_words, no_scales, 1, whole,
-                    [&](int, int64_t, __m512 low, __m512 high) {
-                        _mm512_store_ps(lanes, scaled(low));
-                        _mm512_store_ps(lanes + LANES, scaled(high));
+                    [&](int, int64_t, Floats low, Floats high) {
+                        store(lanes, scaled(low));
+                        store(lanes + LANES, scaled(high));
                     });
         scores[q * length + b.prefix[row] + j - b.branch_from[row]] = lanes[place % width];
     }
@@ -117,44 +112,49 @@ struct Attention {
         const int begin = from / LANES * LANES, end = (count + LANES - 1) / LANES * LANES;
         for (int i = least / LANES * LANES; i < from; i++) row[i] = -INFINITY;
         for (int i = count; i < end; i++) row[i] = -INFINITY;
-        __m512 largest = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-        for (int i = begin; i < end; i += LANES) largest = _mm512_max_ps(largest, _mm512_loadu_ps(row + i));
-        largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-        for (int i = least / LANES * LANES; i < begin; i += LANES) _mm512_storeu_ps(row + i, _mm512_setzero_ps());
+        Floats largest = floats(-INFINITY), sum = floats(0.0f);
+        for (int i = begin; i < end; i += LANES) largest = largest_of(largest, load(row + i));
+        largest = floats(largest_lane(largest));
+        for (int i = least / LANES * LANES; i < begin; i += LANES) store(row + i, floats(0.0f));
         for (int i = begin; i < end; i += LANES) {
-            __m512 score = _mm512_loadu_ps(row + i);
-            __mmask16 seen = _mm512_cmp_ps_mask(score, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
-            __m512 e = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(score, largest)));
-            sum = _mm512_add_ps(sum, e);
-            _mm512_storeu_ps(row + i, e);
+            Floats score = load(row + i);
+            const Floats e = keep(different(score, floats(-INFINITY)), exponential(score - largest));
+            sum = sum + e;
+            store(row + i, e);
         }
         for (int i = end; i < most; i++) row[i] = 0.0f;
-        return 1.0f / _mm512_reduce_add_ps(sum);
+        return 1.0f / sum_of(sum);
+    }
+
+    template <int V>
+    void pick_vectors(int vectors, int count, Word* const* pages, int layer, int kv_head, int q, int at, int least, int most) {
+        if (vectors == V) pick_mix<MIX_QUERIES, V>(count, pages, layer, kv_head, q, at, least, most);
+        else if constexpr (V > 1) pick_vectors<V - 1>(vectors, count, pages, layer, kv_head, q, at, least, most);
     }
 
     // Weighted sum of values: keys [least, most) of Q queries times V vectors of each value row, in the order of the keys.
     template <int Q, int V>
     void pick_mix(int count, Word* const* pages, int layer, int kv_head, int q, int at, int least, int most) {
         if (count == Q) {
-            __m512 sums[Q][V];
+            Floats sums[Q][V];
             for (int i = 0; i < Q; i++)
-                for (int v = 0; v < V; v++) sums[i][v] = _mm512_setzero_ps();
+                for (int v = 0; v < V; v++) sums[i][v] = floats(0.0f);
             const float* weights = scores + q * length;
             for (int key = least; key < most;) {
                 const Word* value = layout.value(pages, layer, kv_head, key);
                 const int end = most < (key / PAGE + 1) * PAGE ? most : (key / PAGE + 1) * PAGE;
                 for (; key < end; key++, value += layout.key_words) {
-                    __m512 parts[V];
+                    Floats parts[V];
                     for (int v = 0; v < V; v++) parts[v] = get<kv>(value, at + v * LANES);
 #pragma GCC unroll 6
                     for (int i = 0; i < Q; i++) {
-                        __m512 weight = _mm512_set1_ps(weights[i * length + key]);
-                        for (int v = 0; v < V; v++) sums[i][v] = _mm512_fmadd_ps(weight, parts[v], sums[i][v]);
+                        Floats weight = floats(weights[i * length + key]);
+                        for (int v = 0; v < V; v++) sums[i][v] = multiply_add(weight, parts[v], sums[i][v]);
                     }
                 }
             }
             for (int i = 0; i < Q; i++)
-                for (int v = 0; v < V; v++) _mm512_storeu_ps(mixed + (q + i) * m.head_dim + at + v * LANES, sums[i][v]);
+                for (int v = 0; v < V; v++) store(mixed + (q + i) * m.head_dim + at + v * LANES, sums[i][v]);
         } else if constexpr (Q > 1) {
             pick_mix<Q - 1, V>(count, pages, layer, kv_head, q, at, least, most);
         }
@@ -162,8 +162,8 @@ struct Attention {
 
     void add(float* out, float weight, const Word* value) const {
         for (int i = 0; i < m.head_dim; i += LANES) {
-            __m512 sum = _mm512_fmadd_ps(_mm512_set1_ps(weight), get<kv>(value, i), _mm512_loadu_ps(out + i));
-            _mm512_storeu_ps(out + i, sum);
+            Floats sum = multiply_add(floats(weight), get<kv>(value, i), load(out + i));
+            store(out + i, sum);
         }
     }
 };

@@ -11,27 +11,16 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "product.hpp"
 
 constexpr int SPAN = 128;         // inputs of an activation row that share a scale; a multiple of shorter groups
-constexpr int GROUPED_ROWS = 12;  // rows of a tile: 12 integer sums, 12 float sums, and what is multiplied
+// Rows of a tile: 12 integer sums, 12 float sums, and what is multiplied. With narrow registers, the integer sums of half a
+// block and its unpacked weights.
+constexpr int GROUPED_ROWS = ONE_REGISTER ? 12 : 8;
 constexpr int BOTH_BLOCKS = 7;    // up to this many rows take a unit's two blocks at once, so that memory is read in order
 constexpr int BYTES_AHEAD = 8192;  // what they prefetch ahead
-
-// Calls f(0), ..., f(R - 1) with constants, so that arrays indexed by them are registers.
-template <class F, int... r>
-__attribute__((always_inline)) inline void each_of(F&& f, std::integer_sequence<int, r...>) {
-    (f(std::integral_constant<int, r>()), ...);
-}
-
-template <int R, class F>
-__attribute__((always_inline)) inline void each(F&& f) {
-    each_of(f, std::make_integer_sequence<int, R>());
-}
 
 // What an activation row stores for each group: the scale of its span, what the group's integer sums start from, so that
 // levels count from `zero`, and the sum of its codes, for offsets.
@@ -87,88 +76,135 @@ struct GroupAt {
     }
 
     // Sixteen scales (side 0) or offsets (side 1) of a block.
-    __attribute__((always_inline)) __m512 floats(int block, int side) const {
+    __attribute__((always_inline)) Floats floats(int block, int side) const {
         const uint8_t* from = record + side * layout.floats;
-        if constexpr (V::scales == SINGLE) return _mm512_loadu_ps((const float*)from + block * LANES);
-        const __m512 halves = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)((const uint16_t*)from + block * LANES)));
+        if constexpr (V::scales == SINGLE) return load((const float*)from + block * LANES);
+        const Floats halves = load_half((const uint16_t*)from + block * LANES);
         if constexpr (V::scales == HALF) return halves;
-        const __m128i part = _mm_loadu_si128((const __m128i*)(parts + side * layout.parts + block * LANES));
-        return _mm512_mul_ps(halves, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(part)));
+        return halves * to_floats(load_int8((const int8_t*)parts + side * layout.parts + block * LANES));
     }
 };
+
+// Levels above 127 are multiplied as signed bytes, 128 lower, where no instruction takes unsigned ones.
+inline bool large_levels(const Matrix& w, int bits) {
+    if (bits == 8) return true;
+    return bits == 4 && *std::max_element(w.levels, w.levels + 16) > 63;
+}
 
 inline int64_t span_groups(const Matrix& w) { return w.group < SPAN ? SPAN / w.group : 1; }
 
 // Stores a row of floats as int8 words with a scale for each span. Padding after `count` becomes zero.
+template <class V>
 inline void encode_groups(const Matrix& w, const float* row, int64_t count, Word* words, GroupMeta* meta) {
     const int64_t per = span_groups(w), groups = w.groups();
-    auto load = [&](int64_t i) {
-        const int64_t left = count - i;
-        return left >= LANES ? _mm512_loadu_ps(row + i)
-                             : _mm512_maskz_loadu_ps(left > 0 ? (__mmask16)((1u << left) - 1) : 0, row + i);
+    const int32_t lowered = !UNSIGNED_BYTES && large_levels(w, V::bits) ? 128 : 0;
+    auto numbers = [&](int64_t i) {
+        return count - i >= LANES ? load(row + i) : load_first(row + i, count - i, 0.0f);
     };
     for (int64_t span = 0; span < groups; span += per) {
         const int64_t end = std::min(span + per, groups);
-        __m512 most = _mm512_setzero_ps();
-        for (int64_t i = span * w.group; i < end * w.group; i += LANES) most = larger(most, _mm512_abs_ps(load(i)));
+        Floats most = floats(0.0f);
+        for (int64_t i = span * w.group; i < end * w.group; i += LANES) most = larger(most, absolute(numbers(i)));
         const float top = largest(most), scale = top == 0.0f ? 1.0f : top / 127.0f;
-        const __m512 inverse = _mm512_set1_ps(1.0f / scale);
+        const Floats inverse = floats(1.0f / scale);
         for (int64_t g = span; g < end; g++) {
-            __m512i total = _mm512_setzero_si512();
+            Ints total = ints(0);
             for (int64_t i = g * w.group; i < (g + 1) * w.group; i += LANES) {
-                __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(load(i), inverse));
-                total = _mm512_add_epi32(total, q);
-                _mm_storeu_si128((__m128i*)((int8_t*)words + i), _mm512_cvtsepi32_epi8(q));
+                Ints q = to_ints(numbers(i) * inverse);
+                total = add_ints(total, q);
+                store_saturated((int8_t*)words + i, q);
             }
-            const int32_t sum = _mm512_reduce_add_epi32(total);
-            meta[g] = {scale, -w.zero * sum, (float)sum};
+            const int32_t sum = sum_of(total);
+            meta[g] = {scale, (lowered - w.zero) * sum, (float)sum};
         }
     }
-}
-
-// sum += levels * word, over four inputs of sixteen outputs.
-__attribute__((always_inline)) inline void add_levels(__m512i& sum, __m512i levels, const Word& word) {
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(levels), "m"(word));
 }
 
 // Sixteen inputs of a block are four words of inputs. In four bits they take two vectors, each of two words, the first in the
 // low halves of bytes; in six bits a third vector has the upper two bits, the first word in its lowest; in eight bits four.
 constexpr int vectors_of(int bits) { return bits / 2; }
 
-// The levels of word `number` of sixteen inputs.
+// The levels of word `number` of sixteen inputs, signed in eight bits where products are.
 template <int BITS, int number>
-__attribute__((always_inline)) inline __m512i levels_of(const __m512i* codes, __m512i levels) {
-    if constexpr (BITS == 8) return _mm512_load_si512(codes + number);
-    const __m512i packed = _mm512_load_si512(codes + number / 2);
-    const __m512i low = _mm512_and_si512(number % 2 ? _mm512_srli_epi16(packed, 4) : packed, _mm512_set1_epi8(15));
-    if constexpr (BITS == 4) return _mm512_shuffle_epi8(levels, low);
-    const __m512i upper = _mm512_load_si512(codes + 2), mask = _mm512_set1_epi8(48);
-    const __m512i high = number < 2 ? _mm512_slli_epi16(upper, 4 - 2 * number) : _mm512_srli_epi16(upper, 2 * number - 4);
-    return _mm512_ternarylogic_epi32(mask, high, low, 0xca);  // two bits from `high`, the rest from `low`
+__attribute__((always_inline)) inline Ints levels_of(const Ints* codes, Ints levels) {
+    if constexpr (BITS == 8 && UNSIGNED_BYTES) return load_ints(codes + number);
+    if constexpr (BITS == 8) return xor_bits(load_ints(codes + number), bytes(-128));
+    const Ints packed = load_ints(codes + number / 2);
+    const Ints low = and_bits(number % 2 ? shift_right16<4>(packed) : packed, bytes(15));
+    if constexpr (BITS == 4) return look_up(levels, low);
+    const Ints upper = load_ints(codes + 2), mask = bytes(48);
+    const Ints high = number < 2 ? shift_left16<number < 2 ? 4 - 2 * number : 0>(upper)
+                                 : shift_right16<number < 2 ? 0 : 2 * number - 4>(upper);
+    return bits_from(mask, high, low);  // two bits from `high`, the rest from `low`
 }
+
+#ifndef __AVX512F__
+// The same of one register of sixteen inputs.
+template <int BITS, int number>
+INLINE IntPiece piece_levels(const Ints* codes, IntPiece levels, int i) {
+    if constexpr (BITS == 8) {
+        const IntPiece whole = codes[number].p[i];
+        return UNSIGNED_BYTES ? whole : whole ^ piece((int32_t)0x80808080);
+    }
+    const IntPiece packed = codes[number / 2].p[i];
+    const IntPiece low = (number % 2 ? (IntPiece)((HalfPiece)packed >> 4) : packed) & piece(0x0f0f0f0f);
+    if constexpr (BITS == 4) return (IntPiece)piece_look_up((BytePiece)levels, (BytePiece)low);
+    const HalfPiece upper = (HalfPiece)codes[2].p[i];
+    const HalfPiece high = number < 2 ? upper << (number < 2 ? 4 - 2 * number : 0) : upper >> (number < 2 ? 0 : 2 * number - 4);
+    return ((IntPiece)high & piece(0x30303030)) | low;
+}
+
+// part[r] += levels * x[r] over a group: one register of outputs after the other, so that the sums of all rows and four
+// unpacked words fit into sixteen registers. SMALL: no level is above 63, so two sums of products fit into 16 bits.
+template <int BITS, bool SMALL, int R>
+INLINE void add_pieces(const Ints* codes, Ints levels, int sixteens, const Word* x, Ints (&part)[R]) {
+    constexpr int VECTORS = vectors_of(BITS);
+    for (int p = 0; p < PIECES; p++) {
+        IntPiece sums[R];
+        each<R>([&](auto r) __attribute__((always_inline)) { sums[r()] = part[r()].p[p]; });
+        const Ints* at = codes;
+        const Word* words = x;
+        for (int i = 0; i < sixteens; i++, at += VECTORS, words += 4 * R)
+            each<2>([&](auto half) __attribute__((always_inline)) {
+                constexpr int first = half() * 2;
+                const IntPiece a = piece_levels<BITS, first>(at, levels.p[p], p), b = piece_levels<BITS, first + 1>(at, levels.p[p], p);
+                each<R>([&](auto r) __attribute__((always_inline)) {
+                    const IntPiece x_a = piece((int32_t)words[first * R + r()]), x_b = piece((int32_t)words[(first + 1) * R + r()]);
+                    if constexpr (SMALL) sums[r()] = piece_add_small(sums[r()], a, x_a, b, x_b);
+                    else sums[r()] = piece_add_products(piece_add_products(sums[r()], a, x_a), b, x_b);
+                });
+            });
+        each<R>([&](auto r) __attribute__((always_inline)) { part[r()].p[p] = sums[r()]; });
+    }
+}
+#else
+template <int BITS, bool SMALL, int R>
+INLINE void add_pieces(const Ints*, Ints, int, const Word*, Ints (&)[R]) {}
+#endif
 
 // One block of a unit times R rows, over one group: sums[r] += (levels - zero) * x[r] * scales + offsets * x[r]. x is
 // [words][R].
-template <class V, int R>
-__attribute__((always_inline)) inline void add_group(const GroupAt<V>& at, int block, __m512i levels, int sixteens,
+template <class V, bool SMALL, int R>
+__attribute__((always_inline)) inline void add_group(const GroupAt<V>& at, int block, Ints levels, int sixteens,
                                                      const Word* x, const GroupMeta* meta, int64_t groups,
-                                                     __m512 (&sums)[R]) {
-    __m512i part[R];
-    each<R>([&](auto r) __attribute__((always_inline)) { part[r()] = _mm512_set1_epi32(meta[r() * groups].start); });
-    const __m512i* codes = (const __m512i*)at.codes + block * sixteens * vectors_of(V::bits);
-    for (int i = 0; i < sixteens; i++, codes += vectors_of(V::bits), x += 4 * R)
+                                                     Floats (&sums)[R]) {
+    Ints part[R];
+    each<R>([&](auto r) __attribute__((always_inline)) { part[r()] = ints(meta[r() * groups].start); });
+    const Ints* codes = (const Ints*)at.codes + block * sixteens * vectors_of(V::bits);
+    if constexpr (!ONE_REGISTER) add_pieces<V::bits, SMALL, R>(codes, levels, sixteens, x, part);
+    else for (int i = 0; i < sixteens; i++, codes += vectors_of(V::bits), x += 4 * R)
         each<4>([&](auto number) __attribute__((always_inline)) {
-            const __m512i weights = levels_of<V::bits, number()>(codes, levels);
-            each<R>([&](auto r) __attribute__((always_inline)) { add_levels(part[r()], weights, x[number() * R + r()]); });
+            const Ints weights = levels_of<V::bits, number()>(codes, levels);
+            each<R>([&](auto r) __attribute__((always_inline)) { add_products(part[r()], weights, x[number() * R + r()]); });
         });
-    const __m512 scales = at.floats(block, 0);
+    const Floats scales = at.floats(block, 0);
     each<R>([&](auto r) __attribute__((always_inline)) {
-        sums[r()] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r()]), scales, sums[r()]);
+        sums[r()] = multiply_add(to_floats(part[r()]), scales, sums[r()]);
     });
     if constexpr (V::sides == 2) {
-        const __m512 offsets = at.floats(block, 1);
+        const Floats offsets = at.floats(block, 1);
         each<R>([&](auto r) __attribute__((always_inline)) {
-            sums[r()] = _mm512_fmadd_ps(offsets, _mm512_set1_ps(meta[r() * groups].sum), sums[r()]);
+            sums[r()] = multiply_add(offsets, floats(meta[r() * groups].sum), sums[r()]);
         });
     }
 }
@@ -184,14 +220,15 @@ struct Fetch {
 
 // One unit times R rows: both blocks at once for few rows, otherwise one after the other, so that twelve rows fit into
 // registers. Each turn prefetches its part of the next unit.
-template <class V, int R, class Store>
+template <class V, bool SMALL, int R, class Store>
 inline void grouped_tile(const Matrix& w, const Word* x, const GroupMeta* meta, int row, int64_t unit, TileOf tile,
                          Store& store) {
     constexpr int AT_ONCE = R <= BOTH_BLOCKS ? BLOCKS : 1;
     const int64_t groups = w.groups(), words = w.group / 4 * R, per = span_groups(w);
     const int64_t bytes = w.record_bytes / w.record_groups, unit_bytes = bytes * groups;
     const int sixteens = w.group / LANES;
-    const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)w.levels));
+    Ints levels = repeated(w.levels);
+    if constexpr (!UNSIGNED_BYTES && V::bits == 4 && !SMALL) levels = xor_bits(levels, ::bytes(-128));
     alignas(64) float totals[BLOCKS][R][LANES] = {};
     for (int block = 0; block < BLOCKS; block += AT_ONCE) {
         GroupAt<V> at(w, unit, 0);
@@ -199,37 +236,37 @@ inline void grouped_tile(const Matrix& w, const Word* x, const GroupMeta* meta, 
         Fetch fetch{at.record + (turns == 1 ? BYTES_AHEAD : unit_bytes + unit_bytes * turn / turns)};
         const uint8_t* next = fetch.at;
         for (int64_t g = 0; g < groups;) {
-            __m512 sums[AT_ONCE][R];
+            Floats sums[AT_ONCE][R];
             each<R>([&](auto r) __attribute__((always_inline)) {
-                each<AT_ONCE>([&](auto b) __attribute__((always_inline)) { sums[b()][r()] = _mm512_setzero_ps(); });
+                each<AT_ONCE>([&](auto b) __attribute__((always_inline)) { sums[b()][r()] = floats(0.0f); });
             });
             for (const int64_t end = std::min(g + per, groups); g < end; g++, at.advance()) {
                 next += turns == 1 ? bytes : bytes / turns;
                 fetch.upto(next);
                 each<AT_ONCE>([&](auto b) __attribute__((always_inline)) {
-                    add_group<V, R>(at, block + b(), levels, sixteens, x + g * words, meta + g, groups, sums[b()]);
+                    add_group<V, SMALL, R>(at, block + b(), levels, sixteens, x + g * words, meta + g, groups, sums[b()]);
                 });
             }
             asm volatile("" : : : "memory");  // so that the compiler keeps totals in memory and the sums in registers
             each<R>([&](auto r) __attribute__((always_inline)) {
-                const __m512 scale = _mm512_set1_ps(meta[r() * groups + g - 1].scale);
+                const Floats scale = floats(meta[r() * groups + g - 1].scale);
                 each<AT_ONCE>([&](auto b) __attribute__((always_inline)) {
                     float* total = totals[block + b()][r()];
-                    _mm512_store_ps(total, _mm512_fmadd_ps(sums[b()][r()], scale, _mm512_load_ps(total)));
+                    ::store(total, multiply_add(sums[b()][r()], scale, load(total)));
                 });
             });
         }
     }
     for (int r = 0; r < R; r++)
-        store(row + r, unit, finish(w, unit * BLOCKS, _mm512_load_ps(totals[0][r])),
-              finish(w, unit * BLOCKS + 1, _mm512_load_ps(totals[1][r])));
+        store(row + r, unit, finish(w, unit * BLOCKS, load(totals[0][r])),
+              finish(w, unit * BLOCKS + 1, load(totals[1][r])));
 }
 
-template <class V, int R, class Store>
+template <class V, bool SMALL, int R, class Store>
 inline void pick_grouped(int rows, const Matrix& w, const Word* x, const GroupMeta* meta, int row, int64_t unit,
                          TileOf tile, Store& store) {
-    if (rows == R) grouped_tile<V, R>(w, x, meta, row, unit, tile, store);
-    else if constexpr (R > 1) pick_grouped<V, R - 1>(rows, w, x, meta, row, unit, tile, store);
+    if (rows == R) grouped_tile<V, SMALL, R>(w, x, meta, row, unit, tile, store);
+    else if constexpr (R > 1) pick_grouped<V, SMALL, R - 1>(rows, w, x, meta, row, unit, tile, store);
 }
 
 // Writes rows of x [rows][stride] as [words][rows], so that a word's operands are at constant distances from one address.
@@ -244,6 +281,7 @@ inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, cons
                             Store store) {
     Share share(0, 0);
     if (!work.next(share)) return;
+    const bool large = large_levels(w, V::bits);
     const int tiles = (rows + GROUPED_ROWS - 1) / GROUPED_ROWS;
     static thread_local std::vector<Word> buffer;
     buffer.resize(std::max<size_t>(buffer.size(), rows * w.steps));
@@ -256,8 +294,12 @@ inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, cons
         for (int64_t unit = share.first; unit < share.last; unit++)
             for (int t = 0; t < tiles; t++) {
                 const int first = first_of(t), count = first_of(t + 1) - first;
-                pick_grouped<V, GROUPED_ROWS>(count, w, buffer.data() + first * w.steps, meta + first * w.groups(), first,
-                                              unit, {t, tiles}, store);
+                const Word* words = buffer.data() + first * w.steps;
+                const GroupMeta* metas = meta + first * w.groups();
+                if (V::bits != 8 && (UNSIGNED_BYTES || !large))
+                    pick_grouped<V, V::bits != 8, GROUPED_ROWS>(count, w, words, metas, first, unit, {t, tiles}, store);
+                else if constexpr (V::bits == 8 || !UNSIGNED_BYTES && V::bits == 4)
+                    pick_grouped<V, false, GROUPED_ROWS>(count, w, words, metas, first, unit, {t, tiles}, store);
             }
     } while (work.next(share));
 }
@@ -278,8 +320,8 @@ inline void unpack_groups(const Matrix& w, int64_t output, int64_t count, float*
     GroupAt<V> at(w, output / (BLOCKS * LANES), 0);
     for (int64_t g = 0; g < w.groups(); g++, at.advance()) {
         alignas(64) float scales[LANES], offsets[LANES] = {};
-        _mm512_store_ps(scales, at.floats(block, 0));
-        if (V::sides == 2) _mm512_store_ps(offsets, at.floats(block, 1));
+        store(scales, at.floats(block, 0));
+        if (V::sides == 2) store(offsets, at.floats(block, 1));
         const uint8_t* codes = at.codes + block * at.layout.codes / BLOCKS + lane * 4;
         for (int64_t i = 0; i < w.group && g * w.group + i < count; i++) {
             const uint8_t code = code_at<V::bits>(codes + i / 16 * vectors_of(V::bits) * 64, i % 16);

@@ -17,7 +17,7 @@ void multiply(const Matrix& w, const Input& x, int rows, Loop& work, Store store
 
 void encode_row(const Matrix& w, const float* row, int64_t count, Word* words, float* scales) {
     if constexpr (is_grouped(KIND)) {
-        encode_groups(w, row, count, words, (GroupMeta*)scales);
+        encode_groups<Variant<KIND>>(w, row, count, words, (GroupMeta*)scales);
     } else {
         *scales = encode<(Kind)KIND>(row, count, words);
         clear_tail(w, count, words);

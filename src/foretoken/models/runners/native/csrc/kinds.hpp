@@ -23,7 +23,7 @@ inline void clear_tail(const Matrix& w, int64_t count, Word* words) {
 }
 
 // Stores sixteen floats of an input row of a float kind; `at` counts numbers.
-inline void put_floats(const Matrix& w, Word* words, int64_t at, __m512 v) {
+inline void put_floats(const Matrix& w, Word* words, int64_t at, Floats v) {
     if (w.kind == F32) put<F32>(words, at, v);
     else put<BF16>(words, at, v);
 }
@@ -36,18 +36,18 @@ struct RowStore {
     float cap = 0.0f;  // of logits; 0: none
     int64_t unit_stride = BLOCKS * LANES;
 
-    void operator()(int row, int64_t unit, __m512 low, __m512 high) const {
+    void operator()(int row, int64_t unit, Floats low, Floats high) const {
         float* at = to + row * row_stride + unit * unit_stride;
         if (add) {
-            low = _mm512_add_ps(low, _mm512_loadu_ps(at));
-            high = _mm512_add_ps(high, _mm512_loadu_ps(at + LANES));
+            low = low + load(at);
+            high = high + load(at + LANES);
         }
         if (cap != 0.0f) low = soft(low), high = soft(high);
-        _mm512_storeu_ps(at, low);
-        _mm512_storeu_ps(at + LANES, high);
+        store(at, low);
+        store(at + LANES, high);
     }
-    __m512 soft(__m512 v) const {
-        return _mm512_mul_ps(_mm512_set1_ps(cap), hyperbolic_tangent(_mm512_div_ps(v, _mm512_set1_ps(cap))));
+    Floats soft(Floats v) const {
+        return floats(cap) * hyperbolic_tangent(v / floats(cap));
     }
 };
 
@@ -60,10 +60,10 @@ struct GateStore {
     int64_t stride;
     bool gelu;     // else SiLU
 
-    void operator()(int row, int64_t unit, __m512 gate, __m512 up) const {
-        const __m512 v = _mm512_mul_ps(gelu ? ::gelu(gate) : silu(gate), up);
+    void operator()(int row, int64_t unit, Floats gate, Floats up) const {
+        const Floats v = (gelu ? ::gelu(gate) : silu(gate)) * up;
         if (is_float(down)) put_floats(down, words + row * down.steps, unit * LANES, v);
-        else _mm512_storeu_ps(floats + row * stride + unit * LANES, v);
+        else store(floats + row * stride + unit * LANES, v);
     }
 };
 

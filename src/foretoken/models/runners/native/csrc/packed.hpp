@@ -29,11 +29,11 @@ struct UpperBytes {
 constexpr int place_of(int block, int i) { return i / 8 * 16 + block * 8 + i % 8; }
 
 // Looks up the low half of each code.
-__attribute__((always_inline)) inline __m512i upper_bytes(__m512i codes, __m512i table) {
+__attribute__((always_inline)) inline Ints upper_bytes(Ints codes, Ints table) {
 #ifdef __AVX512VBMI__
     return _mm512_permutexvar_epi8(codes, table);  // takes six bits, and the table repeats every sixteen bytes
 #else
-    return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+    return look_up(table, and_bits(codes, bytes(15)));
 #endif
 }
 
@@ -41,7 +41,7 @@ __attribute__((always_inline)) inline __m512i upper_bytes(__m512i codes, __m512i
 template <class Ahead, class Step>
 __attribute__((always_inline)) inline void each_step(const Matrix& w, int64_t unit, Ahead ahead, Step step) {
     const UpperBytes& upper = *w.upper;
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(upper.bytes + unit * 16)));
+    const Ints table = repeated(upper.bytes + unit * 16);
     const int64_t pairs = w.steps / 2;
     const uint8_t* at = (const uint8_t*)w.data + unit * pairs * PAIR_BYTES;
     int64_t p = 0;
@@ -50,16 +50,16 @@ __attribute__((always_inline)) inline void each_step(const Matrix& w, int64_t un
         for (; p < stop; p++) {
             ahead(p);
             const uint8_t* pair = at + p * PAIR_BYTES;
-            const __m512i codes = _mm512_load_si512(pair + 128);
-            __m512i low = _mm512_load_si512(pair), high = upper_bytes(codes, table);
-            step(2 * p, _mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
-            low = _mm512_load_si512(pair + 64), high = upper_bytes(_mm512_srli_epi16(codes, 4), table);
-            step(2 * p + 1, _mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high));
+            const Ints codes = load_ints(pair + 128);
+            Ints low = load_ints(pair), high = upper_bytes(codes, table);
+            step(2 * p, interleave_low(low, high), interleave_high(low, high));
+            low = load_ints(pair + 64), high = upper_bytes(shift_right16<4>(codes), table);
+            step(2 * p + 1, interleave_low(low, high), interleave_high(low, high));
         }
         if (p == pairs) return;
         const Word* words = upper.words + (int64_t)raw * 2 * STEP_WORDS;
         for (int i = 0; i < 2; i++, words += STEP_WORDS)
-            step(2 * p + i, _mm512_loadu_si512(words), _mm512_loadu_si512(words + LANES));
+            step(2 * p + i, load_ints(words), load_ints(words + LANES));
         p++;
     }
 }
@@ -73,12 +73,12 @@ inline void packed_tile(const Matrix& w, const Word* x, int64_t stride, int row,
     const uint8_t* next = (const uint8_t*)w.data + unit * pairs * PAIR_BYTES;
     if (tile.count == 1) next += PAIRS_AHEAD * PAIR_BYTES;
     else next += pairs * PAIR_BYTES + pairs * PAIR_BYTES * tile.number / tile.count;
-    __m512 low[R], high[R];
+    Floats low[R], high[R];
     each<R>([&](auto r) __attribute__((always_inline)) { low[r()] = high[r()] = U::zero(); });
     auto ahead = [&](int64_t p) __attribute__((always_inline)) {
         for (int64_t i = 0; i < lines; i++) ask(next + (p * lines + i) * 64);
     };
-    each_step(w, unit, ahead, [&](int64_t k, __m512i a, __m512i b) __attribute__((always_inline)) {
+    each_step(w, unit, ahead, [&](int64_t k, Ints a, Ints b) __attribute__((always_inline)) {
         each<R>([&](auto r) __attribute__((always_inline)) {
             const Word value = x[r() * stride + k];
             low[r()] = U::add(low[r()], a, value);
@@ -107,9 +107,9 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
         one.last = one.first + 1;
         const uint8_t* next = (const uint8_t*)w.data + one.last * w.steps / 2 * PAIR_BYTES;
         auto ahead = [&](int64_t p) { for (int i = 0; i < PAIR_LINES; i++) ask(next + p * PAIR_BYTES + i * 64); };
-        each_step(w, one.first, ahead, [&](int64_t k, __m512i a, __m512i b) __attribute__((always_inline)) {
-            _mm512_store_si512(restored + k * LANES, a);
-            _mm512_store_si512(restored + (w.steps + k) * LANES, b);
+        each_step(w, one.first, ahead, [&](int64_t k, Ints a, Ints b) __attribute__((always_inline)) {
+            store_ints(restored + k * LANES, a);
+            store_ints(restored + (w.steps + k) * LANES, b);
         });
         Matrix raw = w;
         raw.data = restored - one.first * w.steps * STEP_WORDS;
@@ -124,13 +124,13 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
 // the others, 16 KiB at a time, was slower: 16 rows 0.73, 24 rows 0.70, 34 rows 0.78, 128 rows 0.94.
 template <class Store>
 inline void packed_product(const Matrix& w, const Word* x, int64_t stride, int rows, Loop& work, Store store) {
-    constexpr int TALLEST = tallest(BF16);
+    constexpr int TALLEST = ONE_REGISTER ? tallest(BF16) : 2;
     Share share(0, 0);
     if constexpr (TILES) {
         while (work.next(share)) restored_product(w, x, stride, rows, share, store);
         return;
     }
-    const int most = rows <= TALL_UNTIL ? TALLEST : MOST_ROWS, tiles = (rows + most - 1) / most;
+    const int most = rows <= TALL_UNTIL ? TALLEST : std::min(TALLEST, MOST_ROWS), tiles = (rows + most - 1) / most;
     while (work.next(share))
         for (int64_t unit = share.first; unit < share.last; unit++)
             for (int t = 0; t < tiles; t++) {

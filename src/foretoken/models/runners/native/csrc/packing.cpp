@@ -33,25 +33,24 @@ void pack_codes(const uint8_t* codes, int64_t count, Word* to) {
 
 // The bytes of one step: lower and upper ones in the places of a packed step.
 struct StepBytes {
-    __m512i lower, upper;
+    Ints lower, upper;
     StepBytes(const Matrix& w, int64_t unit, int64_t k) {
         const Word* at = w.data + (unit * BLOCKS * w.steps + k) * LANES;
-        const __m512i a = _mm512_load_si512(at), b = _mm512_load_si512(at + w.steps * LANES), low = _mm512_set1_epi16(255);
-        lower = _mm512_packus_epi16(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
-        upper = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+        const Ints a = load_ints(at), b = load_ints(at + w.steps * LANES);
+        lower = even_bytes(a, b), upper = odd_bytes(a, b);
     }
 };
 
 // The codes of upper bytes, and whether each has one.
-bool find_codes(__m512i upper, const uint8_t* bytes, __m512i& codes) {
-    __mmask64 known = 0;
-    codes = _mm512_setzero_si512();
+bool find_codes(Ints upper, const uint8_t* bytes, Ints& codes) {
+    ByteMask known = no_bytes();
+    codes = ints(0);
     for (int code = 0; code < 16; code++) {
-        const __mmask64 equal = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8((char)bytes[code]));
-        codes = _mm512_mask_mov_epi8(codes, equal, _mm512_set1_epi8((char)code));
-        known |= equal;
+        const ByteMask equal = equal_bytes(upper, bytes[code]);
+        codes = with_bytes(codes, equal, (uint8_t)code);
+        known = either(known, equal);
     }
-    return !~known;
+    return every(known);
 }
 
 // The sixteen commonest upper bytes of a unit. In wide matrices every fourth step shows them.
@@ -59,7 +58,7 @@ void choose_bytes(const Matrix& w, int64_t unit, uint8_t* bytes) {
     int32_t counts[4][256] = {};
     alignas(64) uint8_t upper[64];
     for (int64_t k = 0; k < w.steps; k += w.steps < 512 ? 1 : 4) {
-        _mm512_store_si512(upper, StepBytes(w, unit, k).upper);
+        store_ints(upper, StepBytes(w, unit, k).upper);
         for (int i = 0; i < 64; i++) counts[i % 4][upper[i]]++;
     }
     uint8_t order[256];
@@ -83,7 +82,7 @@ void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t*
                     uint8_t* where = (uint8_t*)at.record + side * at.layout.floats;
                     const float value = floats[side][row * records + g / per];
                     if (V::scales == SINGLE) ((float*)where)[number] = value;
-                    else ((uint16_t*)where)[number] = (uint16_t)_cvtss_sh(value, 0);
+                    else ((uint16_t*)where)[number] = to_half(value);
                     if (V::scales == TWO_LEVELS)
                         ((int8_t*)at.parts)[side * at.layout.parts + number] = parts[side][row * groups + g];
                 }
@@ -97,20 +96,23 @@ void pack_groups(const uint8_t* codes, const float* const* floats, const int8_t*
 constexpr int64_t CHUNK = 1 << 20;
 
 uint64_t checksum(const uint8_t* data, int64_t bytes) {
-    constexpr int VECTORS = 4;
-    const __m512i prime = _mm512_set1_epi64(0x9E3779B185EBCA87);
-    __m512i sums[VECTORS];
-    for (int i = 0; i < VECTORS; i++) sums[i] = _mm512_set1_epi64(bytes + i);
-    for (int64_t at = 0; at < bytes; at += 64 * VECTORS)
-        for (int i = 0; i < VECTORS; i++) {
-            const int64_t left = std::min<int64_t>(64, bytes - at - 64 * i);
-            if (left <= 0) break;
-            const __m512i x = _mm512_maskz_loadu_epi8(~0ull >> (64 - left), data + at + 64 * i);
-            const __m512i mixed = _mm512_mullo_epi64(_mm512_xor_si512(sums[i], x), prime);
-            sums[i] = _mm512_xor_si512(mixed, _mm512_srli_epi64(mixed, 32));
-        }
-    uint64_t lanes[8 * VECTORS], sum = 0;
-    std::memcpy(lanes, sums, sizeof lanes);
+    constexpr int COUNT = 32;
+    constexpr uint64_t PRIME = 0x9E3779B185EBCA87;
+    uint64_t lanes[COUNT], words[COUNT], sum = 0;
+    for (int i = 0; i < COUNT; i++) lanes[i] = (uint64_t)bytes + i / 8;
+    for (int64_t at = 0; at < bytes; at += sizeof words) {
+        const int64_t count = std::min<int64_t>(sizeof words, bytes - at);
+        auto mix = [&](int used) __attribute__((always_inline)) {
+            for (int i = 0; i < used; i++) {
+                const uint64_t mixed = (lanes[i] ^ words[i]) * PRIME;
+                lanes[i] = mixed ^ mixed >> 32;
+            }
+        };
+        if (count < (int64_t)sizeof words) std::memset(words, 0, sizeof words);
+        std::memcpy(words, data + at, count);
+        if (count == sizeof words) mix(COUNT);  // a fixed number of turns becomes vector instructions
+        else mix((int)(count + 63) / 64 * 8);
+    }
     for (uint64_t lane : lanes) sum = (sum ^ lane) * 0x9E3779B185EBCA87, sum ^= sum >> 32;
     return sum;
 }
@@ -164,7 +166,7 @@ void foretoken_choose_bytes(const Matrix* from, uint8_t* bytes, int32_t* counts,
     in_parallel_each(threads, from->units, 1, [&](int64_t unit) {
         choose_bytes(*from, unit, bytes + unit * 16);
         counts[unit] = 0;
-        __m512i codes;
+        Ints codes;
         for (int64_t k = 0; k < from->steps; k += 2)
             counts[unit] += !(find_codes(StepBytes(*from, unit, k).upper, bytes + unit * 16, codes) &&
                               find_codes(StepBytes(*from, unit, k + 1).upper, bytes + unit * 16, codes));
@@ -178,12 +180,12 @@ void foretoken_pack_bytes(const Matrix* from, uint8_t* to, const UpperBytes* upp
         uint8_t* pair = to + unit * from->steps / 2 * PAIR_BYTES;
         for (int64_t k = 0; k < from->steps; k += 2, pair += PAIR_BYTES) {
             const StepBytes first(*from, unit, k), second(*from, unit, k + 1);
-            __m512i low, high;
+            Ints low, high;
             const bool known = find_codes(first.upper, upper->bytes + unit * 16, low) &
                                find_codes(second.upper, upper->bytes + unit * 16, high);
-            _mm512_store_si512(pair, first.lower);
-            _mm512_store_si512(pair + 64, second.lower);
-            _mm512_store_si512(pair + 128, _mm512_or_si512(low, _mm512_slli_epi16(high, 4)));
+            store_ints(pair, first.lower);
+            store_ints(pair + 64, second.lower);
+            store_ints(pair + 128, or_bits(low, shift_left16<4>(high)));
             if (known) continue;
             Word* words = (Word*)upper->words + (int64_t)raw * 2 * STEP_WORDS;
             for (int i = 0; i < 2; i++)

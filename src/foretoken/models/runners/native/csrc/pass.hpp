@@ -148,18 +148,17 @@ struct Pass {
             if (out != x) std::memcpy(out, x, sizeof(float) * count);
             return;
         }
-        __m512 sum = _mm512_setzero_ps();
+        Floats sum = floats(0.0f);
         int64_t i = 0;
         for (; i + LANES <= count; i += LANES) {
-            __m512 v = _mm512_loadu_ps(x + i);
-            sum = _mm512_fmadd_ps(v, v, sum);
+            Floats v = load(x + i);
+            sum = multiply_add(v, v, sum);
         }
-        float total = _mm512_reduce_add_ps(sum);
+        float total = sum_of(sum);
         for (int64_t j = i; j < count; j++) total += x[j] * x[j];
         const float factor = 1.0f / std::sqrt(total / (float)count + m.eps);
         for (i = 0; i + LANES <= count; i += LANES)
-            _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(factor)),
-                                                    _mm512_loadu_ps(weight + i)));
+            store(out + i, load(x + i) * floats(factor) * load(weight + i));
         for (; i < count; i++) out[i] = x[i] * factor * weight[i];
     }
 
@@ -190,11 +189,11 @@ struct Pass {
     }
 
     void embed() {
-        const __m512 scale = _mm512_set1_ps(m.embedding_scale);
+        const Floats scale = floats(m.embedding_scale);
         member.each(b.rows, 1, [&](int64_t r) {
             float* to = embedded + r * width;
             embedding(b.tokens[r], to);
-            for (int64_t i = 0; i < width; i += LANES) _mm512_storeu_ps(to + i, _mm512_mul_ps(_mm512_loadu_ps(to + i), scale));
+            for (int64_t i = 0; i < width; i += LANES) store(to + i, (load(to + i) * scale));
         });
     }
 
@@ -205,7 +204,7 @@ struct Pass {
             return functions(m.table).unpack(m.table, token, m.hidden, to);
         }
         const Word* row = m.embedding ? m.embedding + token * (width / per_word(kv)) : unpack(token);
-        for (int64_t i = 0; i < width; i += LANES) _mm512_storeu_ps(to + i, get<kv>(row, i));
+        for (int64_t i = 0; i < width; i += LANES) store(to + i, get<kv>(row, i));
     }
 
     const Word* unpack(int token) {
@@ -269,7 +268,7 @@ struct Pass {
             const int place = b.places[row];
             if (kv_head >= m.kv_heads) {
                 // A masked key has weight 0, and 0 times infinity is NaN.
-                for (int i = 0; i < m.head_dim; i += LANES) _mm512_storeu_ps(x + i, finite(_mm512_loadu_ps(x + i)));
+                for (int i = 0; i < m.head_dim; i += LANES) store(x + i, finite(load(x + i)));
                 encode<kv>(x, m.head_dim, layout.value(pages, number, kv_head - m.kv_heads, place));
                 return;
             }
@@ -315,9 +314,9 @@ struct Pass {
 
     void keep(const Matrix& w, int row, int head, const float* values) {
         for (int i = 0; i < m.head_dim; i += LANES) {
-            __m512 v = _mm512_loadu_ps(values + i);
+            Floats v = load(values + i);
             if (is_float(w)) put_floats(w, inputs[1] + row * w.steps, head * m.head_dim + i, v);
-            else _mm512_storeu_ps(mixed + ((int64_t)row * m.heads + head) * m.head_dim + i, v);
+            else store(mixed + ((int64_t)row * m.heads + head) * m.head_dim + i, v);
         }
     }
 

@@ -14,18 +14,21 @@ constexpr int TILE_STEPS = 16;    // the number of steps is a multiple of this
 // Rows of a register tile: 16 sums, 2 weights, 1 input. More rows fit, but compilers then spill registers. Measured on a
 // Zen 4 without AMX, products of a 0.74 B model at 32 and 150 rows: bf16 115 and 600 ms with 14 rows, 112 and 490 ms with 8;
 // int8 101 and 620 ms with 14 rows, 59 and 260 ms with 8.
-constexpr int MOST_ROWS = 8;
+constexpr int MOST_ROWS = ONE_REGISTER ? 8 : 6;
 
 // With an instruction for the products of a word, twelve rows do not spill, and up to twenty rows they save one pass through
 // the weights. Measured on a Zen 5, a pass of that model at nine and twenty rows: bf16 25.5 and 36.2 ms with 8 rows, 23.6
 // and 33.7 ms with 12; int8 15.3 and 19.5 ms with 8, 12.6 and 19.1 ms with 12. From 24 rows on it gains nothing.
 constexpr int TALL_ROWS = 12, TALL_UNTIL = 20;
+constexpr int BOTH_ROWS = 2;  // up to this many rows of narrow registers take both blocks of a unit at once
 
+// Where a block of sixteen outputs takes several registers, tiles are one block wide, unless they have few rows.
 constexpr int tallest(Kind kind) {
+    if (!ONE_REGISTER) return kind == F32 ? MOST_ROWS : 4;
 #ifdef __AVX512BF16__
     return kind == F32 ? MOST_ROWS : TALL_ROWS;
 #else
-    return kind == INT8 ? TALL_ROWS : MOST_ROWS;
+    return kind == INT8 && UNSIGNED_BYTES ? TALL_ROWS : MOST_ROWS;
 #endif
 }
 
@@ -65,17 +68,17 @@ struct Whole {
     }
 };
 
-inline __m512 finish(const Matrix& w, int64_t block, __m512 v) {
-    return w.bias ? _mm512_add_ps(v, _mm512_loadu_ps(w.bias + block * LANES)) : v;
+inline Floats finish(const Matrix& w, int64_t block, Floats v) {
+    return w.bias ? v + load(w.bias + block * LANES) : v;
 }
 
-inline __m512 finish(const Matrix& w, int64_t block, __m512i v, float scale) {
+inline Floats finish(const Matrix& w, int64_t block, Ints v, float scale) {
     if (OFFSET) {
-        __m512i sums = _mm512_loadu_si512(w.sums + block * LANES);
-        v = _mm512_sub_epi32(v, _mm512_slli_epi32(sums, 7));
+        Ints sums = load_ints(w.sums + block * LANES);
+        v = subtract_ints(v, shift_left<7>(sums));
     }
-    __m512 scales = _mm512_mul_ps(_mm512_loadu_ps(w.scales + block * LANES), _mm512_set1_ps(scale));
-    return finish(w, block, _mm512_mul_ps(_mm512_cvtepi32_ps(v), scales));
+    const Floats scales = load(w.scales + block * LANES) * floats(scale);
+    return finish(w, block, to_floats(v) * scales);
 }
 
 // Prefetching: weights are prefetched while products are computed. If a unit has one tile, the tile prefetches the same step
@@ -90,7 +93,7 @@ constexpr int FEW_AHEAD = 48;
 
 constexpr int few_rows(Kind kind) { return kind == INT8 ? 2 : 4; }
 
-inline void ask(const void* line) { _mm_prefetch((const char*)line, _MM_HINT_T0); }
+inline void ask(const void* line) { prefetch(line); }
 
 // Tile `number` of the `count` tiles of a unit, and what comes next in memory: `words` words per step, or null for the next unit.
 struct TileOf {
@@ -111,7 +114,7 @@ inline void register_tile(const Matrix& w, const Word* x, int64_t stride, const 
     typename U::Sum sums[R][BLOCKS];
     for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = U::zero();
     auto step = [&](int64_t k) __attribute__((always_inline)) {
-        __m512i a = _mm512_load_si512(low + k * LANES), b = _mm512_load_si512(high + k * LANES);
+        Ints a = load_ints(low + k * LANES), b = load_ints(high + k * LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             Word value = x[r * stride + k];
@@ -149,11 +152,42 @@ inline void register_tile(const Matrix& w, const Word* x, int64_t stride, const 
     }
 }
 
+// One block after the other times `R` rows in registers. Each block prefetches its part of what comes next.
+template <Kind kind, int R, class Store>
+inline void narrow_tile(const Matrix& w, const Word* x, int64_t stride, const float* scales, int row, int64_t unit,
+                        TileOf tile, Store& store) {
+    using U = Unit<kind>;
+    const int64_t block_words = w.steps * LANES;
+    const Word* at = w.data + unit * BLOCKS * block_words;
+    Floats results[BLOCKS][R];
+    for (int block = 0; block < BLOCKS; block++, at += block_words) {
+        typename U::Sum sums[R];
+        each<R>([&](auto r) __attribute__((always_inline)) { sums[r()] = U::zero(); });
+        const int64_t words = tile.next ? tile.words : BLOCKS * LANES, share = (words / BLOCKS + tile.count - 1) / tile.count;
+        const Word* next = tile.next ? tile.next : w.data + (unit + 1) * BLOCKS * block_words;
+        next += w.steps * words * (tile.number * BLOCKS + block) / (tile.count * BLOCKS);
+        for (int64_t k = 0; k < w.steps; k++) {
+            if (share * k / LANES != share * (k - 1) / LANES) ask(next + k * share);
+            const Ints weights = load_ints(at + k * LANES);
+            each<R>([&](auto r) __attribute__((always_inline)) {
+                sums[r()] = U::add(sums[r()], weights, x[r() * stride + k]);
+            });
+        }
+        each<R>([&](auto r) __attribute__((always_inline)) {
+            if constexpr (kind == INT8) results[block][r()] = finish(w, unit * BLOCKS + block, sums[r()], scales[r()]);
+            else results[block][r()] = finish(w, unit * BLOCKS + block, sums[r()]);
+        });
+    }
+    for (int r = 0; r < R; r++) store(row + r, unit, results[0][r], results[1][r]);
+}
+
 template <Kind kind, int R, class Store>
 inline void pick_tile(int rows, const Matrix& w, const Word* x, int64_t stride, const float* scales, int row,
                       int64_t unit, TileOf tile, Store& store) {
-    if (rows == R)
-        register_tile<kind, R>(w, x, stride, scales, row, unit, tile, store);
+    if (rows == R) {
+        if constexpr (ONE_REGISTER || R <= BOTH_ROWS) register_tile<kind, R>(w, x, stride, scales, row, unit, tile, store);
+        else narrow_tile<kind, R>(w, x, stride, scales, row, unit, tile, store);
+    }
     else if constexpr (R > 1)
         pick_tile<kind, R - 1>(rows, w, x, stride, scales, row, unit, tile, store);
 }
@@ -195,19 +229,19 @@ inline void release_tiles() {
 // Measured: a fifth faster from memory and a quarter faster from the L2 cache; prefetching further ahead is slower.
 inline void fetch_tile(const Word* tile) {
 #pragma GCC unroll 16
-    for (int i = 0; i < TILE_STEPS; i++) _mm_prefetch((const char*)(tile + i * LANES), _MM_HINT_T0);
+    for (int i = 0; i < TILE_STEPS; i++) prefetch(tile + i * LANES);
 }
 
 template <Kind kind, class Store>
 inline void emit_tile(const Matrix& w, const Word* low, const Word* high, int rows, const float* scales, int row,
                       int64_t unit, Store& store) {
     for (int r = 0; r < rows; r++) {
-        __m512i a = _mm512_load_si512(low + r * LANES), b = _mm512_load_si512(high + r * LANES);
+        Ints a = load_ints(low + r * LANES), b = load_ints(high + r * LANES);
         int64_t block = unit * BLOCKS;
         if constexpr (kind == INT8)
             store(row + r, unit, finish(w, block, a, scales[r]), finish(w, block + 1, b, scales[r]));
         else
-            store(row + r, unit, finish(w, block, _mm512_castsi512_ps(a)), finish(w, block + 1, _mm512_castsi512_ps(b)));
+            store(row + r, unit, finish(w, block, as_floats(a)), finish(w, block + 1, as_floats(b)));
     }
 }
 
@@ -293,7 +327,7 @@ inline void product(const Matrix& w, const Word* x, int64_t stride, const float*
             return;
         }
     }
-    const int most = rows <= TALL_UNTIL ? tallest(kind) : MOST_ROWS, tiles = (rows + most - 1) / most;
+    const int most = rows <= TALL_UNTIL ? tallest(kind) : std::min(MOST_ROWS, tallest(kind)), tiles = (rows + most - 1) / most;
     while (work.next(share))
         for (int64_t unit = share.first; unit < share.last; unit++)
             for (int t = 0; t < tiles; t++) {
