@@ -54,7 +54,14 @@ def test_a_level_that_cannot_run_is_refused(name: str, message: str, monkeypatch
     assert "can run avx512-vnni, avx512" in str(caught.value)
 
 
-def test_a_processor_without_any_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_x86_processor_runs_the_generic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu, "features", frozenset)
+    assert require().name == "generic"
+
+
+def test_without_levels_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "LEVELS", cpu.LEVELS[:1])
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(cpu, "features", frozenset)
     with pytest.raises(KernelsUnavailable, match="avx2"):

@@ -11,6 +11,7 @@ import torch
 
 from foretoken.core import streams
 from foretoken.core.distributions import NodeDistributions
+from foretoken.core.native import cpu
 from foretoken.core.native import sampling as native
 from foretoken.core.sampling import SamplingLaw
 from foretoken.core.streams import Purpose, Streams
@@ -163,3 +164,23 @@ def test_torch_is_the_fallback_without_kernels(monkeypatch: pytest.MonkeyPatch) 
     tokens = [Streams(4).private(Purpose.VERIFY, i).categorical(compiled[0], 0) for i in range(50)]
     monkeypatch.undo()
     assert tokens == [Streams(4).private(Purpose.VERIFY, i).categorical(compiled[0], 0) for i in range(50)]
+
+
+@pytest.mark.slow
+def test_levels_give_the_same_draws_and_nearly_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = made(3, 40_000)
+    results = {}
+    for level in cpu.available():
+        monkeypatch.setenv(cpu.VARIABLE, level.name)
+        kernels = native.kernels()
+        assert kernels is not None
+        laws = [SamplingLaw(), SamplingLaw(temperature=0.7, top_p=0.9), SamplingLaw(top_k=40), SamplingLaw(min_p=0.01)]
+        rows = [law.probs(logits, ()) for law in laws]
+        weights = torch.rand(40_000, generator=torch.Generator().manual_seed(1))
+        races = [kernels.race(weights, streams.stream_key(key, Purpose.SHARED, 5)) for key in range(50)]
+        draws = [kernels.draw(weights, u / 50) for u in range(50)]
+        results[level.name] = rows, races, draws
+    best, *others = results.values()
+    for rows, races, draws in others:
+        assert (races, draws) == best[1:]
+        assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-9) for one, other in zip(rows, best[0], strict=True))

@@ -21,6 +21,7 @@ from foretoken.models.runners.torch_runner import TorchRunner
 from .trees import repeating
 
 VOCAB = 131  # no multiple of anything
+SLOW = {"avx512", "generic"}  # levels whose kernels are compiled for these tests only, as are those of avx2
 CONFIG = {
     "model_type": "qwen3",
     "vocab_size": VOCAB,
@@ -59,7 +60,9 @@ kinds = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=[level.name for level in cpu.LEVELS])
+@pytest.fixture(
+    params=[pytest.param(level.name, marks=[pytest.mark.slow] if level.name in SLOW else []) for level in cpu.LEVELS]
+)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every instruction-set level, of which this processor may run some."""
     name: str = request.param
@@ -207,12 +210,21 @@ def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) 
         assert not rows[: part.shape[0], part.shape[1] :].any()
 
 
-@pytest.mark.parametrize("flag", ["avx512f", "avx512bw"])
-def test_a_processor_without_avx512_uses_the_torch_runner(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "features", lambda: frozenset())
-    with pytest.raises(KernelsUnavailable, match=flag):
-        library([Kind.BFLOAT16], Kind.BFLOAT16)
-    assert isinstance(decoder(torch.float32).runner, TorchRunner)
+@needs_kernels
+@pytest.mark.parametrize(
+    "dtype, quantization", [(torch.float32, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
+)
+def test_avx2_and_avx512_give_the_same_bits(
+    dtype: torch.dtype, quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have fused multiply-adds and take the same order; bfloat16 instructions round differently."""
+    results = []
+    for name in ("avx512-vnni", "avx2"):
+        if name not in [level.name for level in cpu.available()]:
+            pytest.skip(f"this processor cannot run {name}")
+        monkeypatch.setenv(cpu.VARIABLE, name)
+        results.append(scores(decoder(dtype, quantization)))
+    assert torch.equal(*results)
 
 
 @needs_kernels

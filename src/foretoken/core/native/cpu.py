@@ -19,7 +19,7 @@ class Level(NamedTuple):
 
     Attributes:
         name: its name in FORETOKEN_CPU.
-        machines: names of the architecture in ``platform.machine``; none for all of them.
+        machines: names of the architecture in ``platform.machine``.
         features: what the processor must have, by the names in /proc/cpuinfo.
         flags: compiler flags.
     """
@@ -52,7 +52,7 @@ LEVELS = (  # best first
     _x86("avx512", _AVX512),
     _x86("avx2-vnni", f"{_AVX2} avx_vnni"),
     _x86("avx2", _AVX2),
-    Level("generic", (), frozenset(), ()),  # the instructions that every processor of an architecture has
+    Level("generic", _X86, frozenset(), ()),  # what every x86-64 has; other architectures have not been tested
 )
 
 
@@ -70,9 +70,7 @@ def features() -> frozenset[str]:
 def available() -> list[Level]:
     """Returns the levels that this processor can run, best first."""
     machine = platform.machine()
-    return [
-        level for level in LEVELS if (not level.machines or machine in level.machines) and features() >= level.features
-    ]
+    return [level for level in LEVELS if machine in level.machines and features() >= level.features]
 
 
 def chosen() -> Level | None:

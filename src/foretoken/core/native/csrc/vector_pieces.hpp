@@ -90,7 +90,7 @@ INLINE BytePiece piece_look_up(BytePiece table, BytePiece at) {
 #if defined(__AVXVNNI__)
 constexpr bool UNSIGNED_BYTES = true;
 INLINE IntPiece piece_add_products(IntPiece sum, IntPiece a, IntPiece b) {
-    __asm__("{vex} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
     return sum;
 }
 #else
@@ -143,18 +143,24 @@ INLINE IntPiece piece_add_small(IntPiece sum, IntPiece a, IntPiece b, IntPiece c
 
 INLINE Floats floats(float x) { OF_PIECES(Floats, piece(x)); }
 INLINE Ints ints(int32_t x) { OF_PIECES(Ints, piece(x)); }
-INLINE Floats load(const float* at) {
-    Floats out;
-    std::memcpy(&out, at, sizeof out);
-    return out;
+// Registers in memory. A copy of all of them at once would go through the stack.
+typedef float FloatsAt __attribute__((vector_size(PIECE), aligned(1), may_alias));
+typedef int32_t IntsAt __attribute__((vector_size(PIECE), aligned(1), may_alias));
+INLINE Floats load(const float* at) { OF_PIECES(Floats, ((const FloatsAt*)at)[i]); }
+INLINE void store(float* at, Floats v) { EACH_PIECE ((FloatsAt*)at)[i] = v.p[i]; }
+INLINE Ints load_ints(const void* at) { OF_PIECES(Ints, ((const IntsAt*)at)[i]); }
+INLINE void store_ints(void* at, Ints v) { EACH_PIECE ((IntsAt*)at)[i] = v.p[i]; }
+
+// One word in all lanes. The compiler may not look into it: GCC would compute with the word before it is spread.
+INLINE Ints spread(uint32_t word) {
+    IntPiece one = piece((int32_t)word);
+#if defined(__x86_64__)
+    __asm__("" : "+x"(one));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(one));
+#endif
+    OF_PIECES(Ints, one);
 }
-INLINE void store(float* at, Floats v) { std::memcpy(at, &v, sizeof v); }
-INLINE Ints load_ints(const void* at) {
-    Ints out;
-    std::memcpy(&out, at, sizeof out);
-    return out;
-}
-INLINE void store_ints(void* at, Ints v) { std::memcpy(at, &v, sizeof v); }
 
 // Sixteen bytes, four times.
 INLINE Ints repeated(const void* at) {

@@ -56,7 +56,7 @@ struct Unit<BF16> {  // the even elements, then the odd ones
     using Sum = Floats;
     static Sum zero() { return floats(0.0f); }
     INLINE static Sum add(Sum sum, Ints weights, Word x) {
-        const Ints high = ints((int)0xffff0000), both = ints((int)x);
+        const Ints high = ints((int)0xffff0000), both = spread(x);
         sum = multiply_add(as_floats(shift_left<16>(weights)), as_floats(shift_left<16>(both)), sum);
         return multiply_add(as_floats(and_bits(weights, high)), as_floats(and_bits(both, high)), sum);
     }
