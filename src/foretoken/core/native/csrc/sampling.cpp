@@ -244,40 +244,64 @@ struct Best {
 
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, FIRST = 0xBF58476D1CE4E5B9u, SECOND = 0x94D049BB133111EBu;
 
+// Numbers of 64 bits in one register.
+#ifdef __AVX512F__
+constexpr int REGISTER = 64;
+#else
+constexpr int REGISTER = PIECE;
+#endif
+typedef double Doubles __attribute__((vector_size(REGISTER)));
+typedef uint64_t Words __attribute__((vector_size(REGISTER)));
+typedef int64_t Lanes __attribute__((vector_size(REGISTER)));  // all ones where a comparison holds
+constexpr int WIDE = REGISTER / 8;
+
+// Bit i is set where lane i is.
+INLINE unsigned bits_of(Lanes v) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi64_mask((__m512i)v);
+#elif defined(__AVX2__)
+    return (unsigned)_mm256_movemask_pd((__m256d)v);
+#elif defined(__SSE2__)
+    return (unsigned)_mm_movemask_pd((__m128d)v);
+#else
+    unsigned out = 0;
+    for (int i = 0; i < WIDE; i++) out |= (unsigned)(v[i] & 1) << i;
+    return out;
+#endif
+}
+
+template <class T>
+INLINE Doubles load_wide(const T* w, int64_t count) {
+    typedef T Numbers __attribute__((vector_size(sizeof(T) * WIDE)));
+    typedef T NumbersAt __attribute__((vector_size(sizeof(T) * WIDE), aligned(1), may_alias));
+    if (count >= WIDE) return __builtin_convertvector(*(const NumbersAt*)w, Doubles);
+    Numbers numbers = {};
+    std::memcpy(&numbers, w, count * sizeof(T));
+    return __builtin_convertvector(numbers, Doubles);
+}
+
 template <class T>
 Best raced(const T* w, int64_t from, int64_t to, uint64_t key) {
-    constexpr int AT_ONCE = 8;
     Best best;
-    for (int64_t i = from; i < to; i += AT_ONCE) {
-        double weights[AT_ONCE] = {}, numbers[AT_ONCE];
-        if (to - i >= AT_ONCE)
-            for (int lane = 0; lane < AT_ONCE; lane++) weights[lane] = w[i + lane];
-        else
-            for (int lane = 0; lane < to - i; lane++) weights[lane] = w[i + lane];
+    Words counter = {};
+    for (int lane = 0; lane < WIDE; lane++) counter[lane] = lane + 1;
+    counter = (counter + (uint64_t)from) * GOLDEN + key;
+    for (int64_t i = from; i < to; i += WIDE, counter += WIDE * GOLDEN) {
+        const Doubles weights = load_wide(w + i, to - i);
         // No exponential is under 2^-53: tokens that cannot win with that one are skipped.
-        const double reach = best.score * 0x1p-53;
-        bool any = false;
-        for (int lane = 0; lane < AT_ONCE; lane++) any |= weights[lane] > reach;
-        if (!any) continue;
+        if (!bits_of((Lanes)(weights > best.score * 0x1p-53))) continue;
+        Words z = counter;
+        z = (z ^ z >> 30) * FIRST;
+        z = (z ^ z >> 27) * SECOND;
+        z = (z ^ z >> 31) >> 12;
+        const Doubles whole = (Doubles)(z | 0x4330000000000000) - 0x1p52;  // z, which is below 2^52
+        const Doubles u = (whole + 0.5) * 0x1p-52;
         // -log u >= 1 - u, so a score is at most weight / (1 - u), plus a margin for rounding.
-        const double score = best.score * (1.0 - 1e-12);
-        int64_t hits[AT_ONCE], hit = 0;
-        for (int lane = 0; lane < AT_ONCE; lane++) {
-            uint64_t z = (uint64_t)(i + lane + 1) * GOLDEN + key;
-            z = (z ^ z >> 30) * FIRST;
-            z = (z ^ z >> 27) * SECOND;
-            z = (z ^ z >> 31) >> 12;
-            const uint64_t whole = z | 0x4330000000000000;  // 2^52 + z as a double
-            double u;
-            std::memcpy(&u, &whole, sizeof u);
-            numbers[lane] = (u - 0x1p52 + 0.5) * 0x1p-52;
-            hits[lane] = (weights[lane] >= (1.0 - numbers[lane]) * score) & (weights[lane] > 0.0);
-        }
-        for (int lane = 0; lane < AT_ONCE; lane++) hit |= hits[lane];
-        if (!hit) continue;
-        for (int lane = 0; lane < AT_ONCE; lane++) {
-            if (!hits[lane]) continue;
-            const double next = weights[lane] / -std::log(numbers[lane]);
+        const Doubles bound = (1.0 - u) * (best.score * (1.0 - 1e-12));
+        unsigned hit = bits_of((Lanes)(weights >= bound)) & bits_of((Lanes)(weights > 0.0));
+        for (; hit; hit &= hit - 1) {
+            const int lane = __builtin_ctz(hit);
+            const double next = (double)w[i + lane] / -std::log(u[lane]);
             if (next > best.score) best = {next, i + lane};
         }
     }
