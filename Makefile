@@ -4,6 +4,7 @@
 #   make test-fast  the tests that take seconds
 #   make check      formatting, lint, types and the import rule
 #   make docs       the documentation as a site, in site/; broken links and unknown names are errors
+#   make wheel      wheels with compiled kernels for the platforms WHEELS, in dist/; Zig compiles them (100 MB, in pip's cache)
 #   make peers      OpenVINO GenAI, vLLM and llama.cpp, each in an environment of its own, for the race (gigabytes)
 #   make bench      the figures of the README (two hours; leave the machine alone meanwhile)
 # PIP_ARGS goes to pip, for instance --extra-index-url with an index of smaller, CPU-only builds of torch.
@@ -13,6 +14,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PIP_ARGS ?=
+# Of src/foretoken/core/native/toolchain.py: those that there are kernels for.
+WHEELS ?= linux-x86_64
 PEERS ?= openvino vllm llamacpp
 RESULTS ?= benchmarks/results
 BIN := $(VENV)/bin
@@ -24,7 +27,7 @@ RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check docs format peers bench install clean
+.PHONY: help demo test test-fast check docs format wheel peers bench install clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -50,6 +53,12 @@ docs: $(DEV)
 format: $(DEV)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+wheel: $(RUNTIME)
+	@for platform in $(WHEELS); do \
+		FORETOKEN_WHEEL=$$platform $(BIN)/python -m pip wheel --disable-pip-version-check -q $(PIP_ARGS) --no-deps -w dist . || exit 1; \
+	done
+	@ls -l dist
 
 peers: $(RUNTIME)
 	@$(BIN)/python benchmarks/peers/setup.py $(PEERS) $(PIP_ARGS)

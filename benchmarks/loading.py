@@ -27,7 +27,7 @@ from rich import box
 from rich.table import Table
 
 from foretoken.bench.setting import setting, wide_console
-from foretoken.core.files import cache_folder
+from foretoken.core.folders import cache_folder
 from foretoken.models.formats.checkpoint import resolve
 
 DROP = Path("/proc/sys/vm/drop_caches")

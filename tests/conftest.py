@@ -17,7 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken; before torch is 
 import pytest
 import torch
 
-from foretoken.core.files import cache_folder
+from foretoken.core.folders import cache_folder
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.target import Shape, new_model, save
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from typing import Any
 
 import pytest
@@ -35,11 +34,12 @@ def test_switched_off_kernels_are_named(run: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_a_missing_compiler_is_named_with_what_to_do(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "chosen", lambda: cpu.LEVELS[-1])
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(build, "local", lambda: None)
     monkeypatch.delenv("FORETOKEN_NATIVE", raising=False)
     why = json.loads(run("info", "--json").out)["kernels"]["why"]
     assert "no C++ compiler" in why
     assert "apt install g++" in why
+    assert "foretoken[compiler]" in why
 
 
 def test_keys_are_not_shown(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

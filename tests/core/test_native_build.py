@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.core.native.build import linked
+from foretoken.core.native import build, toolchain
+from foretoken.core.native.build import linked, shipped_name
+from foretoken.core.native.toolchain import PLATFORMS
+from foretoken.models.runners.native.wheel import build_wheel_kernels, newest_glibc
 
 COMPILER = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -62,3 +65,46 @@ def test_of_several_that_need_a_library_one_compiles(calls: Callable[[], list[st
     assert len(set(paths)) == 1
     assert calls() == ["one", "x"]
     assert sorted(file.suffix for file in paths[0].parent.iterdir()) == [".o", ".so"]
+
+
+def test_a_library_of_the_wheel_is_taken_if_it_has_these_sources(
+    calls: Callable[[], list[str]], sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, _ = sources
+    few, whole = [(one, ["-DVALUE=1"])], [(one, ["-DVALUE=1"]), (two, ["-DVALUE=2"])]
+    monkeypatch.setattr(build, "SHIPPED", tmp_path / "shipped")
+    build.SHIPPED.mkdir()
+    path = build.SHIPPED / shipped_name("x", whole, build.ANY, ".so")
+    linked("x", whole, build.ANY).rename(path)
+    assert linked("x", few, build.ANY, whole) == path
+    assert linked("x", few, build.ANY) != path  # the wheel has no library of this one alone
+    assert calls() == ["one", "two", "x", "x"]
+    two.write_text('extern "C" int two() { return 20; }\n')
+    assert linked("x", few, build.ANY, whole) != path  # the sources were edited
+
+
+def test_zig_is_the_compiler_where_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    assert toolchain.local() is None
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: name)
+    tools = toolchain.local()
+    assert tools is not None
+    assert tools.command[1:] == ("-m", "ziglang", "c++")
+
+
+def test_a_compiler_for_windows_is_not_given_flags_of_unix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: name)
+    flags = {name: toolchain.cross(platform) for name, platform in PLATFORMS.items()}
+    assert [name for name, tools in flags.items() if tools and "-fPIC" not in tools.compiling] == ["windows-x86_64"]
+
+
+@pytest.mark.parametrize("name, levels, message", [("amiga", (), "no platform"), ("here", ("mmx",), "no level mmx")])
+def test_unknown_platforms_and_levels_of_wheels_are_refused(name: str, levels: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_wheel_kernels(name, levels)
+
+
+def test_the_newest_glibc_is_found() -> None:
+    assert newest_glibc(b"\0GLIBC_2.4\0GLIBC_2.28\0GLIBC_2.3.4\0") == (2, 28)
+    assert newest_glibc(b"MZ") == (0, 0)

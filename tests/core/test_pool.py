@@ -17,7 +17,7 @@ CASES = Path(__file__).parent / "pool_cases.cpp"
 @pytest.fixture(scope="module")
 def cases() -> ctypes.CDLL:
     try:
-        library = pool.load(build.compiled(CASES, (), pool.ANY_PROCESSOR))
+        library = pool.load(build.compiled(CASES, (), build.ANY))
     except build.KernelsUnavailable as why:
         pytest.skip(str(why))
     library.sums.restype = ctypes.c_int64

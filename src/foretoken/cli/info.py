@@ -64,16 +64,19 @@ def _machine() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    from foretoken.core.native import cpu
-    from foretoken.core.native.build import KernelsUnavailable, compiler, require
+    from foretoken.core.native import build, cpu
+    from foretoken.models.runners.native.build import prebuilt
 
     levels = [level.name for level in cpu.available()]
     try:
-        level, program = require(), compiler()
-    except (KernelsUnavailable, InvalidRequest) as reason:
+        level = build.require()
+        found = prebuilt(level)
+        libraries = "prebuilt, from the wheel" if found else "compiled here at first use"
+        compiler = {} if found else {"compiler": " ".join(build.toolchain().command)}
+    except (build.KernelsUnavailable, InvalidRequest) as reason:
         return {"runner": "torch operators", "why": str(reason), "levels": levels}
-    why = f"{cpu.reason()}, and a C++ compiler is there"
-    return {"runner": "compiled", "why": why, "level": level.name, "levels": levels, "compiler": program}
+    facts = {"runner": "compiled", "why": cpu.reason(), "level": level.name, "levels": levels, "libraries": libraries}
+    return facts | compiler
 
 
 def _versions() -> dict[str, Any]:
@@ -90,7 +93,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    from foretoken.core.files import cache_folder
+    from foretoken.core.folders import cache_folder
 
     folder = cache_folder()
     names = sorted({name for name in os.environ if name.startswith("FORETOKEN_")} | {*_VARIABLES} & os.environ.keys())

@@ -1,4 +1,4 @@
-"""Reading and writing files: atomic files and directories, JSON, and the cache folder."""
+"""Reading and writing files: atomic files and directories, and JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ from safetensors import SafetensorError
 from foretoken.core.errors import ForetokenError, ModelLoadError, WriteError
 
 AGAIN = "download or save it again"
-
-
-def cache_folder() -> Path:
-    """Returns the cache folder: $FORETOKEN_CACHE, else $XDG_CACHE_HOME/foretoken, else ~/.cache/foretoken."""
-    if chosen := os.environ.get("FORETOKEN_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "foretoken"
 
 
 @contextmanager

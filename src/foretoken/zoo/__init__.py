@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.files import cache_folder, read_json
+from foretoken.core.files import read_json
+from foretoken.core.folders import cache_folder
 
 __all__ = ["ZooModel", "cache_folder", "list_models", "path"]
 

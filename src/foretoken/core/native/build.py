@@ -1,7 +1,8 @@
-"""Compiles kernels once per instruction-set level and flags, with the machine's C++ compiler, and caches them on disk.
+"""Provides the libraries of kernels: from the wheel, else compiled once per instruction-set level and cached on disk.
 
-Without a compiler, or on a processor without the instructions, ``KernelsUnavailable`` is raised and torch operators
-are the fallback.
+Its libraries are named by the content of their sources, so one that does not belong to these sources is not used.
+Without one and without a compiler, or on a processor without the instructions, ``KernelsUnavailable`` is raised and
+torch operators are the fallback. This module needs nothing but Python, because a wheel's build uses it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from foretoken.core.files import cache_folder
+from foretoken.core.folders import cache_folder
 from foretoken.core.native import cpu
 from foretoken.core.native.cpu import Level
+from foretoken.core.native.toolchain import Toolchain, local, local_suffix
 
 SHARED = Path(__file__).parent / "csrc"
+SHIPPED = Path(__file__).parents[2] / "_kernels"  # libraries of the wheel; a checkout has none
 SWITCH = "FORETOKEN_NATIVE"  # "0" disables the compiled kernels
+ANY = Level("any", (), frozenset(), ())  # of libraries that use no particular instructions
 _log = logging.getLogger(__name__)
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
+
+Sources = Sequence[tuple[Path, Sequence[str]]]  # C++ files, each with its flags in addition to the common ones
 
 
 class KernelsUnavailable(Exception):
@@ -46,45 +51,74 @@ def require() -> Level:
     return level
 
 
-def compiler() -> str:
-    """Returns the path of the C++ compiler. Raises KernelsUnavailable."""
-    path = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if path is None:
+def toolchain() -> Toolchain:
+    """Returns this machine's C++ compiler. Raises KernelsUnavailable."""
+    found = local()
+    if found is None:
         raise KernelsUnavailable(
-            "there is no C++ compiler (c++, g++ or clang++); install one, for instance with 'apt install g++'"
+            "there is no C++ compiler (c++, g++ or clang++); install one, for instance with 'apt install g++', or with "
+            "\"pip install 'foretoken[compiler]'\""
         )
-    return path
+    return found
 
 
 def compiled(source: Path, flags: Sequence[str], level: Level | None = None) -> Path:
-    """Returns the shared library of one source file, from the cache or compiled now. See ``linked``."""
+    """Returns the shared library of one source file, from the wheel, the cache or compiled now. See ``linked``."""
     return linked(source.stem, [(source, flags)], level)
 
 
-def linked(name: str, sources: Sequence[tuple[Path, Sequence[str]]], level: Level | None = None) -> Path:
-    """Returns a shared library of several source files, from the cache or built now.
+def linked(
+    name: str,
+    sources: Sources,
+    level: Level | None = None,
+    whole: Sources | None = None,
+    tools: Toolchain | None = None,
+) -> Path:
+    """Returns a shared library of several source files, from the wheel, the cache or built now.
 
     Object files are cached as well, so that libraries share them; those that are missing are compiled on all cores.
 
     Args:
         name: How the library's file name begins.
-        sources: C++ files, each with its compiler flags in addition to the common ones. They may include headers beside
-            them and in ``SHARED``.
+        sources: C++ files with their flags. They may include headers beside them and in ``SHARED``.
         level: The instruction sets that may be used; None for those of this machine.
+        whole: Sources of the wheel's library of this name, if it has more than ``sources``.
+        tools: Compiler, which is run wherever the cache has no library of its own; None for this machine's, which is
+            run if the wheel has none either.
 
     Raises:
         KernelsUnavailable: There is no compiler, or it fails, or the cache cannot be written.
     """
     level = level or require()
+    if tools is None and (path := shipped(name, whole or sources, level)):
+        return path
+    suffix = tools.suffix if tools else local_suffix()
     parts = [_Part.of(source, (*level.flags, *flags)) for source, flags in sources]
-    key = hashlib.sha256(" ".join(part.name for part in parts).encode()).hexdigest()[:16]
-    target = cache_folder() / "native" / f"{name}-{key}.so"
+    folder = cache_folder() / "native" / (tools.folder if tools else "")
+    target = folder / f"{name}-{_key(part.name for part in parts)}{suffix}"
     if target.is_file():
         return target
+    tools = tools or toolchain()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(_Part.build, parts))
-    _build(target, ["-shared", "-pthread", *map(str, objects)])
+        objects = list(pool.map(lambda part: part.build(folder, tools), parts))
+    _build(target, [*tools.command, "-shared", "-pthread", *tools.linking, *map(str, objects)])
     return target
+
+
+def shipped(name: str, sources: Sources, level: Level) -> Path | None:
+    """Returns the wheel's library that is compiled from these very sources; None if there is none."""
+    path = SHIPPED / shipped_name(name, sources, level, local_suffix()) if SHIPPED.is_dir() else None
+    return path if path and path.is_file() else None
+
+
+def shipped_name(name: str, sources: Sources, level: Level, suffix: str) -> str:
+    """Returns the name of a library in a wheel, which tells the content of its sources and its flags."""
+    parts = (_Part.of(source, (*level.flags, *flags)).name for source, flags in sources)
+    return f"{name}-{level.name}-{_key(parts)}{suffix}"
+
+
+def _key(names: Iterator[str]) -> str:
+    return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
 class _Part(NamedTuple):
@@ -101,26 +135,25 @@ class _Part(NamedTuple):
         name = f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.o"
         return cls(name, [*flags, "-c", f"-I{SHARED}", str(source)])
 
-    def build(self) -> Path:
-        target = cache_folder() / "native" / self.name
-        _build(target, self.arguments)
+    def build(self, folder: Path, tools: Toolchain) -> Path:
+        target = folder / self.name
+        _build(target, [*tools.command, *tools.compiling, *self.arguments])
         return target
 
 
-def _build(target: Path, arguments: Sequence[str]) -> None:
+def _build(target: Path, command: Sequence[str]) -> None:
     """Runs the compiler unless the file exists. It is written atomically, and by one process at a time."""
-    program, folder = compiler(), target.parent
+    folder = target.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(target), tempfile.TemporaryDirectory(dir=folder) as scratch:
             if target.is_file():
                 return
             output = Path(scratch) / target.name
-            command = [program, *arguments, "-o", str(output)]
-            _log.info("compiling kernels, once: %s", " ".join(command))
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            _log.info("compiling kernels, once: %s", " ".join([*command, "-o", str(output)]))
+            done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True, check=False)
             if done.returncode:
-                raise KernelsUnavailable(f"{program} does not compile the kernels: {_first_error(done.stderr)}")
+                raise KernelsUnavailable(f"{command[0]} does not compile the kernels: {_first_error(done.stderr)}")
             output.replace(target)
     except OSError as error:
         raise KernelsUnavailable(f"the kernels cannot be stored in {folder} ({error.strerror})") from error
@@ -129,8 +162,11 @@ def _build(target: Path, arguments: Sequence[str]) -> None:
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """Holds a lock on building this file: of several processes that need it, one compiles and the others wait."""
-    import fcntl  # not on Windows, where there are no kernels
-
+    try:
+        import fcntl
+    except ImportError:  # Windows: several may compile, and the last one's file stays
+        yield
+        return
     lock = target.with_suffix(".lock")
     with lock.open("w") as file:
         with suppress(OSError):  # some network file systems have no locks: then several may compile

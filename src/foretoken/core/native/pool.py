@@ -7,15 +7,12 @@ import functools
 from pathlib import Path
 
 from foretoken.core.native import build
-from foretoken.core.native.cpu import Level
-
-ANY_PROCESSOR = Level("any", (), frozenset(), ())
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """Returns the pool's library, loaded once. Its threads are started on first use. Raises KernelsUnavailable."""
-    pool = ctypes.CDLL(str(build.compiled(build.SHARED / "pool.cpp", (), ANY_PROCESSOR)))
+    pool = ctypes.CDLL(str(build.compiled(build.SHARED / "pool.cpp", (), build.ANY)))
     pool.foretoken_pool.restype = ctypes.c_void_p
     pool.foretoken_pool_spin.argtypes = [ctypes.c_int, ctypes.c_int]
     return pool

@@ -12,17 +12,16 @@ import math
 import os
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.core.native import cpu
-from foretoken.core.native.build import SWITCH, KernelsUnavailable, compiled, require
+from foretoken.core.native.build import SHARED, SWITCH, KernelsUnavailable, compiled, require
 from foretoken.core.native.pool import load
 
-_SOURCE = Path(__file__).parent / "csrc" / "sampling.cpp"
+_SOURCE = SHARED / "sampling.cpp"
 _MAX_FLOAT = torch.finfo(torch.float32).max
 _log = logging.getLogger(__name__)
 

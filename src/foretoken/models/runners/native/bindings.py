@@ -71,15 +71,21 @@ class BatchSpec(Structure):
     ]
 
 
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Sets the argument types of the functions of csrc/decoder.cpp. Returns the library."""
-    model, batch, pointer, narrow = POINTER(ModelSpec), POINTER(BatchSpec), c_void_p, c_int32
-    library.foretoken_open.restype = pointer
-    library.foretoken_close.argtypes = [pointer]
-    library.foretoken_run.argtypes = [model, batch, pointer, narrow]
-    library.foretoken_move.argtypes = [model, pointer, narrow, pointer, narrow]
-    library.foretoken_floor.argtypes = [model, pointer, narrow, narrow]
-    return library
+class DecoderFunctions:
+    """The functions of csrc/decoder.cpp for one kind of KV cache."""
+
+    def __init__(self, library: ctypes.CDLL, cache: int) -> None:
+        model, batch, pointer, narrow = POINTER(ModelSpec), POINTER(BatchSpec), c_void_p, c_int32
+        self.foretoken_open = library[f"foretoken_open_{cache:d}"]
+        self.foretoken_open.restype = pointer
+        self.foretoken_close = library[f"foretoken_close_{cache:d}"]
+        self.foretoken_close.argtypes = [pointer]
+        self.foretoken_run = library[f"foretoken_run_{cache:d}"]
+        self.foretoken_run.argtypes = [model, batch, pointer, narrow]
+        self.foretoken_move = library[f"foretoken_move_{cache:d}"]
+        self.foretoken_move.argtypes = [model, pointer, narrow, pointer, narrow]
+        self.foretoken_floor = library[f"foretoken_floor_{cache:d}"]
+        self.foretoken_floor.argtypes = [model, pointer, narrow, narrow]
 
 
 def declare_packing(library: ctypes.CDLL) -> ctypes.CDLL:

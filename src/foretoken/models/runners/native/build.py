@@ -1,4 +1,4 @@
-"""Builds the decoder's kernels: one library for each set of weight types and cache type.
+"""Builds the decoder's kernels: a library for each set of weight types and cache type; in a wheel one for all of them.
 
 Each type is compiled by itself, so that a model with a new set compiles only what no model before it had.
 """
@@ -10,13 +10,15 @@ import functools
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from foretoken.core.native import build
 from foretoken.core.native.cpu import Level
 from foretoken.core.native.pool import load
-from foretoken.models.runners.native.bindings import declare, declare_packing
+from foretoken.models.runners.native.bindings import DecoderFunctions, declare_packing
+
+if TYPE_CHECKING:
+    import torch
 
 _SOURCES = Path(__file__).parent / "csrc"
 
@@ -41,26 +43,28 @@ class ScaleKind(IntEnum):
     TWO_LEVELS = 2
 
 
+CACHES = (Kind.FLOAT32, Kind.BFLOAT16)  # of KV caches
+
+
 def grouped_kind(bits: int, offsets: bool, scales: ScaleKind) -> int:
     """Returns the kind of matrices with codes of ``bits`` bits in groups, as csrc/grouped.hpp numbers them."""
     return Kind.GROUPED + WIDTHS.index(bits) + 3 * offsets + 6 * scales
 
 
-def library(weights: Iterable[int], cache: Kind) -> ctypes.CDLL:
+def library(weights: Iterable[int], cache: Kind) -> DecoderFunctions:
     """Returns the kernels for these kinds of weights and this KV cache. Raises KernelsUnavailable."""
     kinds, level = sorted(set(weights)), build.require()
     return loaded_library(tuple(kinds), cache, level)
 
 
 @functools.cache
-def loaded_library(kinds: tuple[int, ...], cache: Kind, level: Level) -> ctypes.CDLL:
+def loaded_library(kinds: tuple[int, ...], cache: Kind, level: Level) -> DecoderFunctions:
     """Returns the kernels for these kinds and instruction sets, loaded once. Raises KernelsUnavailable."""
-    decoder = (_SOURCES / "decoder.cpp", (f"-DFORETOKEN_KV={cache:d}",))
-    products = [(_SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={kind:d}",)) for kind in kinds]
-    kernels = declare(load(build.linked("decoder", [decoder, *products], level)))
+    whole = decoder_sources(_all_kinds(), CACHES)
+    kernels = load(build.linked("decoder", decoder_sources(kinds, (cache,)), level, whole))
     if not kernels.foretoken_ready():
         raise build.KernelsUnavailable("the system does not grant the CPU's tile registers")
-    return kernels
+    return DecoderFunctions(kernels, cache)
 
 
 def packing_library() -> ctypes.CDLL:
@@ -88,4 +92,32 @@ def packs_groups(dtype: torch.dtype) -> bool:
         packing_library()
     except build.KernelsUnavailable:
         return False
-    return dtype in (torch.float32, torch.bfloat16)
+    return str(dtype) in ("torch.float32", "torch.bfloat16")  # without importing torch, for a wheel's build
+
+
+def decoder_sources(kinds: Iterable[int], caches: Iterable[int]) -> list[tuple[Path, tuple[str, ...]]]:
+    """Returns the sources of a decoder for these kinds of weights and KV caches, with their flags."""
+    decoders = [(_SOURCES / "decoder.cpp", (f"-DFORETOKEN_KV={cache:d}",)) for cache in caches]
+    products = [(_SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={kind:d}",)) for kind in kinds]
+    return [(_SOURCES / "library.cpp", ()), *decoders, *products]
+
+
+def whole_libraries() -> dict[str, build.Sources]:
+    """Returns the sources of the libraries that a wheel holds for each level, by name."""
+    return {
+        "decoder": decoder_sources(_all_kinds(), CACHES),
+        "packing": [(_SOURCES / "packing.cpp", ())],
+        "sampling": [(build.SHARED / "sampling.cpp", ())],
+    }
+
+
+def prebuilt(level: Level) -> bool:
+    """Returns whether the wheel has the libraries of a level, so that nothing is compiled."""
+    return all(build.shipped(name, sources, level) for name, sources in whole_libraries().items())
+
+
+def _all_kinds() -> list[int]:
+    grouped = [
+        grouped_kind(bits, offsets, scales) for scales in ScaleKind for offsets in (False, True) for bits in WIDTHS
+    ]
+    return [*Kind, *grouped[1:]]

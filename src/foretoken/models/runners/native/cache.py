@@ -26,7 +26,7 @@ import torch
 
 from foretoken.core.checks import parse_size
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.files import cache_folder
+from foretoken.core.folders import cache_folder
 from foretoken.core.native import build, cpu
 from foretoken.models.runners.native.image import DamagedImage, OpenImage, WeightImage, open_image
 

@@ -1,10 +1,5 @@
-// The library's functions for Python. build.py compiles them for each kind of cache, and links them with kinds of weights.
-#include <sys/syscall.h>
-#include <unistd.h>
-
+// The library's functions for Python, for one kind of cache. build.py links them with library.cpp and kinds of weights.
 #include "pass.hpp"
-
-KindFunctions FUNCTIONS[KIND_COUNT];
 
 namespace {
 
@@ -17,26 +12,19 @@ struct ReleasedTiles {
 
 }  // namespace
 
+// The functions' names end with the kind of cache, so that one library may have several.
+#define JOINED(name, kind) name##_##kind
+#define WITH_KIND(name, kind) JOINED(name, kind)
+#define OF_CACHE(name) WITH_KIND(name, FORETOKEN_KV)
+
 extern "C" {
 
-// Returns whether the kernels can run here. Requests the tile registers from the system if they are used.
-int foretoken_ready() {
-#ifdef __AMX_TILE__
-    constexpr int request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, request, tile_data) == 0;
-#else
-    return 1;
-#endif
-}
+void* OF_CACHE(foretoken_open)() { return new Workspace(); }
 
-void foretoken_use_pool(const void* functions) { POOL = (const PoolFunctions*)functions; }
-
-void* foretoken_open() { return new Workspace(); }
-
-void foretoken_close(void* workspace) { delete (Workspace*)workspace; }
+void OF_CACHE(foretoken_close)(void* workspace) { delete (Workspace*)workspace; }
 
 // Runs one pass. Returns 0, or 1 if memory is short.
-int foretoken_run(const ModelSpec* m, const BatchSpec* b, void* workspace, int threads) {
+int OF_CACHE(foretoken_run)(const ModelSpec* m, const BatchSpec* b, void* workspace, int threads) {
     Workspace& w = *(Workspace*)workspace;
     try {
         Pass<CACHE>::reserve(*m, *b, w, threads);
@@ -50,7 +38,7 @@ int foretoken_run(const ModelSpec* m, const BatchSpec* b, void* workspace, int t
 }
 
 // Copies cache rows `sources` to `destination` onward, in order; every source lies at or after its destination.
-void foretoken_move(const ModelSpec* m, Word* const* pages, int destination, const int32_t* sources, int count) {
+void OF_CACHE(foretoken_move)(const ModelSpec* m, Word* const* pages, int destination, const int32_t* sources, int count) {
     const PageLayout layout(*m, CACHE);
     for (int layer = 0; layer < m->layer_count; layer++)
         for (int head = 0; head < m->kv_heads; head++)
@@ -66,7 +54,7 @@ void foretoken_move(const ModelSpec* m, Word* const* pages, int destination, con
 }
 
 // Runs all products of a pass and nothing else: a lower bound for the time of a pass.
-void foretoken_floor(const ModelSpec* m, void* workspace, int rows, int threads) {
+void OF_CACHE(foretoken_floor)(const ModelSpec* m, void* workspace, int rows, int threads) {
     Workspace& w = *(Workspace*)workspace;
     const Widest widest(*m);
     const Word* words = w.normed.room<Word>(rows * widest.words);

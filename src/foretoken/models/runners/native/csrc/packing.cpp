@@ -1,5 +1,10 @@
 // Functions for Python that allocate memory and pack weights. They do not depend on the kinds that a model has.
+#if defined(_WIN32)
+#define NOMINMAX
+#include <windows.h>
+#else
 #include <sys/mman.h>
+#endif
 
 #include <algorithm>
 
@@ -136,13 +141,26 @@ uint64_t foretoken_checksum(const uint8_t* data, int64_t bytes, int threads) {
 
 // Allocates weights and cache pages: zeroed, aligned, in huge pages if the system has them.
 void* foretoken_allocate(int64_t bytes) {
+#if defined(_WIN32)
+    return VirtualAlloc(nullptr, (size_t)bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+#else
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return nullptr;
+#if defined(MADV_HUGEPAGE)
     madvise(data, bytes, MADV_HUGEPAGE);
+#endif
     return data;
+#endif
 }
 
-void foretoken_free(void* data, int64_t bytes) { munmap(data, bytes); }
+void foretoken_free(void* data, int64_t bytes) {
+#if defined(_WIN32)
+    (void)bytes;
+    VirtualFree(data, 0, MEM_RELEASE);
+#else
+    munmap(data, bytes);
+#endif
+}
 
 // Packs rows [0, rows) of source [rows][words] into blocks first, first + step, ... of a packed matrix with `steps` vectors
 // per block. Padding is not written and stays zero.

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 #include <new>
 #include <vector>
 
@@ -21,15 +20,22 @@ struct Buffer {
     T* room(int64_t count) {
         size_t need = padded(count * sizeof(T), 64);
         if (need > size) {
-            std::free(data);
-            size = need + need / 2 / 64 * 64;
-            data = (char*)std::aligned_alloc(64, size);
-            if (!data) throw std::bad_alloc();
+            release();
+            data = (char*)operator new(need + need / 2, ALIGNMENT);
+            size = need + need / 2;
             std::memset(data, 0, size);
         }
         return (T*)data;
     }
-    ~Buffer() { std::free(data); }
+    void release() {
+        if (data) operator delete(data, ALIGNMENT);
+        data = nullptr;
+        size = 0;
+    }
+    ~Buffer() { release(); }
+
+   private:
+    static constexpr std::align_val_t ALIGNMENT{64};
 };
 
 // The longest input row of a model's products: its words, and the floats beside it.

@@ -1,0 +1,86 @@
+"""C++ compilers: the one of this machine, and Zig's, which compiles for other systems as well."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import sysconfig
+from typing import NamedTuple
+
+
+class Platform(NamedTuple):
+    """What a wheel is built for.
+
+    Attributes:
+        target: its name for the compiler; glibc 2.28 is that of manylinux_2_28.
+        machine: its processor's name, as ``platform.machine`` gives it there.
+        tag: its name in the wheel's file name.
+        suffix: how the names of its libraries end.
+    """
+
+    target: str
+    machine: str
+    tag: str
+    suffix: str = ".so"
+
+
+PLATFORMS = {
+    "linux-x86_64": Platform("x86_64-linux-gnu.2.28", "x86_64", "manylinux_2_28_x86_64"),
+    "linux-aarch64": Platform("aarch64-linux-gnu.2.28", "aarch64", "manylinux_2_28_aarch64"),
+    "macos-arm64": Platform("aarch64-macos.11.0", "arm64", "macosx_11_0_arm64", ".dylib"),
+    "macos-x86_64": Platform("x86_64-macos.11.0", "x86_64", "macosx_11_0_x86_64", ".dylib"),
+    "windows-x86_64": Platform("x86_64-windows-gnu", "AMD64", "win_amd64", ".dll"),
+}
+
+
+class Toolchain(NamedTuple):
+    """A compiler and what it compiles for.
+
+    Attributes:
+        command: program and first arguments.
+        suffix: how the names of libraries end.
+        compiling: further flags for source files.
+        linking: further flags for libraries.
+        folder: folder of its files within that of the kernels; that of this machine's compiler is the folder itself.
+    """
+
+    command: tuple[str, ...]
+    suffix: str
+    compiling: tuple[str, ...] = ()
+    linking: tuple[str, ...] = ()
+    folder: str = ""
+
+
+def local_suffix() -> str:
+    """Returns how the names of this machine's libraries end."""
+    return {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+
+
+def local() -> Toolchain | None:
+    """Returns this machine's compiler: c++, g++ or clang++ on PATH, else Zig's if it is installed; None if none is."""
+    suffix = local_suffix()
+    compiling = () if sys.platform == "win32" else ("-fPIC",)
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return Toolchain((path,), suffix, compiling)
+    zig = _zig()
+    return Toolchain(zig, suffix, (*compiling, "-g0"), ("-s",)) if zig else None
+
+
+def cross(platform: Platform) -> Toolchain | None:
+    """Returns Zig's compiler for a platform; None where it is not installed."""
+    target = ("-target", platform.target)
+    compiling = (*target, "-g0", *(() if platform.suffix == ".dll" else ("-fPIC",)))
+    zig = _zig()
+    return Toolchain(zig, platform.suffix, compiling, (*target, "-s"), platform.tag) if zig else None
+
+
+def own_tag() -> str:
+    """Returns the platform tag of libraries that only this machine's compiler has made."""
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def _zig() -> tuple[str, ...] | None:
+    """Returns the command of the package ziglang, which ``foretoken[compiler]`` installs."""
+    return (sys.executable, "-m", "ziglang", "c++") if importlib.util.find_spec("ziglang") else None
