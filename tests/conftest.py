@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -37,6 +38,18 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    """``foretoken serve`` sets up the log of its process; the next test must not write to it."""
+    root, own = logging.getLogger(), logging.getLogger("foretoken")
+    levels, before = (root.level, own.level), root.handlers[:]
+    yield
+    root.setLevel(levels[0])
+    own.setLevel(levels[1])
+    for handler in [each for each in root.handlers if each not in before and "pytest" not in type(each).__module__]:
+        root.removeHandler(handler)
 
 
 @pytest.fixture
