@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,30 @@ def test_any_x86_processor_runs_the_generic_kernels(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(cpu, "features", frozenset)
     assert require().name == "generic"
+
+
+@pytest.mark.parametrize(
+    "features, name, why",
+    [
+        ("fp asimd crc32", "neon", "neon-dotprod needs asimddp"),
+        ("fp asimd asimddp sve", "neon-dotprod", "the best level"),
+    ],
+)
+def test_levels_of_aarch64(features: str, name: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\nFeatures\t: {features}\nCPU implementer\t: 0x41\n", encoding="utf-8")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(cpu, "Path", lambda _: info)
+    monkeypatch.setattr(cpu, "features", cpu.features.__wrapped__)
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+    assert require().name == name
+    assert why in cpu.reason()
+
+
+def test_an_architecture_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(KernelsUnavailable, match="no kernels for riscv64"):
+        require()
 
 
 def test_without_levels_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

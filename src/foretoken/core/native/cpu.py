@@ -11,7 +11,7 @@ from typing import NamedTuple
 from foretoken.core.errors import InvalidRequest
 
 VARIABLE = "FORETOKEN_CPU"  # takes a lower level by hand
-_X86 = ("x86_64", "AMD64")
+_X86, _ARM = ("x86_64", "AMD64"), ("aarch64",)  # macOS, where it is "arm64", has not been tested
 
 
 class Level(NamedTuple):
@@ -45,14 +45,16 @@ _AVX2 = "avx2 fma f16c"
 _AVX512 = f"{_AVX2} avx512f avx512bw avx512vl avx512dq"
 _BF16 = f"{_AVX512} avx512_vnni avx512_bf16 avx512vbmi"
 
-LEVELS = (  # best first
+LEVELS = (  # of each architecture, best first
     _x86("amx", f"{_BF16} amx_tile amx_bf16 amx_int8"),
     _x86("avx512-bf16", _BF16),
     _x86("avx512-vnni", f"{_AVX512} avx512_vnni"),
     _x86("avx512", _AVX512),
     _x86("avx2-vnni", f"{_AVX2} avx_vnni"),
     _x86("avx2", _AVX2),
-    Level("generic", _X86, frozenset(), ()),  # what every x86-64 has; other architectures have not been tested
+    Level("generic", _X86, frozenset(), ()),  # what every x86-64 has
+    Level("neon-dotprod", _ARM, frozenset({"asimd", "asimddp"}), ("-mcpu=generic+dotprod",)),
+    Level("neon", _ARM, frozenset({"asimd"}), ("-mcpu=generic",)),
 )
 
 
@@ -99,12 +101,12 @@ def reason() -> str:
     if os.environ.get(VARIABLE):
         return f"{VARIABLE} is set"
     level = chosen()
+    machine = platform.machine()
+    levels = [each for each in LEVELS if machine in each.machines]
     if level is None:
-        missing = LEVELS[-1].features - features()
-        return (
-            f"the processor lacks {', '.join(sorted(missing))}" if missing else f"no kernels for {platform.machine()}"
-        )
-    better = [each for each in LEVELS[: LEVELS.index(level)] if platform.machine() in each.machines]
+        missing = levels[-1].features - features() if levels else ()
+        return f"the processor lacks {', '.join(sorted(missing))}" if missing else f"no kernels for {machine}"
+    better = levels[: levels.index(level)]
     if not better:
         return "the best level there is"
     return f"the best that the processor can run; {better[-1].name} needs " + ", ".join(

@@ -214,7 +214,11 @@ __attribute__((always_inline)) inline void add_group(const GroupAt<V>& at, int b
 struct Fetch {
     const uint8_t* at;
     __attribute__((always_inline)) void upto(const uint8_t* until) {
+#if defined(__x86_64__)
         for (; at < until; at += 64) asm volatile("prefetcht1 %0" : : "m"(*at));
+#elif defined(__aarch64__)
+        for (; at < until; at += 64) asm volatile("prfm pldl2keep, %0" : : "Q"(*at));
+#endif
     }
 };
 

@@ -1,0 +1,78 @@
+// What all cases use: checks, checksums, random numbers, and the libraries.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "specs.hpp"
+
+inline int failures = 0;
+
+inline void check(bool right, const std::string& what) {
+    if (right) return;
+    failures++;
+    std::printf("wrong: %s\n", what.c_str());
+}
+
+template <class T>
+void report(const std::string& name, const std::vector<T>& values) {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (size_t i = 0; i < values.size() * sizeof(T); i++) hash = (hash ^ ((const uint8_t*)values.data())[i]) * 0x100000001b3;
+    std::printf("%s: %016llx\n", name.c_str(), (unsigned long long)hash);
+}
+
+struct Random {
+    uint64_t state;
+    int below(int n) {
+        state = state * 6364136223846793005 + 1442695040888963407;
+        return (int)((state >> 33) % n);
+    }
+    float unit() { return (float)(below(1 << 24) - (1 << 23)) / (1 << 23); }  // from -1 to 1
+};
+
+struct Library {
+    void* handle;
+    explicit Library(const char* path) : handle(dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
+        if (!handle) std::printf("%s\n", dlerror()), std::exit(2);
+    }
+    template <class F>
+    F* of(const char* name) const {
+        void* found = dlsym(handle, name);
+        if (!found) std::printf("no %s\n", name), std::exit(2);
+        return (F*)found;
+    }
+};
+
+// The functions of packing.cpp.
+struct Packing {
+    void* (*allocate)(int64_t);
+    void (*words)(const Word*, int64_t, int64_t, Word*, int64_t, int64_t, int64_t, int);
+    void (*choose)(const Matrix*, uint8_t*, int32_t*, int);
+    void (*bytes)(const Matrix*, uint8_t*, const UpperBytes*, int);
+    void (*groups)(const uint8_t*, const float* const*, const int8_t* const*, int64_t, int64_t, const Matrix*, int64_t,
+                   int64_t, int);
+    explicit Packing(const Library& library)
+        : allocate(library.of<void*(int64_t)>("foretoken_allocate")),
+          words(library.of<void(const Word*, int64_t, int64_t, Word*, int64_t, int64_t, int64_t, int)>("foretoken_pack")),
+          choose(library.of<void(const Matrix*, uint8_t*, int32_t*, int)>("foretoken_choose_bytes")),
+          bytes(library.of<void(const Matrix*, uint8_t*, const UpperBytes*, int)>("foretoken_pack_bytes")),
+          groups(library.of<void(const uint8_t*, const float* const*, const int8_t* const*, int64_t, int64_t,
+                                 const Matrix*, int64_t, int64_t, int)>("foretoken_pack_groups")) {}
+
+    template <class T>
+    T* zeros(int64_t count) const { return (T*)allocate(count * (int64_t)sizeof(T)); }
+
+    // Packs rows of words of a kind that has no groups.
+    Matrix pack(const Word* source, int kind, int64_t outputs, int64_t count) const {
+        Matrix w = {};
+        w.kind = kind, w.steps = padded(count, TILE_STEPS), w.units = padded(outputs, 32) / 32;
+        Word* data = zeros<Word>(w.units * 32 * w.steps);
+        words(source, outputs, count, data, w.steps, 0, 1, 1);
+        w.data = data;
+        return w;
+    }
+};

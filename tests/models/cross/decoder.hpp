@@ -1,0 +1,146 @@
+// Passes of a tiny decoder: rows do not depend on how many a pass has, and a branch of a tree is as a chain.
+#pragma once
+
+#include "checks.hpp"
+
+template <Kind kind>
+class TinyDecoder {
+   public:
+    static constexpr int HIDDEN = 64, HEADS = 4, KV_HEADS = 2, HEAD = 16, INNER = 96, VOCAB = 96, LAYERS = 2, REACH = 192;
+
+    // Cache pages of one sequence.
+    using Pages = std::vector<Word*>;
+
+    // Rows of a pass: token, position, place, prefix, and the visible rows after it.
+    struct Row {
+        int token, position, place, prefix;
+        std::vector<int32_t> branches;
+    };
+
+    TinyDecoder(const Packing& packing, const Library& library)
+        : packing(packing), library(library), workspace(of<void*()>("foretoken_open")()) {
+        for (LayerSpec& layer : layers) {
+            layer = {};
+            layer.qkv = matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), layer.out = matrix(HIDDEN, HEADS * HEAD);
+            layer.gate_up = matrix(2 * INNER, HIDDEN), layer.down = matrix(HIDDEN, INNER);
+            layer.norm = norm(HIDDEN), layer.mlp_norm = norm(HIDDEN), layer.q_norm = norm(HEAD), layer.k_norm = norm(HEAD);
+        }
+        float* turns = packing.zeros<float>(REACH * HEAD);
+        for (int i = 0; i < REACH; i++)
+            for (int j = 0; j < HEAD / 2; j++) {
+                const float t = (float)(i * (j + 1) % 97) / 31;  // the cosine and sine of some angle
+                turns[i * HEAD + j] = (1 - t * t) / (1 + t * t), turns[i * HEAD + HEAD / 2 + j] = 2 * t / (1 + t * t);
+            }
+        ropes[0] = turns;
+        m.layers = layers, m.embedding = (const Word*)numbers(VOCAB * HIDDEN), m.norm = norm(HIDDEN), m.head = matrix(VOCAB, HIDDEN);
+        m.ropes = ropes, m.layer_count = LAYERS, m.hidden = HIDDEN, m.heads = HEADS, m.kv_heads = KV_HEADS, m.head_dim = HEAD;
+        m.half = HEAD / 2, m.inner = INNER, m.vocab = VOCAB, m.eps = 1e-6f, m.scale = 0.25f, m.embedding_scale = 1.0f;
+        m.logit_cap = 30.0f;
+    }
+
+    Pages pages() const {
+        Pages made;
+        const PageLayout layout(m, kind);
+        for (int i = 0; i < REACH / PAGE; i++) made.push_back(packing.zeros<Word>(layout.at(LAYERS, 0)));
+        return made;
+    }
+
+    // Returns the logits of all rows.
+    std::vector<float> run(const Pages& pages, const std::vector<Row>& rows, int threads = 1) {
+        std::vector<int32_t> tokens, positions, places, prefix, from{0}, branches, outputs;
+        BatchSpec b = {};
+        for (const Row& row : rows) {
+            outputs.push_back((int32_t)tokens.size());
+            tokens.push_back(row.token), positions.push_back(row.position), places.push_back(row.place);
+            prefix.push_back(row.prefix), branches.insert(branches.end(), row.branches.begin(), row.branches.end());
+            from.push_back((int32_t)branches.size()), b.reach = std::max(b.reach, row.place + 1);
+        }
+        const int32_t sequence_from[2] = {0, (int32_t)rows.size()};
+        Word* const* const all[1] = {pages.data()};
+        std::vector<float> logits(rows.size() * VOCAB);
+        b.tokens = tokens.data(), b.positions = positions.data(), b.places = places.data(), b.prefix = prefix.data();
+        b.branch_from = from.data(), b.branches = branches.data(), b.sequence_from = sequence_from, b.pages = all;
+        b.outputs = outputs.data(), b.logits = logits.data(), b.rows = b.output_count = (int)rows.size(), b.sequences = 1;
+        const int failed = of<int(const ModelSpec*, const BatchSpec*, void*, int)>("foretoken_run")(&m, &b, workspace, threads);
+        check(!failed, "a pass");
+        return logits;
+    }
+
+    void move(const Pages& pages, int destination, const std::vector<int32_t>& sources) {
+        of<void(const ModelSpec*, Word* const*, int, const int32_t*, int)>("foretoken_move")(
+            &m, pages.data(), destination, sources.data(), (int)sources.size());
+    }
+
+    static std::vector<float> last(const std::vector<float>& logits, int rows = 1) {
+        return {logits.end() - rows * VOCAB, logits.end()};
+    }
+
+   private:
+    const Packing& packing;
+    const Library& library;
+    void* workspace;
+    Random random{5};
+    LayerSpec layers[LAYERS];
+    const float* ropes[1];
+    ModelSpec m = {};
+
+    template <class F>
+    F* of(const std::string& name) const {
+        return library.of<F>((name + "_" + std::to_string((int)kind)).c_str());
+    }
+
+    const void* numbers(int64_t count) {
+        char* made = packing.zeros<char>(count * 4);
+        for (int64_t i = 0; i < count; i++) {
+            const float x = random.unit() / 4;
+            if (kind == F32) std::memcpy(made + i * 4, &x, 4);
+            else std::memcpy(made + i * 2, (const char*)&x + 2, 2);
+        }
+        return made;
+    }
+
+    Matrix matrix(int outputs, int inputs) {
+        return packing.pack((const Word*)numbers((int64_t)outputs * inputs), kind, outputs, inputs / per_word(kind));
+    }
+
+    const float* norm(int count) {
+        float* made = packing.zeros<float>(padded(count, 32));
+        for (int i = 0; i < count; i++) made[i] = 1.0f + random.unit() / 2;
+        return made;
+    }
+};
+
+template <Kind kind>
+void check_decoder(const Packing& packing, const Library& library) {
+    using Decoder = TinyDecoder<kind>;
+    using Row = typename Decoder::Row;
+    const std::string name = kind == F32 ? "decoder in float32" : "decoder in bfloat16";
+    Decoder decoder(packing, library);
+    Random random{6};
+    std::vector<Row> rows;
+    for (int i = 0; i < 73; i++) rows.push_back({random.below(Decoder::VOCAB), i, i, i + 1});
+    const auto pages = decoder.pages();
+    const std::vector<float> whole = decoder.run(pages, rows, 3);
+    for (float x : whole) check(std::isfinite(x) && std::fabs(x) <= 30.0f, name + " has finite logits");
+    report(name, whole);
+
+    const auto others = decoder.pages();
+    std::vector<float> joined;
+    for (size_t at = 0, count = 1; at < rows.size(); at += count, count = count * 2 % 37) {
+        count = std::min(count, rows.size() - at);
+        const std::vector<float> part = decoder.run(others, {rows.begin() + at, rows.begin() + at + count}, 1 + at % 2);
+        joined.insert(joined.end(), part.begin(), part.end());
+    }
+    check(joined == whole, name + " in several passes");
+
+    // Row 71 a second time, as the second branch of a tree behind another token; then it is accepted.
+    const auto tree = decoder.pages();
+    decoder.run(tree, {rows.begin(), rows.begin() + 70});
+    const int other = (rows[71].token + 1) % Decoder::VOCAB;
+    const std::vector<float> drafted = decoder.run(
+        tree, {{rows[70].token, 70, 70, 70, {70}}, {other, 71, 71, 70, {70, 71}}, {rows[71].token, 71, 72, 70, {70, 72}}});
+    const std::vector<float> chain(whole.begin() + 71 * Decoder::VOCAB, whole.begin() + 72 * Decoder::VOCAB);
+    check(Decoder::last(drafted) == chain, name + " on a branch");
+    decoder.move(tree, 70, {70, 72});
+    check(decoder.run(tree, {rows[72]}) == Decoder::last(whole), name + " after a branch");
+}
