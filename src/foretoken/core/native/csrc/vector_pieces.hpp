@@ -11,6 +11,9 @@ constexpr int PIECE = 16;
 #endif
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__clang__)
+__asm__(".arch armv8.2-a+dotprod");  // GNU's assembler knows the instruction, and GCC its function, from this version on
+#endif
 #endif
 
 constexpr bool ONE_REGISTER = false;
@@ -102,7 +105,8 @@ INLINE IntPiece piece_add_products(IntPiece sum, IntPiece a, IntPiece b) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)a), turned);
     return sum + (IntPiece)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #elif defined(__ARM_FEATURE_DOTPROD)
-    return (IntPiece)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
+    __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(a), "w"(b));
+    return sum;
 #elif defined(__ARM_NEON)
     const int8x16_t x = (int8x16_t)a, y = (int8x16_t)b;
     const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)));
