@@ -140,7 +140,7 @@ export function result(traces, grade, shared) {
     ? same
       ? "✓ Both texts are identical, byte for byte."
       : "✗ The texts differ, though they should not: please report it with prompt, seed and settings."
-    : "No seed: each lane drew a text of its own from the same law.";
+    : "No seed: each lane drew a text of its own from the same distribution.";
   $("result").hidden = false;
   return `${ratio.toFixed(2)} times the speed of plain decoding. ${$("same").textContent.replace(/^[✓✗] /, "")}`;
 }
