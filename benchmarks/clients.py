@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,18 +85,6 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     async for line in response.aiter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line[6:])
-
-
-async def crowd(count: int, jobs: Sequence[Callable[[], Awaitable[Answer]]]) -> list[Answer]:
-    """Runs all jobs, ``count`` at a time. Returns their results in the order of the jobs."""
-    left, answers = iter(enumerate(jobs)), [Answer(0.0)] * len(jobs)
-
-    async def one() -> None:
-        for number, job in left:
-            answers[number] = await job()
-
-    await asyncio.gather(*(one() for _ in range(count)))
-    return answers
 
 
 def talking(url: str) -> httpx.AsyncClient:

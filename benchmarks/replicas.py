@@ -20,8 +20,9 @@ from typing import Annotated, Any
 
 import typer
 
-from clients import Answer, ask, crowd, serving, talking
+from clients import Answer, ask, serving, talking
 from foretoken import LLM, SamplingParams
+from foretoken.bench.http_load import at_once
 from foretoken.bench.setting import wide_console
 from serving import mixed, save
 
@@ -80,7 +81,7 @@ async def attacked(
 
     async with talking(url) as client:
         killer = asyncio.create_task(kill())
-        answers = await crowd(concurrency, [partial(ask, client, body) for body in bodies])
+        answers = await at_once(concurrency, [partial(ask, client, body) for body in bodies])
         killer.cancel()
         await asyncio.gather(killer, return_exceptions=True)
         return answers, killed, (await client.get("/metrics")).text

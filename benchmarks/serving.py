@@ -29,8 +29,9 @@ import typer
 from rich import box
 from rich.table import Table
 
-from clients import Answer, ask, crowd, serving, talking
+from clients import Answer, ask, serving, talking
 from foretoken import LLM, SamplingParams, zoo
+from foretoken.bench.http_load import at_once
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.train.widen.checkpoint import scaled
@@ -54,7 +55,7 @@ def measured(url: str, concurrency: int, requests: int, tokens: int, temperature
         async with talking(url) as client:
             bodies = [fixed(FUNCTIONS[i % len(FUNCTIONS)], tokens, temperature) for i in range(requests)]
             started = time.perf_counter()
-            answers = await crowd(concurrency, [partial(ask, client, body) for body in bodies])
+            answers = await at_once(concurrency, [partial(ask, client, body) for body in bodies])
             assert not any(answer.error for answer in answers), answers
             return sum(answer.tokens for answer in answers) / (time.perf_counter() - started)
 
@@ -237,7 +238,7 @@ async def many(
     """Sends all bodies, ``concurrency`` at a time. leaving: chunks after which a client disconnects, or None."""
     async with talking(url) as client:
         jobs = [lambda b=b, n=n: ask(client, b, n) for b, n in zip(bodies, leaving, strict=True)]
-        return await crowd(concurrency, jobs)
+        return await at_once(concurrency, jobs)
 
 
 def mixed(rng: random.Random, number: int) -> dict[str, Any]:

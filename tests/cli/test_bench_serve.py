@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
-from foretoken.bench.http_load import LoadResult, Percentiles, Streamed
+from foretoken.bench.http_load import LoadedServer, LoadResult, Percentiles, Streamed
 from foretoken.bench.http_page import load_page, load_table, speedup_lines
 from foretoken.bench.http_workloads import filler, own
 
@@ -41,6 +43,15 @@ def test_what_a_shared_beginning_gains() -> None:
 
 def test_no_prompt_repeats_another() -> None:
     assert own("x") != own("x") and own("") == "" and len(filler(1000)) == 3200
+
+
+@pytest.mark.parametrize("line", ["data: {", 'data: {"usage": {}}', "data: 3"])
+def test_an_event_that_is_not_openais_is_an_error_of_its_request(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadedServer, "_models", lambda self: ["m"])
+    answering = httpx.MockTransport(lambda request: httpx.Response(200, text=f"{line}\n\n"))
+    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=answering))
+    result = LoadedServer("http://x", None, None, {}).run("short", ["a", "b"], 2)
+    assert (result.requests, result.failed) == (2, 2) and result.error
 
 
 @pytest.mark.slow

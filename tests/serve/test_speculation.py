@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.serve.test_keys import bearer, made
 from foretoken import LLM
 from foretoken.control.fixed import Fixed
 from foretoken.control.limited import Limited
+from foretoken.serve.errors import ServerUnavailable
 from foretoken.serve.limits import ServerSettings
 
 BODY = {"prompt": "def read_lines(path):\n", "max_tokens": 60, "ignore_eos": True}
@@ -52,6 +54,24 @@ def test_what_it_tells(open_server: Running) -> None:
     accepted = found["acceptance"]["draft_model"]
     assert accepted["num_drafts"] > 0 and accepted["mean_acceptance_length"] >= 1
     assert len(accepted["per_position"]) == 4 and all(0 <= share <= 1 for share in accepted["conditional"])
+
+
+def test_an_order_that_came_too_late_is_not_carried_out(open_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, done, free = open_server.worker, list[str](), threading.Event()
+
+    async def orders() -> None:
+        holding = asyncio.create_task(worker.between_steps(lambda: free.wait(PATIENCE)))
+        await asyncio.sleep(0.05)
+        with monkeypatch.context() as patched:
+            patched.setattr("foretoken.serve.worker.ORDER_PATIENCE", 0.05)
+            with pytest.raises(ServerUnavailable, match="did not answer within"):
+                await worker.between_steps(lambda: done.append("late"))
+        free.set()
+        await holding
+        await worker.between_steps(lambda: done.append("next"))
+
+    asyncio.run(orders())
+    assert done == ["next"]
 
 
 def test_what_a_measuring_controller_tells() -> None:

@@ -8,14 +8,17 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 
 from foretoken.core.errors import ForetokenError
 
+T = TypeVar("T")
+
 _SHOWN = 200  # characters of an error
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # an event that is not one of OpenAI's API
 
 
 @dataclass
@@ -67,8 +70,8 @@ class Percentiles:
     @classmethod
     def of(cls, values: Iterable[float]) -> Percentiles | None:
         """Returns the percentiles of values, None without any."""
-        found = list(values)
-        return cls(*(float(value) for value in np.quantile(found, (0.5, 0.9, 0.99)))) if found else None
+        seconds = list(values)
+        return cls(*(float(value) for value in np.quantile(seconds, (0.5, 0.9, 0.99)))) if seconds else None
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,9 @@ class LoadResult:
     @classmethod
     def of(cls, workload: str, concurrency: int, answers: Sequence[Streamed], seconds: float) -> LoadResult:
         """Returns the figures of some answers that took ``seconds`` together."""
-        done = [answer for answer in answers if answer.error is None and answer.arrivals]
-        failed = [answer.error or "an answer had no text" for answer in answers if answer not in done]
+        errors = [answer.error or (None if answer.arrivals else "an answer had no text") for answer in answers]
+        failed = [error for error in errors if error]
+        done = [answer for answer, error in zip(answers, errors, strict=True) if not error]
         prompts = sum(answer.prompt_tokens for answer in done)
         return cls(
             workload=workload,
@@ -167,7 +171,7 @@ class LoadedServer:
             answer = Streamed(time.perf_counter())
             try:
                 await self._stream(client, prompt, answer)
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, *_MALFORMED) as error:
                 answer.error = f"{type(error).__name__}: {error}"
             return answer
 
@@ -207,13 +211,13 @@ def _note(answer: Streamed, event: Any) -> None:
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-async def at_once(count: int, jobs: Sequence[Callable[[], Awaitable[Streamed]]]) -> list[Streamed]:
+async def at_once(count: int, jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Runs all jobs, ``count`` at a time. Returns their results in the order of the jobs."""
-    left, answers = iter(enumerate(jobs)), [Streamed(0.0)] * len(jobs)
+    left, results = iter(enumerate(jobs)), dict[int, T]()
 
     async def one() -> None:
         for number, job in left:
-            answers[number] = await job()
+            results[number] = await job()
 
     await asyncio.gather(*(one() for _ in range(count)))
-    return answers
+    return [results[number] for number in range(len(jobs))]

@@ -80,10 +80,10 @@ def task(number: int) -> str:
 
 def prefix_speedups(results: list[LoadResult]) -> dict[int, float]:
     """Returns by concurrency how many times shorter the median TTFT of warm agents is than that of cold ones."""
-    found = {(result.workload, result.concurrency): result.ttft for result in results}
+    ttfts = {(result.workload, result.concurrency): result.ttft for result in results}
     ratios = {}
-    for (name, concurrency), cold in found.items():
-        warm = found.get((f"{AGENTS}, warm", concurrency))
+    for (name, concurrency), cold in ttfts.items():
+        warm = ttfts.get((f"{AGENTS}, warm", concurrency))
         if name == f"{AGENTS}, cold" and cold is not None and warm is not None:
             ratios[concurrency] = cold.p50 / warm.p50
     return ratios

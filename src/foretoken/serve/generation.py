@@ -209,6 +209,8 @@ class Generation(Summarized):
             drafts=record["num_spec_steps"],
             draft_tokens=record["num_draft_tokens"],
             accepted_tokens=record["num_accepted_draft_tokens"],
+            mean_acceptance_length=record["mean_acceptance_length"],
+            draft_acceptance_rate=record["draft_acceptance_rate"],
             method=self._method,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import Scope
 
@@ -26,6 +27,8 @@ class RequestSummary:
         drafts: Decode steps that verified a draft.
         draft_tokens: Draft tokens.
         accepted_tokens: Accepted draft tokens.
+        mean_acceptance_length: See ``SpeculationRecord``, as the next.
+        draft_acceptance_rate: Accepted over draft tokens.
         method: The method that drafted.
     """
 
@@ -41,6 +44,8 @@ class RequestSummary:
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
     method: str
 
     @property
@@ -48,23 +53,12 @@ class RequestSummary:
         """Prompt and generated tokens together."""
         return self.prompt_tokens + self.completion_tokens
 
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted tokens per draft; 1.0 without drafts."""
-        return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
-    @property
-    def draft_acceptance_rate(self) -> float:
-        """Accepted over draft tokens; 0.0 without drafts."""
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
-
-
-class Summarized:
-    """What has a ``summary``."""
+class Summarized(Protocol):
+    """What knows what became of a request."""
 
     def summary(self) -> RequestSummary | None:
         """Returns the summary so far, None if nothing is known."""
-        raise NotImplementedError
 
 
 def summarized_by(scope: Scope, source: Summarized) -> None:

@@ -14,10 +14,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -148,30 +147,21 @@ class Worker:
         Raises:
             ServerUnavailable: The engine does not run, or takes longer than ``ORDER_PATIENCE`` for a step.
         """
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-
-        def done(value: T | None, error: Exception | None) -> None:
-            if result.done():
-                return
-            if error is None:
-                result.set_result(cast("T", value))
-            else:
-                result.set_exception(error)
+        result: Future[T] = Future()
 
         def order() -> None:
+            if not result.set_running_or_notify_cancel():  # whoever asked has given up
+                return
             try:
-                outcome: tuple[T | None, Exception | None] = (work(), None)
+                result.set_result(work())
             except Exception as error:
-                outcome = (None, error)
-            with suppress(RuntimeError):  # the loop is closed, so nobody waits
-                loop.call_soon_threadsafe(done, *outcome)
+                result.set_exception(error)
 
         if not self.alive:
             raise ServerUnavailable("the engine is not running")
         self._orders.put(order)
         try:
-            return await asyncio.wait_for(result, ORDER_PATIENCE)
+            return await asyncio.wait_for(asyncio.wrap_future(result), ORDER_PATIENCE)
         except TimeoutError:
             raise ServerUnavailable(f"the engine did not answer within {ORDER_PATIENCE:g} s; try again later") from None
 

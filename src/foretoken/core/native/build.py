@@ -53,13 +53,13 @@ def require() -> Level:
 
 def toolchain() -> Toolchain:
     """Returns this machine's C++ compiler. Raises KernelsUnavailable."""
-    found = local()
-    if found is None:
+    tools = local()
+    if tools is None:
         raise KernelsUnavailable(
             "there is no C++ compiler (c++, g++ or clang++); install one, for instance with 'apt install g++', or with "
             "\"pip install 'foretoken[compiler]'\""
         )
-    return found
+    return tools
 
 
 def compiled(source: Path, flags: Sequence[str], level: Level | None = None) -> Path:

@@ -29,11 +29,6 @@ class Level(NamedTuple):
     features: frozenset[str]
     flags: tuple[str, ...]
 
-    @property
-    def vnni(self) -> bool:
-        """Whether four products of bytes are added by one instruction."""
-        return any("vnni" in feature for feature in self.features)
-
 
 def _x86(name: str, features: str) -> Level:
     """Returns a level of x86-64, whose features are named almost as the compiler's flags."""

@@ -48,8 +48,8 @@ class Access:
 
 def access_of(scope: Scope) -> Access:
     """Returns what a request may do that has passed the middleware."""
-    found: Access = scope.get("state", {}).get(STATE, Access())
-    return found
+    access: Access = scope.get("state", {}).get(STATE, Access())
+    return access
 
 
 def needed_scope(method: str, path: str) -> str | None:

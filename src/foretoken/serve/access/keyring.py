@@ -100,16 +100,16 @@ class KeyRing:
         It is compared with every key in constant time, so that the response time reveals nothing about the keys.
         """
         self._look()
-        digest, found = _digest(given.strip().encode("latin-1")), None
+        digest, match = _digest(given.strip().encode("latin-1")), None
         for entry in (*self._fixed, *self._filed):
             if hmac.compare_digest(digest, entry.identity.digest):
-                found = entry
-        if not given or found is None:
+                match = entry
+        if not given or match is None:
             return None
-        if time.time() >= found.expires:
+        if time.time() >= match.expires:
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, "this API key has expired", code="invalid_api_key", headers=headers)
-        return found.identity
+        return match.identity
 
     def reload(self) -> None:
         """Reads the file again. A bad file leaves the keys as they are, and the log says why."""
@@ -162,10 +162,10 @@ def _digest(key: bytes) -> bytes:
 def _fingerprint(file: Path) -> tuple[int, ...] | None:
     """Returns what changes when the file does; None if it cannot be looked at."""
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _warn_if_readable(file: Path) -> None:

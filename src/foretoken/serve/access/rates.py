@@ -96,13 +96,13 @@ class KeyUsage:
     def headers(self) -> dict[str, str]:
         """Returns OpenAI's headers about the limits."""
         self._refill()
-        found = {}
+        headers = {}
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
-                found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
-                found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
-                found[f"x-ratelimit-reset-{name}"] = duration(bucket.seconds_until(bucket.per_minute))
-        return found
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+                headers[f"x-ratelimit-reset-{name}"] = duration(bucket.seconds_until(bucket.per_minute))
+        return headers
 
     def _refill(self) -> None:
         now = self._clock()

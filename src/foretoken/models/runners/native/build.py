@@ -88,11 +88,8 @@ def kernels_available() -> bool:
 
 def packs_groups(dtype: torch.dtype) -> bool:
     """Returns whether the kernels multiply matrices in groups here in a model of this dtype."""
-    try:
-        packing_library()
-    except build.KernelsUnavailable:
-        return False
-    return str(dtype) in ("torch.float32", "torch.bfloat16")  # without importing torch, for a wheel's build
+    # by name, because a wheel's build, which imports this module, has no torch
+    return kernels_available() and str(dtype) in ("torch.float32", "torch.bfloat16")
 
 
 def decoder_sources(kinds: Iterable[int], caches: Iterable[int]) -> list[tuple[Path, tuple[str, ...]]]:
