@@ -70,8 +70,8 @@ def _latency(title: str, results: Sequence[LoadResult], of: Callable[[LoadResult
     for which in ("p50", "p99"):
 
         def value(result: LoadResult, which: str = which) -> float | None:
-            found = of(result)
-            return None if found is None else 1e3 * float(getattr(found, which))
+            percentiles = of(result)
+            return None if percentiles is None else 1e3 * float(getattr(percentiles, which))
 
         series += _series(results, value, f" {which}", which == "p50")
     return lines(title, series, _across(results), Axis("ms", log=True))
@@ -83,12 +83,12 @@ def _series(
     suffix: str = "",
     reference: bool = False,
 ) -> list[Series]:
-    found = []
+    series = []
     for name in dict.fromkeys(result.workload for result in results):
         each = [(result.concurrency, value(result)) for result in results if result.workload == name]
         points = tuple(Point(float(at), number) for at, number in each if number is not None)
-        found.append(Series(name + suffix, points, reference))
-    return found
+        series.append(Series(name + suffix, points, reference))
+    return series
 
 
 def _across(results: Sequence[LoadResult]) -> Axis:
@@ -110,5 +110,5 @@ def _cells(result: LoadResult) -> tuple[str, ...]:
     )
 
 
-def _milliseconds(found: Percentiles | None) -> tuple[str, str]:
-    return ("", "") if found is None else (f"{1e3 * found.p50:.1f}", f"{1e3 * found.p99:.1f}")
+def _milliseconds(percentiles: Percentiles | None) -> tuple[str, str]:
+    return ("", "") if percentiles is None else (f"{1e3 * percentiles.p50:.1f}", f"{1e3 * percentiles.p99:.1f}")

@@ -213,7 +213,7 @@ def _change(chat: Chat, **fields: Any) -> None:
 
 
 COMMANDS = {
-    "speculative": Command("/speculative on|off|DEPTH", "draft, do not, or draft so many tokens a step", _speculative),
+    "speculative": Command("/speculative on|off|DEPTH", "draft, do not draft, or set the draft length", _speculative),
     "method": Command("/method NAME", "draft with another of the loaded methods", _method),
     "temperature": Command("/temperature T", "0 is greedy", _temperature),
     "system": Command("/system TEXT", "what the model is told before the conversation; without text: nothing", _system),

@@ -26,7 +26,7 @@ def costs(
     draft: Annotated[Path | None, typer.Option(help="Draft model. [the bundled one]")] = None,
     rows: Annotated[str, typer.Option(help="Rows of a pass, comma-separated.")] = "1,2,4,8,16,32",
     context: Annotated[str, typer.Option(help="Tokens before them, comma-separated.")] = "512,4096",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that share a pass, each with so many rows.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that share a pass, each with that many rows.")] = 1,
     turns: Annotated[int, typer.Option(min=1, help="Passes of each kind, interleaved.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt whose steps are measured.")] = 64,
     quantization: Quantization = None,

@@ -20,7 +20,7 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the target.")]
 MaybeTarget = Annotated[Path | None, typer.Argument(metavar="[TARGET]", help="Folder of the target, or --model.")]
 Model = Annotated[str | None, typer.Option("--model", help="The target: a folder or hub name; else the bundled one.")]
-Patience = Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")]
+Patience = Annotated[int | None, typer.Option(help="Evaluations without improvement before stopping.")]
 Texts = Annotated[
     list[Path] | None,
     typer.Option(

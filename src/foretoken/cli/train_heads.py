@@ -46,13 +46,13 @@ def _shared(
         bool, typer.Option("--generate/--no-generate", help="Let the target write; else the files' text alone.")
     ] = True,
     generated_share: Annotated[float, typer.Option(help="Of the windows, when the target writes.")] = 0.2,
-    windows: Annotated[int, typer.Option(help="At most so many.")] = 6400,
+    windows: Annotated[int, typer.Option(help="Maximum number of windows.")] = 6400,
     writing_share: Annotated[float, typer.Option(help="Of --minutes: the longest that the target may write.")] = 0.2,
     disk_gigabytes: Annotated[float, typer.Option(help="For hidden states; what does not fit is recomputed.")] = 12.0,
     held_out: Annotated[int, typer.Option(help="Held-out windows at each of two temperatures.")] = 32,
     acceptance_share: Annotated[float, typer.Option(help="Last share of the run, on the acceptance loss.")] = 0.3,
-    discount: Annotated[float, typer.Option(help="Of the loss, per guessed token.")] = 0.8,
-    patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
+    discount: Annotated[float, typer.Option(help="Of the loss, per predicted token.")] = 0.8,
+    patience: Annotated[int | None, typer.Option(help="Evaluations without improvement before stopping.")] = None,
     unfreeze: Annotated[bool, typer.Option("--unfreeze", help="Train the target too; written to OUT/target.")] = False,
     hold: Annotated[float, typer.Option(help="With --unfreeze: how firmly the target's law is held.")] = 10.0,
     lessons: Annotated[
@@ -81,14 +81,14 @@ def _eagle3(
 
 
 def _medusa(
-    heads: Annotated[int, typer.Option(help="Tokens guessed ahead.")] = 4,
+    heads: Annotated[int, typer.Option(help="Tokens predicted ahead.")] = 4,
     layers: Annotated[int, typer.Option(help="Residual layers of each.")] = 1,
 ) -> None:
     """Train Medusa heads."""
 
 
 def _blockwise(
-    heads: Annotated[int, typer.Option(help="Tokens guessed ahead.")] = 4,
+    heads: Annotated[int, typer.Option(help="Tokens predicted ahead.")] = 4,
     intermediate: Annotated[int, typer.Option(help="Hidden units of each.")] = 192,
 ) -> None:
     """Train blockwise parallel heads."""

@@ -21,7 +21,7 @@ from foretoken.quantize.rounding import Curvature
 
 WINDOW = 512  # tokens
 WINDOWS = 128  # at most
-_HELD_OUT = 8  # one window in so many is for the loss alone
+_HELD_OUT = 8  # every eighth window is kept for measuring the loss
 _AT_ONCE = 4  # windows
 Record = Callable[[str, Tensor], None]
 _SITES = {"q": "qkv", "k": "qkv", "v": "qkv", "qkv": "qkv", "o": "out", "gate": "mlp", "up": "mlp", "gate_up": "mlp"}

@@ -98,13 +98,13 @@ def _levels(numbers: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def _two_levels(x: Tensor, kind: GGMLQuantizationType, given: Tensor | None) -> _Scales:
     """Returns signed scales in two levels, of types without minimums."""
-    layout, most = LAYOUTS[kind], _SIGNED_PARTS[kind]
+    layout, limit = LAYOUTS[kind], _SIGNED_PARTS[kind]
     scale = symmetric_scales(x, -layout.zero, x.square() if given is None else given)
     blocks = scale.unflatten(1, (-1, layout.block))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-    inverse = -most / largest.masked_fill(largest == 0, torch.inf)
+    inverse = -limit / largest.masked_fill(largest == 0, torch.inf)
     whole = _half(torch.where(largest == 0, 0.0, 1 / inverse)[..., 0])
-    parts = (blocks * inverse).round_().clamp_(-most, most - 1)
+    parts = (blocks * inverse).round_().clamp_(-limit, limit - 1)
     return _Scales(Grid(_product(whole, parts), -layout.zero, layout.zero - 1, layout.group), whole, None, parts)
 
 

@@ -123,8 +123,8 @@ class _Waiting:
 
     def taken(self, logprobs: bool, tokens: bool) -> dict[str, Any]:
         """Returns what a chunk is to carry, and forgets it."""
-        found: ChatLogprobs = {"content": self.logprobs, "refusal": None}
-        carried = ({"logprobs": found} if logprobs else {}) | ({"token_ids": self.tokens} if tokens else {})
+        content: ChatLogprobs = {"content": self.logprobs, "refusal": None}
+        carried = ({"logprobs": content} if logprobs else {}) | ({"token_ids": self.tokens} if tokens else {})
         self.logprobs, self.tokens = [], []
         return carried
 

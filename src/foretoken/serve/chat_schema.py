@@ -180,7 +180,7 @@ class References:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What was found for ``References``, in JSON: the items of the conversation in order, and the single items."""
+    """The stored content that ``References`` name, in JSON: the items of the conversation in order, and the single items."""
 
     conversation: tuple[bytes, ...] = ()
     items: Mapping[str, bytes] = field(default_factory=dict)

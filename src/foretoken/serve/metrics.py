@@ -204,12 +204,12 @@ class Metrics(Collector):
         ``per_position`` has the share of drafts that were accepted at least that far, ``conditional`` the share of
         those accepted up to a position, with a token there, in which it was accepted as well.
         """
-        found = {}
+        methods = {}
         with self._lock:
             for method, kept in self._speculation.items():
                 accepted = sum(j * n for j, n in kept.accepted.items())
                 stood, verified = _reached(kept.accepted), _reached(kept.verified)
-                found[method] = {
+                methods[method] = {
                     "num_drafts": kept.drafts,
                     "num_draft_tokens": kept.drafted,
                     "num_accepted_tokens": accepted,
@@ -218,7 +218,7 @@ class Metrics(Collector):
                     "per_position": [count / kept.drafts if kept.drafts else 0.0 for count in stood],
                     "conditional": [a / v for a, v in zip(stood, verified, strict=False) if v],
                 }
-        return found
+        return methods
 
     def render(self) -> tuple[bytes, str]:
         """Returns the page of ``GET /metrics`` and its content type."""

@@ -23,8 +23,8 @@ def new_request_id() -> str:
 
 def request_id(scope: Scope) -> str | None:
     """Returns the identifier of a request that has passed the middleware."""
-    found: str | None = scope.get("state", {}).get(_STATE)
-    return found
+    identifier: str | None = scope.get("state", {}).get(_STATE)
+    return identifier
 
 
 def set_request_id(scope: Scope, identifier: str) -> None:

@@ -35,8 +35,8 @@ def load(setup: Setup) -> tuple[Complete, str]:
 def version() -> str:
     """Returns the version that the server prints."""
     done = subprocess.run([str(SERVER), "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"version: (\d[\w.]*)", done.stdout + done.stderr)
-    return found[1] if found else ""
+    match = re.search(r"version: (\d[\w.]*)", done.stdout + done.stderr)
+    return match[1] if match else ""
 
 
 def arguments(setup: Setup) -> list[str]:
@@ -124,8 +124,8 @@ class LlamaServer:
     def _listening(self) -> int:
         """Waits until the model is loaded. Returns the port."""
         for line in self._lines():
-            if found := re.search(r"listening on http://127\.0\.0\.1:(\d+)", line):
-                return int(found[1])
+            if match := re.search(r"listening on http://127\.0\.0\.1:(\d+)", line):
+                return int(match[1])
         raise RuntimeError(f"llama-server stopped: {self._last}")
 
     def _drain(self) -> None:

@@ -80,11 +80,11 @@ class ResponseStore:
 
     def get(self, identifier: str, owner: str | None) -> StoredResponse:
         """Returns a response. Raises a 404 for one that is not stored, or belongs to another key."""
-        found = self._responses.get(identifier)
-        if found is None or found.owner != owner:
+        stored = self._responses.get(identifier)
+        if stored is None or stored.owner != owner:
             raise ApiError(404, f"no response {identifier!r} is stored here{self._why}", code="response_not_found")
         self._responses.move_to_end(identifier)
-        return found
+        return stored
 
     def delete(self, identifier: str, owner: str | None) -> None:
         """Forgets a response. Raises as ``get`` does."""
@@ -96,13 +96,13 @@ class ResponseStore:
         conversation: list[bytes] = []
         identifier = references.response
         while identifier is not None:
-            found = self._responses.get(identifier)
-            if found is None or found.owner != owner:
+            stored = self._responses.get(identifier)
+            if stored is None or stored.owner != owner:
                 message = f"the previous response {identifier!r} is not stored here{self._why}"
                 raise invalid(message, "previous_response_id", "previous_response_not_found")
             self._responses.move_to_end(identifier)  # those before it too, so that they are forgotten after it
-            conversation = [found.inputs, found.outputs, *conversation]
-            identifier = found.previous
+            conversation = [stored.inputs, stored.outputs, *conversation]
+            identifier = stored.previous
         return Earlier(tuple(conversation), {name: self._item(name, owner) for name in references.items})
 
     @property

@@ -163,13 +163,13 @@ def evict(folder: Path, limit: int, newest: Path) -> None:
 
 
 def _listed(folder: Path) -> list[tuple[Path, os.stat_result]]:
-    found = []
+    files = []
     for file in folder.iterdir():
         try:
-            found.append((file, file.stat()))
+            files.append((file, file.stat()))
         except FileNotFoundError:  # another process deleted it
             continue
-    return found
+    return files
 
 
 def _identity(file: Path) -> list[Any]:
