@@ -15,7 +15,7 @@ from foretoken.models.decoder import Decoder
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.grouped import CENTRE, Grouped, GroupLayout, Groups, TwoLevels, joinable, quantize_groups
 from foretoken.models.formats.quantize import Matrix, Quantizer
-from foretoken.models.formats.weights import Ends, Layers, Source
+from foretoken.models.formats.weights import Ends, Layers, NormWeight, Source
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
 
@@ -62,8 +62,8 @@ def runner_with(head: Matrix, embedding: torch.Tensor | Grouped, inputs: int = I
     architecture = Architecture.of(CONFIG, None)
     layers = list(Layers(Source(weights(), architecture, torch.float32)))
     if inputs != INPUTS:
-        architecture, layers = replace(architecture, hidden=inputs, layers=0), []
-    return NativeRunner(architecture, layers, Ends(embedding, torch.ones(inputs), head), torch.float32)
+        architecture, layers = replace(architecture, hidden=inputs, stack=()), []
+    return NativeRunner(architecture, layers, Ends(embedding, NormWeight(torch.ones(inputs)), head), torch.float32)
 
 
 def expected(x: torch.Tensor, matrix: Grouped) -> torch.Tensor:

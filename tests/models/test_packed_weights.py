@@ -16,7 +16,7 @@ from foretoken.core.native import cpu
 from foretoken.models.base import Handle
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import open_weights
-from foretoken.models.formats.weights import Ends, Layers, Source, read_ends
+from foretoken.models.formats.weights import Ends, Layers, NormWeight, Source, read_ends
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native import weight_format
 from foretoken.models.runners.native.bindings import Matrix, UpperBytes
@@ -141,7 +141,8 @@ def test_rows_of_an_embedding_are_restored() -> None:
     architecture = Architecture.of(dict(CONFIG, vocab_size=len(table)), None)
     for head in (table, torch.randn(len(table), INPUTS).bfloat16()):
         layers = Layers(Source(weights(), architecture, torch.bfloat16))
-        model = NativeRunner(architecture, layers, Ends(table, torch.ones(INPUTS), head), torch.bfloat16, compress=True)
+        ends = Ends(table, NormWeight(torch.ones(INPUTS)), head)
+        model = NativeRunner(architecture, layers, ends, torch.bfloat16, compress=True)
         model.acquire()
         for tokens in torch.arange(4096, len(table)).split(200):
             plan = PassPlan.of([Handle(0, tokens.tolist(), 0)], [Draft.empty()], [0])

@@ -17,6 +17,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.quantize import floats, stacked
 from foretoken.models.formats.weights import LayerWeights, Source, read_ends, read_layer
+from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
 from foretoken.quantize.rounding import Curvature
 
 WINDOW = 512  # tokens
@@ -103,7 +104,7 @@ class Calibration:
         ends = read_ends(Source(weights, a, torch.float32))
         head, total = floats(ends.head, torch.float32), 0.0
         for states, tokens in zip(hidden, self._held, strict=True):
-            logits = _norm(states[:-1], ends.norm, a.eps) @ head.t()
+            logits = normalize(a, states[:-1], ends.norm) @ head.t()
             if a.final_softcap:
                 logits = logits.div_(a.final_softcap).tanh_().mul_(a.final_softcap)
             total += float(F.cross_entropy(logits, tokens[1:], reduction="sum"))
@@ -123,16 +124,19 @@ def _step(a: Architecture, layer: int, w: LayerWeights, x: Tensor, record: Recor
             record(site, inputs)
         return F.linear(inputs, floats(stacked(matrices), torch.float32), bias)  # type: ignore[arg-type]
 
-    heads = multiply("qkv", _norm(x, w.norm, a.eps), *w.qkv, bias=w.qkv_bias).unflatten(-1, (-1, a.head_dim))
+    attention, mlp, kind = w.mixer, w.mlp, a.stack[layer]
+    heads = multiply("qkv", normalize(a, x, w.norm), *attention.qkv, bias=attention.qkv_bias)
+    heads = heads.unflatten(-1, (-1, a.head_dim))
     queries, keys, values = heads.transpose(1, 2).split((a.heads, a.kv_heads, a.kv_heads), dim=1)
-    queries, keys = _norm(queries, w.q_norm, a.eps), _norm(keys, w.k_norm, a.eps)
-    if a.rope[layer] >= 0:
-        queries, keys = _rotated(queries, a.frequencies[a.rope[layer]]), _rotated(keys, a.frequencies[a.rope[layer]])
-    mixed = _attend(a, a.windows[layer], queries, keys, values).transpose(1, 2).flatten(2)
-    x = x + _norm(multiply("out", mixed, w.out, bias=w.out_bias), w.post_attention_norm, a.eps)
-    gate, up = multiply("mlp", _norm(x, w.mlp_norm, a.eps), *w.gate_up).chunk(2, dim=-1)
-    active = (F.silu(gate) if a.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-    return x + _norm(multiply("down", active, w.down), w.post_mlp_norm, a.eps)
+    queries, keys = normalize(a, queries, attention.q_norm), normalize(a, keys, attention.k_norm)
+    if kind.rope >= 0:
+        cos, sin = rotary_table(a, kind.rope, torch.arange(x.shape[1]))
+        queries, keys = rotate(queries, cos, sin, a.paired), rotate(keys, cos, sin, a.paired)
+    mixed = _attend(a, kind.window, queries, keys, values).transpose(1, 2).flatten(2)
+    x = x + normalize(a, multiply("out", mixed, attention.out, bias=attention.out_bias), w.after_mixer)
+    inner = multiply("mlp", normalize(a, x, w.mlp_norm), *mlp.up, bias=mlp.up_bias)
+    inner = multiply("down", activate(a, inner, kind.mlp == "gated"), mlp.down, bias=mlp.down_bias)
+    return x + normalize(a, inner, w.after_mlp)
 
 
 def _attend(a: Architecture, window: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -145,14 +149,3 @@ def _attend(a: Architecture, window: int, queries: Tensor, keys: Tensor, values:
     behind = at[:, None] - at
     hidden = (behind < 0) | (behind >= (window or len(at)))
     return scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values.repeat_interleave(share, 1)
-
-
-def _rotated(x: Tensor, frequencies: Tensor) -> Tensor:
-    """Applies the rotary embedding to x [windows, heads, T, head_dim]."""
-    angles = torch.outer(torch.arange(x.shape[2]).float(), frequencies)
-    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
-
-
-def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return x if weight is None else F.rms_norm(x, weight.shape, weight, eps)

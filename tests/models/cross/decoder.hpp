@@ -21,9 +21,11 @@ class TinyDecoder {
         : packing(packing), library(library), workspace(of<void*()>("foretoken_open")()) {
         for (LayerSpec& layer : layers) {
             layer = {};
-            layer.qkv = matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), layer.out = matrix(HIDDEN, HEADS * HEAD);
-            layer.gate_up = matrix(2 * INNER, HIDDEN), layer.down = matrix(HIDDEN, INNER);
-            layer.norm = norm(HIDDEN), layer.mlp_norm = norm(HIDDEN), layer.q_norm = norm(HEAD), layer.k_norm = norm(HEAD);
+            AttentionSpec& attention = layer.attention;
+            attention.qkv = matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), attention.out = matrix(HIDDEN, HEADS * HEAD);
+            layer.dense.up = matrix(2 * INNER, HIDDEN), layer.dense.down = matrix(HIDDEN, INNER);
+            layer.norm = {norm(HIDDEN)}, layer.mlp_norm = {norm(HIDDEN)};
+            attention.q_norm = {norm(HEAD)}, attention.k_norm = {norm(HEAD)}, attention.cache_layer = int(&layer - layers);
         }
         float* turns = packing.zeros<float>(REACH * HEAD);
         for (int i = 0; i < REACH; i++)
@@ -31,10 +33,10 @@ class TinyDecoder {
                 const float t = (float)(i * (j + 1) % 97) / 31;  // the cosine and sine of some angle
                 turns[i * HEAD + j] = (1 - t * t) / (1 + t * t), turns[i * HEAD + HEAD / 2 + j] = 2 * t / (1 + t * t);
             }
-        ropes[0] = turns;
-        m.layers = layers, m.embedding = (const Word*)numbers(VOCAB * HIDDEN), m.norm = norm(HIDDEN), m.head = matrix(VOCAB, HIDDEN);
+        ropes[0] = {turns, HEAD / 2, 0};
+        m.layers = layers, m.embedding = (const Word*)numbers(VOCAB * HIDDEN), m.norm = {norm(HIDDEN)}, m.head = matrix(VOCAB, HIDDEN);
         m.ropes = ropes, m.layer_count = LAYERS, m.hidden = HIDDEN, m.heads = HEADS, m.kv_heads = KV_HEADS, m.head_dim = HEAD;
-        m.half = HEAD / 2, m.inner = INNER, m.vocab = VOCAB, m.eps = 1e-6f, m.scale = 0.25f, m.embedding_scale = 1.0f;
+        m.inner = INNER, m.vocab = VOCAB, m.eps = 1e-6f, m.scale = 0.25f, m.embedding_scale = m.residual_scale = m.logit_scale = 1.0f;
         m.logit_cap = 30.0f;
     }
 
@@ -81,7 +83,7 @@ class TinyDecoder {
     void* workspace;
     Random random{5};
     LayerSpec layers[LAYERS];
-    const float* ropes[1];
+    RopeSpec ropes[1];
     ModelSpec m = {};
 
     template <class F>

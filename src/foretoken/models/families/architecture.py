@@ -9,10 +9,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from foretoken.core.schema import parse
+from foretoken.models.families.layers import PRE, SANDWICH, Layer
 from foretoken.models.families.rope import computes_rope, inverse_frequencies, rope_settings
 from foretoken.models.families.schema import DEFAULTS, CausalConfig
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+HeadNorms = Literal["before", "after", "all"]
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -20,10 +22,36 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Architecture:
-    """A decoder of the Llama family or one of its relatives.
+    """A decoder: a stack of layers (``Layer``), and what all of them share.
 
-    hidden = x + post_attention_norm(attention(norm(x))); x = hidden + post_mlp_norm(mlp(mlp_norm(hidden))). Only
-    Gemma 2 and 3 have the two post norms. mlp = down(activation(gate) * up).
+    Attributes:
+        family: ``model_type`` of config.json.
+        hidden: width of the residual stream.
+        heads: number of query heads.
+        kv_heads: number of heads of keys and values.
+        head_dim: width of a head.
+        intermediate: width of an MLP.
+        stack: the layers.
+        vocab: rows of the embedding.
+        eps: is added to the variance in norms.
+        activation: of MLPs.
+        scale: scores = scale * (queries . keys).
+        attention_softcap: scores = cap * tanh(scores / cap); 0 for none.
+        final_softcap: the same for logits.
+        embedding_scale: embeddings are multiplied by it, rounded to the model's dtype.
+        norm_offset: is added to stored norm weights: Gemma stores weight - 1.
+        frequencies: rotary frequencies, float32 [rotated numbers of a head / 2] each; ``Layer.rope`` is an index.
+        max_length: maximum length of a sequence in tokens.
+        tied: whether the embedding is the vocabulary head.
+        centered: whether norms subtract the mean (layer norm); otherwise RMS norms.
+        head_norms: where queries and keys are normed, if at all: each head before or after its rotation, or all heads
+            as one row before it.
+        residual_scale: factor of what mixers and MLPs add to the residual stream.
+        logit_scale: factor of the logits, before their cap.
+        clip: queries, keys and values are clipped to [-clip, clip]; 0 for no bound.
+        paired: whether numbers 2i and 2i + 1 of a head are rotated together; otherwise i and i + half.
+        rotary_scales: factor of cosines and sines, by index in ``frequencies``; empty for 1.
+        slopes: ALiBi's slope of each head; empty for none.
     """
 
     family: str
@@ -32,24 +60,45 @@ class Architecture:
     kv_heads: int
     head_dim: int
     intermediate: int
-    layers: int
+    stack: tuple[Layer, ...]
     vocab: int
     eps: float
     activation: Activation
-    scale: float  # scores = scale * (queries . keys)
-    attention_softcap: float  # scores = cap * tanh(scores / cap); 0 for none
-    final_softcap: float  # the same for logits
-    embedding_scale: float  # embeddings are multiplied by it, rounded to the model's dtype
-    norm_offset: float  # is added to stored norm weights: Gemma stores weight - 1
-    windows: tuple[int, ...]  # by layer: length of the attention window, the row itself included; 0 for no window
-    rope: tuple[int, ...]  # by layer: index in ``frequencies``; -1 for no rotation (SmolLM3)
-    frequencies: tuple[Tensor, ...]  # each float32 [head_dim / 2]
+    scale: float
+    attention_softcap: float
+    final_softcap: float
+    embedding_scale: float
+    norm_offset: float
+    frequencies: tuple[Tensor, ...]
     max_length: int
     tied: bool
+    centered: bool = False
+    head_norms: HeadNorms = "before"
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    clip: float = 0.0
+    paired: bool = False
+    rotary_scales: tuple[float, ...] = ()
+    slopes: tuple[float, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.stack)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Length of the attention window by layer; 0 for no window."""
+        return tuple(layer.window for layer in self.stack)
+
+    @property
+    def rope(self) -> tuple[int, ...]:
+        """Index in ``frequencies`` by layer; -1 for no rotation."""
+        return tuple(layer.rope for layer in self.stack)
 
     def first(self, layers: int) -> Architecture:
         """Returns the architecture of the first ``layers`` layers."""
-        return replace(self, layers=layers, windows=self.windows[:layers], rope=self.rope[:layers])
+        return replace(self, stack=self.stack[:layers])
 
     @staticmethod
     def of(config: Mapping[str, Any], max_length: int | None = None) -> Architecture:
@@ -74,7 +123,7 @@ class Architecture:
             kv_heads=c.get("num_key_value_heads") or heads,
             head_dim=head_dim,
             intermediate=c["intermediate_size"],
-            layers=c["num_hidden_layers"],
+            stack=_stack(c, rope),
             vocab=c["vocab_size"],
             eps=c["rms_norm_eps"],
             activation=_ACTIVATIONS[_activation(c)],
@@ -83,8 +132,6 @@ class Architecture:
             final_softcap=c.get("final_logit_softcapping") or 0.0,
             embedding_scale=c["hidden_size"] ** 0.5 if gemma else 1.0,
             norm_offset=1.0 if gemma else 0.0,
-            windows=_windows(c),
-            rope=rope,
             frequencies=tables,
             max_length=min(max_length or positions, positions),
             tied=bool(c.get("tie_word_embeddings")),
@@ -138,6 +185,11 @@ def _layer_types(c: Mapping[str, Any]) -> list[str]:
     else:
         full = [family not in ("mistral", "phi3") for _ in layers]
     return ["full_attention" if whole else "sliding_attention" for whole in full]
+
+
+def _stack(c: Mapping[str, Any], rope: tuple[int, ...]) -> tuple[Layer, ...]:
+    norms = SANDWICH if c["model_type"] in ("gemma2", "gemma3_text") else PRE
+    return tuple(Layer(norms=norms, window=w, rope=r) for w, r in zip(_windows(c), rope, strict=True))
 
 
 def _windows(c: Mapping[str, Any]) -> tuple[int, ...]:

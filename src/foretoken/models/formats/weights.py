@@ -2,43 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.finite import converted
-from foretoken.models.formats.grouped import Grouped, GroupedWeights
 from foretoken.models.formats.memory import give_back, reuse_freed
-from foretoken.models.formats.prequantized import read_int8
-from foretoken.models.formats.quantize import Matrix, Quantizer, floats
+from foretoken.models.formats.quantize import Matrix, Quantizer
+from foretoken.models.formats.reader import TensorReader
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """Weight and bias of a norm, float32; the bias may be None. A norm is computed in float32 and rounded once."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def by_head(self, head_dim: int) -> NormWeight:
+        """Returns the norm of heads as [head_dim], or as [heads, head_dim] if each head has its own."""
+        if len(self.weight) == head_dim:
+            return self
+        bias = None if self.bias is None else self.bias.view(-1, head_dim)
+        return NormWeight(self.weight.view(-1, head_dim), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttentionWeights:
+    """The weights of a layer's attention. ``qkv`` holds the rows of queries, keys and values.
+
+    Norms of heads are [head_dim] for all heads, or [heads * head_dim].
+    """
+
+    qkv: tuple[Matrix, ...]
+    qkv_bias: Tensor | None
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
+    out: Matrix
+    out_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMlpWeights:
+    """The weights of a layer's MLP. ``up`` holds the rows of gate and up, or of up alone if it is not gated."""
+
+    up: tuple[Matrix, ...]
+    up_bias: Tensor | None
+    down: Matrix
+    down_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one decoder layer, on the CPU.
+    """The weights of one decoder layer, on the CPU: of its mixer, its MLP, and the norms around them.
 
     Matrices are [out, in] row-major in the model's dtype, or quantized. A matrix may be a view of a mapped file, so
-    runners copy or pack it; the mapping ends with it. Norm weights are float32 [n], Gemma's offset of 1 included; a
-    norm is computed in float32 and rounded once. ``qkv`` holds the rows of queries, keys and values, ``gate_up`` those
-    of gate and up: one product in as many parts as the checkpoint stores, all of one kind.
+    runners copy or pack it; the mapping ends with it. Weights of norms include Gemma's offset of 1. A product of
+    several matrices has as many parts as the checkpoint stores, all of one kind.
     """
 
-    norm: Tensor | None  # None in the first layer of EAGLE-1
-    qkv: tuple[Matrix, ...]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Matrix
-    out_bias: Tensor | None
-    post_attention_norm: Tensor | None  # Gemma 2 and 3: on the attention's output, before it is added
-    mlp_norm: Tensor
-    gate_up: tuple[Matrix, ...]
-    down: Matrix
-    post_mlp_norm: Tensor | None
+    norm: NormWeight | None
+    mixer: SelfAttentionWeights
+    after_mixer: NormWeight | None
+    mlp_norm: NormWeight | None
+    mlp: DenseMlpWeights
+    after_mlp: NormWeight | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +77,7 @@ class Ends:
     """Embedding, last norm and vocabulary head. ``head`` is the embedding itself if the two are tied."""
 
     embedding: Matrix  # [V, H]; floats or grouped
-    norm: Tensor | None  # float32 [H]
+    norm: NormWeight | None
     head: Matrix  # [V, H]
 
 
@@ -57,12 +88,12 @@ class Entry:
     Attributes:
         joined: whether the input of the first attention is [norm(embedding), norm(features)], so that its ``qkv`` is
             [out, 2H] (EAGLE-3, 2503.01840); otherwise embeddings are not used.
-        norm: weight of the norm on the features, float32 [H].
+        norm: the norm on the features.
         norm_first: whether the residual stream starts from the normed features.
     """
 
     joined: bool = False
-    norm: Tensor | None = None
+    norm: NormWeight | None = None
     norm_first: bool = False
 
 
@@ -97,26 +128,43 @@ class Layers:
 def read_layer(source: Source, index: int) -> LayerWeights:
     """Reads layer ``index``. Raises ModelLoadError if a tensor is missing or has the wrong shape."""
     a, reader = source.architecture, source.reader
-    at = f"model.layers.{index}"
-    attention, mlp = f"{at}.self_attn", f"{at}.mlp"
-    wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    fused, sandwich = a.family == "phi3", a.family in ("gemma2", "gemma3_text")
-    qkv = (f"{attention}.qkv_proj",) if fused else tuple(f"{attention}.{p}_proj" for p in "qkv")
-    gate_up = (f"{mlp}.gate_up_proj",) if fused else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
-    heads = a.family in ("qwen3", "gemma3_text")
+    at, norms = f"model.layers.{index}", a.stack[index].norms
+    sandwich = norms.after_mlp
+
+    def norm(name: str, exists: bool = True) -> NormWeight | None:
+        return NormWeight(reader.norm(f"{at}.{name}_layernorm", a.hidden)) if exists else None
+
     return LayerWeights(
-        norm=reader.norm(f"{at}.input_layernorm", a.hidden),
+        norm=norm("input", norms.mixer),
+        mixer=_attention(a, reader, f"{at}.self_attn"),
+        after_mixer=norm("post_attention", norms.after_mixer),
+        mlp_norm=norm("pre_feedforward" if sandwich else "post_attention", norms.mlp),
+        mlp=_mlp(a, reader, f"{at}.mlp"),
+        after_mlp=norm("post_feedforward", norms.after_mlp),
+    )
+
+
+def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionWeights:
+    wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    qkv = (f"{at}.qkv_proj",) if a.family == "phi3" else tuple(f"{at}.{part}_proj" for part in "qkv")
+    heads = a.family in ("qwen3", "gemma3_text")
+    return SelfAttentionWeights(
         qkv=reader.parts(qkv, wide + 2 * narrow, a.hidden),
         qkv_bias=reader.bias(qkv, wide + 2 * narrow),
-        q_norm=reader.norm(f"{attention}.q_norm", a.head_dim) if heads else None,
-        k_norm=reader.norm(f"{attention}.k_norm", a.head_dim) if heads else None,
-        out=reader.matrix(f"{attention}.o_proj", a.hidden, wide),
-        out_bias=reader.bias((f"{attention}.o_proj",), a.hidden),
-        post_attention_norm=reader.norm(f"{at}.post_attention_layernorm", a.hidden) if sandwich else None,
-        mlp_norm=reader.norm(f"{at}.{'pre_feedforward' if sandwich else 'post_attention'}_layernorm", a.hidden),
-        gate_up=reader.parts(gate_up, 2 * a.intermediate, a.hidden),
-        down=reader.matrix(f"{mlp}.down_proj", a.hidden, a.intermediate),
-        post_mlp_norm=reader.norm(f"{at}.post_feedforward_layernorm", a.hidden) if sandwich else None,
+        q_norm=NormWeight(reader.norm(f"{at}.q_norm", a.head_dim)) if heads else None,
+        k_norm=NormWeight(reader.norm(f"{at}.k_norm", a.head_dim)) if heads else None,
+        out=reader.matrix(f"{at}.o_proj", a.hidden, wide),
+        out_bias=reader.bias((f"{at}.o_proj",), a.hidden),
+    )
+
+
+def _mlp(a: Architecture, reader: TensorReader, at: str) -> DenseMlpWeights:
+    up = (f"{at}.gate_up_proj",) if a.family == "phi3" else (f"{at}.gate_proj", f"{at}.up_proj")
+    return DenseMlpWeights(
+        up=reader.parts(up, 2 * a.intermediate, a.hidden),
+        up_bias=None,
+        down=reader.matrix(f"{at}.down_proj", a.hidden, a.intermediate),
+        down_bias=None,
     )
 
 
@@ -133,98 +181,4 @@ def read_ends(source: Source) -> Ends:
         head = reader.matrix("lm_head", a.vocab, a.hidden)
     elif source.quantize is not None and isinstance(stored, Tensor):
         head = source.quantize(stored)
-    return Ends(embedding, reader.norm("model.norm", a.hidden), head)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorReader:
-    """Reads and checks tensors by name.
-
-    Methods raise ModelLoadError for a tensor that is missing or has the wrong shape.
-
-    Attributes:
-        weights: the checkpoint's tensors.
-        dtype: dtype to convert matrices and biases to.
-        quantize: how float matrices are quantized; None if they stay as they are.
-        norm_offset: offset that is added to stored norm weights.
-    """
-
-    weights: Mapping[str, Tensor]
-    dtype: torch.dtype
-    quantize: Quantizer | None = None
-    norm_offset: float = 0.0
-
-    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        """Returns the weight of a linear layer, [rows, columns]."""
-        return self.parts((name,), rows, columns)[0]
-
-    def parts(self, names: tuple[str, ...], rows: int, columns: int) -> tuple[Matrix, ...]:
-        """Returns the weights of linear layers with the same input; concatenated they are [rows, columns]."""
-        parts = tuple(self._part(name) for name in names)
-        if any(isinstance(part, Grouped) for part in parts) and any(isinstance(part, Tensor) for part in parts):
-            parts = tuple(floats(part, self.dtype) for part in parts)
-        if len({type(part) for part in parts}) > 1:
-            raise ModelLoadError(f"of {' and '.join(names)} only some are quantized; they are one product here")
-        self.check(parts, names, rows, columns)
-        return parts
-
-    def check(self, parts: Sequence[Matrix], names: tuple[str, ...], rows: int, columns: int) -> None:
-        """Raises ModelLoadError unless the concatenated parts are [rows, columns]."""
-        shapes = [tuple(part.shape) for part in parts]
-        if any(len(s) != 2 or s[1] != columns for s in shapes) or sum(s[0] for s in shapes) != rows:
-            raise self._misshapen(names, parts, (rows, columns))
-
-    def bias(self, names: tuple[str, ...], rows: int) -> Tensor | None:
-        """Returns the concatenated biases [rows] of linear layers; None if they have none."""
-        if not any(f"{name}.bias" in self.weights for name in names):
-            return None
-        biases = [self.get(f"{name}.bias") for name in names]
-        if any(bias.ndim != 1 for bias in biases) or sum(map(len, biases)) != rows:
-            raise self._misshapen([f"{name}.bias" for name in names], biases, (rows,))
-        return torch.cat([converted(f"{name}.bias", b, self.dtype) for name, b in zip(names, biases, strict=True)])
-
-    def norm(self, name: str, size: int) -> Tensor:
-        """Returns the weight of a norm, float32 [size]."""
-        return self.floats(f"{name}.weight", (size,)).add_(self.norm_offset)
-
-    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns a copy of the tensor in float32."""
-        stored = self.get(name)
-        if stored.shape != shape:
-            raise self._misshapen([name], [stored], shape)
-        return stored.to(torch.float32, copy=True)
-
-    def get(self, name: str) -> Tensor:
-        """Returns the tensor as it is stored. Raises ModelLoadError if it is missing or holds no floats."""
-        try:
-            tensor = self.weights[name]
-        except KeyError:
-            raise ModelLoadError(f"the checkpoint lacks the tensor {name!r}; is it complete?") from None
-        if not tensor.is_floating_point():
-            raise ModelLoadError(f"the tensor {name!r} holds {tensor.dtype} instead of floats; is it damaged?")
-        return tensor
-
-    def _misshapen(self, names: Sequence[str], parts: Sequence[Matrix], shape: tuple[int, ...]) -> ModelLoadError:
-        shapes = " and ".join(str(tuple(part.shape)) for part in parts)
-        return ModelLoadError(
-            f"{' and '.join(names)} have the shape {shapes}, but config.json says {shape}"
-            f"{' together' * (len(parts) > 1)}"
-        )
-
-    def grouped(self, name: str) -> Grouped | None:
-        """Returns the weight of ``name`` if it is stored in groups and need not be dequantized; else None."""
-        if self.quantize is not None or not isinstance(self.weights, GroupedWeights):
-            return None
-        return self.weights.grouped(f"{name}.weight") if f"{name}.weight" in self.weights else None
-
-    def _part(self, name: str) -> Matrix:
-        stored = read_int8(self.weights, name)
-        if stored is not None:
-            return stored
-        grouped = self.grouped(name)
-        if grouped is not None:
-            return grouped
-        weight = self.get(f"{name}.weight")
-        if weight.ndim != 2:
-            raise ModelLoadError(f"the tensor {name + '.weight'!r} is not a matrix; is the checkpoint damaged?")
-        return converted(f"{name}.weight", weight, self.dtype) if self.quantize is None else self.quantize(weight)
+    return Ends(embedding, NormWeight(reader.norm("model.norm", a.hidden)), head)

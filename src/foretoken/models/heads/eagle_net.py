@@ -18,7 +18,14 @@ from torch import Tensor
 from foretoken.core.draft import Draft
 from foretoken.models.base import Handle
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.weights import Ends, Entry, LayerWeights
+from foretoken.models.formats.weights import (
+    DenseMlpWeights,
+    Ends,
+    Entry,
+    LayerWeights,
+    NormWeight,
+    SelfAttentionWeights,
+)
 from foretoken.models.heads.eagle import EagleHead
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.choose import build_runner
@@ -241,9 +248,8 @@ class EagleNet:
         bias = self.head.tensors.get(f"{name}.bias")
         return None if bias is None else bias.to(device, dtype)
 
-    def _norm(self, name: str) -> Tensor | None:
-        weight = self.head.tensors.get(f"{name}.weight")
-        return None if weight is None else weight.float()
+    def _norm(self, name: str) -> NormWeight | None:
+        return _norm(self.head, name)
 
     def _norm_names(self) -> list[str]:
         count = self.head.tensors["fc.weight"].shape[-1] // self.head.target_hidden
@@ -259,18 +265,30 @@ def _layer(head: EagleHead, index: int, dtype: torch.dtype) -> LayerWeights:
     at, tensors = f"layers.{index}.", head.tensors
     qkv = [f"{at}self_attn.{part}_proj" for part in "qkv"]
     biased = all(f"{name}.bias" in tensors for name in qkv)
-    norm = tensors.get(f"{at}input_layernorm.weight")
-    return LayerWeights(
-        norm=None if norm is None else norm.float(),
+    attention = SelfAttentionWeights(
         qkv=tuple(tensors[f"{name}.weight"].to(dtype) for name in qkv),
         qkv_bias=torch.cat([tensors[f"{name}.bias"] for name in qkv]).to(dtype) if biased else None,
         q_norm=None,
         k_norm=None,
         out=tensors[f"{at}self_attn.o_proj.weight"].to(dtype),
         out_bias=None,
-        post_attention_norm=None,
-        mlp_norm=tensors[f"{at}post_attention_layernorm.weight"].float(),
-        gate_up=tuple(tensors[f"{at}mlp.{part}_proj.weight"].to(dtype) for part in ("gate", "up")),
-        down=tensors[f"{at}mlp.down_proj.weight"].to(dtype),
-        post_mlp_norm=None,
     )
+    mlp = DenseMlpWeights(
+        up=tuple(tensors[f"{at}mlp.{part}_proj.weight"].to(dtype) for part in ("gate", "up")),
+        up_bias=None,
+        down=tensors[f"{at}mlp.down_proj.weight"].to(dtype),
+        down_bias=None,
+    )
+    return LayerWeights(
+        norm=_norm(head, f"{at}input_layernorm"),
+        mixer=attention,
+        after_mixer=None,
+        mlp_norm=_norm(head, f"{at}post_attention_layernorm"),
+        mlp=mlp,
+        after_mlp=None,
+    )
+
+
+def _norm(head: EagleHead, name: str) -> NormWeight | None:
+    weight = head.tensors.get(f"{name}.weight")
+    return None if weight is None else NormWeight(weight.float())

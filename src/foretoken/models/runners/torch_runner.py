@@ -18,47 +18,79 @@ from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.quantize import floats, stacked
-from foretoken.models.formats.weights import Ends, Entry, LayerWeights
+from foretoken.models.formats.weights import (
+    DenseMlpWeights,
+    Ends,
+    Entry,
+    LayerWeights,
+    NormWeight,
+    SelfAttentionWeights,
+)
 from foretoken.models.runners.attention import Geometry, attend
 from foretoken.models.runners.base import DecoderOnly, Pass
+from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
 from foretoken.models.runners.linear import Product, can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.state.kv import KVCache
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """The weights of one decoder layer on the device, with packed matrices."""
+class TorchAttention:
+    """The weights of a layer's attention on the device."""
 
-    norm: Tensor | None
     qkv: Product
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
     out: Product
-    post_attention_norm: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Product
-    down: Product
-    post_mlp_norm: Tensor | None
 
     @staticmethod
-    def of(device: torch.device, weights: LayerWeights) -> Layer:
+    def of(device: torch.device, w: SelfAttentionWeights) -> TorchAttention:
+        """Packs the weights for ``device``."""
+        return TorchAttention(
+            qkv=product(stacked(w.qkv).to(device), _to(w.qkv_bias, device)),
+            q_norm=_norm_to(w.q_norm, device),
+            k_norm=_norm_to(w.k_norm, device),
+            out=product(w.out.to(device), _to(w.out_bias, device)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMlp:
+    """The weights of a layer's MLP on the device."""
+
+    up: Product
+    down: Product
+
+    @staticmethod
+    def of(device: torch.device, w: DenseMlpWeights) -> TorchMlp:
+        """Packs the weights for ``device``."""
+        return TorchMlp(
+            up=product(stacked(w.up).to(device), _to(w.up_bias, device)),
+            down=product(w.down.to(device), _to(w.down_bias, device)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayer:
+    """The weights of one decoder layer on the device, with packed matrices."""
+
+    norm: NormWeight | None
+    mixer: TorchAttention
+    after_mixer: NormWeight | None
+    mlp_norm: NormWeight | None
+    mlp: TorchMlp
+    after_mlp: NormWeight | None
+
+    @staticmethod
+    def of(device: torch.device, weights: LayerWeights) -> TorchLayer:
         """Packs a layer's weights for ``device``."""
-
-        def to(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        return Layer(
-            norm=to(weights.norm),
-            qkv=product(stacked(weights.qkv).to(device), to(weights.qkv_bias)),
-            q_norm=to(weights.q_norm),
-            k_norm=to(weights.k_norm),
-            out=product(weights.out.to(device), to(weights.out_bias)),
-            post_attention_norm=to(weights.post_attention_norm),
-            mlp_norm=weights.mlp_norm.to(device),
-            gate_up=product(stacked(weights.gate_up).to(device)),
-            down=product(weights.down.to(device)),
-            post_mlp_norm=to(weights.post_mlp_norm),
+        return TorchLayer(
+            norm=_norm_to(weights.norm, device),
+            mixer=TorchAttention.of(device, weights.mixer),
+            after_mixer=_norm_to(weights.after_mixer, device),
+            mlp_norm=_norm_to(weights.mlp_norm, device),
+            mlp=TorchMlp.of(device, weights.mlp),
+            after_mlp=_norm_to(weights.after_mlp, device),
         )
 
 
@@ -88,12 +120,14 @@ class TorchRunner(DecoderOnly):
     ) -> None:
         a = self._architecture = architecture
         self._entry = entry or Entry()
-        self._feature_norm = None if self._entry.norm is None else self._entry.norm.to(device)
+        self._feature_norm = _norm_to(self._entry.norm, device)
         self._dtype, self._device = dtype, device
         self.batch_invariant = can_pack(dtype, device)
         self._embedding = floats(ends.embedding, dtype).to(device)
-        self._layers = list(map(partial(Layer.of, device), layers))  # no variable holds a layer while the next is read
-        self._norm = None if ends.norm is None else ends.norm.to(device)
+        self._layers = list(
+            map(partial(TorchLayer.of, device), layers)
+        )  # no variable holds a layer while the next is read
+        self._norm = _norm_to(ends.norm, device)
         self._head = product(ends.head.to(device))
         self._tables: list[tuple[Tensor, Tensor]] = []
         self.cache = self._new_cache(a)
@@ -102,7 +136,7 @@ class TorchRunner(DecoderOnly):
         view = copy(self)
         view._architecture = architecture
         view._layers = self._layers[: architecture.layers]
-        view._norm = self._norm if norm is None else norm.to(self._device)
+        view._norm = self._norm if norm is None else NormWeight(norm.to(self._device))
         view.cache = view._new_cache(architecture)
         return view
 
@@ -150,8 +184,8 @@ class TorchRunner(DecoderOnly):
     def _reserve(self, rows: int) -> None:
         """Grows every slot to at least ``rows`` rows, and the rotary tables to as many positions."""
         self.cache.reserve(rows)
-        if not self._tables or self._tables[0][0].shape[0] < self.cache.rows:
-            self._tables = [self._table(frequencies) for frequencies in self._architecture.frequencies]
+        if self._architecture.frequencies and (not self._tables or self._tables[0][0].shape[0] < self.cache.rows):
+            self._tables = [self._table(number) for number in range(len(self._architecture.frequencies))]
 
     def _states(
         self, geometry: Geometry, taps: Sequence[int], alone: bool = False, features: Tensor | None = None
@@ -175,72 +209,92 @@ class TorchRunner(DecoderOnly):
     def _begin(self, features: Tensor, rows: int) -> Tensor:
         """Returns the start of a residual stream of features. A single row is doubled, as its token is."""
         hidden = features.to(self._device, self._dtype).expand(rows, -1)
-        return self._normalize(hidden, self._feature_norm) if self._entry.norm_first else hidden
+        return normalize(self._architecture, hidden, self._feature_norm) if self._entry.norm_first else hidden
 
     def _attention_input(self, number: int, hidden: Tensor, g: Geometry) -> Tensor:
         """Returns the input of a layer's attention; see ``weights.Entry``."""
         norm = self._layers[number].norm
         if number or not self._entry.joined:
-            return self._normalize(hidden, norm)
-        features = hidden if self._entry.norm_first else self._normalize(hidden, self._feature_norm)
-        return torch.cat([self._normalize(self._embed(g.tokens), norm), features], dim=-1)
+            return normalize(self._architecture, hidden, norm)
+        features = hidden if self._entry.norm_first else normalize(self._architecture, hidden, self._feature_norm)
+        return torch.cat([normalize(self._architecture, self._embed(g.tokens), norm), features], dim=-1)
 
     def _tapped(self, states: dict[int, Tensor], taps: Sequence[int], rows: Tensor | slice) -> dict[int, Tensor]:
         """Returns hidden states of ``rows``, the last layer's normed. They are copies if ``rows`` are indices."""
         tapped = {number: states[number][rows] for number in taps}
         last = self._architecture.layers
         if last in tapped:
-            tapped[last] = self._normalize(tapped[last], self._norm)
+            tapped[last] = normalize(self._architecture, tapped[last], self._norm)
         return tapped
 
     def _layer(
         self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Geometry, alone: bool
     ) -> Tensor:
         a, layer = self._architecture, self._layers[number]
-        heads = layer.qkv(self._attention_input(number, hidden, g), alone).view(hidden.shape[0], -1, a.head_dim)
-        queries_keys, values = heads.split((a.heads + a.kv_heads, a.kv_heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys = queries_keys.split((a.heads, a.kv_heads), dim=1)
-            parts = self._normalize(queries, layer.q_norm), self._normalize(keys, layer.k_norm)
-            queries_keys = torch.cat(parts, dim=1)
-        if a.rope[number] >= 0:
-            queries_keys = rotate(queries_keys, *turns[a.rope[number]])
-        mixed = layer.out(attend(self.cache, number, queries_keys, values, g, a, g.masks[a.windows[number]]), alone)
-        if layer.post_attention_norm is not None:
-            mixed = self._normalize(mixed, layer.post_attention_norm)
-        hidden = hidden + mixed
-        gate, up = layer.gate_up(self._normalize(hidden, layer.mlp_norm), alone).chunk(2, dim=-1)
-        active = F.silu(gate) if a.activation == "silu" else F.gelu(gate, approximate="tanh")
-        mixed = layer.down(active * up, alone)
-        if layer.post_mlp_norm is not None:
-            mixed = self._normalize(mixed, layer.post_mlp_norm)
-        return hidden + mixed
+        mixed = self._attention(number, self._attention_input(number, hidden, g), turns, g, alone)
+        mixed = _scaled(normalize(a, mixed, layer.after_mixer), a.residual_scale)
+        if not a.stack[number].parallel:
+            hidden = hidden + mixed
+        inner = layer.mlp.up(normalize(a, hidden, layer.mlp_norm), alone)
+        inner = layer.mlp.down(activate(a, inner, a.stack[number].mlp == "gated"), alone)
+        inner = _scaled(normalize(a, inner, layer.after_mlp), a.residual_scale)
+        return hidden + mixed + inner if a.stack[number].parallel else hidden + inner
 
-    def _normalize(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Returns the RMS norm over the last dimension, computed in float32 and rounded once; x without a weight."""
-        if weight is None:
-            return x
-        return F.rms_norm(x.float(), weight.shape, weight, self._architecture.eps).to(x.dtype)
+    def _attention(
+        self, number: int, x: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Geometry, alone: bool
+    ) -> Tensor:
+        a, mixer, layer = self._architecture, self._layers[number].mixer, self._architecture.stack[number]
+        heads = mixer.qkv(x, alone).view(x.shape[0], -1, a.head_dim)
+        if a.clip:
+            heads = heads.clamp(-a.clip, a.clip)
+        queries_keys, values = heads.split((a.heads + a.kv_heads, a.kv_heads), dim=1)
+        if a.head_norms != "after":
+            queries_keys = self._norm_heads(queries_keys, mixer)
+        if layer.rope >= 0:
+            queries_keys = rotate(queries_keys, *turns[layer.rope], a.paired)
+        if a.head_norms == "after":
+            queries_keys = self._norm_heads(queries_keys, mixer)
+        return mixer.out(attend(self.cache, number, queries_keys, values, g, a, g.masks[layer.window]), alone)
+
+    def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:
+        if mixer.q_norm is None or mixer.k_norm is None:
+            return queries_keys
+        a, parts = self._architecture, []
+        halves = queries_keys.split((a.heads, a.kv_heads), dim=1)
+        for half, norm in zip(halves, (mixer.q_norm, mixer.k_norm), strict=True):
+            if a.head_norms == "all":
+                parts.append(normalize(a, half.flatten(1), norm).view(half.shape))
+            else:
+                parts.append(normalize(a, half, norm.by_head(a.head_dim)))
+        return torch.cat(parts, dim=1)
 
     def _logits(self, states: dict[int, Tensor], outputs: Tensor) -> Tensor:
         """Returns the logits of the rows ``outputs``, float32 [outputs, V]."""
-        return self.unembed(self._normalize(states[self._architecture.layers].index_select(0, outputs), self._norm))
+        return self.unembed(
+            normalize(self._architecture, states[self._architecture.layers].index_select(0, outputs), self._norm)
+        )
 
     @torch.inference_mode()
     def unembed(self, hidden: Tensor) -> Tensor:
         count, cap = hidden.shape[0], self._architecture.final_softcap
         hidden = hidden.to(self._device, self._dtype)
         logits = self._head(hidden if count > 1 else hidden.repeat(2, 1))[:count].float()
+        logits = _scaled(logits, self._architecture.logit_scale)
         return logits.div(cap).tanh_().mul_(cap) if cap else logits
 
-    def _table(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin for every row of the cache, [rows, 1, head_dim]; sin has the signs of rotate_half."""
-        angles = torch.outer(torch.arange(self.cache.rows).float(), frequencies)
-        cos, sin = angles.cos(), angles.sin()
-        tables = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return tables[0].to(self._device, self._dtype)[:, None], tables[1].to(self._device, self._dtype)[:, None]
+    def _table(self, number: int) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin for every row of the cache, [rows, 1, rotated numbers]; see ``rotate``."""
+        cos, sin = rotary_table(self._architecture, number, torch.arange(self.cache.rows))
+        return cos.to(self._device, self._dtype)[:, None], sin.to(self._device, self._dtype)[:, None]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies the rotary embedding to x [rows, heads, head_dim]; ``sin`` includes the sign of its first half."""
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _norm_to(norm: NormWeight | None, device: torch.device) -> NormWeight | None:
+    return None if norm is None else NormWeight(norm.weight.to(device), _to(norm.bias, device))
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor

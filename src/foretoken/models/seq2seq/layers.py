@@ -13,9 +13,10 @@ from torch import Tensor
 
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
 from foretoken.models.formats.quantize import stacked
+from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.linear import Product, product
 from foretoken.models.seq2seq.positions import RelativeBias
-from foretoken.models.seq2seq.weights import AttentionWeights, BlockWeights, MLPWeights, NormWeight, StackEnds
+from foretoken.models.seq2seq.weights import AttentionWeights, BlockWeights, MLPWeights, StackEnds
 
 MAX_SOURCES = 32  # cached encoder outputs, for other completions of a request and for a draft that shares the encoder
 

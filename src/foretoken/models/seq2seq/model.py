@@ -12,7 +12,7 @@ from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
 from foretoken.models.formats.quantize import Quantizer
-from foretoken.models.formats.weights import TensorReader
+from foretoken.models.formats.reader import TensorReader
 from foretoken.models.options import check_quantization, check_weight_format
 from foretoken.models.seq2seq.runner import Seq2SeqRunner
 from foretoken.models.seq2seq.weights import Seq2SeqWeights

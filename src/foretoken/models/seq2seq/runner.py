@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.seq2seq import Stack
+from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.attention import KEY_MULTIPLE, Geometry, attend, look_up
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.linear import can_pack, product
@@ -31,7 +32,7 @@ from foretoken.models.seq2seq.layers import (
     unchanged,
 )
 from foretoken.models.seq2seq.positions import positions_of
-from foretoken.models.seq2seq.weights import NormWeight, Seq2SeqWeights
+from foretoken.models.seq2seq.weights import Seq2SeqWeights
 from foretoken.models.state.kv import KVCache, finite, padded
 
 

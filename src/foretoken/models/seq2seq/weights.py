@@ -12,17 +12,10 @@ from foretoken.models.families.seq2seq import LEARNED_OFFSET, T5, Seq2SeqArchite
 from foretoken.models.formats.finite import converted
 from foretoken.models.formats.memory import give_back
 from foretoken.models.formats.quantize import Matrix
-from foretoken.models.formats.weights import TensorReader
+from foretoken.models.formats.reader import TensorReader
+from foretoken.models.formats.weights import NormWeight
 
 _SAMPLE = 1024  # numbers of each tensor that the fingerprint of an encoder covers
-
-
-@dataclass(frozen=True, slots=True)
-class NormWeight:
-    """Weight and bias of a norm, float32 [H] each; without a bias it is an RMS norm."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

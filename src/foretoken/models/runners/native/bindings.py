@@ -32,15 +32,45 @@ class UpperBytes(Structure):
     _fields_ = [(name, c_void_p) for name in ("bytes", "from_unit", "pairs", "words")]
 
 
-class LayerSpec(Structure):
-    """The weights of one decoder layer; a pointer is null if the architecture has no such part."""
+class NormSpec(Structure):
+    """The weights of a norm; a null weight stands for no norm."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p)]
+
+
+class AttentionSpec(Structure):
+    """The weights of a layer's attention."""
 
     _fields_ = [
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("norm", "q_norm", "k_norm", "after_attention", "mlp_norm", "after_mlp")),
-        ("window", c_int32),
-        ("rope", c_int32),
+        ("qkv", Matrix),
+        ("out", Matrix),
+        ("q_norm", NormSpec),
+        ("k_norm", NormSpec),
+        *((name, c_int32) for name in ("norm_stride", "window", "rope", "cache_layer")),
     ]
+
+
+class MlpSpec(Structure):
+    """The weights of a dense MLP."""
+
+    _fields_ = [("up", Matrix), ("down", Matrix)]
+
+
+class LayerSpec(Structure):
+    """One decoder layer: a token mixer and an MLP, the norms around them, and their kinds."""
+
+    _fields_ = [
+        *((name, NormSpec) for name in ("norm", "after_mixer", "mlp_norm", "after_mlp")),
+        *((name, c_int32) for name in ("mixer", "mlp", "parallel")),
+        ("attention", AttentionSpec),
+        ("dense", MlpSpec),
+    ]
+
+
+class RopeSpec(Structure):
+    """A rotary table, which grows with the sequences."""
+
+    _fields_ = [("table", c_void_p), ("half", c_int32), ("paired", c_int32)]
 
 
 class ModelSpec(Structure):
@@ -50,13 +80,16 @@ class ModelSpec(Structure):
         ("layers", POINTER(LayerSpec)),
         ("embedding", c_void_p),
         ("table", Matrix),
-        ("norm", c_void_p),
-        ("feature_norm", c_void_p),
+        ("positions", c_void_p),
+        *((name, NormSpec) for name in ("embedding_norm", "norm", "feature_norm")),
         ("head", Matrix),
-        ("ropes", POINTER(c_void_p)),
-        *((name, c_int32) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "half", "inner")),
-        *((name, c_int32) for name in ("vocab", "gelu", "joined", "norm_first")),
+        ("ropes", POINTER(RopeSpec)),
+        ("slopes", c_void_p),
+        ("query_scales", c_void_p),
+        *((name, c_int32) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")),
+        *((name, c_int32) for name in ("activation", "centered", "norm_heads", "joined", "norm_first")),
         *((name, c_float) for name in ("eps", "scale", "score_cap", "logit_cap", "embedding_scale")),
+        *((name, c_float) for name in ("residual_scale", "logit_scale", "clip")),
     ]
 
 

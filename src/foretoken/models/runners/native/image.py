@@ -27,7 +27,7 @@ from foretoken.models.runners.native.bindings import LayerSpec, ModelSpec
 from foretoken.models.runners.native.build import packing_library
 
 ALIGNMENT = 4096
-_MAGIC = b"FTWEIGHT"
+_MAGIC = b"FTWEIGH2"
 _HEAD = struct.Struct("<8sQQ32s")  # magic, offset and size of the directory, its SHA-256
 _WORD = struct.Struct("<Q")
 _AT_ONCE = 2**23  # bytes that are read or written at once

@@ -89,7 +89,7 @@ def pack(
         arena: allocates the packed matrix.
         parts: all float32, all bfloat16, all int8, or all grouped in one layout. Several parts that are not interleaved
             have multiples of sixteen outputs.
-        bias: [out]; only if the parts are not interleaved.
+        bias: [out], in the order of the parts.
         interleave: whether blocks of sixteen outputs alternate between the parts; otherwise the parts are concatenated.
         compress: whether bfloat16 is stored in 12 bits, without loss, if few of its exponents are rare.
 
@@ -111,7 +111,8 @@ def pack(
         if compress and matrix.kind == Kind.BFLOAT16:
             upper = _compress(arena, matrix)
     if bias is not None:
-        held["bias"] = _by_output([bias.float()], outputs, False)
+        biases = bias.float().split([part.shape[0] for part in parts])
+        held["bias"] = _by_output(biases, outputs, interleave)
     quantized = [part for part in parts if isinstance(part, Int8)]
     if quantized:
         held["scales"] = _by_output([part.scales for part in quantized], outputs, interleave)

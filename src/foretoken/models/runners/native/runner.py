@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from ctypes import Structure
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
-from foretoken.models.formats.grouped import Grouped, joinable
-from foretoken.models.formats.quantize import Int8, floats
-from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass
-from foretoken.models.runners.native.bindings import LANES, UNIT, BatchSpec, LayerSpec, Matrix, ModelSpec
+from foretoken.models.runners.native.bindings import (
+    LANES,
+    UNIT,
+    BatchSpec,
+    Matrix,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+)
 from foretoken.models.runners.native.build import library, packing_library
 from foretoken.models.runners.native.cache import WeightCache
+from foretoken.models.runners.native.describe import Description
 from foretoken.models.runners.native.image import WeightImage
-from foretoken.models.runners.native.memory import KINDS, Arena, pack, padded
+from foretoken.models.runners.native.memory import KINDS, Arena, padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.pages import PAGE, Pages
 
@@ -63,8 +68,10 @@ class NativeRunner(DecoderOnly):
         cache: WeightCache | None = None,
     ) -> None:
         self._begin(architecture, dtype, entry)
-        self._compress = compress
-        self._spec = self._describe(layers, ends, dtype, entry or Entry())
+        description = Description(architecture, dtype, self._arena, compress)
+        self._spec = description.model(layers, ends, entry or Entry())
+        self._held.extend(description.held)
+        self.weight_bytes, self.product_bytes = description.weight_bytes, description.product_bytes
         if cache is not None:
             cache.keep(WeightImage(self._spec, self._arena.held, self._held), self._arena)
         self._finish(dtype)
@@ -102,10 +109,10 @@ class NativeRunner(DecoderOnly):
     def _finish(self, dtype: torch.dtype) -> None:
         """Loads the kernels for the specification, and makes room for what changes."""
         a = self._architecture
-        self._ropes = (ctypes.c_void_p * max(1, len(a.frequencies)))()
+        self._ropes = (RopeSpec * max(1, len(a.frequencies)))()
         self._spec.ropes = self._ropes
         self._head_alone = ModelSpec.from_buffer_copy(self._spec)  # for passes of features, without layers and norm
-        self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, None, 0
+        self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, NormSpec(), 0
         self.kinds = _kinds(self._spec)
         self._library = library(self.kinds, KINDS[dtype])
         self._workspace = self._library.foretoken_open()
@@ -185,7 +192,8 @@ class NativeRunner(DecoderOnly):
         view._spec = ModelSpec.from_buffer_copy(self._spec)
         view._spec.layer_count = architecture.layers
         if norm is not None:
-            view._spec.norm = view._keep(norm)
+            view._held.append(norm := norm.contiguous())
+            view._spec.norm = NormSpec(norm.data_ptr())
         view._ropes = type(self._ropes)()
         view._spec.ropes = view._ropes
         view._pages = view._new_pages()
@@ -216,121 +224,36 @@ class NativeRunner(DecoderOnly):
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
         return perf_counter() - started
 
-    # the model for the kernels
-
-    def _describe(self, layers: Iterable[LayerWeights], ends: Ends, dtype: torch.dtype, entry: Entry) -> ModelSpec:
-        a = self._architecture
-        specs = (LayerSpec * a.layers)()
-        for number, layer in enumerate(map(self._layer, layers)):  # map frees a layer before it reads the next
-            layer.window, layer.rope = a.windows[number], a.rope[number]
-            specs[number] = layer
-        head = self._matrix([ends.head])
-        embedding, table = None, head
-        self.product_bytes = self.weight_bytes  # what the products of a pass read
-        if ends.head is not ends.embedding:
-            if isinstance(ends.embedding, Grouped):
-                table = self._matrix([ends.embedding])
-            elif self._compress:
-                table = self._matrix([floats(ends.embedding, dtype)])
-            else:
-                wide = _wide(floats(ends.embedding, dtype))
-                embedding = self._keep(wide)
-                self.weight_bytes += wide.nbytes
-        return ModelSpec(
-            layers=specs,
-            embedding=embedding,
-            table=table,
-            norm=self._keep(ends.norm),
-            feature_norm=self._keep(entry.norm),
-            head=head,
-            layer_count=a.layers,
-            hidden=a.hidden,
-            heads=a.heads,
-            kv_heads=a.kv_heads,
-            head_dim=a.head_dim,
-            half=len(a.frequencies[0]),
-            inner=a.intermediate,
-            vocab=a.vocab,
-            gelu=a.activation == "gelu_tanh",
-            joined=entry.joined,
-            norm_first=entry.norm_first,
-            eps=a.eps,
-            scale=a.scale,
-            score_cap=a.attention_softcap,
-            logit_cap=a.final_softcap,
-            embedding_scale=float(torch.tensor(a.embedding_scale, dtype=dtype)),
-        )
-
-    def _layer(self, weights: LayerWeights) -> LayerSpec:
-        return LayerSpec(
-            qkv=self._matrix(weights.qkv, weights.qkv_bias),
-            out=self._matrix([weights.out], weights.out_bias),
-            gate_up=self._matrix(_halves(weights.gate_up), interleave=True),
-            down=self._matrix([weights.down]),
-            norm=self._keep(weights.norm),
-            q_norm=self._keep(weights.q_norm),
-            k_norm=self._keep(weights.k_norm),
-            after_attention=self._keep(weights.post_attention_norm),
-            mlp_norm=self._keep(weights.mlp_norm),
-            after_mlp=self._keep(weights.post_mlp_norm),
-        )
-
-    def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
-        packed = pack(self._arena, _one_layout(parts), bias, interleave, self._compress)
-        self.weight_bytes += packed.nbytes
-        self._held.extend(packed.held)
-        return packed.matrix
-
-    def _keep(self, tensor: Tensor | None) -> int | None:
-        """Keeps a tensor as long as the runner lives. Returns its address."""
-        if tensor is None:
-            return None
-        tensor = tensor.contiguous()
-        self._held.append(tensor)
-        return tensor.data_ptr()
-
     def _rotate_up_to(self, reach: int) -> None:
         """Grows the rotary tables, float32 [positions, 2 * half] of cosines and sines, to at least ``reach`` rows."""
         if reach <= self._reach:
             return
         self._reach = max(512, 2 * reach)
         self._tables = []
-        for number, frequencies in enumerate(self._architecture.frequencies):
+        a = self._architecture
+        for number, frequencies in enumerate(a.frequencies):
             angles = torch.outer(torch.arange(self._reach).float(), frequencies)
-            self._tables.append(torch.cat((angles.cos(), angles.sin()), dim=-1).contiguous())
-            self._ropes[number] = self._tables[-1].data_ptr()
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+            if a.rotary_scales:
+                table *= a.rotary_scales[number]
+            self._tables.append(table.contiguous())
+            self._ropes[number] = RopeSpec(self._tables[-1].data_ptr(), len(frequencies), a.paired)
 
 
 def _kinds(spec: ModelSpec) -> set[int]:
     """Returns the kinds of all matrices."""
     layers = [spec.layers[number] for number in range(spec.layer_count)]
-    matrices = [m for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    matrices = [m for layer in layers for m in _matrices(layer)]
     return {matrix.kind for matrix in (*matrices, spec.head, spec.table) if matrix.data}
 
 
-def _wide(embedding: Tensor) -> Tensor:
-    """Returns the embedding with rows padded for the kernels; the tensor itself if they need no padding."""
-    missing = -embedding.shape[1] % UNIT
-    return F.pad(embedding, (0, missing)) if missing else embedding
-
-
-def _one_layout(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
-    """Returns the parts of a product in one layout, if they are grouped."""
-    grouped = [part for part in parts if isinstance(part, Grouped)]
-    return joinable(grouped) if grouped else parts
-
-
-def _halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
-    """Returns gate and up as two matrices."""
-    if len(parts) == 2:
-        return parts
-    (matrix,) = parts
-    middle = matrix.shape[0] // 2
-    if isinstance(matrix, Grouped):
-        return [matrix.part(at, at + middle) for at in (0, middle)]
-    if isinstance(matrix, Int8):
-        return [Int8(matrix.values[at : at + middle], matrix.scales[at : at + middle]) for at in (0, middle)]
-    return list(matrix.split(middle))
+def _matrices(spec: Structure) -> Iterator[Matrix]:
+    """Yields all matrices of a layer, at any depth."""
+    for name, kind, *_ in spec._fields_:
+        if kind is Matrix:
+            yield getattr(spec, name)
+        elif issubclass(kind, Structure):
+            yield from _matrices(getattr(spec, name))
 
 
 def _arrays(plan: PassPlan) -> dict[str, array[int]]:

@@ -31,7 +31,8 @@ def packing_pays(architecture: Architecture, dtype: torch.dtype) -> bool:
 def matrix_bytes(a: Architecture, dtype: torch.dtype) -> int:
     """Returns the bytes of the matrices that a pass reads, as they are stored raw."""
     attention = 2 * (a.heads + a.kv_heads) * a.head_dim * a.hidden
-    return (a.layers * (attention + 3 * a.hidden * a.intermediate) + a.vocab * a.hidden) * dtype.itemsize
+    mlps = sum(3 if layer.mlp == "gated" else 2 for layer in a.stack) * a.hidden * a.intermediate
+    return (a.layers * attention + mlps + a.vocab * a.hidden) * dtype.itemsize
 
 
 @functools.cache

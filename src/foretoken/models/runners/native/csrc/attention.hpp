@@ -15,6 +15,7 @@ template <Kind kv>
 struct Attention {
     const ModelSpec& m;
     const BatchSpec& b;
+    const AttentionSpec& layer;
     const PageLayout& layout;
     const Word* all_queries;  // [rows][heads][words of a head]
     Word* queries;            // [TILE_QUERIES][words of a head]; the queries of one run
@@ -24,18 +25,18 @@ struct Attention {
 
     // Rows [first, last) of a sequence with one head of keys. Calls store(row, head, mixed [head_dim]).
     template <class Store>
-    void run(int sequence, int layer, int kv_head, int first, int last, Store store) {
+    void run(int sequence, int kv_head, int first, int last, Store store) {
         const int group = m.heads / m.kv_heads, count = (last - first) * group;
         Word* const* pages = b.pages[sequence];
         int most = 0, least = b.reach;
         for (int row = first; row < last; row++) {
             if (b.prefix[row] > most) most = b.prefix[row];
-            if (start(row, layer) < least) least = start(row, layer);
+            if (start(row) < least) least = start(row);
         }
         for (int q = 0; q < count; q++)
             std::memcpy(queries + q * layout.key_words, query(first, kv_head, q), sizeof(Word) * layout.key_words);
         for (int64_t page = least / PAGE; page * PAGE < most; page++) {
-            const Matrix keys = keys_of_page(pages, layer, kv_head, page * PAGE);
+            const Matrix keys = keys_of_page(pages, kv_head, page * PAGE);
             Whole whole{keys.units};
             product<kv>(keys, queries, layout.key_words, no_scales, count, whole,
                         [&](int q, int64_t unit, Floats low, Floats high) {
@@ -47,19 +48,20 @@ struct Attention {
         float scale[TILE_QUERIES];
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
-            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, layer, kv_head, row, q, j);
-            scale[q] = soften(scores + q * length, start(row, layer), keys_of(row), least, most);
+            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, kv_head, row, q, j);
+            if (m.slopes) slant(scores + q * length, start(row), keys_of(row), m.slopes[kv_head * group + q % group]);
+            scale[q] = soften(scores + q * length, start(row), keys_of(row), least, most);
         }
         for (int at = 0; at < m.head_dim; at += MIX_VECTORS * LANES)
             for (int q = 0; q < count; q += MIX_QUERIES)
                 pick_vectors<MIX_VECTORS>(std::min((m.head_dim - at) / LANES, MIX_VECTORS), std::min(count - q, MIX_QUERIES),
-                                          pages, layer, kv_head, q, at, least, most);
+                                          pages, kv_head, q, at, least, most);
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
             float* out = mixed + q * m.head_dim;
             for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++)
                 add(out, scores[q * length + b.prefix[row] + j - b.branch_from[row]],
-                    layout.value(pages, layer, kv_head, b.branches[j]));
+                    layout.value(pages, layer.cache_layer, kv_head, b.branches[j]));
             for (int i = 0; i < m.head_dim; i += LANES)
                 ::store(out + i, load(out + i) * floats(scale[q]));
             store(row, kv_head * group + q % group, out);
@@ -69,8 +71,8 @@ struct Attention {
    private:
     int keys_of(int row) const { return b.prefix[row] + b.branch_from[row + 1] - b.branch_from[row]; }
 
-    int start(int row, int layer) const {
-        const int window = m.layers[layer].window, from = b.positions[row] + 1 - window;
+    int start(int row) const {
+        const int window = layer.window, from = b.positions[row] + 1 - window;
         return window && from > 0 ? from : 0;
     }
 
@@ -87,15 +89,15 @@ struct Attention {
     }
 
     // The keys of a page from cache row `from` on, as a packed matrix with one output per key.
-    Matrix keys_of_page(Word* const* pages, int layer, int kv_head, int64_t from) const {
-        return {layout.keys(pages, layer, kv_head, from / LANES), nullptr, nullptr, nullptr,
+    Matrix keys_of_page(Word* const* pages, int kv_head, int64_t from) const {
+        return {layout.keys(pages, layer.cache_layer, kv_head, from / LANES), nullptr, nullptr, nullptr,
                 (PAGE - from % PAGE) / LANES / BLOCKS, layout.key_words};
     }
 
     // The score of one key after the prefix, by the same product as in the prefix, so that it is bitwise the same.
-    void branch(Word* const* pages, int layer, int kv_head, int row, int q, int j) {
+    void branch(Word* const* pages, int kv_head, int row, int q, int j) {
         const int width = BLOCKS * LANES, place = b.branches[j];
-        Matrix keys = keys_of_page(pages, layer, kv_head, place / width * width);
+        Matrix keys = keys_of_page(pages, kv_head, place / width * width);
         keys.units = 1;
         alignas(64) float lanes[BLOCKS * LANES];
         Whole whole{1};
@@ -105,6 +107,11 @@ struct Attention {
                         store(lanes + LANES, scaled(high));
                     });
         scores[q * length + b.prefix[row] + j - b.branch_from[row]] = lanes[place % width];
+    }
+
+    // ALiBi (2108.12409): key i is at position i, and the last one is the row itself.
+    static void slant(float* row, int from, int count, float slope) {
+        for (int i = from; i < count; i++) row[i] += slope * (float)(i + 1 - count);
     }
 
     // Writes exp(score - largest) for keys [from, count) and zeros around them. Returns 1 / their sum.
@@ -127,21 +134,21 @@ struct Attention {
     }
 
     template <int V>
-    void pick_vectors(int vectors, int count, Word* const* pages, int layer, int kv_head, int q, int at, int least, int most) {
-        if (vectors == V) pick_mix<MIX_QUERIES, V>(count, pages, layer, kv_head, q, at, least, most);
-        else if constexpr (V > 1) pick_vectors<V - 1>(vectors, count, pages, layer, kv_head, q, at, least, most);
+    void pick_vectors(int vectors, int count, Word* const* pages, int kv_head, int q, int at, int least, int most) {
+        if (vectors == V) pick_mix<MIX_QUERIES, V>(count, pages, kv_head, q, at, least, most);
+        else if constexpr (V > 1) pick_vectors<V - 1>(vectors, count, pages, kv_head, q, at, least, most);
     }
 
     // Weighted sum of values: keys [least, most) of Q queries times V vectors of each value row, in the order of the keys.
     template <int Q, int V>
-    void pick_mix(int count, Word* const* pages, int layer, int kv_head, int q, int at, int least, int most) {
+    void pick_mix(int count, Word* const* pages, int kv_head, int q, int at, int least, int most) {
         if (count == Q) {
             Floats sums[Q][V];
             for (int i = 0; i < Q; i++)
                 for (int v = 0; v < V; v++) sums[i][v] = floats(0.0f);
             const float* weights = scores + q * length;
             for (int key = least; key < most;) {
-                const Word* value = layout.value(pages, layer, kv_head, key);
+                const Word* value = layout.value(pages, layer.cache_layer, kv_head, key);
                 const int end = most < (key / PAGE + 1) * PAGE ? most : (key / PAGE + 1) * PAGE;
                 for (; key < end; key++, value += layout.key_words) {
                     Floats parts[V];
@@ -156,7 +163,7 @@ struct Attention {
             for (int i = 0; i < Q; i++)
                 for (int v = 0; v < V; v++) store(mixed + (q + i) * m.head_dim + at + v * LANES, sums[i][v]);
         } else if constexpr (Q > 1) {
-            pick_mix<Q - 1, V>(count, pages, layer, kv_head, q, at, least, most);
+            pick_mix<Q - 1, V>(count, pages, kv_head, q, at, least, most);
         }
     }
 

@@ -40,7 +40,9 @@ int OF_CACHE(foretoken_run)(const ModelSpec* m, const BatchSpec* b, void* worksp
 // Copies cache rows `sources` to `destination` onward, in order; every source lies at or after its destination.
 void OF_CACHE(foretoken_move)(const ModelSpec* m, Word* const* pages, int destination, const int32_t* sources, int count) {
     const PageLayout layout(*m, CACHE);
-    for (int layer = 0; layer < m->layer_count; layer++)
+    for (int number = 0; number < m->layer_count; number++) {
+        if (m->layers[number].mixer != ATTENTION) continue;
+        const int layer = m->layers[number].attention.cache_layer;
         for (int head = 0; head < m->kv_heads; head++)
             for (int i = 0; i < count; i++) {
                 const int from = sources[i], to = destination + i;
@@ -51,6 +53,7 @@ void OF_CACHE(foretoken_move)(const ModelSpec* m, Word* const* pages, int destin
                 Word* target = layout.keys(pages, layer, head, to / LANES) + to % LANES;
                 for (int64_t k = 0; k < layout.key_words; k++) target[k * LANES] = source[k * LANES];
             }
+    }
 }
 
 // Runs all products of a pass and nothing else: a lower bound for the time of a pass.
@@ -65,15 +68,10 @@ void OF_CACHE(foretoken_floor)(const ModelSpec* m, void* workspace, int rows, in
         auto all = [&](const Matrix& p) {
             const Input x{(Word*)words, (float*)scales, p.steps, p.scale_words()};
             Loop units = member.begin(p.units, units_at_once(p, rows, member.threads));
-            functions(p).rows(p, x, rows, units, {sink, 0, false, 0.0f, 0});
+            functions(p).rows(p, x, rows, units, {sink, 0, false, 1.0f, 0.0f, 0});
             member.end(units);
         };
-        for (int i = 0; i < m->layer_count; i++) {
-            all(m->layers[i].qkv);
-            all(m->layers[i].out);
-            all(m->layers[i].gate_up);
-            all(m->layers[i].down);
-        }
+        for (int i = 0; i < m->layer_count; i++) each_matrix(m->layers[i], all);
         all(m->head);
     });
 }

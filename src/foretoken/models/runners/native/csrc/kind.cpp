@@ -28,6 +28,6 @@ void unpack(const Matrix& w, int64_t output, int64_t count, float* to) {
     if constexpr (is_grouped(KIND)) unpack_groups<Variant<KIND>>(w, output, count, to);
 }
 
-const bool entered = (FUNCTIONS[KIND] = {multiply<RowStore>, multiply<GateStore>, encode_row, unpack}, true);
+const bool entered = (FUNCTIONS[KIND] = {multiply<RowStore>, multiply<ActivatedStore>, encode_row, unpack}, true);
 
 }  // namespace

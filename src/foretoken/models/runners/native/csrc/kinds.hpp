@@ -3,6 +3,7 @@
 // kind.cpp holds the functions of one kind. A library is linked from the kinds that its models have.
 #pragma once
 
+#include "activations.hpp"
 #include "packed.hpp"
 
 // Rows of words with a fixed stride, and beside each row the scales that its kind has.
@@ -32,12 +33,14 @@ inline void put_floats(const Matrix& w, Word* words, int64_t at, Floats v) {
 struct RowStore {
     float* to;
     int64_t row_stride;
-    bool add = false;  // to what is there
+    bool add = false;      // to what is there
+    float factor = 1.0f;   // of the product
     float cap = 0.0f;  // of logits; 0: none
     int64_t unit_stride = BLOCKS * LANES;
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
         float* at = to + row * row_stride + unit * unit_stride;
+        low = low * floats(factor), high = high * floats(factor);
         if (add) {
             low = low + load(at);
             high = high + load(at + LANES);
@@ -51,19 +54,24 @@ struct RowStore {
     }
 };
 
-// Stores silu(gate) * up as an input row of `down`, or as floats that are encoded later. Gate and up are the two halves of a
-// unit.
-struct GateStore {
+// Stores activations of a unit as an input row of `down`, or as floats that are encoded later. Gated, gate and up are the two
+// halves of a unit, and activation(gate) * up is stored.
+struct ActivatedStore {
     const Matrix& down;
-    Word* words;   // rows of down.steps, if `down` is of a float kind
-    float* floats; // else rows of `stride`
-    int64_t stride;
-    bool gelu;     // else SiLU
+    Word* words;    // rows of down.steps, if `down` is of a float kind
+    float* floats;  // else rows of `stride`
+    int64_t stride; // numbers of a row, a multiple of sixteen
+    int activation;
+    bool gated;
 
-    void operator()(int row, int64_t unit, Floats gate, Floats up) const {
-        const Floats v = (gelu ? ::gelu(gate) : silu(gate)) * up;
-        if (is_float(down)) put_floats(down, words + row * down.steps, unit * LANES, v);
-        else store(floats + row * stride + unit * LANES, v);
+    void operator()(int row, int64_t unit, Floats low, Floats high) const {
+        if (gated) return keep(row, unit * LANES, activate(low, activation) * high);
+        keep(row, unit * BLOCKS * LANES, activate(low, activation));
+        if (unit * BLOCKS * LANES + LANES < stride) keep(row, unit * BLOCKS * LANES + LANES, activate(high, activation));
+    }
+    void keep(int row, int64_t at, Floats v) const {
+        if (is_float(down)) put_floats(down, words + row * down.steps, at, v);
+        else store(floats + row * stride + at, v);
     }
 };
 
@@ -71,7 +79,7 @@ struct GateStore {
 struct KindFunctions {
     // Multiply all rows of x with the units of the matrix that this thread claims.
     void (*rows)(const Matrix& w, const Input& x, int rows, Loop& work, RowStore store);
-    void (*gated)(const Matrix& w, const Input& x, int rows, Loop& work, GateStore store);
+    void (*activated)(const Matrix& w, const Input& x, int rows, Loop& work, ActivatedStore store);
     // Stores `count` floats (a multiple of 16) as an input row of the matrix.
     void (*encode)(const Matrix& w, const float* row, int64_t count, Word* words, float* scales);
     // The float32 weights of one output, of grouped kinds.

@@ -1,31 +1,84 @@
 // The arguments that Python passes: a model once, and the plan of each pass. bindings.py mirrors them field by field.
+//
+// A layer is a token mixer and an MLP, each with its own description; `LayerSpec` says which kinds they are.
 #pragma once
 
 #include "kinds.hpp"
 
 constexpr int PAGE = 64;  // cache rows of one page; models/state/pages.py has the same number
 
+enum MixerKind : int32_t { ATTENTION = 0 };
+enum MlpKind : int32_t { GATED = 0, UNGATED = 1 };
+
+// The weights of a norm; without a weight there is no norm.
+struct NormSpec {
+    const float *weight, *bias;
+    explicit operator bool() const { return weight; }
+};
+
+struct AttentionSpec {
+    Matrix qkv, out;
+    NormSpec q_norm, k_norm;
+    int32_t norm_stride;  // numbers between the weights of two heads in q_norm and k_norm; 0: all heads share them
+    int32_t window;       // length of the attention window, the row itself included; 0: no window
+    int32_t rope;         // index of the rotary table; -1: no rotation
+    int32_t cache_layer;  // place of the keys and values in a page of the cache
+};
+
+// down(activation(gate) * up), or down(activation(up)).
+struct MlpSpec {
+    Matrix up, down;  // GATED: blocks of gate and up alternate in `up`
+};
+
 struct LayerSpec {
-    Matrix qkv, out, gate_up, down;  // gate_up: blocks of gate and up alternate
-    const float *norm, *q_norm, *k_norm, *after_attention, *mlp_norm, *after_mlp;  // null: none
-    int32_t window;  // length of the attention window, the row itself included; 0: no window
-    int32_t rope;    // index of the rotary table; -1: no rotation
+    NormSpec norm, after_mixer, mlp_norm, after_mlp;
+    int32_t mixer;     // a MixerKind
+    int32_t mlp;       // an MlpKind
+    int32_t parallel;  // the MLP's input is that of the mixer; else the mixer's output is added before it
+    AttentionSpec attention;
+    MlpSpec dense;
+};
+
+// Calls f with each matrix of a layer.
+template <class F>
+inline void each_matrix(const LayerSpec& layer, F f) {
+    if (layer.mixer == ATTENTION) f(layer.attention.qkv), f(layer.attention.out);
+    f(layer.dense.up), f(layer.dense.down);
+}
+
+// A table [positions][2 * half]: cosines, then sines, of the first 2 * half numbers of a head.
+struct RopeSpec {
+    const float* table;
+    int32_t half;
+    int32_t paired;  // numbers 2 i and 2 i + 1 are rotated together; else i and i + half
 };
 
 struct ModelSpec {
     const LayerSpec* layers;
     const Word* embedding;      // [vocab][hidden padded to 32] in the cache's type; null: unpack rows of `table`
     Matrix table;               // the head where the two are tied
-    const float* norm;          // null: none
-    const float* feature_norm;  // norm of a pass's features; null: none
+    const float* positions;     // learned positions [positions][hidden], added to the scaled embeddings; null: none
+    NormSpec embedding_norm;    // after that
+    NormSpec norm;
+    NormSpec feature_norm;      // norm of a pass's features
     Matrix head;
-    const float* const* ropes;  // tables [positions][2 * half]: cosines, then sines
-    int32_t layer_count, hidden, heads, kv_heads, head_dim, half, inner, vocab;
-    int32_t gelu;               // else SiLU
+    const RopeSpec* ropes;
+    const float* slopes;        // ALiBi [heads]: scores += slope * (position of the key - position of the row); null: none
+    const float* query_scales;  // [positions]; queries are multiplied by it; null: none
+    int32_t layer_count, hidden, heads, kv_heads, head_dim, inner, vocab;
+    int32_t activation;         // an Activation
+    int32_t centered;           // norms subtract the mean (layer norm); else RMS norm
+    int32_t norm_heads;         // where q_norm and k_norm are: a HeadNorm
     int32_t joined;             // input of layer 0's attention: [norm(embedding), feature_norm(features)] (2503.01840)
     int32_t norm_first;         // the residual stream starts from the normed features
     float eps, scale, score_cap, logit_cap, embedding_scale;
+    float residual_scale;       // factor of what mixers and MLPs add to the residual stream
+    float logit_scale;          // factor of the logits, before the cap
+    float clip;                 // queries, keys and values are clipped to [-clip, clip]; 0: no bound
 };
+
+// Norms of queries and keys: of each head before or after its rotation, or of all heads together before it.
+enum HeadNorm : int32_t { BEFORE_ROTATION = 0, AFTER_ROTATION = 1, ALL_HEADS = 2 };
 
 struct BatchSpec {
     const int32_t *tokens, *positions, *places;    // [rows]; places: cache row in the sequence

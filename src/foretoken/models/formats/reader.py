@@ -1,0 +1,109 @@
+"""Reads and checks tensors of a checkpoint by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.models.formats.finite import converted
+from foretoken.models.formats.grouped import Grouped, GroupedWeights
+from foretoken.models.formats.prequantized import read_int8
+from foretoken.models.formats.quantize import Matrix, Quantizer, floats
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReader:
+    """Reads and checks tensors by name.
+
+    Methods raise ModelLoadError for a tensor that is missing or has the wrong shape.
+
+    Attributes:
+        weights: the checkpoint's tensors.
+        dtype: dtype to convert matrices and biases to.
+        quantize: how float matrices are quantized; None if they stay as they are.
+        norm_offset: offset that is added to stored norm weights.
+    """
+
+    weights: Mapping[str, Tensor]
+    dtype: torch.dtype
+    quantize: Quantizer | None = None
+    norm_offset: float = 0.0
+
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """Returns the weight of a linear layer, [rows, columns]."""
+        return self.parts((name,), rows, columns)[0]
+
+    def parts(self, names: tuple[str, ...], rows: int, columns: int) -> tuple[Matrix, ...]:
+        """Returns the weights of linear layers with the same input; concatenated they are [rows, columns]."""
+        parts = tuple(self._part(name) for name in names)
+        if any(isinstance(part, Grouped) for part in parts) and any(isinstance(part, Tensor) for part in parts):
+            parts = tuple(floats(part, self.dtype) for part in parts)
+        if len({type(part) for part in parts}) > 1:
+            raise ModelLoadError(f"of {' and '.join(names)} only some are quantized; they are one product here")
+        self.check(parts, names, rows, columns)
+        return parts
+
+    def check(self, parts: Sequence[Matrix], names: tuple[str, ...], rows: int, columns: int) -> None:
+        """Raises ModelLoadError unless the concatenated parts are [rows, columns]."""
+        shapes = [tuple(part.shape) for part in parts]
+        if any(len(s) != 2 or s[1] != columns for s in shapes) or sum(s[0] for s in shapes) != rows:
+            raise self._misshapen(names, parts, (rows, columns))
+
+    def bias(self, names: tuple[str, ...], rows: int) -> Tensor | None:
+        """Returns the concatenated biases [rows] of linear layers; None if they have none."""
+        if not any(f"{name}.bias" in self.weights for name in names):
+            return None
+        biases = [self.get(f"{name}.bias") for name in names]
+        if any(bias.ndim != 1 for bias in biases) or sum(map(len, biases)) != rows:
+            raise self._misshapen([f"{name}.bias" for name in names], biases, (rows,))
+        return torch.cat([converted(f"{name}.bias", b, self.dtype) for name, b in zip(names, biases, strict=True)])
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """Returns the weight of a norm, float32 [size]."""
+        return self.floats(f"{name}.weight", (size,)).add_(self.norm_offset)
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns a copy of the tensor in float32."""
+        stored = self.get(name)
+        if stored.shape != shape:
+            raise self._misshapen([name], [stored], shape)
+        return stored.to(torch.float32, copy=True)
+
+    def get(self, name: str) -> Tensor:
+        """Returns the tensor as it is stored. Raises ModelLoadError if it is missing or holds no floats."""
+        try:
+            tensor = self.weights[name]
+        except KeyError:
+            raise ModelLoadError(f"the checkpoint lacks the tensor {name!r}; is it complete?") from None
+        if not tensor.is_floating_point():
+            raise ModelLoadError(f"the tensor {name!r} holds {tensor.dtype} instead of floats; is it damaged?")
+        return tensor
+
+    def _misshapen(self, names: Sequence[str], parts: Sequence[Matrix], shape: tuple[int, ...]) -> ModelLoadError:
+        shapes = " and ".join(str(tuple(part.shape)) for part in parts)
+        return ModelLoadError(
+            f"{' and '.join(names)} have the shape {shapes}, but config.json says {shape}"
+            f"{' together' * (len(parts) > 1)}"
+        )
+
+    def grouped(self, name: str) -> Grouped | None:
+        """Returns the weight of ``name`` if it is stored in groups and need not be dequantized; else None."""
+        if self.quantize is not None or not isinstance(self.weights, GroupedWeights):
+            return None
+        return self.weights.grouped(f"{name}.weight") if f"{name}.weight" in self.weights else None
+
+    def _part(self, name: str) -> Matrix:
+        stored = read_int8(self.weights, name)
+        if stored is not None:
+            return stored
+        grouped = self.grouped(name)
+        if grouped is not None:
+            return grouped
+        weight = self.get(f"{name}.weight")
+        if weight.ndim != 2:
+            raise ModelLoadError(f"the tensor {name + '.weight'!r} is not a matrix; is the checkpoint damaged?")
+        return converted(f"{name}.weight", weight, self.dtype) if self.quantize is None else self.quantize(weight)

@@ -1,0 +1,86 @@
+"""The operations between the products of a decoder, on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.models.families.architecture import Activation, Architecture
+from foretoken.models.formats.weights import NormWeight
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": _relu2,
+}
+
+
+def normalize(a: Architecture, x: Tensor, norm: NormWeight | None) -> Tensor:
+    """Returns the norm over the last dimension, computed in float32 and rounded once; x without a norm.
+
+    The weight is [n], or [..., n] with one for each head.
+    """
+    if norm is None:
+        return x
+    weight = norm.weight
+    if a.centered:
+        normed = F.layer_norm(x.float(), weight.shape[-1:], eps=a.eps) * weight
+    elif weight.ndim > 1:
+        normed = F.rms_norm(x.float(), weight.shape[-1:], eps=a.eps) * weight
+    else:
+        normed = F.rms_norm(x.float(), weight.shape, weight, a.eps)
+    return (normed if norm.bias is None else normed + norm.bias).to(x.dtype)
+
+
+def activate(a: Architecture, x: Tensor, gated: bool) -> Tensor:
+    """Returns the input of an MLP's last matrix.
+
+    Args:
+        a: the architecture.
+        x: gate and up side by side if the MLP is gated, otherwise up alone.
+        gated: whether the MLP is gated.
+    """
+    function = _ACTIVATIONS[a.activation]
+    if not gated:
+        return function(x)
+    gate, up = x.chunk(2, dim=-1)
+    return function(gate) * up
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, paired: bool = False) -> Tensor:
+    """Applies the rotary embedding to the first numbers of each head.
+
+    Args:
+        x: [..., head_dim].
+        cos: cosines, broadcast to [..., rotated numbers]: each half of it, or each of a pair, is the same.
+        sin: sines, with the sign that the other number of the pair takes.
+        paired: whether numbers 2i and 2i + 1 are rotated together; otherwise i and i + half.
+    """
+    rotated, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+    if paired:
+        other = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        other = rotated.roll(rotated.shape[-1] // 2, dims=-1)
+    turned = rotated * cos + other * sin
+    return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
+
+
+def rotary_table(a: Architecture, number: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns cosines and signed sines for ``rotate``, float32 [positions, rotated numbers]."""
+    angles = torch.outer(positions.float(), a.frequencies[number])
+    scale = a.rotary_scales[number] if a.rotary_scales else 1.0
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    if a.paired:
+        return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

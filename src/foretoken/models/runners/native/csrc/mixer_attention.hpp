@@ -1,0 +1,159 @@
+// The token mixer "attention" of a layer: projections, norms and rotations of heads, the KV cache, attention, and the output.
+#pragma once
+
+#include "attention.hpp"
+#include "rows.hpp"
+
+template <Kind kv>
+struct AttentionMixer {
+    Rows<kv>& p;
+    const ModelSpec& m;
+    const PageLayout layout;
+    const std::vector<QueryTile>*tiles, &answered_tiles;
+    const int64_t qkv_width, heads_width;
+    float *qkv, *mixed, *scores;
+    Word* queries;
+
+    AttentionMixer(Rows<kv>& rows, Workspace& w)
+        : p(rows), m(rows.m), layout(m, kv), tiles(&w.tiles), answered_tiles(w.answered_tiles),
+          qkv_width(padded((m.heads + 2 * m.kv_heads) * m.head_dim, 32)), heads_width((int64_t)m.heads * m.head_dim),
+          qkv((float*)w.qkv.data), mixed((float*)w.mixed.data), scores((float*)w.own_scores[p.member.thread].data),
+          queries((Word*)w.queries.data) {}
+
+    static int64_t score_length(const BatchSpec& b) { return padded(b.reach, PAGE) + LANES; }
+
+    static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
+        const int64_t rows = b.rows, heads = m.heads * m.head_dim;
+        tile(m, b, w.tiles);
+        tile(m, w.answered.batch, w.answered_tiles);
+        w.qkv.room<float>(rows * padded((m.heads + 2 * m.kv_heads) * m.head_dim, 32));
+        w.queries.room<Word>(rows * heads / per_word(kv));
+        if (Widest(m).encoded) w.mixed.room<float>(rows * heads);
+        for (int t = 0; t < threads; t++) w.own_scores[t].room<float>(TILE_QUERIES * (score_length(b) + 2 * m.head_dim));
+    }
+
+    static void tile(const ModelSpec& m, const BatchSpec& b, std::vector<QueryTile>& tiles) {
+        const int most = std::max(1, TILE_QUERIES / (m.heads / m.kv_heads));
+        tiles.clear();
+        for (int s = 0; s < b.sequences; s++)
+            for (int first = b.sequence_from[s], last; first < b.sequence_from[s + 1]; first = last)
+                tiles.push_back({s, first, last = std::min(first + most, b.sequence_from[s + 1])});
+    }
+
+    // Computes queries, and writes keys and values of all rows to the cache.
+    void enter(const AttentionSpec& layer, const Input& x) {
+        p.multiply(layer.qkv, x, p.b.rows, {qkv, qkv_width});
+        if (layer.q_norm && m.norm_heads == ALL_HEADS) normalize_all(layer);
+        spread(layer);
+    }
+
+    // Moves what was computed of a row, where rows leave the pass.
+    void move_row(int to, int from) {
+        const int64_t words = (int64_t)m.heads * layout.key_words;
+        std::memcpy(queries + to * words, queries + from * words, sizeof(Word) * words);
+    }
+
+    void rows_left() { tiles = &answered_tiles; }
+
+    // Computes attention over the cache.
+    void mix(const LayerSpec& of) {
+        const AttentionSpec& layer = of.attention;
+        p.clear_tails(layer.out, ATTENDED, heads_width);
+        float* values = scores + TILE_QUERIES * score_length(p.b);
+        Word* own_queries = (Word*)(values + TILE_QUERIES * m.head_dim);
+        Attention<kv> attention{m, p.b, layer, layout, queries, own_queries, scores, values, score_length(p.b)};
+        p.member.each((int64_t)tiles->size() * m.kv_heads, 1, [&](int64_t item) {
+            const QueryTile& tile = (*tiles)[item / m.kv_heads];
+            attention.run(tile.sequence, int(item % m.kv_heads), tile.first, tile.last,
+                          [&](int row, int at, const float* values) { keep(layer.out, row, at, values); });
+        });
+    }
+
+    // Adds the output to the residual stream.
+    void leave(const LayerSpec& of) {
+        const Matrix& out = of.attention.out;
+        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, heads_width), of.after_mixer);
+    }
+
+   private:
+    void normalize_all(const AttentionSpec& layer) {
+        p.member.each(p.b.rows, 1, [&](int64_t r) {
+            float *q = qkv + r * qkv_width, *k = q + heads_width;
+            normalize(m, q, layer.q_norm, heads_width, q);
+            normalize(m, k, layer.k_norm, (int64_t)m.kv_heads * m.head_dim, k);
+        });
+    }
+
+    // Converts queries to words, and writes keys and values to the cache.
+    void spread(const AttentionSpec& layer) {
+        const int per_row = m.heads + 2 * m.kv_heads;
+        alignas(64) Word words[512];
+        p.member.each((int64_t)p.b.rows * per_row, 8, [&](int64_t item) {
+            const int row = int(item / per_row), head = int(item % per_row), kv_head = head - m.heads;
+            const int position = p.b.positions[row];
+            float* x = qkv + row * qkv_width + head * m.head_dim;
+            if (m.clip != 0.0f) clip(x);
+            if (kv_head < 0) {
+                turn(x, layer.q_norm, layer, head, position);
+                if (m.query_scales) scale(x, m.query_scales[position]);
+                encode<kv>(x, m.head_dim, queries + ((int64_t)row * m.heads + head) * layout.key_words);
+                return;
+            }
+            Word* const* pages = p.b.pages[sequence_of(row)];
+            const int place = p.b.places[row];
+            if (kv_head >= m.kv_heads) {
+                // A masked key has weight 0, and 0 times infinity is NaN.
+                for (int i = 0; i < m.head_dim; i += LANES) store(x + i, finite(load(x + i)));
+                encode<kv>(x, m.head_dim, layout.value(pages, layer.cache_layer, kv_head - m.kv_heads, place));
+                return;
+            }
+            turn(x, layer.k_norm, layer, kv_head, position);
+            encode<kv>(x, m.head_dim, words);
+            Word* lane = layout.keys(pages, layer.cache_layer, kv_head, place / LANES) + place % LANES;
+            for (int64_t k = 0; k < layout.key_words; k++) lane[k * LANES] = words[k];
+        });
+    }
+
+    // In place: the norm of each head (Qwen3, Gemma 3), and the rotary embedding (RoFormer, 2104.09864).
+    void turn(float* head, NormSpec norm, const AttentionSpec& layer, int number, int position) const {
+        if (norm.weight) norm.weight += (int64_t)number * layer.norm_stride;
+        if (norm.bias) norm.bias += (int64_t)number * layer.norm_stride;
+        if (m.norm_heads == BEFORE_ROTATION) normalize(m, head, norm, m.head_dim, head);
+        if (layer.rope >= 0) rotate(head, m.ropes[layer.rope], position);
+        if (m.norm_heads == AFTER_ROTATION) normalize(m, head, norm, m.head_dim, head);
+    }
+
+    static void rotate(float* head, const RopeSpec& rope, int position) {
+        const int half = rope.half;
+        const float *cosines = rope.table + (int64_t)position * 2 * half, *sines = cosines + half;
+        auto turn = [&](int i, float& a, float& c) {
+            const float first = a, second = c;
+            a = first * cosines[i] - second * sines[i];
+            c = second * cosines[i] + first * sines[i];
+        };
+        if (rope.paired)
+            for (int i = 0; i < half; i++) turn(i, head[2 * i], head[2 * i + 1]);
+        else
+            for (int i = 0; i < half; i++) turn(i, head[i], head[i + half]);
+    }
+
+    void clip(float* x) const {
+        for (int i = 0; i < m.head_dim; i++) x[i] = std::min(std::max(x[i], -m.clip), m.clip);
+    }
+
+    void scale(float* x, float factor) const {
+        for (int i = 0; i < m.head_dim; i++) x[i] *= factor;
+    }
+
+    int sequence_of(int row) const {
+        return int(std::upper_bound(p.b.sequence_from, p.b.sequence_from + p.b.sequences + 1, row) - p.b.sequence_from) - 1;
+    }
+
+    void keep(const Matrix& out, int row, int head, const float* values) {
+        for (int i = 0; i < m.head_dim; i += LANES) {
+            Floats v = load(values + i);
+            if (is_float(out)) put_floats(out, p.inputs[ATTENDED] + row * out.steps, head * m.head_dim + i, v);
+            else store(mixed + ((int64_t)row * m.heads + head) * m.head_dim + i, v);
+        }
+    }
+};

@@ -1,0 +1,36 @@
+// The MLP of a dense layer: down(activation(gate) * up), or down(activation(up)).
+#pragma once
+
+#include "rows.hpp"
+
+template <Kind kv>
+struct DenseMlp {
+    Rows<kv>& p;
+    const int64_t inner_width;
+    float* inner;
+
+    DenseMlp(Rows<kv>& rows, Workspace& w) : p(rows), inner_width(padded(rows.m.inner, LANES)), inner((float*)w.inner.data) {}
+
+    static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w) {
+        if (Widest(m).encoded) w.inner.room<float>(b.rows * padded(m.inner, LANES));
+    }
+
+    // Computes the input of `down` from the residual stream.
+    void enter(const LayerSpec& layer) {
+        const MlpSpec& mlp = layer.dense;
+        const Input x = p.normed(mlp.up, layer.mlp_norm);
+        p.clear_tails(mlp.down, ACTIVATED, inner_width);
+        Loop units = p.member.begin(mlp.up.units, units_at_once(mlp.up, p.b.rows, p.member.threads));
+        const bool gated = layer.mlp == GATED;
+        functions(mlp.up).activated(mlp.up, x, p.b.rows, units,
+                                    {mlp.down, p.inputs[ACTIVATED], inner, inner_width, p.m.activation, gated});
+        p.member.end(units);
+    }
+
+    // Adds the output to the residual stream.
+    void leave(const LayerSpec& layer) {
+        const Matrix& down = layer.dense.down;
+        p.residual(down, is_float(down) ? p.input(down, ACTIVATED) : p.encoded(down, ACTIVATED, inner, inner_width),
+                   layer.after_mlp);
+    }
+};

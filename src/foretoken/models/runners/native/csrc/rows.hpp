@@ -1,0 +1,106 @@
+// What the blocks of a pass share: its rows, the residual stream, and the inputs of products.
+//
+// The residual stream is float32; inputs of products are rounded to the kind of the weights.
+#pragma once
+
+#include "norms.hpp"
+#include "workspace.hpp"
+
+constexpr int REPEATED_ROWS = 4;  // up to this many rows, every thread prepares its own copy, which saves a loop
+
+enum InputNumber : int { NORMED, ATTENDED, ACTIVATED };  // inputs of products
+
+template <Kind kv>
+struct Rows {
+    const ModelSpec& m;
+    BatchSpec b;  // after the last layer's keys and values: only the rows with logits
+    Member& member;
+    const Widest widest;
+    const int64_t width;     // of a row of the residual stream
+    float *hidden, *branch;  // the residual stream; what is normalized before it is added
+    Word *own, *inputs[3];   // this thread's copies of rows; rows of products' inputs
+    float* input_scales;
+
+    Rows(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
+        : m(m), b(b), member(member), widest(m), width(padded(m.hidden, 32)), hidden((float*)w.hidden.data),
+          branch((float*)w.branch.data), own((Word*)w.own_words[member.thread].data),
+          inputs{(Word*)w.normed.data, (Word*)w.attended.data, (Word*)w.activated.data}, input_scales((float*)w.scales.data) {}
+
+    // Allocates the memory, before threads start.
+    static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
+        const int64_t width = padded(m.hidden, 32);
+        const Widest widest(m);
+        w.hidden.room<float>(b.rows * width);
+        w.branch.room<float>(b.rows * width);
+        w.scales.room<float>(b.rows * widest.scales);
+        for (Buffer* input : {&w.normed, &w.attended, &w.activated}) input->room<Word>(b.rows * widest.words);
+        if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_scores.resize(threads);
+        for (int t = 0; t < threads; t++)
+            w.own_words[t].room<Word>(REPEATED_ROWS * (widest.words + widest.scales) + (m.joined ? 2 : 1) * width);
+    }
+
+    // The rows of a product's input.
+    Input input(const Matrix& w, InputNumber number) const { return {inputs[number], input_scales, w.steps, w.scale_words()}; }
+
+    // Prepares the rows of a product's input: few rows completely in each thread, which others may be ahead of; many rows in
+    // a loop. Calls fill(row, words, scales). The product with this matrix follows.
+    template <class Fill>
+    Input prepare(const Matrix& w, InputNumber number, int rows, Fill fill) {
+        Input to = input(w, number);
+        auto one = [&](int64_t r) { fill(r, to.words + r * to.stride, to.scales + r * to.scale_stride); };
+        if (rows > REPEATED_ROWS) {
+            member.each(rows, 1, one);
+            return to;
+        }
+        to.words = own, to.scales = (float*)(own + REPEATED_ROWS * widest.words);
+        if (!member.passed(w.units))
+            for (int r = 0; r < rows; r++) one(r);
+        return to;
+    }
+
+    // Prepares rows of `count` floats, a multiple of sixteen.
+    Input encoded(const Matrix& w, InputNumber number, const float* from, int64_t count) {
+        return prepare(w, number, b.rows, [&](int64_t r, Word* words, float* scales) {
+            functions(w).encode(w, from + r * count, count, words, scales);
+        });
+    }
+
+    // Prepares the residual stream after a norm.
+    Input normed(const Matrix& w, const NormSpec& norm) {
+        return prepare(w, NORMED, b.rows, [&](int64_t r, Word* words, float* scales) {
+            normalize_row(w, hidden + r * width, norm, words, scales);
+        });
+    }
+
+    void normalize_row(const Matrix& w, const float* x, const NormSpec& norm, Word* words, float* scales) {
+        float* row = own_row();
+        normalize(m, x, norm, m.hidden, row);
+        std::fill(row + m.hidden, row + padded(m.hidden, LANES), 0.0f);
+        functions(w).encode(w, row, padded(m.hidden, LANES), words, scales);
+    }
+
+    // Memory of this thread for a row, or for two of an EAGLE-3 head.
+    float* own_row() const { return (float*)(own + REPEATED_ROWS * (widest.words + widest.scales)); }
+
+    void multiply(const Matrix& w, const Input& x, int rows, const RowStore& store) const {
+        Loop units = member.begin(w.units, units_at_once(w, rows, member.threads));
+        functions(w).rows(w, x, rows, units, store);
+        member.end(units);
+    }
+
+    // Adds a product to the residual stream, after a norm if the architecture has one.
+    void residual(const Matrix& w, const Input& x, const NormSpec& norm) {
+        if (!norm) return multiply(w, x, b.rows, {hidden, width, true, m.residual_scale});
+        multiply(w, x, b.rows, {branch, width});
+        member.each(b.rows, 1, [&](int64_t r) {
+            normalize(m, branch + r * width, norm, m.hidden, branch + r * width);
+            for (int64_t i = 0; i < m.hidden; i++) hidden[r * width + i] += m.residual_scale * branch[r * width + i];
+        });
+    }
+
+    // Zeroes the padding after `count` numbers in each row of an input that is written without `encode`.
+    void clear_tails(const Matrix& w, InputNumber number, int64_t count) {
+        if (!is_float(w) || count / per_word((Kind)w.kind) == w.steps) return;
+        member.each(b.rows, 8, [&](int64_t r) { clear_tail(w, count, inputs[number] + r * w.steps); });
+    }
+};

@@ -1,0 +1,71 @@
+// The start of the residual stream: embeddings, or the caller's features.
+#pragma once
+
+#include "rows.hpp"
+
+template <Kind kv>
+struct Start {
+    Rows<kv>& p;
+    const ModelSpec& m;
+    float* embedded;  // [rows][width]; the residual stream itself, unless an EAGLE-3 head joins the two
+
+    Start(Rows<kv>& rows, Workspace& w) : p(rows), m(rows.m), embedded(m.joined ? (float*)w.embedded.data : rows.hidden) {}
+
+    static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w) {
+        if (m.joined) w.embedded.room<float>(b.rows * padded(m.hidden, 32));
+    }
+
+    void run() {
+        if (!p.b.features || m.joined) embed();
+        if (!p.b.features) return;
+        p.member.each(p.b.rows, 1, [&](int64_t r) {
+            normalize(m, p.b.features + r * m.hidden, m.norm_first ? m.feature_norm : NormSpec{}, m.hidden, p.hidden + r * p.width);
+        });
+    }
+
+    // The input of the first attention of an EAGLE-3 head: embedding and features, concatenated.
+    Input joined(const Matrix& w, const NormSpec& norm) {
+        return p.prepare(w, NORMED, p.b.rows, [&](int64_t r, Word* words, float* scales) {
+            float* row = p.own_row();
+            normalize(m, embedded + r * p.width, norm, m.hidden, row);
+            normalize(m, p.hidden + r * p.width, m.norm_first ? NormSpec{} : m.feature_norm, m.hidden, row + m.hidden);
+            functions(w).encode(w, row, 2 * m.hidden, words, scales);
+        });
+    }
+
+   private:
+    void embed() {
+        const Floats scale = floats(m.embedding_scale);
+        p.member.each(p.b.rows, 1, [&](int64_t r) {
+            float* to = embedded + r * p.width;
+            embedding(p.b.tokens[r], to);
+            for (int64_t i = 0; i < p.width; i += LANES) store(to + i, (load(to + i) * scale));
+            if (m.positions) {
+                const float* learned = m.positions + (int64_t)p.b.positions[r] * m.hidden;
+                for (int64_t i = 0; i < m.hidden; i++) to[i] += learned[i];
+            }
+            normalize(m, to, m.embedding_norm, m.hidden, to);
+        });
+    }
+
+    // The embedding of a token. A tied or quantized one is unpacked from its packed matrix.
+    void embedding(int token, float* to) {
+        if (!m.embedding && is_grouped(m.table.kind)) {
+            std::fill(to + m.hidden, to + p.width, 0.0f);
+            return functions(m.table).unpack(m.table, token, m.hidden, to);
+        }
+        const Word* row = m.embedding ? m.embedding + token * (p.width / per_word(kv)) : unpack(token);
+        for (int64_t i = 0; i < p.width; i += LANES) store(to + i, get<kv>(row, i));
+    }
+
+    const Word* unpack(int token) {
+        if (m.table.kind == PACKED) {
+            unpack_row(m.table, token, std::min<int64_t>(m.table.steps, p.width / 2), p.own);
+            for (int64_t k = m.table.steps; k < p.width / 2; k++) p.own[k] = 0;
+            return p.own;
+        }
+        const Word* lane = m.table.data + token / LANES * m.table.steps * LANES + token % LANES;
+        for (int64_t k = 0; k < p.width / per_word(kv); k++) p.own[k] = k < m.table.steps ? lane[k * LANES] : 0;
+        return p.own;
+    }
+};

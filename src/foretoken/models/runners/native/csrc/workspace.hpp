@@ -1,0 +1,61 @@
+// Memory of passes that grows with the number of rows and is reused by later passes.
+#pragma once
+
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "last.hpp"
+
+// Aligned memory that only grows. It is zeroed, because padding must be zero.
+struct Buffer {
+    char* data = nullptr;
+    size_t size = 0;
+    template <class T>
+    T* room(int64_t count) {
+        size_t need = padded(count * sizeof(T), 64);
+        if (need > size) {
+            release();
+            data = (char*)operator new(need + need / 2, ALIGNMENT);
+            size = need + need / 2;
+            std::memset(data, 0, size);
+        }
+        return (T*)data;
+    }
+    void release() {
+        if (data) operator delete(data, ALIGNMENT);
+        data = nullptr;
+        size = 0;
+    }
+    ~Buffer() { release(); }
+
+   private:
+    static constexpr std::align_val_t ALIGNMENT{64};
+};
+
+// The longest input row of a model's products: its words, and the floats beside it.
+struct Widest {
+    int64_t words = 0, scales = 0;
+    bool encoded = false;  // some rows are floats first
+    explicit Widest(const ModelSpec& m) {
+        add(m.head);
+        for (int i = 0; i < m.layer_count; i++) each_matrix(m.layers[i], [&](const Matrix& w) { add(w); });
+        scales = padded(scales, LANES);
+    }
+    void add(const Matrix& w) {
+        words = std::max(words, w.steps), scales = std::max(scales, w.scale_words()), encoded |= !is_float(w);
+    }
+};
+
+// Queries of one sequence that attention computes together.
+struct QueryTile {
+    int32_t sequence, first, last;
+};
+
+// Buffers of one model. The names are those of the pass and its blocks.
+struct Workspace {
+    Buffer hidden, embedded, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
+    std::vector<Buffer> own_words, own_scores;
+    Answered answered;
+    std::vector<QueryTile> tiles, answered_tiles;
+};

@@ -1,0 +1,185 @@
+"""Describes a decoder for the kernels (csrc/specs.hpp), and packs its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.models.families.architecture import Activation, Architecture, HeadNorms
+from foretoken.models.families.layers import Mixer, Mlp
+from foretoken.models.formats.grouped import Grouped, joinable
+from foretoken.models.formats.quantize import Int8, floats
+from foretoken.models.formats.quantize import Matrix as AnyMatrix
+from foretoken.models.formats.weights import (
+    DenseMlpWeights,
+    Ends,
+    Entry,
+    LayerWeights,
+    NormWeight,
+    SelfAttentionWeights,
+)
+from foretoken.models.runners.native.bindings import (
+    UNIT,
+    AttentionSpec,
+    LayerSpec,
+    Matrix,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+)
+from foretoken.models.runners.native.memory import Arena, pack
+
+# As csrc/specs.hpp and csrc/activations.hpp number them.
+MIXERS: dict[Mixer, int] = {"attention": 0}
+MLPS: dict[Mlp, int] = {"gated": 0, "ungated": 1}
+HEAD_NORMS: dict[HeadNorms, int] = {"before": 0, "after": 1, "all": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
+
+
+class Description:
+    """Builds the specification of a model.
+
+    Args:
+        architecture: sizes and operations of the decoder.
+        dtype: dtype of the computation.
+        arena: allocates packed matrices.
+        compress: whether bfloat16 matrices are stored in 12 bits, without loss (csrc/packed.hpp).
+
+    Attributes:
+        held: tensors and structures that the specification points to, which must outlive it.
+        weight_bytes: bytes of matrices and the embedding as they are held.
+        product_bytes: bytes that the products of a pass read.
+    """
+
+    def __init__(self, architecture: Architecture, dtype: torch.dtype, arena: Arena, compress: bool) -> None:
+        self._architecture, self._dtype, self._arena, self._compress = architecture, dtype, arena, compress
+        self.held: list[object] = []
+        self.weight_bytes = self.product_bytes = 0
+
+    def model(self, layers: Iterable[LayerWeights], ends: Ends, entry: Entry) -> ModelSpec:
+        """Packs all weights. Layers are read one after the other."""
+        a, dtype = self._architecture, self._dtype
+        specs = (LayerSpec * a.layers)()
+        numbered = map(self._layer, range(a.layers), layers)  # map frees a layer before it reads the next
+        for number, layer in enumerate(numbered):
+            specs[number] = layer
+        head = self._matrix([ends.head])
+        embedding, table = None, head
+        self.product_bytes = self.weight_bytes  # what the products of a pass read
+        if ends.head is not ends.embedding:
+            if isinstance(ends.embedding, Grouped):
+                table = self._matrix([ends.embedding])
+            elif self._compress:
+                table = self._matrix([floats(ends.embedding, dtype)])
+            else:
+                wide = _wide(floats(ends.embedding, dtype))
+                embedding = self._keep(wide)
+                self.weight_bytes += wide.nbytes
+        return ModelSpec(
+            layers=specs,
+            embedding=embedding,
+            table=table,
+            norm=self._norm(ends.norm),
+            feature_norm=self._norm(entry.norm),
+            head=head,
+            layer_count=a.layers,
+            hidden=a.hidden,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            inner=a.intermediate,
+            vocab=a.vocab,
+            activation=ACTIVATIONS[a.activation],
+            centered=a.centered,
+            norm_heads=HEAD_NORMS[a.head_norms],
+            joined=entry.joined,
+            norm_first=entry.norm_first,
+            eps=a.eps,
+            scale=a.scale,
+            score_cap=a.attention_softcap,
+            logit_cap=a.final_softcap,
+            embedding_scale=float(torch.tensor(a.embedding_scale, dtype=dtype)),
+            residual_scale=a.residual_scale,
+            logit_scale=a.logit_scale,
+            clip=a.clip,
+        )
+
+    def _layer(self, number: int, weights: LayerWeights) -> LayerSpec:
+        layer = self._architecture.stack[number]
+        return LayerSpec(
+            norm=self._norm(weights.norm),
+            after_mixer=self._norm(weights.after_mixer),
+            mlp_norm=self._norm(weights.mlp_norm),
+            after_mlp=self._norm(weights.after_mlp),
+            mixer=MIXERS[layer.mixer],
+            mlp=MLPS[layer.mlp],
+            parallel=layer.parallel,
+            attention=self._attention(number, weights.mixer),
+            dense=self._dense(weights.mlp, layer.mlp == "gated"),
+        )
+
+    def _attention(self, number: int, weights: SelfAttentionWeights) -> AttentionSpec:
+        layer, dim = self._architecture.stack[number], self._architecture.head_dim
+        own = weights.q_norm is not None and len(weights.q_norm.weight) > dim  # a norm for each head
+        return AttentionSpec(
+            qkv=self._matrix(weights.qkv, weights.qkv_bias),
+            out=self._matrix([weights.out], weights.out_bias),
+            q_norm=self._norm(weights.q_norm),
+            k_norm=self._norm(weights.k_norm),
+            norm_stride=dim if own else 0,
+            window=layer.window,
+            rope=layer.rope,
+            cache_layer=number,
+        )
+
+    def _dense(self, weights: DenseMlpWeights, gated: bool) -> MlpSpec:
+        up = _halves(weights.up) if gated else weights.up
+        return MlpSpec(
+            up=self._matrix(up, weights.up_bias, interleave=gated),
+            down=self._matrix([weights.down], weights.down_bias),
+        )
+
+    def _norm(self, norm: NormWeight | None) -> NormSpec:
+        return NormSpec() if norm is None else NormSpec(self._keep(norm.weight), self._keep(norm.bias))
+
+    def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
+        packed = pack(self._arena, _one_layout(parts), bias, interleave, self._compress)
+        self.weight_bytes += packed.nbytes
+        self.held.extend(packed.held)
+        return packed.matrix
+
+    def _keep(self, tensor: Tensor | None) -> int | None:
+        """Keeps a tensor in ``held``. Returns its address."""
+        if tensor is None:
+            return None
+        tensor = tensor.contiguous()
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+
+def _wide(embedding: Tensor) -> Tensor:
+    """Returns the embedding with rows padded for the kernels; the tensor itself if they need no padding."""
+    missing = -embedding.shape[1] % UNIT
+    return F.pad(embedding, (0, missing)) if missing else embedding
+
+
+def _one_layout(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
+    """Returns the parts of a product in one layout, if they are grouped."""
+    grouped = [part for part in parts if isinstance(part, Grouped)]
+    return joinable(grouped) if grouped else parts
+
+
+def _halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
+    """Returns gate and up as two matrices."""
+    if len(parts) == 2:
+        return parts
+    (matrix,) = parts
+    middle = matrix.shape[0] // 2
+    if isinstance(matrix, Grouped):
+        return [matrix.part(at, at + middle) for at in (0, middle)]
+    if isinstance(matrix, Int8):
+        return [Int8(matrix.values[at : at + middle], matrix.scales[at : at + middle]) for at in (0, middle)]
+    return list(matrix.split(middle))
