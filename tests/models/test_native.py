@@ -13,11 +13,13 @@ from foretoken.core.native import build, cpu
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
+from foretoken.models.loading import load_model
 from foretoken.models.runners.native.build import Kind, library, loaded_library, packing_library
 from foretoken.models.runners.native.memory import Arena, pack
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.torch_runner import TorchRunner
 
+from .tiny import ARCHITECTURES
 from .trees import repeating
 
 VOCAB = 131  # no multiple of anything
@@ -158,6 +160,22 @@ def test_every_number_of_rows_gives_the_same_bits(
     whole = score_again(model, handle, continuation)
     for depth in range(len(continuation)):
         assert torch.equal(score_again(model, handle, continuation[:depth]), whole[: depth + 1]), depth
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_threads_that_come_late_change_no_bit(tmp_path: Path) -> None:
+    """Threads prepare few rows for themselves; with more threads than cores they find the work of others half done.
+
+    MLPs of 48 numbers need padding, which is cleared in a loop of its own.
+    """
+    torch.set_num_threads(4)
+    model = load_model(ARCHITECTURES["qwen3"].save(tmp_path), "bfloat16", "cpu", "native")
+    handle, draft = model.open([5]), Draft.chain([7, 9, 11])
+    (first,) = model.score([handle], [draft])
+    for _ in range(30_000):
+        model.commit([handle], [()])
+        assert torch.equal(model.score([handle], [draft])[0].logits, first.logits)
 
 
 @needs_kernels

@@ -18,8 +18,8 @@ struct DenseMlp {
     // Computes the input of `down` from the residual stream.
     void enter(const LayerSpec& layer) {
         const MlpSpec& mlp = layer.dense;
+        p.clear_tails(mlp.down, ACTIVATED, inner_width);  // before `normed`, which the product must follow at once
         const Input x = p.normed(mlp.up, layer.mlp_norm);
-        p.clear_tails(mlp.down, ACTIVATED, inner_width);
         Loop units = p.member.begin(mlp.up.units, units_at_once(mlp.up, p.b.rows, p.member.threads));
         const bool gated = layer.mlp == GATED;
         functions(mlp.up).activated(mlp.up, x, p.b.rows, units,
