@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 import venv
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from foretoken.bench.peers.registry import PEERS, Peer
@@ -46,7 +47,7 @@ def set_up(peer: Peer, pip_args: list[str]) -> bool:
     else:
         commands = build_llamacpp(peer, [*install, "--no-deps", "-r", str(listed)], [*pip, "download", *pip_args])
         check = [str(peer.place / peer.program), "--version"]
-    for command in (*commands, check):
+    for command in chain(commands, [check]):
         if subprocess.run(command, check=False).returncode:
             print(f"peers: {peer.name} is not usable; failed: {' '.join(command)}", file=sys.stderr)
             return False
