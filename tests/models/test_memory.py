@@ -20,6 +20,7 @@ from foretoken.models.formats.memory import check_fits, free_memory, weight_byte
 from foretoken.models.loading import load_model
 from foretoken.models.runners.native.build import packs_groups
 
+from .test_native import needs_kernels
 from .tiny import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -100,6 +101,18 @@ def test_a_model_that_does_not_fit_is_refused_before_reading(large: Path, monkey
         ) as error:
             load_model(large, "bfloat16", "cpu", backend)
         assert "\n" not in str(error.value) and not read
+
+
+@needs_kernels
+def test_memory_is_checked_for_twelve_bits_where_weights_are_held_in_them(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("foretoken.models.loading.check_fits", lambda needed, *_: asked.append(needed))
+    for weight_format in ("raw", "packed"):
+        load_model(large, "bfloat16", "cpu", weight_format=weight_format)
+    shapes = open_weights(large).shapes
+    assert asked == [weight_bytes(shapes, torch.bfloat16, bits) for bits in (None, 13.0)]
 
 
 def test_weight_bytes_counts_tied_heads_and_int8() -> None:

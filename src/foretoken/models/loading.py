@@ -13,6 +13,7 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.threads import respect_limits
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
+from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import Weights, is_gguf, load_config, open_weights, resolve
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.memory import check_fits, weight_bytes
@@ -21,6 +22,7 @@ from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization, check_weight_format
 from foretoken.models.runners.native.build import kernels_available, packs_groups
+from foretoken.models.runners.native.weight_format import PACKED_BITS, packs
 from foretoken.models.seq2seq.model import EncoderDecoder
 
 
@@ -78,8 +80,9 @@ def load_model(
     tensors = unpacked(weights, config) if runtime is not None else weights
     prequantized = runtime is not None and check_prequantized(config)
     scheme = Quantizer.of(quantization or ("int8" if prequantized else None))
-    packs = runtime is Decoder and where.type == "cpu" and packs_groups(kind)
-    check_fits(_needed(tensors, scheme, kind, packs), where, str(path))
+    compiled = runtime is Decoder and where.type == "cpu" and packs_groups(kind)
+    compress = compiled and packs(Architecture.of(config), kind, weight_format)
+    check_fits(_needed(tensors, scheme, kind, compiled, PACKED_BITS if compress else None), where, str(path))
     if runtime is not None:
         return runtime(config, tensors, kind, where, max_length, quantization, weight_format)
     if quantization is not None:
@@ -97,7 +100,11 @@ def load_model(
 
 
 def _needed(
-    tensors: Weights | GGUFWeights | PackedWeights, scheme: Quantizer | None, dtype: torch.dtype, packs: bool
+    tensors: Weights | GGUFWeights | PackedWeights,
+    scheme: Quantizer | None,
+    dtype: torch.dtype,
+    compiled: bool,
+    bits: float | None,
 ) -> int:
     """Returns the bytes of the weights once they are loaded.
 
@@ -105,13 +112,16 @@ def _needed(
         tensors: the checkpoint's tensors.
         scheme: how matrices are quantized on loading; None if they stay as they are.
         dtype: dtype of the model.
-        packs: whether matrices quantized in groups stay so; otherwise they are dequantized.
+        compiled: whether the compiled kernels run, which keep matrices quantized in groups; otherwise they are
+            dequantized.
+        bits: bits of a weight that is not quantized; None for those of the dtype.
     """
     if scheme is not None:
-        return weight_bytes(tensors.shapes, dtype, scheme.weight_bits if packs or scheme.group is None else None)
-    if packs and isinstance(tensors, GGUFWeights):
+        return weight_bytes(tensors.shapes, dtype, scheme.weight_bits if compiled or scheme.group is None else None)
+    if compiled and isinstance(tensors, GGUFWeights):
         return min(tensors.nbytes, weight_bytes(tensors.shapes, dtype, None))
-    bits = tensors.bits if packs and isinstance(tensors, PackedWeights) else None
+    if isinstance(tensors, PackedWeights):
+        bits = tensors.bits if compiled else None
     return weight_bytes(tensors.shapes, dtype, bits)
 
 

@@ -16,7 +16,7 @@ from foretoken.models.runners.base import Runner
 from foretoken.models.runners.graphs import GraphRunner
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.runner import NativeRunner
-from foretoken.models.runners.native.weight_format import packing_pays
+from foretoken.models.runners.native.weight_format import packs
 from foretoken.models.runners.torch_runner import TorchRunner
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def build_runner(
         )
     if device.type == "cpu":
         try:
-            compress = packed or (weight_format == "auto" and packing_pays(architecture, dtype))
+            compress = packs(architecture, dtype, weight_format)
             return NativeRunner(architecture, layers, ends, dtype, entry, compress, cache)
         except KernelsUnavailable as reason:
             if packed:

@@ -15,6 +15,19 @@ LEVELS = ("avx512-bf16",)  # with whose instructions restoring weights costs les
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
+PACKED_BITS = 13.0  # of a weight in 12 bits: at most 1 for steps with a rare exponent, and tables
+
+
+def packs(architecture: Architecture, dtype: torch.dtype, weight_format: str) -> bool:
+    """Returns whether the compiled kernels hold matrices of this dtype in 12 bits.
+
+    weight_format: one of ``options.WEIGHT_FORMATS``.
+    """
+    if dtype != torch.bfloat16:
+        return False
+    return weight_format == "packed" or (weight_format == "auto" and packing_pays(architecture, dtype))
+
+
 def packing_pays(architecture: Architecture, dtype: torch.dtype) -> bool:
     """Returns whether passes of few rows are faster with weights in 12 bits, because they wait for memory.
 
