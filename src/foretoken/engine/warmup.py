@@ -22,11 +22,12 @@ from foretoken.engine.stopping import Length
 from foretoken.models.base import Model
 from foretoken.propose.base import Proposer
 
-_PROMPT = 96  # tokens
+_PROMPT = 32  # tokens
 _FIRST = (0, 1)  # prefill, and the proposer's catching up
-_SWEEP = (0, 1, 2, 4, 6, 7, 8, 12, 16)  # depths
+_COARSE = (0, 1, 2, 4, 8, 16)  # depths that are always timed; costs between them are interpolated
+_FINE = (6, 7, 12)  # timed as well unless _SECONDS are over
 _SWEEPS = 3  # their medians count, so that a slow moment has no effect; fewer if they take longer than
-_SECONDS = 1.0
+_SECONDS = 0.5
 
 
 class _Script(Controller):
@@ -59,7 +60,7 @@ class _Script(Controller):
             if timings.propose > self._costs.plain_seconds(1):  # deeper drafts cannot pay
                 self.depths = [depth for depth in self.depths if depth < self._depth]
         if time.perf_counter() > self._end:
-            self.depths = [depth for depth in self.depths if depth and depth not in self.drafting]
+            self.depths = [depth for depth in self.depths if depth in _COARSE[1:] and depth not in self.drafting]
 
 
 class _Synthetic(Proposer):
@@ -81,7 +82,7 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
         costs: The cost model; later steps of requests count more.
         max_tokens: Largest draft length.
     """
-    sweep = [depth for depth in _SWEEP if depth <= max_tokens]
+    sweep = [depth for depth in (*_COARSE, *_FINE) if depth <= max_tokens]
     emitted = sum(depth + 1 for depth in sweep)
     space = target.max_length - max_tokens - 1 - sum(_FIRST) - len(_FIRST)
     sweeps = min(_SWEEPS, (space - 32) // emitted)
