@@ -142,7 +142,7 @@ def open_image(path: Path) -> OpenImage:
         size = os.fstat(file.fileno()).st_size
         if size < ALIGNMENT:
             raise DamagedImage(f"it has {size} bytes")
-        _read_ahead(file)
+        _read_ahead(file, size)
         mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
     view = np.frombuffer(mapped, np.uint8)
     places, pointers = _directory(mapped)
@@ -164,11 +164,23 @@ def open_image(path: Path) -> OpenImage:
     return OpenImage(ModelSpec.from_buffer_copy(copies[0]), (view, mapped, copies))
 
 
-def _read_ahead(file: BinaryIO) -> None:
-    """Reads a file to the end, so that the system keeps it in large pages; page faults would read small ones."""
+def _read_ahead(file: BinaryIO, size: int) -> None:
+    """Reads a file to the end, so that the system keeps it in large pages; page faults would read small ones.
+
+    What is in the page cache already is not read again.
+    """
     buffer = bytearray(_AT_ONCE)
-    while file.readinto(buffer):  # type: ignore[attr-defined]
-        pass
+    for at in range(0, size, _AT_ONCE):
+        if not all(_in_memory(file, place) for place in (at, min(at + _AT_ONCE, size) - 1)):
+            os.preadv(file.fileno(), [buffer], at)
+
+
+def _in_memory(file: BinaryIO, at: int) -> bool:
+    """Returns whether the page cache holds a byte of a file; False where the system does not say."""
+    try:
+        return os.preadv(file.fileno(), [bytearray(1)], at, os.RWF_NOWAIT) == 1
+    except (AttributeError, OSError):
+        return False
 
 
 def _directory(mapped: mmap.mmap) -> tuple[Sequence[tuple[int, int, str]], Sequence[tuple[int, int, int, int]]]:
