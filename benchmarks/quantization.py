@@ -3,7 +3,9 @@
     python benchmarks/quantization.py --output quantization.json
 
 Schemes are rounded on loading, by ``foretoken quantize`` and by ``foretoken quantize --calibration`` on training text.
-Folders include the vocabulary head (``--lm-head``), as rounding on loading does.
+Folders include the vocabulary head (``--lm-head``), as rounding on loading does. "AWQ" is the scale search of AWQ
+(2306.00978) on the same text, for comparison: each matrix has its own scales for its inputs, more freedom than a
+checkpoint has where matrices share an input, and its rounded weights are multiplied in floats.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +24,21 @@ from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 
 from foretoken import zoo
 from foretoken.bench.setting import wide_console
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
-from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.models.formats.checkpoint import load_tokenizer, resolve
 from foretoken.models.loading import load_model
 from foretoken.models.options import QUANTIZATIONS
 from foretoken.quantize import quantize_checkpoint
+from foretoken.quantize.folder import FolderWriter, copy_files
+from foretoken.quantize.rounding import Grid, Rounding, symmetric_scales
+from foretoken.quantize.run import stream
+from foretoken.quantize.schemes import Scheme
+from foretoken.quantize.source import HEAD, SourceCheckpoint
 from foretoken.train.data import Corpus, encode, held_out_batches, standard_library
 
 FOLDERS = ("int8", "int4", "int4-g64", "int4-g128")
@@ -71,6 +79,56 @@ def calibration_text(corpus: Corpus, characters: int) -> str:
     return "\n".join(text[:4000] for text in corpus.train)[:characters]
 
 
+class ScaledWriter(FolderWriter):
+    """Writes floats: matrices of a calibrated layer rounded to four bits after their inputs were scaled as AWQ does."""
+
+    def __init__(self, out: Path, config: dict[str, Any], group: int, lm_head: bool) -> None:
+        super().__init__(out, config | {"tie_word_embeddings": not lm_head}, Scheme.of("float32"), lm_head)
+        self._group, self._lm_head = group, lm_head
+
+    def put(self, name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
+        if tensor.ndim == 2 and rounding.importance is not None:
+            tensor = scaled_rounding(tensor.float(), self._group, rounding.importance)
+        elif name == HEAD and self._lm_head:
+            tensor = rounded(tensor.float(), self._group)
+        return super().put(name, tensor, Rounding())
+
+
+def rounded(weights: Tensor, group: int) -> Tensor:
+    """Returns weights [out, in] rounded to the nearest of four bits, with scales of least squared error."""
+    x = weights.unflatten(1, (-1, group))
+    grid = Grid(symmetric_scales(x, -8, torch.ones_like(x)).half().float(), -8, 7, group)
+    return grid.values(grid.codes(weights))
+
+
+def scaled_rounding(weights: Tensor, group: int, importance: Tensor) -> Tensor:
+    """Returns weights [out, in] rounded after input i was divided by importance[i] ** (share / 2), at the best share.
+
+    importance: mean square of each input [in]; an error of a weight costs in its proportion.
+    """
+    best, least = weights, float("inf")
+    for share in (step / 10 for step in range(11)):
+        scales = importance.clamp_min(1e-12).pow(share / 2)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        values = rounded(weights * scales, group) / scales
+        error = float(((values - weights).square() * importance).sum())
+        if error < least:
+            best, least = values, error
+    return best
+
+
+def write_scaled(model: str, out: Path, scheme: str, text: str) -> None:
+    """Writes the model with weights rounded after AWQ's scaling, as a folder of floats."""
+    source = SourceCheckpoint.open(resolve(model), Scheme.of(scheme))
+    out.mkdir()
+    copy_files(source.path, out)
+    quantizer = Scheme.of(scheme).quantizer
+    assert quantizer is not None and quantizer.group is not None
+    writer = ScaledWriter(out, source.config, quantizer.group, lm_head=True)
+    stream(source, writer, source.calibration(text, Scheme.of(scheme)), lm_head=True)
+    writer.finish()
+
+
 def ways(model: str, schemes: list[str], text: str, folder: Path) -> Iterator[tuple[str, str, str | Path, str | None]]:
     """Yields scheme, rounding, what to load and the quantization to load it with."""
     yield "bfloat16", "", model, None
@@ -83,6 +141,9 @@ def ways(model: str, schemes: list[str], text: str, folder: Path) -> Iterator[tu
             out = folder / (f"{scheme}.gguf" if scheme in FILES else scheme)
             quantize_checkpoint(model, out, scheme, calibration, lm_head=True, force=True)
             yield scheme, rounding, out, None
+        if scheme in QUANTIZATIONS and scheme != "int8":
+            write_scaled(model, folder / f"{scheme}-scaled", scheme, text)
+            yield scheme, "AWQ", folder / f"{scheme}-scaled", None
 
 
 def main(
@@ -107,7 +168,8 @@ def main(
             if not exact:
                 exact = list(logits(loaded, held_out))
             files = [Path(path)] if Path(path).is_file() else list(Path(path).glob("*.safetensors"))
-            size = sum(file.stat().st_size for file in files) if quantization is None else None
+            written = quantization is None and rounding != "AWQ"
+            size = sum(file.stat().st_size for file in files) if written else None
             rows.append(Accuracy(name, rounding, *distance(loaded, held_out, exact), size))
             if output is not None:
                 record = json.dumps([asdict(row) for row in rows], indent=2)

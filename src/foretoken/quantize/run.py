@@ -100,7 +100,7 @@ def quantize_checkpoint(
     model = SourceCheckpoint.open(path, chosen)
     text = None if calibration is None else model.calibration(calibration, chosen)
     with _output(target, chosen) as partial, closing(_writer(model, partial, chosen, lm_head)) as writer:
-        losses = _stream(model, writer, text, lm_head and chosen.quantizer is not None, progress)
+        losses = stream(model, writer, text, lm_head and chosen.quantizer is not None, progress)
         writer.finish()
     seconds = time.perf_counter() - started
     return QuantizedCheckpoint(target, chosen.name, _weight_bytes(path), _weight_bytes(target), seconds, losses)
@@ -123,10 +123,26 @@ def _writer(model: SourceCheckpoint, out: Path, scheme: Scheme, lm_head: bool) -
     return FolderWriter(out, config, scheme, lm_head)
 
 
-def _stream(
-    model: SourceCheckpoint, writer: CheckpointWriter, text: Calibration | None, lm_head: bool, progress: Progress
+@torch.inference_mode()
+def stream(
+    model: SourceCheckpoint,
+    writer: CheckpointWriter,
+    text: Calibration | None,
+    lm_head: bool,
+    progress: Progress = lambda share, what: None,
 ) -> Losses | None:
-    """Hands all tensors to the writer, and takes the text through each layer. Returns its losses."""
+    """Hands all tensors to the writer, and takes the text through each layer.
+
+    Args:
+        model: what is read.
+        writer: takes the tensors, and returns the values that the next layers see.
+        text: the calibration text; None for none.
+        lm_head: whether a tied head is written besides the embedding.
+        progress: see ``quantize_checkpoint``.
+
+    Returns:
+        The text's losses before and after; None without a text.
+    """
     before: dict[str, Tensor] = {}
     after: dict[str, Tensor] = {}
     done = 0
