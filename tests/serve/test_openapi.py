@@ -84,6 +84,7 @@ def short(path: str, body: Any) -> Any:
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("path, method", OPERATIONS)
+@pytest.mark.slow
 def test_every_answer_is_one_that_the_schema_describes(
     described: Any, path: str, method: str, mode: GenerationMode
 ) -> None:
