@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import re
@@ -9,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -59,6 +61,13 @@ def call(name: str, arguments: list[str]) -> str:
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
+
+
+@pytest.fixture(autouse=True)
+def _small_library(monkeypatch):
+    """One package of the standard library in its place: reading and encoding all of it takes seconds."""
+    root = Path(asyncio.__file__).parent
+    monkeypatch.setattr("foretoken.train.data.sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(root)}))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +94,11 @@ def level(request: pytest.FixtureRequest) -> str:
 
 def products(packed: Packed, name: str) -> Callable[[Tensor], Tensor]:
     """Returns a function that multiplies rows [n, INPUTS] by a packed matrix."""
-    include = f"-I{SOURCES}"
+    headers = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(SOURCES.glob("*.hpp")))).hexdigest()
+    # The cache knows the headers beside a source by itself; a change of these must compile products.cpp again too.
+    flags = (f"-I{SOURCES}", f"-DHEADERS_{headers[:16]}")
     parts = [
-        (Path(__file__).parent / "products.cpp", (include,)),
+        (Path(__file__).parent / "products.cpp", flags),
         (SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={packed.matrix.kind}",)),
     ]
     chosen = next(each for each in cpu.LEVELS if each.name == name)
