@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +17,10 @@ from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.runners.native.build import Kind, packing_library
 from foretoken.models.runners.native.memory import Arena, Packed, pack
 
+from .products import PRODUCTS, SOURCES
 from .test_native import SLOW, needs_kernels
 
 OUTPUTS, INPUTS, ROWS = 80, 512, 34
-SOURCES = Path(build.__file__).parents[2] / "models" / "runners" / "native" / "csrc"
 
 
 def random(*shape: int) -> Tensor:
@@ -94,11 +92,8 @@ def level(request: pytest.FixtureRequest) -> str:
 
 def products(packed: Packed, name: str) -> Callable[[Tensor], Tensor]:
     """Returns a function that multiplies rows [n, INPUTS] by a packed matrix."""
-    headers = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(SOURCES.glob("*.hpp")))).hexdigest()
-    # The cache knows the headers beside a source by itself; a change of these must compile products.cpp again too.
-    flags = (f"-I{SOURCES}", f"-DHEADERS_{headers[:16]}")
     parts = [
-        (Path(__file__).parent / "products.cpp", flags),
+        PRODUCTS,
         (SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={packed.matrix.kind}",)),
     ]
     chosen = next(each for each in cpu.LEVELS if each.name == name)
