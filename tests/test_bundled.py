@@ -43,14 +43,11 @@ def test_one_text(bundled: Bundled, params: dict[str, float]) -> None:
             assert texts(pair, depth, batch) == plain, (depth, batch)
 
 
-CONFIGS = [
-    {"method": "draft_model", "model": str(zoo.path("draft")), "tree": "top_k"},
-    {"method": "draft_model", "model": str(zoo.path("draft")), "tree": "sampled"},
+CONFIGS = [  # trees of the draft, and early exit, are in tests/propose/test_draft_model_trees.py
     {"method": "eagle3"},
     {"method": "eagle3", "top_k": 1},
     {"method": "medusa"},
     {"method": "blockwise"},
-    {"method": "early_exit"},
     {"method": "vocabulary", "model": str(zoo.path("draft"))},
     {"method": "suffix"},
     {"method": "recycling"},
