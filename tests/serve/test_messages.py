@@ -117,6 +117,7 @@ def test_stop_sequences(claude: Any) -> None:
     assert (got.stop_reason, got.stop_sequence, got.content[0].text) == ("end_turn", None, "abcSTOPdef")
 
 
+@pytest.mark.slow
 def test_the_context_ends_what_is_longer() -> None:
     """Coding agents ask for 32,000 tokens whatever the model."""
     names = ServerSettings(model_names=("stdlib",))

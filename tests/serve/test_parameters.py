@@ -71,6 +71,7 @@ def test_prompt_logprobs(server: Running) -> None:
     assert "streamed" in error_of(server.post({**PROMPT, "prompt_logprobs": 1, "stream": True}), 400)["message"]
 
 
+@pytest.mark.slow
 def test_truncate_prompt_tokens(server: Running, llm: LLM) -> None:
     ids = llm.tokenizer(PROMPT["prompt"])["input_ids"]
     got = server.post({**PROMPT, "truncate_prompt_tokens": 3, "return_token_ids": True, "echo": True}).json()
