@@ -73,7 +73,7 @@ def examples() -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("_registries")
-@pytest.mark.parametrize("block", examples(), ids=str)
+@pytest.mark.parametrize("block", list(examples()), ids=str)
 def test_python_runs(block, capsys):
     code = block.code
     for name, role in STAND_INS.items():
