@@ -215,10 +215,34 @@ def test_a_law_that_fails_ends_its_own_request_alone():
 
 def test_prefill_pace_follows_measured_times():
     pace = PrefillPacer("auto")
-    assert pace.rows(0) == 512
+    assert pace.rows(0) == 512 and pace.rows(4) == 32
     for rows in (0, 32, 0, 32):
         pace.observe(Timings(0.0, 0.05 + 0.001 * rows, 0.0, 0.0, 4, rows))
-    assert 45 <= pace.rows(4) <= 55
+    assert pace.rows(4) == pytest.approx(50, abs=1)
+    assert pace.rows(4, 0) == pace.rows(4, 1)
+    assert pace.rows(4, 3) == pytest.approx(150, abs=2)  # each of those who wait adds a step
+    assert pace.rows(4, 64) == pytest.approx(250, abs=2)  # a quarter of a second
+
+
+def test_prefill_pace_of_a_burst_is_not_that_of_the_step_before_it():
+    """A step takes 50 ms and another for each row; only a step of one sequence was timed without prefill."""
+    pace = PrefillPacer("auto")
+    pace.observe(Timings(0.0, 0.051, 0.0, 0.0, 1))
+    for _ in range(3):
+        pace.observe(Timings(0.0, 0.05 + 0.001 * (40 + 32), 0.0, 0.0, 40, 32))
+    assert pace.rows(40) == pytest.approx(90, abs=1)
+
+
+def test_prefill_pace_without_a_step_to_compare_with():
+    """Where every step has had prefill, weights are counted as rows, which makes chunks smaller and never larger."""
+    pace = PrefillPacer("auto")
+    pace.observe(Timings(0.0, 0.05 + 0.001 * 100, 0.0, 0.0, 4, 96))
+    assert 0 < pace.rows(4) <= 54
+    pace.observe(Timings(0.0, 0.0, 0.0, 0.0, 4, 96))  # no clock
+    assert pace.rows(4) is not None
+
+
+def test_prefill_limits_of_the_caller():
     assert PrefillPacer(100).rows(4) == 100 and PrefillPacer(None).rows(4) is None
     with pytest.raises(InvalidRequest, match="max_num_batched_tokens"):
         PrefillPacer("fast")  # type: ignore[arg-type]

@@ -117,7 +117,8 @@ class Scheduler:
         self._preempt_until_fit()
         in_order = sorted(self.running.values(), key=lambda s: s.turn)
         decoding = sum(sequence.ready for sequence in in_order)
-        left = self.pace.rows(decoding)
+        waiting = len(in_order) - decoding + min(len(self.waiting), self.max_sequences - len(in_order))
+        left = self.pace.rows(decoding, waiting)
         for sequence in in_order:
             left = self._prefill(sequence, left)
         while self.waiting and (left is None or left > 0) and self._admit():
