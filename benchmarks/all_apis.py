@@ -1,0 +1,281 @@
+"""Mixed traffic over all APIs of a server, with faults: whether any answer is lost, and whether memory stays flat.
+
+    python benchmarks/all_apis.py --minutes 30
+    python benchmarks/all_apis.py --url http://127.0.0.1:8000 --process PID --minutes 5 --rate 4
+
+Completions, chat completions, responses (stored ones are continued and deleted), messages, tokens and models, streamed
+and whole, with tools and schemas. Among them: clients that disconnect; bodies that are not JSON, have
+bad values, are too large or end early; prompts that are too long. An answer is lost if it does not come, has another
+status than the request deserves, or is a stream without its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import httpx
+import typer
+
+from clients import serving, talking
+from foretoken.bench.setting import setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS
+
+PAGE = 4096
+MAX_BODY = 2**18
+OPTIONS = ("--kv-cache-memory-bytes", "256MiB", "--max-body", str(MAX_BODY), "--response-store", "200")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}, "on": {"type": "boolean"}},
+    "required": ["size", "on"],
+    "additionalProperties": False,
+}
+ENDS = {  # what the last event of a stream must hold
+    "/v1/completions": ("[DONE]",),
+    "/v1/chat/completions": ("[DONE]",),
+    "/v1/responses": ("response.completed", "response.incomplete"),
+    "/v1/messages": ("message_stop",),
+}
+console = wide_console()
+
+
+class Traffic:
+    """Requests of every kind on one server.
+
+    Attributes:
+        counts: Answers by kind.
+        lost: What was wrong with each answer that was lost.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
+        self.client, self.rng = client, random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.lost: list[str] = []
+        self._stored: list[str] = []
+        self._good: tuple[Callable[[], Awaitable[None]], ...] = (
+            *(self.completions, self.chat, self.responses, self.messages),
+            *(self.calls, self.schema, self.continued, self.small),
+        )
+        self._faults: tuple[Callable[[], Awaitable[None]], ...] = (
+            *(self.leaving, self.leaving, self.bad_json, self.bad_value),
+            *(self.oversize, self.too_long, self.cut_off, self.unknown),
+        )
+
+    async def one(self) -> None:
+        """Sends one request; every fourth is a fault."""
+        kind = self.rng.choice(self._faults if self.rng.random() < 0.25 else self._good)
+        try:
+            await kind()
+        except (httpx.HTTPError, ValueError, LookupError, AssertionError) as error:
+            self.lost.append(f"{kind.__name__}: {type(error).__name__}: {error}"[:300])
+        self.counts[kind.__name__] += 1
+
+    def body(self, path: str) -> dict[str, Any]:
+        """Returns a request that its API answers with a text."""
+        prompt = self.rng.choice(FUNCTIONS) * self.rng.choice((1, 1, 1, 8))
+        length = {"/v1/responses": "max_output_tokens"}.get(path, "max_tokens")
+        said = {"messages": [{"role": "user", "content": prompt}]}
+        text = {"/v1/completions": {"prompt": prompt}, "/v1/responses": {"input": prompt}}.get(path, said)
+        sampled = {"temperature": self.rng.choice((0.0, 0.7, 1.0)), "seed": self.rng.randrange(1000)}
+        return {"model": "foretoken", length: self.rng.randint(1, 80), **text, **sampled}
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Sends a request and reads its answer to the end, streamed or whole. Returns the answer if it is whole."""
+        if self.rng.random() < 0.5:
+            answer = await self.client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+        last = ""
+        async with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                last = line or last
+        assert any(end in last for end in ENDS[path]), f"the stream ends with {last}"
+        return None
+
+    async def refused(self, path: str, status: int, **options: Any) -> None:
+        """Sends a request that deserves ``status``."""
+        answer = await self.client.post(path, **options)
+        assert answer.status_code == status, f"{answer.status_code} in place of {status}: {answer.text}"
+        assert answer.json()["error"]["message"]
+
+    # answered
+
+    async def completions(self) -> None:
+        await self.post("/v1/completions", self.body("/v1/completions"))
+
+    async def chat(self) -> None:
+        await self.post("/v1/chat/completions", self.body("/v1/chat/completions"))
+
+    async def responses(self) -> None:
+        await self.post("/v1/responses", {**self.body("/v1/responses"), "store": self.rng.random() < 0.5})
+
+    async def messages(self) -> None:
+        await self.post("/v1/messages", self.body("/v1/messages"))
+
+    async def calls(self) -> None:
+        """A call whose arguments must be valid."""
+        function = {"name": "set", "parameters": SCHEMA}
+        body = {**self.body("/v1/chat/completions"), "max_tokens": 200, "parallel_tool_calls": False}
+        body |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        answer = await self.post("/v1/chat/completions", body)
+        if answer is not None:
+            check(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+
+    async def schema(self) -> None:
+        """An answer in a schema."""
+        form = {"format": {"type": "json_schema", "name": "size", "strict": True, "schema": SCHEMA}}
+        body = {**self.body("/v1/responses"), "max_output_tokens": 200, "text": form}
+        answer = await self.post("/v1/responses", body)
+        if answer is not None:
+            check(answer["output"][0]["content"][0]["text"])
+
+    async def continued(self) -> None:
+        """A stored response that is continued, read and deleted."""
+        first = await self.client.post("/v1/responses", json={**self.body("/v1/responses"), "store": True})
+        name = first.json()["id"]
+        body = {**self.body("/v1/responses"), "previous_response_id": name, "store": False}
+        await self.post("/v1/responses", body)
+        assert (await self.client.get(f"/v1/responses/{name}")).json()["id"] == name
+        if self.rng.random() < 0.5:
+            assert (await self.client.delete(f"/v1/responses/{name}")).json()["deleted"]
+
+    async def small(self) -> None:
+        """What needs no text."""
+        await self.client.get("/v1/models")
+        tokens = (await self.client.post("/tokenize", json={"prompt": self.rng.choice(FUNCTIONS)})).json()["tokens"]
+        assert (await self.client.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+        counted = {key: value for key, value in self.body("/v1/messages").items() if key in ("model", "messages")}
+        assert (await self.client.post("/v1/messages/count_tokens", json=counted)).json()["input_tokens"] > 0
+
+    # faults
+
+    async def leaving(self) -> None:
+        """A client that disconnects, before the answer or within it."""
+        path = self.rng.choice(tuple(ENDS))
+        body = {**self.body(path), "stream": self.rng.random() < 0.7, "ignore_eos": True}
+        with suppress(httpx.TimeoutException, TimeoutError):
+            async with asyncio.timeout(self.rng.uniform(0.001, 0.5)):
+                async with self.client.stream("POST", path, json=body) as answer:
+                    async for _ in answer.aiter_raw():
+                        if self.rng.random() < 0.2:
+                            break
+
+    async def bad_json(self) -> None:
+        kind = {"Content-Type": "application/json"}
+        await self.refused(self.rng.choice(tuple(ENDS)), 400, content=b'{"model": "foretoken", ', headers=kind)
+
+    async def bad_value(self) -> None:
+        path = self.rng.choice(tuple(ENDS))
+        await self.refused(path, 400, json={**self.body(path), "temperature": "hot"})
+
+    async def oversize(self) -> None:
+        path = self.rng.choice(tuple(ENDS))
+        await self.refused(path, 413, json={**self.body(path), "user": "x" * (MAX_BODY + 1)})
+
+    async def too_long(self) -> None:
+        await self.refused("/v1/completions", 400, json={"model": "foretoken", "prompt": "x = 1\n" * 20_000})
+
+    async def unknown(self) -> None:
+        path = self.rng.choice(tuple(ENDS))
+        await self.refused(path, 404, json={**self.body(path), "model": "another"})
+
+    async def cut_off(self) -> None:
+        """A body that ends before its length."""
+        address = urlsplit(str(self.client.base_url))
+        _, writer = await asyncio.open_connection(address.hostname, address.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: 500\r\n\r\n"
+        writer.write(head.encode() + b'{"prompt": "x')
+        await writer.drain()
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+def check(text: str) -> None:
+    """Raises AssertionError for arguments or an answer that is not of the schema."""
+    assert set(json.loads(text)) == {"size", "on"}, text
+
+
+async def run(traffic: Traffic, process: int, minutes: float, concurrency: int, rate: float) -> list[tuple[float, int]]:
+    """Sends requests, ``rate`` in a second at most. Returns seconds and bytes of the server's memory over time."""
+    started, memory = time.perf_counter(), list[tuple[float, int]]()
+    end = started + 60.0 * minutes
+
+    async def due() -> AsyncIterator[float]:
+        number = 0
+        while (now := time.perf_counter()) < end:
+            await asyncio.sleep(max(0.0, started + number / rate - now))
+            number += 1
+            yield now
+
+    async def work(places: AsyncIterator[float], turn: asyncio.Lock) -> None:
+        while True:
+            async with turn:
+                if await anext(places, None) is None:
+                    return
+            await traffic.one()
+
+    async def watch() -> None:
+        while time.perf_counter() < end:
+            pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+            memory.append((time.perf_counter() - started, pages * PAGE))
+            await asyncio.sleep(min(5.0, 10.0 * minutes))
+
+    places, turn = due(), asyncio.Lock()
+    await asyncio.gather(watch(), *(work(places, turn) for _ in range(concurrency)))
+    return memory
+
+
+async def drained(client: httpx.AsyncClient) -> str:
+    """Returns what is left in the server when nothing is asked of it any more; empty if it is idle and well."""
+    for _ in range(100):
+        await asyncio.sleep(0.1)
+        state = (await client.get("/v1/speculation")).json()
+        if state["running"] == 0:
+            health = (await client.get("/health/live")).status_code
+            return "" if health == 200 else f"health is {health}"
+    return f"{state['running']} sequences still run"
+
+
+def main(
+    minutes: Annotated[float, typer.Option(help="How long.")] = 30.0,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 16,
+    rate: Annotated[float, typer.Option(help="Requests per second, at most.")] = 1000.0,
+    seed: Annotated[int, typer.Option(help="Of the mixture.")] = 0,
+    url: Annotated[str | None, typer.Option(help=f"A server that runs, with {' '.join(OPTIONS)}.")] = None,
+    process: Annotated[int, typer.Option(help="Its process.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write what was measured there.")] = None,
+) -> None:
+    """Prints answers by kind, lost ones, and memory at the beginning, in the middle and at the end."""
+
+    async def measured(address: str, of: int) -> tuple[Traffic, list[tuple[float, int]], str]:
+        async with talking(address) as client:
+            traffic = Traffic(client, seed)
+            memory = await run(traffic, of, minutes, concurrency, rate)
+            return traffic, memory, await drained(client)
+
+    with nullcontext((url, process)) if url else serving(*OPTIONS) as (address, of):
+        traffic, memory, left = asyncio.run(measured(address, of))
+    sizes = [memory[place][1] / 2**20 for place in (0, len(memory) // 2, -1)]
+    console.print(f"{sum(traffic.counts.values())} requests: {dict(sorted(traffic.counts.items()))}")
+    console.print(f"lost: {len(traffic.lost)}", *traffic.lost[:5], left)
+    console.print(
+        f"memory: {sizes[0]:.0f} MiB at the beginning, {sizes[1]:.0f} in the middle, {sizes[2]:.0f} at the end"
+    )
+    if json_file is not None:
+        record = {"counts": traffic.counts, "lost": traffic.lost, "memory": memory, "left": left, "setting": setting()}
+        json_file.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+    raise typer.Exit(bool(traffic.lost or left))
+
+
+if __name__ == "__main__":
+    typer.run(main)
