@@ -12,13 +12,12 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from foretoken import zoo
 from foretoken.cli.main import main
-from foretoken.models.families.schema import DEFAULTS
+from foretoken.models.families.table import FAMILIES
 from foretoken.propose import methods
 from foretoken.propose.methods import METHODS
 from foretoken.speculation import find
@@ -60,20 +59,14 @@ def commands() -> list[str]:
 def _registries(monkeypatch):
     """Undoes what examples register."""
     monkeypatch.setattr(methods, "_registered", {})
-    before = dict(DEFAULTS)
+    before = dict(FAMILIES)
     yield
-    DEFAULTS.clear()
-    DEFAULTS.update(before)
-
-
-def examples() -> Iterator[Any]:
-    """All Python blocks; those that audit a pair take seconds."""
-    for block in blocks("python"):
-        yield pytest.param(block, marks=[pytest.mark.slow] if "audit(" in block.code else [])
+    FAMILIES.clear()
+    FAMILIES.update(before)
 
 
 @pytest.mark.usefixtures("_registries")
-@pytest.mark.parametrize("block", list(examples()), ids=str)
+@pytest.mark.parametrize("block", list(blocks("python")), ids=str)
 def test_python_runs(block, capsys):
     code = block.code
     for name, role in STAND_INS.items():

@@ -21,6 +21,7 @@ from foretoken.models.heads.medusa import read_medusa
 from foretoken.models.hf.model import HFModel
 from foretoken.models.loading import load_model, resolve_device, resolve_dtype
 
+from .families import tiny as tiny_module
 from .heads import tiny as heads
 from .seq2seq import tiny as seq2seq
 from .tiny import ARCHITECTURES, Tiny, only_runner
@@ -55,12 +56,13 @@ def plant(path: Path, name: str, value: float) -> None:
 def test_auto_uses_the_native_decoder_if_supported(llama: Path, tmp_path: Path) -> None:
     assert isinstance(load_model(llama, "float32", "cpu"), Decoder)
     assert isinstance(load_model(str(llama), "float32", "cpu", "hf"), HFModel)
-    gpt2 = ARCHITECTURES["gpt2"].save(tmp_path / "gpt2")
-    assert isinstance(load_model(gpt2, "float32", "cpu"), HFModel)
-    with pytest.raises(ModelLoadError, match=r"gpt2.*backend='hf'"):
-        load(gpt2)
+    other = tmp_path / "other"
+    tiny_module("xglm").save_pretrained(other)
+    assert isinstance(load_model(other, "float32", "cpu"), HFModel)
+    with pytest.raises(ModelLoadError, match=r"model_type 'xglm'.*backend='hf'"):
+        load(other)
     with pytest.raises(InvalidRequest, match="backend"):
-        load(gpt2, "fast")
+        load(other, "fast")
 
 
 def test_dtype_and_maximum_length_are_respected(llama: Path) -> None:
@@ -257,7 +259,7 @@ def test_remote_code_is_not_run(llama: Path) -> None:
 )
 def test_models_that_cannot_be_speculated_on_are_refused(tiny: Tiny, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=reason) as error:
-        load_model(tiny.save(tmp_path / "model"), "float32", "cpu")
+        load_model(tiny.save(tmp_path / "model"), "float32", "cpu", "hf")
     one_line(error)
 
 

@@ -10,6 +10,9 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.models.families.family import supported
+from foretoken.models.families.multimodal import LANGUAGE_MODELS
+from foretoken.models.families.table import FAMILIES
 from foretoken.models.hf.model import HFModel
 
 from .families import difference, tiny
@@ -65,7 +68,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", SERVED)
-@pytest.mark.slow
 def test_served_modules_equal_the_module_alone(family: str) -> None:
     module = tiny(family)
     assert difference(HFModel(module), module) < 1e-3
@@ -79,10 +81,14 @@ def test_refusals_name_the_reason(family: str) -> None:
     assert str(error.value).startswith(type(module).__name__) and "\n" not in str(error.value)
 
 
+def page() -> str:
+    """The documentation's page of families."""
+    return (Path(__file__).parents[2] / "docs" / "reference" / "families.md").read_text(encoding="utf-8")
+
+
 def _sections() -> dict[str, list[str]]:
     """The families that each section of the documentation's table names, by the section's heading."""
-    page = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
-    parts = re.split(r"^### (.+)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    parts = re.split(r"^### (.+)\n", page(), flags=re.MULTILINE)[1:]
     first_cells = [re.sub(r"^(\|[^|]*)\|.*$", r"\1", text, flags=re.MULTILINE) for text in parts[1::2]]
     listed = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     lists = [[name for name in re.findall(r"`([\w.-]+)`", text) if name in listed] for text in first_cells]
@@ -91,7 +97,22 @@ def _sections() -> dict[str, list[str]]:
 
 def test_the_documentation_places_families_as_these_tests_do() -> None:
     sections = _sections()
-    assert set(SERVED) <= {*sections["On our runtime"], *sections["Through transformers"]}
-    assert set(REFUSED) <= set(sections["Refused"])
+    own = {name for name in (*FAMILIES, *LANGUAGE_MODELS) if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    assert sections["On our runtime"] == sorted(own)
+    assert set(SERVED) - own <= set(sections["Through transformers"])
+    assert set(REFUSED) - own <= set(sections["Refused"])
+    others = {name for heading, names in sections.items() if heading != "On our runtime" for name in names}
+    assert not own & others
     if transformers.__version__.startswith("5.23."):
-        assert set().union(*sections.values()) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        assert own | others == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_documentation_says_what_of_a_family_is_left_to_transformers() -> None:
+    rows = dict(re.findall(r"^\| `([\w.-]+)` \| (.*?) ?\|$", page(), re.MULTILINE))
+    limited = {name for name, family in FAMILIES.items() if family.refuses is not supported and name in rows}
+    assert limited == {name for name, limits in rows.items() if limits and name not in LANGUAGE_MODELS}
+
+
+def test_the_documentation_lists_multimodal_checkpoints() -> None:
+    (listed,) = re.findall(r"^## Multimodal checkpoints\n\n.*?\n\n(`.*?)\.\n", page(), re.MULTILINE | re.DOTALL)
+    assert re.findall(r"`(\w+)`", listed) == sorted(LANGUAGE_MODELS)

@@ -152,6 +152,6 @@ def test_tensors_that_are_not_computed_are_refused(change: Change, message: str,
         open_weights(file)
 
 
-def test_a_partial_rotation_is_not_supported(tmp_path: Path) -> None:
-    file = written(tmp_path / "model.gguf", "phi3", key("rope.dimension_count", 6))
-    assert not supports(load_config(file))
+def test_a_part_of_a_head_may_be_rotated(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path / "model.gguf", "phi3", key("rope.dimension_count", 6)))
+    assert supports(config) and len(Architecture.of(config).frequencies[0]) == 3

@@ -378,8 +378,9 @@ def test_graphs_are_not_batch_invariant(two: Two) -> None:
 def test_cuda_takes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(choose, "GraphRunner", lambda *arguments: made.append(arguments))
-    choose.build_runner(*[None] * 3, torch.float16, torch.device("cuda"))  # type: ignore[arg-type]
-    assert made == [(None, None, None, torch.float16, torch.device("cuda"))]
+    a = Architecture.of(ARCHITECTURES["llama"].build().config.to_dict())
+    choose.build_runner(a, None, None, torch.float16, torch.device("cuda"))  # type: ignore[arg-type]
+    assert made == [(a, None, None, torch.float16, torch.device("cuda"))]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from foretoken.models.formats.quantize import Int8, quantize, quantize_rows
 from foretoken.models.loading import load_model
 from foretoken.models.runners.linear import Int8Linear, Linear, can_multiply_int8, exact_product
 
+from .families import tiny
 from .tiny import ARCHITECTURES, only_runner
 
 CPU = torch.device("cpu")
@@ -151,9 +152,10 @@ def test_models_that_cannot_be_quantized_are_refused(llama: Path, tmp_path: Path
         load_model(llama, "float32", "cpu", quantization="int3")
     with pytest.raises(InvalidRequest, match="needs the native decoder"):
         load_model(llama, "float32", "cpu", "hf", quantization="int8")
-    gpt2 = ARCHITECTURES["gpt2"].save(tmp_path / "gpt2")
-    with pytest.raises(InvalidRequest, match=r"needs the native decoder.*gpt2"):
-        load_model(gpt2, "float32", "cpu", quantization="int8")
+    other = tmp_path / "other"
+    tiny("xglm").save_pretrained(other)
+    with pytest.raises(InvalidRequest, match=r"needs the native decoder.*xglm"):
+        load_model(other, "float32", "cpu", quantization="int8")
 
 
 # checkpoints quantized before

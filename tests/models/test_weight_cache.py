@@ -22,6 +22,7 @@ from foretoken.models.loading import load_model
 from foretoken.models.runners.native import cache
 from foretoken.models.runners.native.build import Kind, packs_groups
 from foretoken.models.runners.native.cache import WeightCache
+from foretoken.models.runners.native.describe import Description
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import PassPlan
 
@@ -42,13 +43,13 @@ def _small_models_too(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one when weights are packed."""
     found: list[str] = []
-    describe = NativeRunner._describe
+    describe = Description.model
 
-    def spied(self: NativeRunner, *given: Any) -> Any:
+    def spied(self: Description, *given: Any) -> Any:
         found.append("packed")
         return describe(self, *given)
 
-    monkeypatch.setattr(NativeRunner, "_describe", spied)
+    monkeypatch.setattr(Description, "model", spied)
     return found
 
 
@@ -172,7 +173,6 @@ def test_a_damaged_file_is_made_again(
     assert len(packed) == 2 and file.read_bytes() == whole and "damaged" in caplog.text
 
 
-@pytest.mark.slow
 def test_every_changed_byte_is_noticed(gguf: Path, own_cache: Path) -> None:
     from foretoken.models.runners.native.image import DamagedImage, open_image
 

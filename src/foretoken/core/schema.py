@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from reprlib import Repr
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -54,13 +56,14 @@ class Schema(BaseModel):
 AnySchema = TypeVar("AnySchema", bound=Schema)
 
 
-def parse(schema: type[AnySchema], value: Any, what: str) -> AnySchema:
+def parse(schema: type[AnySchema], value: Any, what: str, names: Mapping[str, str] = MappingProxyType({})) -> AnySchema:
     """Returns ``value`` as the schema's type.
 
     Args:
         schema: The expected type.
         value: Content of a JSON file.
         what: Name of the file, for the error message.
+        names: Names of fields in the file, where they are not those of the schema.
 
     Raises:
         ModelLoadError: Fields are missing or wrong. The message lists them in one line.
@@ -68,14 +71,14 @@ def parse(schema: type[AnySchema], value: Any, what: str) -> AnySchema:
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        problems = list(dict.fromkeys(_problem(detail) for detail in error.errors(include_url=False)))
+        problems = list(dict.fromkeys(_problem(detail, names) for detail in error.errors(include_url=False)))
     shown = "; ".join(problems[:MAX_PROBLEMS])
     more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
     raise ModelLoadError(f"{what} {shown}{more}")
 
 
-def _problem(detail: Any) -> str:
-    field = ".".join(str(part) for part in detail["loc"])
+def _problem(detail: Any, names: Mapping[str, str]) -> str:
+    field = ".".join(names.get(str(part), str(part)) for part in detail["loc"])
     if detail["type"] == "missing":
         return f"lacks {field!r}"
     if detail["type"] == "value_error":  # raised by one of our validators, whose message is complete

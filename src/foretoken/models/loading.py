@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,21 @@ from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.threads import respect_limits
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
-from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.architecture import Architecture, unsupported
+from foretoken.models.families.multimodal import text_part
 from foretoken.models.formats.checkpoint import Weights, is_gguf, load_config, open_weights, resolve
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.formats.memory import check_fits, weight_bytes
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.formats.quantize import Quantizer
+from foretoken.models.formats.reader import located
 from foretoken.models.options import DTYPES, check_backend, check_dtype, check_quantization, check_weight_format
 from foretoken.models.runners.native.build import kernels_available, packs_groups
 from foretoken.models.runners.native.weight_format import PACKED_BITS, packs
 from foretoken.models.seq2seq.model import EncoderDecoder
+
+_log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -66,6 +72,8 @@ def load_model(
     config = load_config(path)
     weights = open_weights(path)
     _check_counts(config, weights.shapes, path)
+    if backend != "hf" and tensor_parallel_size == 1 and isinstance(weights, Weights):
+        config, weights = _language_model(config, weights, path)
     ranks = check_ranks(tensor_parallel_size, backend, quantization)
     if is_gguf(path) and (ranks or backend == "hf"):
         raise InvalidRequest(f"{path} is a GGUF file, which runs on the native decoder, on one rank")
@@ -92,11 +100,29 @@ def load_model(
         )
     if backend == "native" or is_gguf(path):
         raise ModelLoadError(
-            f"the native decoder does not compute the type {config.get('model_type')!r} of {path}; use backend='hf'"
+            f"the native decoder does not compute {unsupported(config)}, which {path} has; use backend='hf'"
         )
     from foretoken.models.hf.model import HFModel  # transformers takes seconds to import
 
     return HFModel.load(path, kind, where, max_length)
+
+
+def _language_model(config: dict[str, Any], weights: Weights, path: Path) -> tuple[dict[str, Any], Weights]:
+    """Returns configuration and tensors of a multimodal checkpoint's language model, if our decoder computes it.
+
+    For other checkpoints they are returned as they are.
+    """
+    text = text_part(config)
+    if text is None or _runtime(text, path) is not Decoder:
+        return config, weights
+    report_language_model_alone(str(path))
+    return text, weights.under(located(weights, Architecture.of(text).names))
+
+
+@functools.cache
+def report_language_model_alone(path: str) -> None:
+    """Says once for each checkpoint that images and sound are not read."""
+    _log.warning("%s is multimodal; its language model is loaded alone, so images and sound are not read", path)
 
 
 def _needed(

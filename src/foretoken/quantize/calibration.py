@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,14 @@ class Calibration:
                 logits = logits.div_(a.final_softcap).tanh_().mul_(a.final_softcap)
             total += float(F.cross_entropy(logits, tokens[1:], reduction="sum"))
         return total / self._held[:, 1:].numel()
+
+
+def calibrates(config: Mapping[str, Any]) -> bool:
+    """Returns whether a decoder's layers are computed here: those of Llama, Gemma and others of their form."""
+    a = Architecture.of(config)
+    sequential = not any(layer.parallel for layer in a.stack)
+    plain = (a.residual_scale, a.logit_scale, a.clip) == (1.0, 1.0, 0.0) and a.query_growth is None
+    return sequential and plain and a.head_norms in (None, "before") and a.alibi is None and a.names.positions is None
 
 
 def site_of(name: str) -> str:

@@ -27,7 +27,7 @@ from foretoken.models.formats.gguf.header import Header
 from foretoken.models.formats.packed import PackedWeights
 from foretoken.models.formats.prequantized import check_prequantized, unpacked
 from foretoken.models.seq2seq.model import EncoderDecoder
-from foretoken.quantize.calibration import Calibration
+from foretoken.quantize.calibration import Calibration, calibrates
 from foretoken.quantize.file import Described
 from foretoken.quantize.schemes import Scheme
 
@@ -70,6 +70,11 @@ class SourceCheckpoint:
             raise InvalidRequest(
                 f"{path} (type {kind!r}) is neither a model that the native runtime computes nor EAGLE or Medusa heads"
             )
+        if Decoder.supports(config) and not _by_llamas_names(config):
+            raise InvalidRequest(
+                f"{path} (type {kind!r}) has other names or layouts of tensors than Llama, which are not rounded here; "
+                "quantization='int8' or 'int4' rounds them on loading"
+            )
         if heads and scheme.gguf:
             raise InvalidRequest(f"{path} holds drafting heads, for which GGUF has no form here; choose int8 or int4")
         shapes = dict(sorted(tensors.shapes.items(), key=lambda item: _place(item[0])))
@@ -91,8 +96,11 @@ class SourceCheckpoint:
         """Tokenizes a text. Raises InvalidRequest where it could not improve anything."""
         if not scheme.quantizes:
             raise InvalidRequest(f"scheme {scheme.name!r} rounds nothing that a calibration text could improve")
-        if EMBEDDING not in self.shapes or not Decoder.supports(self.config):
-            raise InvalidRequest("only decoders are calibrated; leave --calibration out for this checkpoint")
+        if EMBEDDING not in self.shapes or not Decoder.supports(self.config) or not calibrates(self.config):
+            raise InvalidRequest(
+                "only decoders with layers like those of Llama and Gemma are calibrated; leave --calibration out for "
+                "this checkpoint"
+            )
         tokens = load_tokenizer(self.path).encode(text, add_special_tokens=False)
         return Calibration(Architecture.of(self.config), torch.tensor(tokens, dtype=torch.long))
 
@@ -101,6 +109,17 @@ class SourceCheckpoint:
         ends = next((s.eos_token_id for s in load_generation_settings(self.path) if s.eos_token_id), [])
         title = self.path.stem if is_gguf(self.path) else self.path.name
         return Described.of(self.config, load_tokenizer(self.path), ends, title)
+
+
+def _by_llamas_names(config: Mapping[str, Any]) -> bool:
+    """Returns whether the matrices of a decoder are [out, in] under Llama's prefixes."""
+    names = Architecture.of(config).names
+    return (names.base, names.layer, names.embedding, names.transposed) == (
+        "model.",
+        "layers.{}.",
+        "embed_tokens",
+        False,
+    )
 
 
 def _place(name: str) -> tuple[int, Any, str]:

@@ -3,21 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import parse
-from foretoken.models.families.layers import PRE, SANDWICH, Layer
-from foretoken.models.families.rope import computes_rope, inverse_frequencies, rope_settings
-from foretoken.models.families.schema import DEFAULTS, CausalConfig
+from foretoken.models.families import facts
+from foretoken.models.families.family import FULL, SLIDING, Family, HeadNorms, TensorNames
+from foretoken.models.families.layers import Layer
+from foretoken.models.families.rope import computes_rope, inverse_frequencies, rope_settings, rotary_scale
+from foretoken.models.families.schema import CausalConfig
+from foretoken.models.families.table import FAMILIES
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
-HeadNorms = Literal["before", "after", "all"]
 
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """Attention biases by distance (2108.12409): factor * slope * (position of the key - position of the row).
+
+    Attributes:
+        slopes: of each head.
+        factor: of all biases.
+        rounded: whether slope * position is rounded to bfloat16 (Falcon).
+    """
+
+    slopes: tuple[float, ...]
+    factor: float = 1.0
+    rounded: bool = False
+
+    def table(self, positions: int) -> Tensor:
+        """Returns the biases of positions before differences are taken, float32 [heads, positions]."""
+        at = torch.arange(positions).float()
+        if self.rounded:
+            return (torch.tensor(self.slopes).bfloat16().float()[:, None] * at).bfloat16().float() * self.factor
+        return torch.tensor(self.slopes)[:, None] * at * self.factor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,7 +87,11 @@ class Architecture:
         clip: queries, keys and values are clipped to [-clip, clip]; 0 for no bound.
         paired: whether numbers 2i and 2i + 1 of a head are rotated together; otherwise i and i + half.
         rotary_scales: factor of cosines and sines, by index in ``frequencies``; empty for 1.
-        slopes: ALiBi's slope of each head; empty for none.
+        alibi: attention biases by distance; None for none.
+        query_growth: beta and length, where queries are multiplied by 1 + beta * log(1 + floor(position / length)).
+        learned_positions: row of the first position in the table of learned positions; None without a table.
+        names: names of the checkpoint's tensors.
+        weightless: whether the checkpoint has no weights of norms, which are then 1.
     """
 
     family: str
@@ -73,13 +113,17 @@ class Architecture:
     max_length: int
     tied: bool
     centered: bool = False
-    head_norms: HeadNorms = "before"
+    head_norms: HeadNorms | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     clip: float = 0.0
     paired: bool = False
     rotary_scales: tuple[float, ...] = ()
-    slopes: tuple[float, ...] = ()
+    alibi: Alibi | None = None
+    query_growth: tuple[float, int] | None = None
+    learned_positions: int | None = None
+    names: TensorNames = field(default_factory=TensorNames)
+    weightless: bool = False
 
     @property
     def layers(self) -> int:
@@ -96,6 +140,13 @@ class Architecture:
         """Index in ``frequencies`` by layer; -1 for no rotation."""
         return tuple(layer.rope for layer in self.stack)
 
+    def query_factors(self, positions: Tensor) -> Tensor:
+        """Returns by what queries at these positions are multiplied, float32; see ``query_growth``."""
+        if self.query_growth is None:
+            return torch.ones(len(positions))
+        beta, length = self.query_growth
+        return 1 + beta * torch.log(1 + torch.floor(positions.float() / length))
+
     def first(self, layers: int) -> Architecture:
         """Returns the architecture of the first ``layers`` layers."""
         return replace(self, stack=self.stack[:layers])
@@ -111,31 +162,40 @@ class Architecture:
         Raises:
             ModelLoadError: a field is missing or wrong.
         """
-        c = _filled(config)
-        heads, positions = c["num_attention_heads"], c["max_position_embeddings"]
-        head_dim = c.get("head_dim") or c["hidden_size"] // heads
-        gemma = c["model_type"].startswith("gemma")
-        rope, tables = _rope(c, head_dim)
-        return Architecture(
-            family=c["model_type"],
-            hidden=c["hidden_size"],
-            heads=heads,
-            kv_heads=c.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            intermediate=c["intermediate_size"],
-            stack=_stack(c, rope),
-            vocab=c["vocab_size"],
-            eps=c["rms_norm_eps"],
-            activation=_ACTIVATIONS[_activation(c)],
-            scale=(c.get("query_pre_attn_scalar") or head_dim) ** -0.5,
-            attention_softcap=c.get("attn_logit_softcapping") or 0.0,
-            final_softcap=c.get("final_logit_softcapping") or 0.0,
-            embedding_scale=c["hidden_size"] ** 0.5 if gemma else 1.0,
-            norm_offset=1.0 if gemma else 0.0,
-            frequencies=tables,
-            max_length=min(max_length or positions, positions),
-            tied=bool(c.get("tie_word_embeddings")),
-        )
+        family, c, said = _read(config)
+        heads, positions, head_dim = c["num_attention_heads"], c["max_position_embeddings"], facts.head_dim(c)
+        length = min(max_length or positions, positions)
+        frequencies, scales = _rotary(c, said, length) if said.get("rotary", family.rotary) else ((), ())
+        names = replace(family.names, **said.get("names", {}))
+        described: dict[str, Any] = {
+            "family": c["model_type"],
+            "hidden": c["hidden_size"],
+            "heads": heads,
+            "kv_heads": c.get("num_key_value_heads") or heads,
+            "head_dim": head_dim,
+            "intermediate": c["intermediate_size"],
+            "stack": _stack(c, family, said, bool(frequencies)),
+            "vocab": c["vocab_size"],
+            "eps": c["rms_norm_eps"],
+            "activation": _ACTIVATIONS[c.get("hidden_act") or "silu"],
+            "scale": head_dim**-0.5,
+            "attention_softcap": 0.0,
+            "final_softcap": 0.0,
+            "embedding_scale": 1.0,
+            "norm_offset": family.norm_offset,
+            "frequencies": frequencies,
+            "max_length": length,
+            "tied": bool(c.get("tie_word_embeddings")),
+            "centered": family.centered,
+            "head_norms": family.head_norms,
+            "paired": family.paired,
+            "rotary_scales": scales,
+            "learned_positions": family.position_offset if names.positions else None,
+            "weightless": family.weightless,
+        }
+        known = {field.name for field in fields(Architecture)} - {"names", "alibi"}
+        described |= {name: value for name, value in said.items() if name in known}
+        return Architecture(**described, names=names, alibi=Alibi(*said["alibi"]) if "alibi" in said else None)
 
 
 def supports(config: Mapping[str, Any]) -> bool:
@@ -144,73 +204,73 @@ def supports(config: Mapping[str, Any]) -> bool:
     Raises:
         ModelLoadError: a field of a known architecture is missing or wrong.
     """
-    if config.get("model_type") not in DEFAULTS:
-        return False
-    c = _filled(config)
-    return (
-        _activation(c) in _ACTIVATIONS
-        and set(c.get("layer_types") or ()) <= _LAYER_TYPES
-        and all(computes_rope(rope_settings(c, kind)) for kind in _LAYER_TYPES)
-        and not c.get("mlp_bias")
-        and not c.get("use_bidirectional_attention")
+    return unsupported(config) is None
+
+
+def unsupported(config: Mapping[str, Any]) -> str | None:
+    """Returns what of a config.json the native decoder does not compute; None if it computes all of it.
+
+    Raises:
+        ModelLoadError: a field of a known architecture is missing or wrong.
+    """
+    if config.get("model_type") not in FAMILIES:
+        return f"model_type {config.get('model_type')!r}"
+    family, c, _ = _read(config)
+    if (activation := c.get("hidden_act") or "silu") not in _ACTIVATIONS:
+        return f"activation {activation!r}"
+    if other := sorted(set(c["layer_types"]) - {FULL, SLIDING}):
+        return f"layers of the type {other[0]!r}"
+    for kind in (FULL, SLIDING) if family.rotary else ():
+        if not computes_rope(settings := rope_settings(c, kind), facts.head_dim(c)):
+            return f"rotary positions of the type {settings['rope_type']!r} (part {settings['partial_rotary_factor']})"
+    return family.refuses(c)
+
+
+def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any], dict[str, Any]]:
+    """Returns the family, ``config`` by Llama's names with the family's defaults, and what only the family says.
+
+    Raises:
+        ModelLoadError: a field is missing or wrong.
+    """
+    family = FAMILIES[config["model_type"]]
+    own = {name: config[alias] for name, alias in family.aliases.items() if alias in config}
+    replaced = {name: value for name, value in family.defaults.items() if name in family.aliases}
+    c = {**family.defaults, **config, **replaced, **own}
+    if c.get("intermediate_size") is None and isinstance(c.get("hidden_size"), int) and "mlp_ratio" in family.defaults:
+        c["intermediate_size"] = family.defaults["mlp_ratio"] * c["hidden_size"]
+    names = {name: alias for name, alias in family.aliases.items() if name not in config}
+    parse(CausalConfig, c, "config.json", names)
+    c["layer_types"] = list(c.get("layer_types") or family.kinds(c))
+    said = family.facts(c)
+    c |= {name: said[name] for name in ("hidden_act", "partial_rotary_factor") if name in said}
+    return family, c, said
+
+
+def _stack(c: Mapping[str, Any], family: Family, said: Mapping[str, Any], rotary: bool) -> tuple[Layer, ...]:
+    """Returns the layers."""
+    window = (c.get("sliding_window") or 0) if c.get("use_sliding_window") else 0
+    ropes = said.get("rope", [0] * c["num_hidden_layers"])
+    layer = Layer(
+        mlp="gated" if family.gated else "ungated",
+        norms=said.get("norms", family.norms),
+        parallel=said.get("parallel", family.parallel),
+    )
+    return tuple(
+        replace(layer, window=window if kind == SLIDING else 0, rope=rope if rotary else -1)
+        for kind, rope in zip(c["layer_types"], ropes, strict=True)
     )
 
 
-def _filled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``config`` with its family's defaults filled in. Raises ModelLoadError for a wrong field."""
-    filled = {**DEFAULTS[config["model_type"]], **config}
-    parse(CausalConfig, filled, "config.json")
-    return filled
-
-
-def _activation(c: Mapping[str, Any]) -> str:
-    name = c.get("hidden_activation") if c["model_type"] in ("gemma2", "gemma3_text") else c.get("hidden_act")
-    if c["model_type"] == "gemma" and name in (None, "gelu"):
-        return "gelu_pytorch_tanh"  # files of Gemma 1 say "gelu" for its tanh approximation
-    return str(name or "silu")
-
-
-def _layer_types(c: Mapping[str, Any]) -> list[str]:
-    """Returns the kind of each layer, also for families whose config.json does not list the kinds."""
-    if c.get("layer_types"):
-        return list(c["layer_types"])
-    layers, family = range(c["num_hidden_layers"]), c["model_type"]
-    if family in ("gemma2", "gemma3_text"):
-        every = 2 if family == "gemma2" else c.get("sliding_window_pattern", 6)
-        full = [bool((i + 1) % every == 0) for i in layers]
-    elif family in ("qwen2", "qwen3"):
-        full = [i < c.get("max_window_layers", 28) for i in layers]
-    elif family == "smollm3":
-        full = [bool(rotates) for rotates in _rotating(c)]
-    else:
-        full = [family not in ("mistral", "phi3") for _ in layers]
-    return ["full_attention" if whole else "sliding_attention" for whole in full]
-
-
-def _stack(c: Mapping[str, Any], rope: tuple[int, ...]) -> tuple[Layer, ...]:
-    norms = SANDWICH if c["model_type"] in ("gemma2", "gemma3_text") else PRE
-    return tuple(Layer(norms=norms, window=w, rope=r) for w, r in zip(_windows(c), rope, strict=True))
-
-
-def _windows(c: Mapping[str, Any]) -> tuple[int, ...]:
-    window = (c.get("sliding_window") or 0) if c.get("use_sliding_window") else 0
-    return tuple(window if kind == "sliding_attention" else 0 for kind in _layer_types(c))
-
-
-def _rotating(c: Mapping[str, Any]) -> list[int]:
-    """Returns 1 for each layer with rotary positions and 0 for each without (SmolLM3)."""
-    every = c["no_rope_layer_interval"]
-    return c.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(c["num_hidden_layers"])]
-
-
-def _rope(c: Mapping[str, Any], head_dim: int) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """Returns each layer's index of its table, and the tables. Gemma 3 has a second one for its sliding layers."""
-    tables = [inverse_frequencies(rope_settings(c), head_dim)]
-    if c["model_type"] == "gemma3_text":
-        tables.append(inverse_frequencies(rope_settings(c, "sliding_attention"), head_dim))
-        rope = [int(kind == "sliding_attention") for kind in _layer_types(c)]
-    elif c["model_type"] == "smollm3":
-        rope = [0 if rotates else -1 for rotates in _rotating(c)]
-    else:
-        rope = [0] * c["num_hidden_layers"]
-    return tuple(rope), tuple(tables)
+def _rotary(c: Mapping[str, Any], said: Mapping[str, Any], length: int) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+    """Returns frequencies, and factors of cosines and sines: of all layers, and of sliding ones that have their own."""
+    head_dim, frequencies, scales = facts.head_dim(c), [], []
+    for kind in (FULL, SLIDING) if 1 in said.get("rope", ()) else (FULL,):
+        settings = rope_settings(c, kind)
+        wanted = int(head_dim * settings["partial_rotary_factor"]) // 2
+        for name in ("short_factor", "long_factor") if settings["rope_type"] == "longrope" else ():
+            if len(settings[name]) != wanted:
+                raise ModelLoadError(f"config.json has {len(settings[name])} numbers in {name}; expected {wanted}")
+        plain = inverse_frequencies(settings, head_dim, length)
+        frequencies.append(-plain if said.get("backwards") else plain)
+        scales.append(rotary_scale(settings))
+    return tuple(frequencies), tuple(scales)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -10,35 +10,10 @@ from foretoken.core.schema import MAX_ATTENTION_HEADS, Epsilon, Heads, Layers, N
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Base = Annotated[float, Field(ge=1, le=1e30)]
+_Letters = Annotated[str, Field(pattern="^[LG]+$", max_length=10_000)]
+Pattern = Annotated[int, Field(ge=0, le=10_000)] | _Letters
 Buckets = Annotated[int, Field(ge=4, le=65_536)]
 Distance = Annotated[int, Field(ge=1, le=2**20)]
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
-# Defaults of transformers for missing fields. The keys are the families of decoders that our runtime computes.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 4096, "use_sliding_window": True},
-    "phi3": {"use_sliding_window": True},
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
-    "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
-    "gemma": _GEMMA,
-    "gemma2": _GEMMA
-    | {
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "use_sliding_window": True,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": _GEMMA
-    | {
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "use_sliding_window": True,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-    },
-}
 
 
 class LayerRope(Schema):
@@ -53,12 +28,27 @@ class LayerRope(Schema):
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     original_max_position_embeddings: Size | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: bool | None = None
+    short_factor: list[Positive] | None = None
+    long_factor: list[Positive] | None = None
+    alpha: Positive | None = None
+    llama_4_scaling_beta: NotNegative | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
         kind = self.rope_type or self.type
         bands = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        needed = {"linear": ("factor",), "factors": ("factors",), "llama3": ("factor", *bands)}.get(kind or "", ())
+        needed = {
+            "linear": ("factor",),
+            "factors": ("factors",),
+            "llama3": ("factor", *bands),
+            "longrope": ("short_factor", "long_factor"),
+        }.get(kind or "", ())
         for name in needed:
             if getattr(self, name) is None:
                 raise ValueError(f"lacks {name!r}, which the rotary type {kind!r} needs")
@@ -74,8 +64,20 @@ class Rope(LayerRope):
     sliding_attention: LayerRope | None = None
 
 
+class MptAttention(Schema):
+    """The ``attn_config`` of MPT."""
+
+    attn_type: str | None = None
+    alibi: bool | None = None
+    alibi_bias_max: Annotated[int, Field(ge=1, le=64)] | None = None
+    clip_qkv: NotNegative | None = None
+    softmax_scale: Positive | None = None
+    qk_ln: bool | None = None
+    prefix_lm: bool | None = None
+
+
 class CausalConfig(Schema):
-    """The fields of a decoder's config.json that our runtime reads, with the family's defaults filled in."""
+    """The fields of a decoder's config.json that our runtime reads, by Llama's names, with the family's defaults."""
 
     model_type: str
     vocab_size: Size
@@ -92,7 +94,7 @@ class CausalConfig(Schema):
     layer_types: list[str] | None = None
     sliding_window: Annotated[int, Field(ge=0)] | None = None
     use_sliding_window: bool | None = None
-    sliding_window_pattern: Layers = 6
+    sliding_window_pattern: Pattern | None = None
     max_window_layers: Annotated[int, Field(ge=0)] = 28
     no_rope_layers: list[Annotated[int, Field(ge=0, le=1)]] | None = None
     no_rope_layer_interval: Layers = 4
@@ -100,13 +102,43 @@ class CausalConfig(Schema):
     attn_logit_softcapping: NotNegative | None = None
     final_logit_softcapping: NotNegative | None = None
     tie_word_embeddings: bool | None = None
-    mlp_bias: bool | None = None
     use_bidirectional_attention: bool | str | None = None
+    embedding_multiplier: Positive | None = None
+    residual_multiplier: Positive | None = None
+    attention_multiplier: Positive | None = None
+    logits_scaling: Positive | None = None
+    logit_scale: Positive | None = None
+    clip_qkv: NotNegative | None = None
+    use_qk_norm: bool | None = None
+    qk_layernorm: bool | None = None
+    use_post_norm: bool | None = None
+    use_parallel_residual: bool | None = None
+    original_max_position_embeddings: Size | None = None
     partial_rotary_factor: Share | None = None
     rope_theta: Base | None = None
     rope_local_base_freq: Base | None = None
     rope_parameters: Rope | None = None
     rope_scaling: Rope | None = None
+    # of GPT-2 and its relatives
+    rotary_dim: Size | None = None
+    scale_attn_weights: bool | None = None
+    scale_attn_by_inverse_layer_idx: bool | None = None
+    add_cross_attention: bool | None = None
+    multi_query: bool | None = None
+    attention_types: list[list[list[str] | Layers]] | None = None
+    # of OPT and BioGPT
+    do_layer_norm_before: bool | None = None
+    remove_final_layer_norm: bool | None = None
+    word_embed_proj_dim: Size | None = None
+    scale_embedding: bool | None = None
+    # of Falcon, BLOOM and MPT
+    num_kv_heads: Heads | None = None
+    new_decoder_architecture: bool | None = None
+    parallel_attn: bool | None = None
+    num_ln_in_parallel_attn: Annotated[int, Field(ge=1, le=2)] | None = None
+    alibi: bool | None = None
+    apply_residual_connection_post_layernorm: bool | None = None
+    attn_config: MptAttention | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -115,6 +147,8 @@ class CausalConfig(Schema):
             listed = getattr(self, name)
             if listed and len(listed) != layers:
                 raise ValueError(f"has {len(listed)} entries in {name}, which should be num_hidden_layers = {layers}")
+        if self.attention_types is not None and _listed_layers(self.attention_types) != layers:
+            raise ValueError(f"has attention_types that do not make num_layers = {layers} layers")
         if heads % (self.num_key_value_heads or heads):
             raise ValueError(
                 f"has num_attention_heads = {heads}, which should be a multiple of num_key_value_heads = "
@@ -127,6 +161,18 @@ class CausalConfig(Schema):
                 f"even and from 2 to {MAX_ATTENTION_HEADS}"
             )
         return self
+
+
+def _listed_layers(groups: list[list[list[str] | int]]) -> int:
+    """Returns the number of layers that GPT-Neo's ``attention_types`` list; 0 if they are malformed."""
+    count = 0
+    for group in groups:
+        match group:
+            case [list(kinds), int(times)]:
+                count += len(kinds) * times
+            case _:
+                return 0
+    return count
 
 
 class T5Config(Schema):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +235,13 @@ class Weights(Mapping[str, Tensor]):
                 ) from error
         if missing := sorted(set(index or {}) - set(self._where)):
             raise ModelLoadError(f"{path / INDEX} lists the tensor {missing[0]!r}, which is in none of its files")
+
+    def under(self, prefixes: tuple[str, ...]) -> Weights:
+        """Returns the tensors whose names begin with one of ``prefixes``."""
+        chosen = copy(self)
+        chosen._where = {name: file for name, file in self._where.items() if name.startswith(prefixes)}
+        chosen.shapes = {name: self.shapes[name] for name in chosen._where}
+        return chosen
 
     def __getitem__(self, name: str) -> Tensor:
         file = self._where[name]

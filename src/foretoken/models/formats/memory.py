@@ -14,6 +14,7 @@ from foretoken.core.errors import ModelLoadError
 
 CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
+_EMBEDDINGS = ("embed_tokens", "word_embeddings.", "embed_in", ".wte.")  # parts of the names of embeddings
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
@@ -29,7 +30,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bits
     """
     total, quantized = 0.0, dtype.itemsize if bits is None else bits / 8
     for name, shape in shapes.items():
-        embeds = "embed_tokens" in name
+        embeds = any(table in name for table in _EMBEDDINGS)
         total += math.prod(shape) * (quantized if len(shape) == 2 and not embeds else dtype.itemsize)
         if embeds and "lm_head.weight" not in shapes:
             total += math.prod(shape) * quantized

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
+from foretoken.models.families.family import TensorNames
 from foretoken.models.formats.finite import converted
 from foretoken.models.formats.grouped import Grouped, GroupedWeights
 from foretoken.models.formats.prequantized import read_int8
-from foretoken.models.formats.quantize import Matrix, Quantizer, floats
+from foretoken.models.formats.quantize import Int8, Matrix, Quantizer, floats
+
+# Prefixes of a decoder's names beside the family's own: in a checkpoint of the bare model, and inside a multimodal one.
+_BASES = ("", "model.language_model.", "language_model.model.", "language_model.", "model.text_model.", "text_model.")
+
+
+def located(weights: Container[str], names: TensorNames) -> tuple[str, str]:
+    """Returns the prefix of the names of a decoder's tensors, and the name of its vocabulary head.
+
+    They are the family's own, unless the checkpoint has the embedding under another prefix.
+    """
+    parts = ("weight", "_weight_qdata")
+    bases = (base for base in (names.base, *_BASES) for part in parts if f"{base}{names.embedding}.{part}" in weights)
+    base = next(bases, names.base)
+    heads = (base.removesuffix("model.") + names.head if base != names.base else names.head, names.head, "lm_head")
+    return base, next((head for head in heads if any(f"{head}.{part}" in weights for part in parts)), names.head)
+
+
+def rows_of(matrix: Matrix, order: Tensor, dtype: torch.dtype) -> Matrix:
+    """Returns a matrix with its outputs in another order. One with codes in groups is dequantized to ``dtype``."""
+    if isinstance(matrix, Int8):
+        return Int8(matrix.values[order], matrix.scales[order])
+    return floats(matrix, dtype)[order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +49,18 @@ class TensorReader:
         dtype: dtype to convert matrices and biases to.
         quantize: how float matrices are quantized; None if they stay as they are.
         norm_offset: offset that is added to stored norm weights.
+        transposed: whether matrices are stored as [in, out].
+        base: prefix of the names of a decoder's tensors.
+        head: name of its vocabulary head.
     """
 
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
     quantize: Quantizer | None = None
     norm_offset: float = 0.0
+    transposed: bool = False
+    base: str = ""
+    head: str = "lm_head"
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         """Returns the weight of a linear layer, [rows, columns]."""
@@ -67,8 +96,10 @@ class TensorReader:
         return self.floats(f"{name}.weight", (size,)).add_(self.norm_offset)
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns a copy of the tensor in float32."""
+        """Returns a copy of the tensor in float32; a tensor of one dimension may be stored with several."""
         stored = self.get(name)
+        if len(shape) == 1 and stored.ndim > 1:
+            stored = stored.flatten()
         if stored.shape != shape:
             raise self._misshapen([name], [stored], shape)
         return stored.to(torch.float32, copy=True)
@@ -106,4 +137,6 @@ class TensorReader:
         weight = self.get(f"{name}.weight")
         if weight.ndim != 2:
             raise ModelLoadError(f"the tensor {name + '.weight'!r} is not a matrix; is the checkpoint damaged?")
+        if self.transposed:
+            weight = weight.t().contiguous()
         return converted(f"{name}.weight", weight, self.dtype) if self.quantize is None else self.quantize(weight)

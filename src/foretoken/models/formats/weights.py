@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.finite import converted
 from foretoken.models.formats.memory import give_back, reuse_freed
 from foretoken.models.formats.quantize import Matrix, Quantizer
-from foretoken.models.formats.reader import TensorReader
+from foretoken.models.formats.reader import TensorReader, located, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,9 @@ class Ends:
     embedding: Matrix  # [V, H]; floats or grouped
     norm: NormWeight | None
     head: Matrix  # [V, H]
+    head_bias: Tensor | None = None
+    positions: Tensor | None = None  # learned ones, float32 [positions, H]
+    embedding_norm: NormWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,11 @@ class Source:
     @property
     def reader(self) -> TensorReader:
         """Reads the tensors by name."""
-        return TensorReader(self.weights, self.dtype, self.quantize, self.architecture.norm_offset)
+        a = self.architecture
+        base, head = located(self.weights, a.names)
+        return TensorReader(
+            self.weights, self.dtype, self.quantize, a.norm_offset, a.names.transposed, base=base, head=head
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,57 +136,114 @@ class Layers:
 def read_layer(source: Source, index: int) -> LayerWeights:
     """Reads layer ``index``. Raises ModelLoadError if a tensor is missing or has the wrong shape."""
     a, reader = source.architecture, source.reader
-    at, norms = f"model.layers.{index}", a.stack[index].norms
-    sandwich = norms.after_mlp
+    names, norms = a.names, a.stack[index].norms
+    at = reader.base + names.layer.format(index)
 
-    def norm(name: str, exists: bool = True) -> NormWeight | None:
-        return NormWeight(reader.norm(f"{at}.{name}_layernorm", a.hidden)) if exists else None
+    def norm(name: str, exists: bool) -> NormWeight | None:
+        return _norm(a, reader, at + name) if exists else None
 
     return LayerWeights(
-        norm=norm("input", norms.mixer),
-        mixer=_attention(a, reader, f"{at}.self_attn"),
-        after_mixer=norm("post_attention", norms.after_mixer),
-        mlp_norm=norm("pre_feedforward" if sandwich else "post_attention", norms.mlp),
-        mlp=_mlp(a, reader, f"{at}.mlp"),
-        after_mlp=norm("post_feedforward", norms.after_mlp),
+        norm=norm(names.norm, norms.mixer),
+        mixer=_attention(a, reader, at),
+        after_mixer=norm(names.after_mixer, norms.after_mixer),
+        mlp_norm=norm(names.mlp_norm, norms.mlp),
+        mlp=_mlp(a, reader, at, a.stack[index].mlp == "gated"),
+        after_mlp=norm(names.after_mlp, norms.after_mlp),
     )
 
 
 def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionWeights:
-    wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    qkv = (f"{at}.qkv_proj",) if a.family == "phi3" else tuple(f"{at}.{part}_proj" for part in "qkv")
-    heads = a.family in ("qwen3", "gemma3_text")
+    names, wide, narrow = a.names, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    qkv, out = tuple(at + name for name in names.qkv), at + names.out
+    weights = reader.parts(qkv, wide + 2 * narrow, a.hidden)
+    bias = reader.bias(qkv, wide + 2 * narrow)
+    if names.by_group:
+        order = _by_group(a)
+        weights, bias = (rows_of(weights[0], order, reader.dtype),), None if bias is None else bias[order]
     return SelfAttentionWeights(
-        qkv=reader.parts(qkv, wide + 2 * narrow, a.hidden),
-        qkv_bias=reader.bias(qkv, wide + 2 * narrow),
-        q_norm=NormWeight(reader.norm(f"{at}.q_norm", a.head_dim)) if heads else None,
-        k_norm=NormWeight(reader.norm(f"{at}.k_norm", a.head_dim)) if heads else None,
-        out=reader.matrix(f"{at}.o_proj", a.hidden, wide),
-        out_bias=reader.bias((f"{at}.o_proj",), a.hidden),
+        qkv=weights,
+        qkv_bias=bias,
+        q_norm=_head_norm(a, reader, at + names.q_norm, a.heads),
+        k_norm=_head_norm(a, reader, at + names.k_norm, a.kv_heads),
+        out=reader.matrix(out, a.hidden, wide),
+        out_bias=reader.bias((out,), a.hidden),
     )
 
 
-def _mlp(a: Architecture, reader: TensorReader, at: str) -> DenseMlpWeights:
-    up = (f"{at}.gate_up_proj",) if a.family == "phi3" else (f"{at}.gate_proj", f"{at}.up_proj")
+def _by_group(a: Architecture) -> Tensor:
+    """Returns the stored row of each row of queries, keys and values; see ``TensorNames.by_group``."""
+    group = a.heads // a.kv_heads
+    rows = torch.arange((a.heads + 2 * a.kv_heads) * a.head_dim).view(a.kv_heads, group + 2, a.head_dim)
+    return torch.cat([part.flatten() for part in (rows[:, :group], rows[:, group], rows[:, group + 1])])
+
+
+def _head_norm(a: Architecture, reader: TensorReader, name: str, heads: int) -> NormWeight | None:
+    """Returns the norm of queries or keys: one for all heads, one for each, or one of all of them together."""
+    if a.head_norms is None:
+        return None
+    if a.weightless:
+        return NormWeight(torch.ones(a.head_dim))
+    listed = [f"{name}.norms.{head}" for head in range(heads)]
+    if f"{listed[0]}.weight" in reader.weights:  # StableLM has a module for each head
+        return NormWeight(torch.cat([reader.norm(one, a.head_dim) for one in listed]))
+    shared = reader.get(f"{name}.weight").numel() == a.head_dim and a.head_norms != "all"
+    return _norm(a, reader, name, a.head_dim if shared else heads * a.head_dim)
+
+
+def _mlp(a: Architecture, reader: TensorReader, at: str, gated: bool) -> DenseMlpWeights:
+    up, down = tuple(at + name for name in a.names.up), at + a.names.down
+    rows = a.intermediate * (2 if gated else 1)
     return DenseMlpWeights(
-        up=reader.parts(up, 2 * a.intermediate, a.hidden),
-        up_bias=None,
-        down=reader.matrix(f"{at}.down_proj", a.hidden, a.intermediate),
-        down_bias=None,
+        up=reader.parts(up, rows, a.hidden),
+        up_bias=reader.bias(up, rows),
+        down=reader.matrix(down, a.hidden, a.intermediate),
+        down_bias=reader.bias((down,), a.hidden),
     )
+
+
+def _norm(a: Architecture, reader: TensorReader, name: str, size: int | None = None) -> NormWeight:
+    """Returns a norm; its bias if the checkpoint has one."""
+    size = size or a.hidden
+    if a.weightless:
+        return NormWeight(torch.ones(size))
+    bias = reader.floats(f"{name}.bias", (size,)) if f"{name}.bias" in reader.weights else None
+    return NormWeight(reader.norm(name, size), bias)
 
 
 def read_ends(source: Source) -> Ends:
     """Reads embedding, last norm and head. Raises ModelLoadError if a tensor is missing or has the wrong shape."""
     a, reader = source.architecture, source.reader
-    stored: Matrix = reader.grouped("model.embed_tokens") or reader.get("model.embed_tokens.weight")
-    reader.check((stored,), ("model.embed_tokens",), a.vocab, a.hidden)
+    names, base = a.names, reader.base
+    name = base + names.embedding
+    stored: Matrix = reader.grouped(name) or reader.get(f"{name}.weight")
+    reader.check((stored,), (name,), a.vocab, a.hidden)
     embedding = stored
     if isinstance(stored, Tensor):
-        embedding = converted("model.embed_tokens.weight", stored, source.dtype, copy=True)
-    head = embedding
-    if not a.tied and ("lm_head.weight" in source.weights or "lm_head._weight_qdata" in source.weights):
-        head = reader.matrix("lm_head", a.vocab, a.hidden)
+        embedding = converted(f"{name}.weight", stored, source.dtype, copy=True)
+    head, head_name = embedding, reader.head
+    if not a.tied and any(f"{head_name}.{part}" in source.weights for part in ("weight", "_weight_qdata")):
+        head = replace(reader, transposed=False).matrix(head_name, a.vocab, a.hidden)
     elif source.quantize is not None and isinstance(stored, Tensor):
         head = source.quantize(stored)
-    return Ends(embedding, NormWeight(reader.norm("model.norm", a.hidden)), head)
+    return Ends(
+        embedding=embedding,
+        norm=_norm(a, reader, base + names.last_norm),
+        head=head,
+        head_bias=reader.bias((head_name,), a.vocab),
+        positions=_positions(a, reader),
+        embedding_norm=_norm(a, reader, base + names.embedding_norm) if names.embedding_norm else None,
+    )
+
+
+def _positions(a: Architecture, reader: TensorReader) -> Tensor | None:
+    """Returns the table of learned positions from the first position on."""
+    if a.names.positions is None or a.learned_positions is None:
+        return None
+    name, first = f"{reader.base}{a.names.positions}.weight", a.learned_positions
+    stored = reader.get(name)
+    if stored.ndim != 2 or stored.shape[1] != a.hidden or stored.shape[0] < first + a.max_length:
+        raise ModelLoadError(
+            f"{name} has the shape {tuple(stored.shape)}, but config.json says at least "
+            f"({first + a.max_length}, {a.hidden})"
+        )
+    return stored[first:].to(torch.float32, copy=True)

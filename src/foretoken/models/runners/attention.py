@@ -85,6 +85,25 @@ class Geometry:
             },
         )
 
+    def biased(self, table: Tensor, plan: PassPlan) -> Geometry:
+        """Returns the layout with biases in the masks, [S, kv_heads = 1, width, heads, keys]: ALiBi.
+
+        Args:
+            table: biases [heads, positions], of which differences are taken; see ``families.architecture.Alibi``.
+            plan: the plan of the pass.
+        """
+        keys = torch.arange(self.keys).repeat(self.high - self.low, 1)
+        rows = torch.zeros(self.high - self.low, self.width, dtype=torch.long)
+        at = 0
+        for part in plan.parts:
+            depths = torch.tensor(part.draft.depths, dtype=torch.long)
+            keys[part.slot - self.low, part.nodes_at : part.nodes_at + len(depths)] = part.nodes_at - 1 + depths
+            own = plan.positions[at : at + part.count]
+            rows[part.slot - self.low, : part.count] = torch.tensor(own)
+            at += part.count
+        biases = (table[:, keys][:, :, None] - table[:, rows][..., None]).permute(1, 2, 0, 3)[:, None]
+        return replace(self, masks={window: mask + biases.to(mask.device) for window, mask in self.masks.items()})
+
 
 def _mask(
     parts: Sequence[Part], positions: Sequence[int], low: int, high: int, width: int, keys: int, window: int
@@ -194,6 +213,8 @@ def look_up(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, g: Geom
     queries = queries.reshape(sequences * kv_heads, g.width * group, dim).to(keys.dtype)
     count = keys.shape[2]
     scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)).view(sequences, kv_heads, g.width, group, count)
+    if mask.shape[3] > 1:  # of every query head
+        mask = mask.view(sequences, g.width, kv_heads, group, count).transpose(1, 2)
     weights = _soft(scores, mask, a).to(values.dtype)
     mixed = _mix(weights.view(sequences * kv_heads, g.width * group, count), values.flatten(0, 1))
     mixed = mixed.view(sequences, kv_heads, g.width, group, dim).transpose(1, 2)

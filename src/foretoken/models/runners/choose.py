@@ -64,7 +64,7 @@ def build_runner(
                 ) from reason
             if not isinstance(reason, KernelsDisabled):
                 report_fallback(str(reason))
-    if device.type == "cuda" and entry is None:
+    if device.type == "cuda" and entry is None and architecture.alibi is None:
         return GraphRunner(architecture, layers, ends, dtype, device)
     return TorchRunner(architecture, layers, ends, dtype, device, entry)
 

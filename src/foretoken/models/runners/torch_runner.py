@@ -128,7 +128,9 @@ class TorchRunner(DecoderOnly):
             map(partial(TorchLayer.of, device), layers)
         )  # no variable holds a layer while the next is read
         self._norm = _norm_to(ends.norm, device)
-        self._head = product(ends.head.to(device))
+        self._head = product(ends.head.to(device), _to(ends.head_bias, device))
+        self._positions = _to(ends.positions, device)
+        self._embedding_norm = _norm_to(ends.embedding_norm, device)
         self._tables: list[tuple[Tensor, Tensor]] = []
         self.cache = self._new_cache(a)
 
@@ -174,6 +176,8 @@ class TorchRunner(DecoderOnly):
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         self._reserve(plan.reach + 1)
         geometry = Geometry.of(plan, self._architecture.windows, self._device)
+        if self._architecture.alibi is not None:
+            geometry = geometry.biased(self._architecture.alibi.table(self.cache.rows), plan)
         outputs = torch.tensor(plan.outputs, device=self._device)
         alone = not logits and len(plan.parts) == 1  # a chunk of one prompt
         states = self._states(geometry, taps, alone, plan.features)
@@ -192,7 +196,7 @@ class TorchRunner(DecoderOnly):
     ) -> dict[int, Tensor]:
         """Computes all layers. Returns hidden states [R, H] by layer: those of ``taps``, and the last, not normed."""
         a = self._architecture
-        hidden = self._embed(geometry.tokens) if features is None else self._begin(features, len(geometry.tokens))
+        hidden = self._embed(geometry) if features is None else self._begin(features, len(geometry.tokens))
         turns = [(cos[geometry.positions], sin[geometry.positions]) for cos, sin in self._tables]
         states: dict[int, Tensor] = {}
         for number in range(a.layers):
@@ -202,9 +206,13 @@ class TorchRunner(DecoderOnly):
         states[a.layers] = states[a.layers + 1] = hidden
         return states
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        hidden, scale = F.embedding(tokens, self._embedding), self._architecture.embedding_scale
-        return hidden if scale == 1.0 else hidden * torch.tensor(scale, dtype=self._dtype)
+    def _embed(self, g: Geometry) -> Tensor:
+        hidden, a = F.embedding(g.tokens, self._embedding), self._architecture
+        if a.embedding_scale != 1.0:
+            hidden = hidden * torch.tensor(a.embedding_scale, dtype=self._dtype)
+        if self._positions is not None:
+            hidden = hidden + self._positions[g.positions].to(self._dtype)
+        return normalize(a, hidden, self._embedding_norm)
 
     def _begin(self, features: Tensor, rows: int) -> Tensor:
         """Returns the start of a residual stream of features. A single row is doubled, as its token is."""
@@ -217,7 +225,7 @@ class TorchRunner(DecoderOnly):
         if number or not self._entry.joined:
             return normalize(self._architecture, hidden, norm)
         features = hidden if self._entry.norm_first else normalize(self._architecture, hidden, self._feature_norm)
-        return torch.cat([normalize(self._architecture, self._embed(g.tokens), norm), features], dim=-1)
+        return torch.cat([normalize(self._architecture, self._embed(g), norm), features], dim=-1)
 
     def _tapped(self, states: dict[int, Tensor], taps: Sequence[int], rows: Tensor | slice) -> dict[int, Tensor]:
         """Returns hidden states of ``rows``, the last layer's normed. They are copies if ``rows`` are indices."""
@@ -254,6 +262,8 @@ class TorchRunner(DecoderOnly):
             queries_keys = rotate(queries_keys, *turns[layer.rope], a.paired)
         if a.head_norms == "after":
             queries_keys = self._norm_heads(queries_keys, mixer)
+        if a.query_growth is not None:
+            queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
         return mixer.out(attend(self.cache, number, queries_keys, values, g, a, g.masks[layer.window]), alone)
 
     def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:

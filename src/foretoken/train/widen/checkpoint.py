@@ -18,7 +18,8 @@ import torch
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest, ModelLoadError, TrainingError
 from foretoken.core.schema import parse
-from foretoken.models.families.schema import DEFAULTS, CausalConfig
+from foretoken.models.families.schema import CausalConfig
+from foretoken.models.families.table import FAMILIES
 from foretoken.models.formats.checkpoint import load_config
 from foretoken.train.files import PROVENANCE, atomic_directory, write_json
 from foretoken.train.progress import Reporter
@@ -92,7 +93,7 @@ def read_config(source: Path) -> dict[str, Any]:
     for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):
         if config.get(key):
             raise InvalidRequest(f"cannot widen a model with {key}={config[key]!r}; only plain layers can be")
-    parse(CausalConfig, DEFAULTS[config["model_type"]] | config, str(source / "config.json"))
+    parse(CausalConfig, {**FAMILIES[config["model_type"]].defaults, **config}, str(source / "config.json"))
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if config.get("head_dim") is None:
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]

@@ -90,11 +90,11 @@ def rope_factors(config: Mapping[str, Any], a: Architecture) -> NDArray[np.float
 
 def check_same(a: Architecture, stored: Architecture) -> None:
     """Raises InvalidRequest unless a file describes the architecture of its checkpoint."""
-    for field in fields(Architecture):
-        own, other = getattr(a, field.name), getattr(stored, field.name)
-        if field.name == "family":
+    for name in ("windows", "rope", *(field.name for field in fields(Architecture))):
+        own, other = getattr(a, name), getattr(stored, name)
+        if name == "family":
             continue
-        if field.name == "frequencies":
+        if name == "frequencies":
             same = len(own) == len(other) and all(
                 torch.allclose(x, y, rtol=1e-5) for x, y in zip(own, other, strict=True)
             )
@@ -102,6 +102,6 @@ def check_same(a: Architecture, stored: Architecture) -> None:
             same = math.isclose(own, other, rel_tol=1e-6) if isinstance(own, float) else own == other
         if not same:
             raise InvalidRequest(
-                f"a GGUF file cannot say this model's {field.name.replace('_', ' ')}; llama.cpp would compute another "
+                f"a GGUF file cannot say this model's {name.replace('_', ' ')}; llama.cpp would compute another "
                 "model; choose int8 or int4, which are written as a folder"
             )

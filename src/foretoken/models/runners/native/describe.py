@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.families.architecture import Activation, Architecture, HeadNorms
+from foretoken.models.families.architecture import Activation, Architecture
+from foretoken.models.families.family import HeadNorms
 from foretoken.models.families.layers import Mixer, Mlp
 from foretoken.models.formats.grouped import Grouped, joinable
 from foretoken.models.formats.quantize import Int8, floats
@@ -66,7 +67,7 @@ class Description:
         numbered = map(self._layer, range(a.layers), layers)  # map frees a layer before it reads the next
         for number, layer in enumerate(numbered):
             specs[number] = layer
-        head = self._matrix([ends.head])
+        head = self._matrix([ends.head], ends.head_bias)
         embedding, table = None, head
         self.product_bytes = self.weight_bytes  # what the products of a pass read
         if ends.head is not ends.embedding:
@@ -82,6 +83,8 @@ class Description:
             layers=specs,
             embedding=embedding,
             table=table,
+            positions=self._keep(ends.positions),
+            embedding_norm=self._norm(ends.embedding_norm),
             norm=self._norm(ends.norm),
             feature_norm=self._norm(entry.norm),
             head=head,
@@ -94,7 +97,7 @@ class Description:
             vocab=a.vocab,
             activation=ACTIVATIONS[a.activation],
             centered=a.centered,
-            norm_heads=HEAD_NORMS[a.head_norms],
+            norm_heads=0 if a.head_norms is None else HEAD_NORMS[a.head_norms],
             joined=entry.joined,
             norm_first=entry.norm_first,
             eps=a.eps,

@@ -32,8 +32,6 @@ from foretoken.models.runners.native.memory import KINDS, Arena, padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.pages import PAGE, Pages
 
-MAX_GROUP = 32  # TILE_QUERIES of csrc/attention.hpp
-
 
 class NativeRunner(DecoderOnly):
     """A runner on compiled CPU kernels.
@@ -98,8 +96,6 @@ class NativeRunner(DecoderOnly):
             raise KernelsUnavailable(
                 f"the kernels need heads of a multiple of {LANES} and at most 512, not {a.head_dim}"
             )
-        if a.heads // a.kv_heads > MAX_GROUP:
-            raise KernelsUnavailable(f"the kernels take at most {MAX_GROUP} heads to a head of keys")
         if entry is not None and a.hidden % UNIT:
             raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
         self._arena = Arena(packing_library())
@@ -162,7 +158,7 @@ class NativeRunner(DecoderOnly):
 
     def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
         a, outputs = self._architecture, len(plan.outputs)
-        self._rotate_up_to(plan.reach)
+        self._reserve_positions(plan.reach)
         logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if logits else None
         tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
         arrays = _arrays(plan)
@@ -224,20 +220,24 @@ class NativeRunner(DecoderOnly):
         self._library.foretoken_floor(self._spec, self._workspace, rows, self.threads)
         return perf_counter() - started
 
-    def _rotate_up_to(self, reach: int) -> None:
-        """Grows the rotary tables, float32 [positions, 2 * half] of cosines and sines, to at least ``reach`` rows."""
+    def _reserve_positions(self, reach: int) -> None:
+        """Grows the tables of positions to at least ``reach`` rows: rotary ones are [positions, 2 * half]."""
         if reach <= self._reach:
             return
-        self._reach = max(512, 2 * reach)
+        a, self._reach = self._architecture, max(512, 2 * reach)
+        positions = torch.arange(self._reach).float()
         self._tables = []
-        a = self._architecture
         for number, frequencies in enumerate(a.frequencies):
-            angles = torch.outer(torch.arange(self._reach).float(), frequencies)
-            table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-            if a.rotary_scales:
-                table *= a.rotary_scales[number]
+            angles = torch.outer(positions, frequencies)
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1) * (a.rotary_scales or (1.0,) * 2)[number]
             self._tables.append(table.contiguous())
             self._ropes[number] = RopeSpec(self._tables[-1].data_ptr(), len(frequencies), a.paired)
+        if a.alibi is not None:
+            self._tables.append(a.alibi.table(self._reach))
+            self._spec.biases, self._spec.bias_stride = self._tables[-1].data_ptr(), self._reach
+        if a.query_growth is not None:
+            self._tables.append(a.query_factors(positions))
+            self._spec.query_scales = self._tables[-1].data_ptr()
 
 
 def _kinds(spec: ModelSpec) -> set[int]:

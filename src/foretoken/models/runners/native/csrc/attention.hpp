@@ -11,6 +11,14 @@ constexpr int TILE_QUERIES = 32;
 constexpr int MIX_QUERIES = ONE_REGISTER ? 6 : 3, MIX_VECTORS = ONE_REGISTER ? 4 : 2;  // whose sums stay in registers
 constexpr float no_scales[TILE_QUERIES] = {};  // scales for products without scales
 
+// Query heads that are computed together: those of a head of keys, or where they do not fit, the largest equal part of them.
+inline int heads_at_once(const ModelSpec& m) {
+    const int group = m.heads / m.kv_heads;
+    int parts = 1;
+    while (group % parts || group / parts > TILE_QUERIES) parts++;
+    return group / parts;
+}
+
 template <Kind kv>
 struct Attention {
     const ModelSpec& m;
@@ -23,10 +31,12 @@ struct Attention {
     float* mixed;             // [TILE_QUERIES][head_dim]
     int64_t length;           // keys per row of scores
 
-    // Rows [first, last) of a sequence with one head of keys. Calls store(row, head, mixed [head_dim]).
+    // Rows [first, last) of a sequence with one part of the heads that share a head of keys. Calls store(row, head, mixed
+    // [head_dim]).
     template <class Store>
-    void run(int sequence, int kv_head, int first, int last, Store store) {
-        const int group = m.heads / m.kv_heads, count = (last - first) * group;
+    void run(int sequence, int part, int first, int last, Store store) {
+        const int group = heads_at_once(m), count = (last - first) * group, first_head = part * group;
+        const int kv_head = first_head / (m.heads / m.kv_heads);
         Word* const* pages = b.pages[sequence];
         int most = 0, least = b.reach;
         for (int row = first; row < last; row++) {
@@ -34,7 +44,7 @@ struct Attention {
             if (start(row) < least) least = start(row);
         }
         for (int q = 0; q < count; q++)
-            std::memcpy(queries + q * layout.key_words, query(first, kv_head, q), sizeof(Word) * layout.key_words);
+            std::memcpy(queries + q * layout.key_words, query(first + q / group, first_head + q % group), sizeof(Word) * layout.key_words);
         for (int64_t page = least / PAGE; page * PAGE < most; page++) {
             const Matrix keys = keys_of_page(pages, kv_head, page * PAGE);
             Whole whole{keys.units};
@@ -49,7 +59,7 @@ struct Attention {
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
             for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, kv_head, row, q, j);
-            if (m.slopes) slant(scores + q * length, start(row), keys_of(row), m.slopes[kv_head * group + q % group]);
+            if (m.biases) slant(scores + q * length, start(row), keys_of(row), m.biases + (first_head + q % group) * m.bias_stride);
             scale[q] = soften(scores + q * length, start(row), keys_of(row), least, most);
         }
         for (int at = 0; at < m.head_dim; at += MIX_VECTORS * LANES)
@@ -64,7 +74,7 @@ struct Attention {
                     layout.value(pages, layer.cache_layer, kv_head, b.branches[j]));
             for (int i = 0; i < m.head_dim; i += LANES)
                 ::store(out + i, load(out + i) * floats(scale[q]));
-            store(row, kv_head * group + q % group, out);
+            store(row, first_head + q % group, out);
         }
     }
 
@@ -76,10 +86,7 @@ struct Attention {
         return window && from > 0 ? from : 0;
     }
 
-    const Word* query(int first, int kv_head, int q) const {
-        const int group = m.heads / m.kv_heads;
-        return all_queries + ((int64_t)(first + q / group) * m.heads + kv_head * group + q % group) * layout.key_words;
-    }
+    const Word* query(int row, int head) const { return all_queries + ((int64_t)row * m.heads + head) * layout.key_words; }
 
     Floats scaled(Floats v) const {
         v = v * floats(m.scale);
@@ -110,8 +117,8 @@ struct Attention {
     }
 
     // ALiBi (2108.12409): key i is at position i, and the last one is the row itself.
-    static void slant(float* row, int from, int count, float slope) {
-        for (int i = from; i < count; i++) row[i] += slope * (float)(i + 1 - count);
+    static void slant(float* row, int from, int count, const float* biases) {
+        for (int i = from; i < count; i++) row[i] += biases[i] - biases[count - 1];
     }
 
     // Writes exp(score - largest) for keys [from, count) and zeros around them. Returns 1 / their sum.

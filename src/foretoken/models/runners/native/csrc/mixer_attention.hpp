@@ -33,7 +33,7 @@ struct AttentionMixer {
     }
 
     static void tile(const ModelSpec& m, const BatchSpec& b, std::vector<QueryTile>& tiles) {
-        const int most = std::max(1, TILE_QUERIES / (m.heads / m.kv_heads));
+        const int most = TILE_QUERIES / heads_at_once(m);
         tiles.clear();
         for (int s = 0; s < b.sequences; s++)
             for (int first = b.sequence_from[s], last; first < b.sequence_from[s + 1]; first = last)
@@ -62,9 +62,10 @@ struct AttentionMixer {
         float* values = scores + TILE_QUERIES * score_length(p.b);
         Word* own_queries = (Word*)(values + TILE_QUERIES * m.head_dim);
         Attention<kv> attention{m, p.b, layer, layout, queries, own_queries, scores, values, score_length(p.b)};
-        p.member.each((int64_t)tiles->size() * m.kv_heads, 1, [&](int64_t item) {
-            const QueryTile& tile = (*tiles)[item / m.kv_heads];
-            attention.run(tile.sequence, int(item % m.kv_heads), tile.first, tile.last,
+        const int parts = m.heads / heads_at_once(m);
+        p.member.each((int64_t)tiles->size() * parts, 1, [&](int64_t item) {
+            const QueryTile& tile = (*tiles)[item / parts];
+            attention.run(tile.sequence, int(item % parts), tile.first, tile.last,
                           [&](int row, int at, const float* values) { keep(layer.out, row, at, values); });
         });
     }

@@ -63,8 +63,9 @@ struct ModelSpec {
     NormSpec feature_norm;      // norm of a pass's features
     Matrix head;
     const RopeSpec* ropes;
-    const float* slopes;        // ALiBi [heads]: scores += slope * (position of the key - position of the row); null: none
+    const float* biases;        // [heads][bias_stride]: scores += biases[position of the key] - biases[that of the row] (ALiBi)
     const float* query_scales;  // [positions]; queries are multiplied by it; null: none
+    int64_t bias_stride;
     int32_t layer_count, hidden, heads, kv_heads, head_dim, inner, vocab;
     int32_t activation;         // an Activation
     int32_t centered;           // norms subtract the mean (layer norm); else RMS norm

@@ -1,0 +1,281 @@
+"""What config.json files of single families say, beyond what Llama's says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from foretoken.models.families.family import FULL, SLIDING, Config
+from foretoken.models.families.layers import PRE, SANDWICH
+
+_MPT = {"attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8}  # defaults of its attn_config
+
+
+def head_dim(c: Config) -> int:
+    """Returns the width of a head."""
+    return int(c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"])
+
+
+# the kinds of layers that do not list them
+
+
+def sliding_if_set(c: Config) -> list[str]:
+    """Returns sliding windows for each layer if there is a window."""
+    return [SLIDING if c.get("sliding_window") else FULL] * c["num_hidden_layers"]
+
+
+def every(count: int) -> Callable[[Config], list[str]]:
+    """Returns a function for a pattern: full attention in each ``count``-th layer, or as the file's pattern says."""
+
+    def kinds(c: Config) -> list[str]:
+        pattern = c.get("sliding_window_pattern") or count
+        layers = range(c["num_hidden_layers"])
+        if isinstance(pattern, str):  # such as "LLLG"
+            return [SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in layers]
+        return [FULL if (i + 1) % pattern == 0 else SLIDING for i in layers]
+
+    return kinds
+
+
+def full_first(c: Config) -> list[str]:
+    """Returns full attention in the first of every four layers (CWM)."""
+    return [SLIDING if i % 4 else FULL for i in range(c["num_hidden_layers"])]
+
+
+def alternating(c: Config) -> list[str]:
+    """Returns GPT-Neo's kinds, which it lists as ``attention_types``: [[["global", "local"], 12]]."""
+    groups = c.get("attention_types") or [[["global", "local"], c["num_hidden_layers"] // 2]]
+    listed = [kind for pattern, count in groups for _ in range(count) for kind in pattern]
+    return [SLIDING if kind == "local" else FULL for kind in listed]
+
+
+def qwen_kinds(c: Config) -> list[str]:
+    """Returns sliding windows from ``max_window_layers`` on, where they are used at all."""
+    first = c.get("max_window_layers", 28) if c.get("use_sliding_window") else c["num_hidden_layers"]
+    return [FULL if i < first else SLIDING for i in range(c["num_hidden_layers"])]
+
+
+def smollm3_kinds(c: Config) -> list[str]:
+    """Returns sliding windows in the layers without rotation, where they are used at all."""
+    windows = bool(c.get("use_sliding_window"))
+    return [FULL if rotates or not windows else SLIDING for rotates in _rotating(c)]
+
+
+# facts
+
+
+def gemma(c: Config) -> dict[str, Any]:
+    """Gemma 1, whose files say "gelu" for its tanh approximation."""
+    activation = "gelu_pytorch_tanh" if c.get("hidden_act") in (None, "gelu") else c["hidden_act"]
+    return {"embedding_scale": c["hidden_size"] ** 0.5, "hidden_act": activation}
+
+
+def gemma2(c: Config) -> dict[str, Any]:
+    """Gemma 2 and VaultGemma."""
+    return {
+        "embedding_scale": c["hidden_size"] ** 0.5,
+        "scale": (c.get("query_pre_attn_scalar") or head_dim(c)) ** -0.5,
+    } | _caps(c)
+
+
+def gemma3(c: Config) -> dict[str, Any]:
+    """Gemma 3, whose sliding layers have rotary frequencies of their own."""
+    return gemma2(c) | own_frequencies(c)
+
+
+def own_frequencies(c: Config) -> dict[str, Any]:
+    """The second rotary frequencies for sliding layers (Gemma 3, OLMo 3)."""
+    return {"rope": [int(kind == SLIDING) for kind in c["layer_types"]]}
+
+
+def smollm3(c: Config) -> dict[str, Any]:
+    """SmolLM3: some layers have no rotation."""
+    return {"rope": [0 if rotates else -1 for rotates in _rotating(c)]}
+
+
+def only_sliding_rotate(c: Config) -> dict[str, Any]:
+    """Layers with full attention have no rotation, if there are others (Cohere 2, EXAONE 4)."""
+    whole = not c.get("sliding_window") and c["model_type"] == "exaone4"
+    return {"rope": [0 if whole or kind == SLIDING else -1 for kind in c["layer_types"]]}
+
+
+def olmo(c: Config) -> dict[str, Any]:
+    """OLMo 1."""
+    return {"clip": c.get("clip_qkv") or 0.0}
+
+
+def granite(c: Config) -> dict[str, Any]:
+    """Granite: factors of muP, of which that of the logits divides."""
+    return _multipliers(c) | {"logit_scale": 1.0 / (c["logits_scaling"] or 1.0)}
+
+
+def hyperclovax(c: Config) -> dict[str, Any]:
+    """HyperCLOVA X: as Granite, but the factor of the logits multiplies."""
+    norms = SANDWICH if c["use_post_norm"] else PRE
+    return _multipliers(c) | {"logit_scale": c["logits_scaling"] or 1.0, "norms": norms}
+
+
+def cohere(c: Config) -> dict[str, Any]:
+    """Cohere 1."""
+    head_norms = "before" if c.get("use_qk_norm") else None
+    return {"logit_scale": c["logit_scale"] or 1.0, "head_norms": head_norms}
+
+
+def cohere2(c: Config) -> dict[str, Any]:
+    """Cohere 2."""
+    return {"logit_scale": c["logit_scale"] or 1.0} | only_sliding_rotate(c)
+
+
+def head_norms_if_set(c: Config) -> dict[str, Any]:
+    """Norms of heads where ``qk_layernorm`` says so (Phi, Persimmon)."""
+    return {"head_norms": "before" if c.get("qk_layernorm") else None}
+
+
+def stablelm(c: Config) -> dict[str, Any]:
+    """StableLM; a parallel layer has one norm."""
+    return head_norms_if_set(c) | _shared_norm(c, bool(c.get("use_parallel_residual")))
+
+
+def gpt_neox(c: Config) -> dict[str, Any]:
+    """GPT-NeoX and Pythia; a parallel layer has two norms."""
+    return {"parallel": bool(c["use_parallel_residual"])}
+
+
+def ministral3(c: Config) -> dict[str, Any]:
+    """Ministral 3, whose queries grow with their position."""
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return {"query_growth": (float(beta), int(length)) if beta and length else None}
+
+
+def nanochat(c: Config) -> dict[str, Any]:
+    """nanochat, which rotates backwards."""
+    return {"backwards": True} | _caps(c)
+
+
+def gptj(c: Config) -> dict[str, Any]:
+    """GPT-J."""
+    return {"partial_rotary_factor": (c.get("rotary_dim") or head_dim(c)) / head_dim(c)}
+
+
+def gpt2(c: Config) -> dict[str, Any]:
+    """GPT-2 and GPTBigCode, whose scores may have no factor."""
+    return {} if c["scale_attn_weights"] else {"scale": 1.0}
+
+
+def gpt_bigcode(c: Config) -> dict[str, Any]:
+    """GPTBigCode (StarCoder 1)."""
+    return gpt2(c) | {"kv_heads": 1 if c["multi_query"] else c["num_attention_heads"]}
+
+
+def gpt_neo(c: Config) -> dict[str, Any]:
+    """GPT-Neo, whose scores have no factor."""
+    return {"scale": 1.0}
+
+
+def biogpt(c: Config) -> dict[str, Any]:
+    """BioGPT."""
+    return {"embedding_scale": c["hidden_size"] ** 0.5 if c["scale_embedding"] else 1.0}
+
+
+def falcon(c: Config) -> dict[str, Any]:
+    """Falcon: three layouts of layers, and ALiBi in some."""
+    heads, new = c["num_attention_heads"], bool(c["new_decoder_architecture"])
+    kv_heads = c.get("num_kv_heads") or heads
+    shared = c["parallel_attn"] if not new else c.get("num_ln_in_parallel_attn") == 1
+    found = _shared_norm(c, bool(shared)) | {"parallel": new or bool(c["parallel_attn"])}
+    if new and not shared:
+        found["names"] = {"norm": "ln_attn", "mlp_norm": "ln_mlp"}
+    if c.get("alibi"):
+        found |= {"rotary": False, "alibi": (_slopes(heads), head_dim(c) ** -0.5, True)}
+    return found | {"kv_heads": kv_heads if new else 1 if c["multi_query"] else heads}
+
+
+def bloom(c: Config) -> dict[str, Any]:
+    """BLOOM."""
+    return {"alibi": (_slopes(c["num_attention_heads"]), 1.0, False)}
+
+
+def mpt(c: Config) -> dict[str, Any]:
+    """MPT, whose slopes come in another order than BLOOM's."""
+    attention, heads = _mpt_attention(c), c["num_attention_heads"]
+    count = 2 ** math.ceil(math.log2(heads))
+    slopes = [2.0 ** -(i * attention["alibi_bias_max"] / count) for i in range(1, count + 1)]
+    if count != heads:
+        slopes = [*slopes[1::2], *slopes[::2]][:heads]
+    found: dict[str, Any] = {"alibi": (tuple(slopes), 1.0, False), "clip": attention.get("clip_qkv") or 0.0}
+    return found | ({"scale": attention["softmax_scale"]} if attention.get("softmax_scale") else {})
+
+
+# refusals
+
+
+def bidirectional(c: Config) -> str | None:
+    """Gemma 3 as an encoder."""
+    return "use_bidirectional_attention" if c.get("use_bidirectional_attention") else None
+
+
+def opt_refuses(c: Config) -> str | None:
+    """OPT-350m, which norms after the addition and has narrower embeddings."""
+    if not c["do_layer_norm_before"] or c["remove_final_layer_norm"]:
+        return "norms after the addition (do_layer_norm_before)"
+    return "word_embed_proj_dim" if c.get("word_embed_proj_dim") not in (None, c["hidden_size"]) else None
+
+
+def gpt2_refuses(c: Config) -> str | None:
+    """Scores of layers with factors of their own, and cross-attention."""
+    names = ("scale_attn_by_inverse_layer_idx", "add_cross_attention")
+    return next((name for name in names if c.get(name)), None)
+
+
+def bloom_refuses(c: Config) -> str | None:
+    """Residuals from behind the norm."""
+    name = "apply_residual_connection_post_layernorm"
+    return name if c.get(name) else None
+
+
+def mpt_refuses(c: Config) -> str | None:
+    """Attention other than that of MPT-7B and its relatives."""
+    attention = _mpt_attention(c)
+    if attention["attn_type"] != "multihead_attention" or not attention["alibi"]:
+        return "attn_config"
+    return next((name for name in ("qk_ln", "prefix_lm") if attention.get(name)), None)
+
+
+def _rotating(c: Config) -> list[int]:
+    """Returns 1 for each layer with rotary positions and 0 for each without (SmolLM3)."""
+    count = c.get("no_rope_layer_interval", 4)
+    return c.get("no_rope_layers") or [int((i + 1) % count != 0) for i in range(c["num_hidden_layers"])]
+
+
+def _mpt_attention(c: Config) -> dict[str, Any]:
+    """Returns MPT's ``attn_config`` with its defaults."""
+    return _MPT | {name: value for name, value in (c.get("attn_config") or {}).items() if value is not None}
+
+
+def _caps(c: Config) -> dict[str, Any]:
+    return {
+        "attention_softcap": c.get("attn_logit_softcapping") or 0.0,
+        "final_softcap": c.get("final_logit_softcapping") or 0.0,
+    }
+
+
+def _multipliers(c: Config) -> dict[str, Any]:
+    return {
+        "embedding_scale": c["embedding_multiplier"] or 1.0,
+        "residual_scale": c["residual_multiplier"] or 1.0,
+        "scale": c["attention_multiplier"] or head_dim(c) ** -0.5,
+    }
+
+
+def _shared_norm(c: Config, parallel: bool) -> dict[str, Any]:
+    return {"parallel": True, "names": {"mlp_norm": "input_layernorm"}} if parallel else {"parallel": False}
+
+
+def _slopes(heads: int) -> tuple[float, ...]:
+    """Returns ALiBi's slopes (2108.12409): powers of 2^(-8 / n), and every other one of twice as many heads."""
+    count = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * i / count) for i in range(1, count + 1)]
+    more = [2.0 ** (-4 * i / count) for i in range(1, 2 * min(count, heads - count) + 1, 2)]
+    return (*slopes, *more)

@@ -1,0 +1,107 @@
+"""What a row of the table of families says: facts that hold for every checkpoint of a model type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from foretoken.models.families.layers import PRE, NormPlaces
+
+Config = Mapping[str, Any]
+HeadNorms = Literal["before", "after", "all"]
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names of a checkpoint's tensors, without ``.weight`` and ``.bias``.
+
+    Attributes:
+        base: prefix of all names but the head's; a checkpoint of the bare model has none.
+        layer: prefix of a layer's names, which are relative to it.
+        positions: table of learned positions; None for none.
+        embedding_norm: norm of the embeddings; None for none.
+        qkv: queries, keys and values, or one matrix of them all.
+        by_group: whether that matrix has, for each head of keys, its queries, its keys and its values; otherwise all
+            queries, all keys, all values.
+        up: gate and up, one matrix of both, or up alone.
+        transposed: whether matrices are stored as [in, out] (GPT-2).
+    """
+
+    base: str = "model."
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    embedding_norm: str | None = None
+    last_norm: str = "norm"
+    head: str = "lm_head"
+    layer: str = "layers.{}."
+    norm: str = "input_layernorm"
+    after_mixer: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    after_mlp: str = "post_feedforward_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    by_group: bool = False
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    out: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    transposed: bool = False
+
+
+def no_facts(config: Config) -> dict[str, Any]:
+    """Returns nothing: the config.json of this family says no more than that of Llama."""
+    return {}
+
+
+def supported(config: Config) -> str | None:
+    """Returns None: every config.json of this family is computed."""
+    return None
+
+
+def all_full(config: Config) -> list[str]:
+    """Returns full attention for each layer."""
+    return [FULL] * config["num_hidden_layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model type.
+
+    Attributes:
+        names: names of the tensors.
+        aliases: this family's names of fields of config.json, by the names that Llama has for them.
+        defaults: what transformers takes for missing fields, by Llama's names.
+        norms: which norms a layer has.
+        centered: whether norms are layer norms.
+        norm_offset: is added to stored norm weights.
+        weightless: whether norms have no weights.
+        parallel: whether MLP and attention read the same input.
+        gated: whether MLPs are gated.
+        paired: whether rotary pairs are numbers 2i and 2i + 1 of a head; otherwise i and i + half.
+        head_norms: where queries and keys are normed; None for nowhere.
+        rotary: whether positions are rotary.
+        position_offset: row of the first position in the table of learned positions.
+        kinds: returns the kind of each layer for a config.json that does not list them.
+        facts: returns what else config.json says: values for fields of ``Architecture``, for those of this class, and
+            ``rope``, the index of each layer's rotary frequencies.
+        refuses: returns why a config.json is not computed here; None if it is.
+    """
+
+    names: TensorNames = field(default_factory=TensorNames)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    norms: NormPlaces = PRE
+    centered: bool = False
+    norm_offset: float = 0.0
+    weightless: bool = False
+    parallel: bool = False
+    gated: bool = True
+    paired: bool = False
+    head_norms: HeadNorms | None = None
+    rotary: bool = True
+    position_offset: int = 0
+    kinds: Callable[[Config], list[str]] = all_full
+    facts: Callable[[Config], dict[str, Any]] = no_facts
+    refuses: Callable[[Config], str | None] = supported

@@ -1,0 +1,117 @@
+"""Every dense family computes what transformers computes, on both runners, in plain passes, chains and trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from foretoken.core.draft import Draft
+from foretoken.models.base import Model
+from foretoken.models.decoder import Decoder
+from foretoken.models.families.table import FAMILIES
+from foretoken.models.loading import load_model
+
+from .dense import CASES, saved
+from .tiny import ARCHITECTURES, only_runner
+from .trees import repeating
+
+TOLERANCE = 1e-4
+LENGTHS = (3, 12, 40)
+TREE = repeating((-1, 0, -1, 0, 2, 4))
+DRAFTS = (Draft.chain([8, 9, 7, 5]), Draft.empty(), TREE)
+QUANTIZED = ("bloom", "cohere", "falcon, two norms", "gpt2", "granite", "olmo2", "starcoder2")
+
+
+def text(count: int) -> list[int]:
+    return [3 + (17 * count + 7 * at * at + at) % 61 for at in range(count)]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("dense")
+    return folder, saved(request.param, folder)
+
+
+def alone(module: Any, tokens: list[int]) -> torch.Tensor:
+    """The logits after a text, by transformers."""
+    with torch.no_grad():
+        logits: torch.Tensor = module(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("runner", ["compiled", "torch"])
+def test_logits_of_ragged_batches_are_those_of_transformers(case: tuple[Path, Any], runner: str) -> None:
+    folder, module = case
+    with only_runner(runner):
+        model = load_model(folder, "float32", "cpu", "native")
+    handles, drafts = [model.open(text(count)) for count in LENGTHS], list(DRAFTS)
+    for step in range(2):
+        for handle, draft, scores in zip(handles, drafts, model.score(handles, drafts), strict=True):
+            for node in range(-1, len(draft)):
+                expected = alone(module, [*handle.tokens, *(draft.ids[i] for i in draft.path(node))])
+                assert (scores.logits[node + 1] - expected).abs().max() < TOLERANCE, (step, node)
+        model.commit(handles, [[*(d.ids[i] for i in d.path(len(d) - 1)), 9] for d in drafts])
+        drafts = drafts[1:] + drafts[:1]
+
+
+def test_greedy_text_is_that_of_transformers(case: tuple[Path, Any]) -> None:
+    folder, module = case
+    model = load_model(folder, "float32", "cpu", "native")
+    handles, expected = [model.open(text(count)) for count in LENGTHS], [text(count) for count in LENGTHS]
+    for _ in range(8):
+        best = [[int(s.logits[-1].argmax())] for s in model.score(handles, [Draft.empty()] * len(handles))]
+        model.commit(handles, best)
+        expected = [[*tokens, int(alone(module, tokens).argmax())] for tokens in expected]
+    assert [handle.tokens for handle in handles] == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_do_not_depend_on_what_shares_their_pass(case: tuple[Path, Any], dtype: str) -> None:
+    with only_runner("compiled"):
+        model = load_model(case[0], dtype, "cpu", "native")
+    check_rows(model)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantized_families_stay_close_and_rows_independent(name: str, scheme: str, tmp_path: Path) -> None:
+    module = saved(name, tmp_path)
+    with only_runner("compiled"):
+        model = load_model(tmp_path, "float32", "cpu", "native", quantization=scheme)
+    (scores,) = model.score([model.open(text(12))], [Draft.empty()])
+    error = (scores.logits[0] - alone(module, text(12))).std() / alone(module, text(12)).std()
+    assert error < (0.15 if scheme == "int8" else 0.9)
+    check_rows(model)
+
+
+def check_rows(model: Model) -> None:
+    """The rows of a batch with a tree and a chain have the bits of plain steps over their paths alone."""
+    handles = [model.open(text(count)) for count in LENGTHS]
+    for count, draft, scores in zip(LENGTHS, DRAFTS, model.score(handles, DRAFTS), strict=True):
+        for node in range(-1, len(draft)):
+            path = [draft.ids[i] for i in draft.path(node)]
+            handle = model.open(text(count))
+            (plain,) = model.score([handle], [Draft.empty()])
+            for token in path:
+                model.commit([handle], [[token]])
+                (plain,) = model.score([handle], [Draft.empty()])
+            assert torch.equal(plain.logits[-1], scores.logits[node + 1]), (count, node)
+            model.close(handle)
+
+
+def test_every_family_of_the_table_is_tested() -> None:
+    near = {tiny.build().config.model_type for tiny in ARCHITECTURES.values() if tiny.native}
+    tested = near | {family for family, _ in CASES.values()}
+    same = {"gpt-sw3"}  # another name of gpt2
+    assert set(FAMILIES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= tested | same
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+def test_the_default_config_is_computed(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert Decoder.supports({**CONFIG_MAPPING[family]().to_dict(), "model_type": family})
