@@ -11,8 +11,10 @@
 
 SHELL := /bin/sh
 VENV ?= .venv
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+endif
 PIP_ARGS ?=
 # Of src/foretoken/core/native/toolchain.py: those that there are kernels for.
 WHEELS ?= linux-x86_64
@@ -23,6 +25,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -q 
 # Byte code for all at once, on all cores: without it every start of Python would compile torch again where it may not
 # keep what it compiled, which takes longer than anything else until the first token. A file that is no Python is no error.
 COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+# For the same reason tests may write byte code: pytest would compile every test module again in every process.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
@@ -36,10 +40,10 @@ demo: $(RUNTIME)
 	@$(BIN)/foretoken demo $(ARGS)
 
 test: $(DEV)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-fast: $(DEV)
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff format --check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -16,11 +17,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken; before torch is 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 
 from foretoken.core.folders import cache_folder
-from foretoken.train.data import Corpus, train_tokenizer
-from foretoken.train.target import Shape, new_model, save
+
+# torch and what needs it are imported where they are used: the process that hands out the tests runs none.
+
+# Modules and collected tests live to the end: looking through them again and again takes a tenth of all time.
+gc.disable()
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and their children with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,9 +35,16 @@ TEXT = (
 )
 
 
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     """Commands that measure take all cores; the next test must not."""
+    import torch
+
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -72,12 +82,18 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """Byte-level BPE of some 400 tokens: most characters beyond ASCII straddle tokens."""
+    from foretoken.train.data import Corpus, train_tokenizer
+
     return train_tokenizer(Corpus("test", TEXT * 3, TEXT), vocab_size=400)
 
 
 @pytest.fixture(scope="session")
 def tiny_pair(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Two random Llamas, sharpened so that they have opinions; they seldom agree."""
+    import torch
+
+    from foretoken.train.target import Shape, new_model, save
+
     folder = tmp_path_factory.mktemp("pair")
     for name, shape in (("target", Shape(64, 96, 3, 4, 2, 16, 512)), ("draft", Shape(32, 48, 1, 2, 2, 16, 512))):
         model = new_model(shape, tokenizer, seed=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,16 +13,26 @@ from foretoken.models.runners.linear import can_pack
 PROMPTS = FUNCTIONS[:4]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("params", [{"temperature": 1.0, "seed": 0}, {"temperature": 0.0}], ids=["seeded", "greedy"])
-def test_one_text(dtype: str, params: dict[str, float]) -> None:
-    pair = LLM(dtype=dtype)
+class Bundled(NamedTuple):
+    pair: LLM
+    lookup: LLM
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def bundled(request: pytest.FixtureRequest) -> Bundled:
+    pair = LLM(dtype=request.param)
     if not can_pack(pair.target.dtype, pair.target.device):
-        pytest.skip(f"rows are not promised to be independent in {dtype} on this machine")
-    lookup = LLM(zoo.path("target"), speculative_config={"method": "ngram"}, dtype=dtype)
+        pytest.skip(f"rows are not promised to be independent in {request.param} on this machine")
+    return Bundled(pair, LLM(zoo.path("target"), speculative_config={"method": "ngram"}, dtype=request.param))
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.0, "seed": 0}, {"temperature": 0.0}], ids=["seeded", "greedy"])
+@pytest.mark.slow
+def test_one_text(bundled: Bundled, params: dict[str, float]) -> None:
+    pair, lookup = bundled
 
     def texts(llm: LLM, depth: int, batch: int) -> list[tuple[int, ...]]:
-        settings = SamplingParams(max_tokens=40, ignore_eos=True, speculative_tokens=depth, **params)  # type: ignore[arg-type]
+        settings = SamplingParams(max_tokens=24, ignore_eos=True, speculative_tokens=depth, **params)  # type: ignore[arg-type]
         parts = [PROMPTS[i : i + batch] for i in range(0, len(PROMPTS), batch)]
         return [o.outputs[0].token_ids for part in parts for o in llm.generate(part, settings)]
 
@@ -33,14 +43,11 @@ def test_one_text(dtype: str, params: dict[str, float]) -> None:
             assert texts(pair, depth, batch) == plain, (depth, batch)
 
 
-CONFIGS = [
-    {"method": "draft_model", "model": str(zoo.path("draft")), "tree": "top_k"},
-    {"method": "draft_model", "model": str(zoo.path("draft")), "tree": "sampled"},
+CONFIGS = [  # trees of the draft, and early exit, are in tests/propose/test_draft_model_trees.py
     {"method": "eagle3"},
     {"method": "eagle3", "top_k": 1},
     {"method": "medusa"},
     {"method": "blockwise"},
-    {"method": "early_exit"},
     {"method": "vocabulary", "model": str(zoo.path("draft"))},
     {"method": "suffix"},
     {"method": "recycling"},
@@ -55,7 +62,7 @@ def test_every_proposer_writes_the_same_text(config: dict[str, Any], plain_text:
     if not llm.target.batch_invariant:
         pytest.skip("rows are not promised to be independent in float32 on this machine")
     for temperature, plain in plain_text.items():
-        for batch in (1, 8):
+        for batch in (1, len(PROMPTS)):
             assert write(llm, temperature, batch) == plain, (temperature, batch)
 
 
@@ -66,14 +73,14 @@ def plain_text() -> dict[float, list[Any]]:
 
 
 def write(llm: LLM, temperature: float, batch: int) -> list[Any]:
-    """Eight functions, ``batch`` at once, each with its own seed."""
+    """Four functions, ``batch`` at once, each with its own seed."""
     texts = []
-    for start in range(0, 8, batch):
+    for start in range(0, len(PROMPTS), batch):
         params = [
-            SamplingParams(max_tokens=32, temperature=temperature, seed=i, ignore_eos=True)
+            SamplingParams(max_tokens=24, temperature=temperature, seed=i, ignore_eos=True)
             for i in range(start, start + batch)
         ]
-        texts += [o.outputs[0].token_ids for o in llm.generate(FUNCTIONS[start : start + batch], params)]
+        texts += [o.outputs[0].token_ids for o in llm.generate(PROMPTS[start : start + batch], params)]
     return texts
 
 

@@ -20,8 +20,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
 TASKS = [list(task.source) for task in repairs(zoo.path("seq2seq-target"), 4)]
 
 
-def texts(llm: LLM, prompts: list[list[int]], temperature: float, **params: Any) -> list[tuple[int, ...]]:
-    settings = SamplingParams(max_tokens=40, temperature=temperature, seed=3, **params)
+def texts(llm: LLM, prompts: list[list[int]], temperature: float, tokens: int = 24) -> list[tuple[int, ...]]:
+    settings = SamplingParams(max_tokens=tokens, temperature=temperature, seed=3)
     return [output.outputs[0].token_ids for output in llm.generate(prompts, settings)]
 
 
@@ -39,6 +39,7 @@ def test_one_text_for_a_seed_alone_and_together(dtype: str) -> None:
             assert texts(llm, TASKS[:1], temperature) == alone[:1], (name, temperature)
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_those_of_transformers() -> None:
     from transformers import AutoModelForSeq2SeqLM
 
@@ -48,9 +49,10 @@ def test_greedy_texts_are_those_of_transformers() -> None:
         tuple(module.generate(torch.tensor([task]), max_new_tokens=40, do_sample=False)[0, 1:].tolist())
         for task in TASKS
     ]
-    assert texts(llm, TASKS, 0.0) == theirs
+    assert texts(llm, TASKS, 0.0, tokens=40) == theirs
 
 
+@pytest.mark.slow
 def test_the_draft_is_worth_something() -> None:
     llm = LLM(zoo.path("seq2seq-target"), zoo.path("seq2seq-draft"), dtype="float32")
     outputs = llm.generate(TASKS, SamplingParams(max_tokens=60, temperature=0, speculative_tokens=8))

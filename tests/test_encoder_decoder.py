@@ -72,19 +72,20 @@ def llm(folders: Folders, config: dict[str, Any], **options: Any) -> LLM:
 
 
 def texts(model: LLM, prompts: Any, **params: Any) -> list[tuple[int, ...]]:
-    settings = SamplingParams(max_tokens=24, **{"seed": 5, "ignore_eos": True, **params})
+    settings = SamplingParams(**{"max_tokens": 24, "seed": 5, "ignore_eos": True, **params})
     return [output.outputs[0].token_ids for output in model.generate(prompts, settings)]
 
 
 @pytest.mark.slow
 def test_the_same_text_whatever_proposes_alone_and_together(folders: Folders) -> None:
     plain = llm(folders, {"method": "none"})
-    expected = {t: [texts(plain, source, temperature=t)[0] for source in SOURCES] for t in (0.0, 1.0)}
+    asked = [{"temperature": temperature, "max_tokens": 12} for temperature in (0.0, 1.0)]
+    expected = [[texts(plain, source, **params)[0] for source in SOURCES] for params in asked]
     for config in CONFIGS:
         model = llm(folders, config)
-        for temperature, alone in expected.items():
-            assert texts(model, SOURCES, temperature=temperature) == alone, config
-            assert texts(model, SOURCES[1], temperature=temperature) == alone[1:2], config
+        for params, alone in zip(asked, expected, strict=True):
+            assert texts(model, SOURCES, **params) == alone, config
+            assert texts(model, SOURCES[1], **params) == alone[1:2], config
 
 
 @pytest.mark.slow
@@ -100,6 +101,7 @@ def test_greedy_text_is_that_of_transformers(folders: Folders, tokenizer: Any) -
         assert texts(model, source, temperature=0.0) == [tuple(theirs[0, 1:].tolist())]
 
 
+@pytest.mark.slow
 def test_prompts_in_every_form(folders: Folders, tokenizer: Any) -> None:
     model, ids = llm(folders, {"method": "ngram"}), tokenizer(SOURCES[0])["input_ids"]
     start = tokenizer.eos_token_id
@@ -247,6 +249,7 @@ def test_the_source_is_what_is_expected_unless_a_client_says(folders: Folders) -
     assert not len(proposer.propose([plain], [4])[0])
 
 
+@pytest.mark.slow
 def test_a_source_that_is_too_long_for_the_draft_alone(folders: Folders, tmp_path: Path, tokenizer: Any) -> None:
     """Such a request is decoded plainly, and those beside it are drafted for."""
     target, draft = folders.target, tmp_path / "short"

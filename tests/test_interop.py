@@ -240,6 +240,7 @@ def histogram(samples: Sequence[Tensor], width: int) -> dict[tuple[int, ...], in
     return counts
 
 
+@pytest.mark.slow
 def test_sampled_law_is_the_models_own(target: Any, draft: Any) -> None:
     """Pairs of tokens after one prompt, 800 draws, against the law computed from the logits (chi-square)."""
     torch.manual_seed(11)
@@ -348,6 +349,7 @@ def longrope(original: int) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.slow
 def test_longrope_takes_the_factors_of_the_calls_maximum_length(draft: Any) -> None:
     short = longrope(original=64)
     plain, ours = both(short, draft, inputs=PROMPT, max_new_tokens=40, do_sample=False, eos_token_id=None)

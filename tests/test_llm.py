@@ -132,6 +132,7 @@ def test_streamed_pieces_join_to_the_output_at_the_models_length(tiny_pair: Any,
 
 @relaxed
 @given(data=st.data())
+@pytest.mark.slow
 def test_streamed_and_final_text_are_equal_whatever_stops_and_is_drafted(llm: LLM, data: st.DataObject) -> None:
     seed, n = data.draw(st.integers(0, 3)), 20
     plain = {"max_tokens": n, "seed": seed, "ignore_eos": True}

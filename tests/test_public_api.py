@@ -46,6 +46,7 @@ def test_importing_the_package_is_light():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_class_names_are_unique_in_the_package():
     files = Path(foretoken.__file__).parent.rglob("*.py")
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]

@@ -22,6 +22,7 @@ PROPOSERS = {
 
 
 @pytest.mark.parametrize("propose", PROPOSERS.values(), ids=PROPOSERS.keys())
+@pytest.mark.slow
 def test_as_it_stands_it_is_exact(propose):
     assert Pair(P, propose, verifier=sequential(), budget=lambda g: 2).gap(length=3) < 1e-12
 

@@ -21,6 +21,7 @@ from foretoken.core.verdict import Verdict
 from foretoken.verify import choose
 
 
+@pytest.mark.slow
 def test_an_honest_engine_writes_the_plain_text():
     check = greedy(work(subject()))
     assert check.outcome is CheckOutcome.PASSED

@@ -80,6 +80,7 @@ def test_without_drafts_nothing_is_proved():
     assert (check.outcome, check.evidence) == (CheckOutcome.INCONCLUSIVE, "nothing was drafted")
 
 
+@pytest.mark.slow
 def test_prefixes_follow_their_joint_law():
     check = prefix(work(subject()), 800)
     assert check.outcome is CheckOutcome.PASSED, check.evidence

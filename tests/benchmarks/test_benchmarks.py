@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import re
@@ -9,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -19,6 +21,7 @@ from foretoken.bench.peers.registry import PEERS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NGRAM = """--config '{"method": "ngram", "num_speculative_tokens": 4}'"""
+COPYING = ('\'{"method": "suffix"}\'', '\'{"method": "ngram"}\'')  # cost nothing to load
 COMMANDS = {
     "acceptance": '--config \'{"method": "ngram"}\' --count 1 --tokens 8 --nodes 4 --temperature 0 --batch 1',
     "adaptive": "--small --depth 2 --count 1 --tokens 8 --crowd 2 --repeats 1",
@@ -31,11 +34,12 @@ COMMANDS = {
     "loading": "--model TARGET --repeats 1",
     "schemes": "--small --scheme int8 --scheme int4 --rows 1 --rows 3 --context 20 --turns 2",
     "verification": "--rows 3 --vocabulary 512 --repeats 4",
-    "mixture": "--target TARGET --count 1 --tokens 8 --repeats 1",
+    "mixture": f"--target TARGET {' '.join(f'--member {each}' for each in COPYING)} --count 1 --tokens 8 --repeats 1",
     "never_slower": "--small --proposer wrong --text code --temperature 0 --batch 1 --tokens 8 --requests 1 "
     "--repeats 1",
     "packed_weights": "--model TARGET --rows 1 --rows 13 --context 8 --turns 1 --loads 1",
-    "planner": "--small --count 2 --unseen 1 --max-tokens 8 --temperature 0 --batch 1 --depth 2 --nodes 8 --turns 3",
+    "planner": f"--small {' '.join(f'--config {each}' for each in COPYING)} --count 2 --unseen 1 --max-tokens 8 "
+    "--temperature 0 --batch 1 --depth 2 --nodes 8 --turns 3",
     "quantization": "--model DRAFT --scheme int4-g64 --scheme Q4_K_M --windows 2 --characters 4000",
     "request_fuzz": "--pairs 4 --dtype float32 --no-heads",
     "structured": "--requests 2 --max-tokens 40",
@@ -60,6 +64,13 @@ def call(name: str, arguments: list[str]) -> str:
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
+
+
+@pytest.fixture(autouse=True)
+def _small_library(monkeypatch):
+    """One package of the standard library in its place: reading and encoding all of it takes seconds."""
+    root = Path(asyncio.__file__).parent
+    monkeypatch.setattr("foretoken.train.data.sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(root)}))
 
 
 @pytest.fixture

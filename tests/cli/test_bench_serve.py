@@ -83,6 +83,7 @@ def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
         (("--server-options", "--model /no/such"), "the server did not start: foretoken: error:"),
     ],
 )
+@pytest.mark.slow
 def test_what_it_refuses(run, arguments: tuple[str, ...], words: str) -> None:
     result = run("bench", "serve", *arguments)
     assert result.code == 1 and words in result.err and "Traceback" not in result.err

@@ -92,6 +92,7 @@ def test_a_truncated_datastore_is_one_clear_line(run, pair, files, tmp_path):
     assert "order-00000.bin has 100 bytes" in result.err
 
 
+@pytest.mark.slow
 def test_a_prediction_from_a_file(run, pair, tmp_path):
     plain = (
         "generate",

@@ -97,6 +97,7 @@ def test_prompts_and_configurations_of_ones_own(run, tiny_pair, cache):
     assert "temperature 0.8, batch 1" in result.out and "prompt_lookup_max 2" in result.out
 
 
+@pytest.mark.slow
 def test_texts_that_the_target_wrote_before_are_taken(run, tiny_pair, cache):
     prompts = cache / "prompts.jsonl"
     line = {"prompt": "for i in", "completion": " range(10):\n    print(i)\n"}

@@ -101,6 +101,7 @@ def short(tiny_pair, *more: str) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.slow
 def test_a_plan_for_vllm_says_what_to_paste_there(run, tiny_pair, cache):
     files = cache / "plan.json", cache / "plan.html"
     own = '{"method": "suffix", "num_speculative_tokens": 1}'

@@ -14,6 +14,7 @@ from foretoken.models.loading import load_model
 DRAFT = str(zoo.path("draft"))
 
 
+@pytest.mark.slow
 def test_a_folder_and_a_file_are_written(run, tmp_path):
     result = run("quantize", DRAFT, str(tmp_path / "q"), "--scheme", "int4-g64")
     assert result.code == 0
@@ -29,6 +30,7 @@ def test_a_folder_and_a_file_are_written(run, tmp_path):
     load_model(tmp_path / "f")
 
 
+@pytest.mark.slow
 def test_text_from_a_file_or_standard_input_tells_the_loss(run, tmp_path):
     text = Path(zoo.__file__).read_text(encoding="utf-8") * 3
     (tmp_path / "text").write_text(text, encoding="utf-8")
@@ -43,6 +45,7 @@ def test_text_from_a_file_or_standard_input_tells_the_loss(run, tmp_path):
     assert records[0]["loss_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_refusals_are_one_line_and_leave_nothing(run, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "file.gguf").write_bytes(b"x")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 SHORT = ("simulate", "--tokens", "200", "--repeats", "1")
 
 
@@ -64,6 +66,7 @@ def test_every_value_that_can_be_swept(run, tmp_path):
     assert run(*SHORT, "--acceptance", "0.9", "--acceptance", "0.5", "--html", str(tmp_path / "plain.html")).code == 0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(run, tmp_path):
     for options, words in [
         (("--acceptance", "2"), "from 0 to 1"),

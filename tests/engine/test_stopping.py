@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,7 @@ def one_token_at_a_time(
 
 @settings(relaxed, max_examples=300)
 @given(data=st.data())
+@pytest.mark.slow
 def test_streamed_and_final_text_are_equal_however_tokens_come(tokenizer: Any, data: st.DataObject) -> None:
     """Stops of several lengths, ``min_tokens``, kept stops, ends inside a character, and blocks of any size."""
     words = st.sampled_from(["a", "b", "ab", "aba", " a", "é", "€", "🙂"])

@@ -71,6 +71,7 @@ def tree() -> LLM:
 
 
 @pytest.mark.parametrize("drafts", ["pair", "tree"])
+@pytest.mark.slow
 def test_every_text_that_ended_is_valid(drafts, request):
     """All schemas in one batch, hot."""
     llm = request.getfixturevalue(drafts)

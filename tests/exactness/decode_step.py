@@ -178,11 +178,11 @@ def shaped_tree(model: Table, shape: Shape, replace: bool, law: Law | None = Non
 
     def children(q: Tensor, width: int, draw: Callable[[Tensor], int]) -> list[int]:
         tokens: list[int] = []
-        left = q.clone()
-        while len(tokens) < width and bool(left.sum() > 0):
+        left, some = _without(q, ())
+        while len(tokens) < width and some:
             tokens.append(draw(left))
             if not replace:
-                left[tokens[-1]] = 0.0
+                left, some = _without(q, tuple(tokens))
         return tokens
 
     return _grown(model, shape, children, Sampled if replace else WithoutReplacement, law)
@@ -192,13 +192,25 @@ def top_plus_tree(model: Table, widths: Sequence[int], law: Law | None = None) -
     """All but the last of the siblings are the most probable tokens, the last is drawn from the rest."""
 
     def children(q: Tensor, width: int, draw: Callable[[Tensor], int]) -> list[int]:
-        tokens = q.topk(width - 1).indices.tolist()
-        left = q.clone()
-        left[tokens] = 0.0
+        tokens = _top(q, width - 1)
+        left, some = _without(q, tokens)
         # With nothing left to draw from, the last sibling is one more fixed candidate.
-        return [*tokens, draw(left) if bool(left.sum() > 0) else int(q.argmin())]
+        return [*tokens, draw(left) if some else int(q.argmin())]
 
     return _grown(model, _by_level(widths), children, TopPlusSampled, law)
+
+
+@lru_cache(maxsize=100_000)  # rows come from the cache above, so they are the same tensors in every branch
+def _without(q: Tensor, tokens: Text) -> tuple[Tensor, bool]:
+    """q with 0 at ``tokens``, and whether anything is left."""
+    left = q.clone()
+    left[list(tokens)] = 0.0
+    return left, bool(left.sum() > 0)
+
+
+@lru_cache(maxsize=100_000)
+def _top(q: Tensor, count: int) -> Text:
+    return tuple(q.topk(count).indices.tolist())
 
 
 def _by_level(widths: Sequence[int]) -> Shape:

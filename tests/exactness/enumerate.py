@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -113,16 +113,20 @@ class BranchingStream:
         return BranchingUniform(self.streams, address)
 
     def categorical(self, weights: Tensor, index: int) -> int:
-        values = weights.double()
-        if bool((values < 0).any()) or not bool(values.sum() > 0):
-            raise ValueError(f"weights must be non-negative with a positive sum, got {values.tolist()}")
-        law = (values / values.sum()).tolist()
-        return self.streams.branch(self._address(index, "categorical"), list(enumerate(law)))
+        return self.streams.branch(self._address(index, "categorical"), _options(weights))
 
     def _address(self, index: int, kind: str) -> tuple[object, ...]:
         if self.purpose is Purpose.SHARED:  # shared noise is addressed by where the token goes
             return (self.purpose, self.position + index, kind)
         return (self.purpose, self.position, index, kind)
+
+
+@lru_cache(maxsize=10_000)  # by the tensor, not its values: callers that keep theirs ask again for every branch
+def _options(weights: Tensor) -> list[tuple[int, float]]:
+    values = weights.double()
+    if bool((values < 0).any()) or not bool(values.sum() > 0):
+        raise ValueError(f"weights must be non-negative with a positive sum, got {values.tolist()}")
+    return list(enumerate((values / values.sum()).tolist()))
 
 
 def outcomes(run: Callable[[Branching], T], position: int | None = None) -> dict[T, float]:

@@ -23,6 +23,7 @@ def simplex(vocab: int) -> st.SearchStrategy[tuple[float, ...]]:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(2, 3).flatmap(lambda v: st.tuples(simplex(v), simplex(v))), st.integers(1, 3))
+@pytest.mark.slow
 def test_block_is_exact_and_never_worse_than_token(distributions, depth):
     p, q = (constant(*law) for law in distributions)
     depth = depth if len(distributions[0]) == 2 else min(depth, 2)

@@ -69,6 +69,7 @@ def test_texts_follow_it_with_filters_and_penalties(grade):
     holds("draft, block", grade, "filters and penalties")
 
 
+@pytest.mark.slow
 def test_the_lossy_grade_is_told_apart():
     """The control: the same test with as many draws finds typical acceptance."""
     draws = draws_needed(DELTA, cells=VOCAB**LENGTH)

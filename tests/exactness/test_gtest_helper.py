@@ -31,6 +31,7 @@ def test_the_rule_of_thumb():
     assert draws_needed(0.05, cells=81) == pytest.approx(18 / 0.05**2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_level_under_the_true_law():
     law = law_of(81, 1)
     result = p_values(law, law, draws_needed(0.05, 81), repeats=400)

@@ -156,6 +156,7 @@ RECURSIVE = replace(TREE, rejection="token")
 tree_rules = pytest.mark.parametrize("honest", [TREE, RECURSIVE], ids=["traversal", "recursive"])
 
 
+@pytest.mark.slow
 def test_the_replaceable_traversal_is_right_as_it_stands():
     for seed in range(3):
         pair = Pair(table(3, seed=seed), drawn_tree(table(3, seed=50 + seed), (2, 1), replace=False))
@@ -171,6 +172,7 @@ def test_traversal_with_a_wrong_update_of_the_weight(weight_of):
     caught(TREE, replace(TREE, verifier=mutants.traversal_rule(weight_of=weight_of)), length=2)
 
 
+@pytest.mark.slow
 def test_traversal_whose_weights_are_not_capped_along_the_path():
     """min(1, .) once at the leaf instead of at every node."""
     propose = drawn_tree(Q, (1, 1, 1), replace=False)
@@ -271,6 +273,7 @@ def test_reseeding_inside_the_accept_loop():
     caught_by_sampling(TOKEN, mutant, delta=0.06)
 
 
+@pytest.mark.slow
 def test_drafting_with_noise_that_comes_again():
     """Block verification has used the noise of deeper positions, and the next step drafts from it again."""
     p, q = constant(1 / 3, 2 / 3), constant(2 / 3, 1 / 3)

@@ -66,6 +66,7 @@ def test_text_is_that_of_plain_decoding(law, proposer):
 
 
 @pytest.mark.parametrize("proposer", ["private noise", "argmax", "fixed tree"])
+@pytest.mark.slow
 def test_law_is_exact(proposer):
     """Enumerated; drafts from the shared noise need no enumeration, since the text does not depend on them."""
     assert Pair(P, PROPOSERS[proposer], exactness=GRADE, budget=lambda g: 2).gap(length=3) < 1e-12

@@ -273,11 +273,13 @@ def test_the_quadrature_finds_a_wrong_mirror_and_an_upside_down_ratio(upside_dow
 
 
 @pytest.mark.parametrize("rule", [wrong_point, not_reflected])
+@pytest.mark.slow
 def test_the_trajectories_find_it_too(rule):
     series = np.array([sample(DRAFTS["equal scales"], random_seed_from(5, i), rule)[0] for i in range(DRAWS)])
     assert min(p_values(series).values()) < ALPHA
 
 
+@pytest.mark.slow
 def test_the_trajectories_find_an_upside_down_ratio(upside_down):
     series = np.array([sample(DRAFTS["equal scales"], random_seed_from(5, i), upside_down)[0] for i in range(DRAWS)])
     assert min(p_values(series).values()) < ALPHA

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.serve.conftest import running
 
 import batch
@@ -32,6 +33,7 @@ def test_a_chat_goes_on_after_the_first_answer(capsys):
     assert printed.index("> def read_lines") < printed.index("> def write_lines")
 
 
+@pytest.mark.slow
 def test_a_batch_gives_the_texts_of_single_requests(capsys):
     batch.main()
     assert f"{len(batch.PROMPTS)} of {len(batch.PROMPTS)} texts are the same alone" in capsys.readouterr().out
@@ -51,6 +53,7 @@ def test_structured_outputs_are_what_was_asked_for(capsys):
     assert "regex: " in printed
 
 
+@pytest.mark.slow
 def test_a_proposer_of_ones_own_drafts_and_changes_no_text(capsys, monkeypatch):
     monkeypatch.setattr(methods, "_registered", {})
     custom_proposer.main()
@@ -66,6 +69,7 @@ def test_a_verifier_of_ones_own_is_exact_and_its_mistake_is_detected(capsys):
     assert "with the mistake" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plan_from_python_recommends_something(capsys):
     plan_speedup.main(max_tokens=12, turns=2)
     *rows, recommended = capsys.readouterr().out.splitlines()
@@ -73,6 +77,7 @@ def test_a_plan_from_python_recommends_something(capsys):
     assert recommended.startswith("recommended: ")
 
 
+@pytest.mark.slow
 def test_openais_client_is_served(capsys):
     with running(LLM(speculative_config={"num_speculative_tokens": 4})) as server:
         openai_client.main(f"{server.url}/v1")

@@ -12,8 +12,9 @@ from foretoken.core.native import build, cpu
 from foretoken.core.native.toolchain import Toolchain, local_suffix
 from foretoken.models.runners.native.build import CACHES, Kind, ScaleKind, decoder_sources, grouped_kind
 
+from .products import PRODUCTS, SOURCES
+
 HERE = Path(__file__).parent
-SOURCES = Path(build.__file__).parents[2] / "models" / "runners" / "native" / "csrc"
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 CROSS = Toolchain((COMPILER,), ".so", ("-fPIC",), folder="aarch64-linux-gnu")
 KINDS = (  # those that cases.cpp has
@@ -39,7 +40,7 @@ def output(level: cpu.Level, folder: Path, tools: Toolchain | None = None) -> st
     """Returns what the cases print with kernels of a level."""
     command = tools.command if tools else build.toolchain().command
     products = [
-        (HERE / "products.cpp", (f"-I{SOURCES}",)),
+        PRODUCTS,
         *((SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={kind:d}",)) for kind in KINDS),
     ]
     libraries = (

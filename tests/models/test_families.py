@@ -68,6 +68,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", SERVED)
+@pytest.mark.slow
 def test_served_modules_equal_the_module_alone(family: str) -> None:
     module = tiny(family)
     assert difference(HFModel(module), module) < 1e-3

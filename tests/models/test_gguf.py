@@ -84,6 +84,7 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(
 
 @needs_kernels
 @pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.slow
 def test_compiled_logits_are_near_those_of_the_dequantized_checkpoint(architecture: str, tmp_path: Path) -> None:
     for kinds, near in ((K.Q4_0, 0.05), (K.Q4_K, 0.05), (MIXED, 0.2)):  # mixed blocks have far larger weights
         file, folder = write_both(tiny_checkpoint(architecture), architecture, tmp_path, kinds)
@@ -204,6 +205,7 @@ def test_weights_are_not_kept_in_memory_twice(tmp_path: Path) -> None:
     assert np.prod(grouped.shape) // block * size < file.stat().st_size
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_writes_the_same_text_from_files(tmp_path: Path) -> None:
     """Files of bfloat16 hold the checkpoints' own weights and tokenizer, so every token is the same."""
     files = []

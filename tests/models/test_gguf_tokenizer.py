@@ -176,6 +176,7 @@ def check_equal(ours: Any, original: Any) -> None:
 
 
 @pytest.mark.parametrize("pre", sorted({rule: name for name, rule in PRE_TOKENIZERS.items()}.values()))
+@pytest.mark.slow
 def test_byte_level_tokenizers_are_equal(pre: str, tmp_path: Path) -> None:
     original = Tokenizer.from_str(byte_level(pre).to_str())
     begin, end = (original.token_to_id(token) for token in ("<|begin|>", "<|end|>"))

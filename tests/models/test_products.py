@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.runners.native.build import Kind, packing_library
 from foretoken.models.runners.native.memory import Arena, Packed, pack
 
+from .products import PRODUCTS, SOURCES
 from .test_native import SLOW, needs_kernels
 
 OUTPUTS, INPUTS, ROWS = 80, 512, 34
-SOURCES = Path(build.__file__).parents[2] / "models" / "runners" / "native" / "csrc"
 
 
 def random(*shape: int) -> Tensor:
@@ -93,9 +92,8 @@ def level(request: pytest.FixtureRequest) -> str:
 
 def products(packed: Packed, name: str) -> Callable[[Tensor], Tensor]:
     """Returns a function that multiplies rows [n, INPUTS] by a packed matrix."""
-    include = f"-I{SOURCES}"
     parts = [
-        (Path(__file__).parent / "products.cpp", (include,)),
+        PRODUCTS,
         (SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={packed.matrix.kind}",)),
     ]
     chosen = next(each for each in cpu.LEVELS if each.name == name)
@@ -118,6 +116,7 @@ def dequantized(weights: AnyMatrix) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_products_are_those_of_float64_whatever_the_number_of_rows(
     level: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_damaged_file_is_made_again(
     assert len(packed) == 2 and file.read_bytes() == whole and "damaged" in caplog.text
 
 
+@pytest.mark.slow
 def test_every_changed_byte_is_noticed(gguf: Path, own_cache: Path) -> None:
     from foretoken.models.runners.native.image import DamagedImage, open_image
 

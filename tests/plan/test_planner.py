@@ -364,6 +364,7 @@ def test_fewer_steps_for_more_tokens_a_pass():
     assert tree.times(1.2).acceptance == tree.acceptance and tree.times(1.2).sizes == tree.sizes
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):
     target = load_model(tiny_pair.target)
     builder = Builder(target, load_tokenizer(tiny_pair.target), tiny_pair.target, load_model)
@@ -391,6 +392,7 @@ def test_a_plan_of_the_tiny_pair(tiny_pair, tokenizer):
         planner.plan([], chosen)
 
 
+@pytest.mark.slow
 def test_intervals_cover_another_sample():
     """Tokens per pass of a second, independent sample lie in the first one's interval about as often as promised."""
     prompts = [[i % 6, (5 * i) % 6, 1] for i in range(12)]

@@ -32,6 +32,7 @@ def taught(tiny_pair: Any) -> LLM:
     return llm
 
 
+@pytest.mark.slow
 def test_the_draft_learns(taught: LLM) -> None:
     history = proposer(taught).history
     assert len(history) >= 3
@@ -58,6 +59,7 @@ def test_the_text_does_not_depend_on_the_version_of_the_draft(taught: LLM, tiny_
     assert [o.outputs[0].token_ids for o in adapted] == [o.outputs[0].token_ids for o in plain]
 
 
+@pytest.mark.slow
 def test_an_adapted_draft_can_be_saved(taught: LLM, tiny_pair: Any, tmp_path: Path) -> None:
     taught.save_draft(tmp_path / "draft")
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, speculative_tokens=4)

@@ -146,6 +146,7 @@ KINDS: dict[str, Callable[..., tuple[dict[str, object], tiny.Tensors]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_heads_in_the_targets_folder_are_found_and_change_nothing(kind, tiny_pair, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     target = tmp_path / "target"
     target.mkdir()

@@ -137,6 +137,7 @@ def test_bad_keys_are_named(key: str, value: object) -> None:
         RecyclingConfig(**{key: value})
 
 
+@pytest.mark.slow
 def test_it_accepts_tokens_on_the_bundled_target() -> None:
     """Far under what is measured (1.9 at 8 nodes), so that a broken table or rate is noticed; trees beat chains."""
 

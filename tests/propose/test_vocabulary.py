@@ -188,6 +188,7 @@ def test_rows_are_the_drafts_own_on_shared_tokens(tokenizer: Any, other: Any) ->
         assert float(row[token]) == (float("-inf") if counterpart is None else float(expected[counterpart]))
 
 
+@pytest.mark.slow
 def test_bundled_target_with_another_tokenizer(other_draft: Path) -> None:
     """One text per seed, and more than the target alone writes in a pass; drawn drafts too."""
     plain = LLM(TARGET)

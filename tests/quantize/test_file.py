@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import pytest
@@ -50,6 +50,7 @@ def checkpoint(architecture: str, folder: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.slow
 def test_every_architecture_is_the_same_model(architecture: str, tmp_path: Path) -> None:
     """F32 files hold all numbers, and quantized ones what the gguf package reads from them."""
     source, file = checkpoint(architecture, tmp_path / "source"), tmp_path / "model.gguf"
@@ -88,12 +89,24 @@ def test_queries_and_keys_are_interleaved_as_llama_cpp_s_converter_does(tmp_path
         assert torch.equal(rows, torch.from_numpy(interleaved(tensor.numpy(), heads)))
 
 
+class Llama(NamedTuple):
+    folder: Path
+    logits: Tensor
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    folder = checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    return Llama(folder, logits(folder))
+
+
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_every_scheme_is_near_the_model(mixture: str, tmp_path: Path) -> None:
-    source, file = checkpoint("llama", tmp_path / "source"), tmp_path / "model.gguf"
-    result = quantize_checkpoint(source, file, mixture)
+@pytest.mark.slow
+def test_every_scheme_is_near_the_model(mixture: str, llama: Llama, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    result = quantize_checkpoint(llama.folder, file, mixture)
     assert result.bytes_after == file.stat().st_size
-    exact, near = logits(source), 0.8 if mixture.startswith("Q3") else 0.45
+    exact, near = llama.logits, 0.8 if mixture.startswith("Q3") else 0.45
     assert (logits(file) - exact).abs().max() < near * exact.abs().max()
     assert Header.read(file).metadata["general.file_type"] == MIXTURES[mixture].file_type
 
@@ -136,6 +149,7 @@ def test_a_tied_embedding_gets_the_type_of_the_output() -> None:
 
 
 @pytest.mark.parametrize("pre", sorted({rule: name for name, rule in PRE_TOKENIZERS.items()}.values()))
+@pytest.mark.slow
 def test_byte_level_tokenizers_come_back_equal(pre: str, tmp_path: Path) -> None:
     original = byte_level(pre).from_str(byte_level(pre).to_str())
     begin, end = (original.token_to_id(token) for token in ("<|begin|>", "<|end|>"))
@@ -154,6 +168,7 @@ def test_byte_level_tokenizers_come_back_equal(pre: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.slow
 def test_sentencepiece_tokenizers_come_back_equal(prefix: bool, tmp_path: Path) -> None:
     from tests.models.test_gguf_tokenizer import sentencepiece, written
 
@@ -173,6 +188,7 @@ def test_sentencepiece_tokenizers_come_back_equal(prefix: bool, tmp_path: Path) 
     check_equal(load_tokenizer(tmp_path / "model.gguf"), original)
 
 
+@pytest.mark.slow
 def test_the_bundled_target_comes_back_whole(tmp_path: Path) -> None:
     source = zoo.path("target")
     quantize_checkpoint(source, tmp_path / "model.gguf", "BF16")

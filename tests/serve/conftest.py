@@ -57,9 +57,14 @@ def running(
     settings: ServerSettings | None = None,
     max_waiting: int = 256,
     tracer: RequestTracer | None = None,
+    prestarted: bool = False,
 ) -> Iterator[Running]:
+    """prestarted: the process for large bodies is started at once, as it always is outside of tests, and not by the
+    first of them: its imports take a second of a core, and few tests send any."""
     worker = Worker(llm, max_waiting=max_waiting)
     app = create_app(worker, settings, tracer)
+    if not prestarted and app.state.service.side_process is not None:
+        app.state.service.side_process.start = lambda: None
     server = Server(app, worker, drain_timeout=PATIENCE)
     with bind("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

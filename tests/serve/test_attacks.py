@@ -27,6 +27,7 @@ def attacks(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("attacks")
 
 
+@pytest.mark.slow
 def test_attacks_are_measured(attacks: Any, spare: LLM) -> None:
     names = ["128 prompts, n=64", "foreign host"]
     with running(spare, ServerSettings(hosts=AllowedHosts(()))) as server:

@@ -92,6 +92,7 @@ def say(server: Running, key: str | None = None, **extra: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["suffix", "recycling"])
+@pytest.mark.slow
 def test_streamed_steps_never_show_the_text_of_another_salt(open_server: Running, method: str) -> None:
     own = {"speculative_method": method, "prompt": f"{method} = "}
     say(open_server, **own, cache_salt="mine")
@@ -134,6 +135,7 @@ def test_a_salt_divides_a_keys_scope_and_joins_no_other(keyed: Running) -> None:
     assert all(cached(keyed, prompt, key, cache_salt="s") >= 64 for key in (mine, yours))
 
 
+@pytest.mark.slow
 def test_keys_may_share_where_the_operator_says_so(shared: Running) -> None:
     mine, yours = KEYS
     say(shared, mine)

@@ -174,6 +174,7 @@ def test_bodies_that_cannot_be_read(server: Running, content: bytes, words: str)
         assert words in error["message"]
 
 
+@pytest.mark.slow
 def test_brackets_and_escapes_in_text_are_text(server: Running) -> None:
     """What looks deep and wide within a string, and characters beyond 16 bits as pairs of escapes."""
     text = ('[{"\\' * 400 + "🙂") * 3
@@ -324,6 +325,7 @@ def test_full_queue(limited: Running) -> None:
 LONG = {"prompt": "x = ", "max_tokens": 8000, "ignore_eos": True, "speculative_tokens": 0}
 
 
+@pytest.mark.slow
 def test_a_request_beyond_its_time_ends_with_an_error(limited: Running) -> None:
     assert error_of(limited.post(LONG, headers=KEY), 504)["code"] == "timeout"
     events = limited.post({**LONG, "stream": True}, headers=KEY).text.strip().split("\n\n")

@@ -149,6 +149,7 @@ def test_a_dead_engine_is_told(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     spare.engine.clear()
 
 
+@pytest.mark.slow
 def test_a_draining_server_finishes_its_requests_and_refuses_new_ones(spare: LLM) -> None:
     """Running ones finish, new ones are refused."""
     body = {**LONG, "stream": True}

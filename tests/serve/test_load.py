@@ -46,7 +46,7 @@ def test_each_text_is_its_own() -> None:
             "stream": True,
             **rng.choice(EXTRAS),
         }
-        for number in range(60)
+        for number in range(40)
     ]
     leaving = [rng.randint(1, 4) if rng.random() < 0.2 else None for _ in bodies]
     llm = LLM(

@@ -115,6 +115,7 @@ def test_wrong_tls_options_are_refused_in_one_line(tmp_path: Path, capsys: pytes
     assert "--ssl-certfile: there is no file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_readiness_ends_before_liveness(spare: LLM) -> None:
     with running(spare) as server:
         for path in ("/ready", "/health/ready", "/health/live", "/health", "/ping"):
@@ -126,6 +127,7 @@ def test_readiness_ends_before_liveness(spare: LLM) -> None:
         assert httpx.get(f"{server.url}/health/live").status_code == 200
 
 
+@pytest.mark.slow
 def test_lines_of_json(spare: LLM, caplog: pytest.LogCaptureFixture) -> None:
     with running(spare) as server, caplog.at_level(logging.INFO, "foretoken"):
         server.post({**OK, "max_tokens": 8, "ignore_eos": True}, headers={"X-Request-Id": "r"})
@@ -141,6 +143,7 @@ def test_lines_of_json(spare: LLM, caplog: pytest.LogCaptureFixture) -> None:
     assert second["path"] == "/v1/models\nforged" and "\n" not in caplog.messages[1]
 
 
+@pytest.mark.slow
 def test_traces(spare: LLM) -> None:
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -184,6 +187,7 @@ def test_without_the_extra_for_traces(capsys: pytest.CaptureFixture[str]) -> Non
         RequestTracer.to_endpoint("localhost:4317")
 
 
+@pytest.mark.slow
 def test_the_sdk_of_traces_is_imported_for_traces_only() -> None:
     code = (
         "import sys, foretoken.serve.app; assert not any(name.startswith('opentelemetry.sdk') for name in sys.modules)"

@@ -80,6 +80,7 @@ def overflow(page: Any) -> int:
 
 
 @pytest.mark.parametrize("sight", [{"reduced_motion": "no-preference"}], indirect=True)
+@pytest.mark.slow
 def test_two_lanes_race_and_are_replayed_on_one_clock(sight):
     page = sight.page
     page.fill("#prompt", PROMPT)
@@ -129,6 +130,7 @@ def test_each_lane_asks_for_what_the_form_says(sight):
     assert ours["seed"] == plain["seed"] == 3
 
 
+@pytest.mark.slow
 def test_tokens_tell_p_and_q_and_why(sight):
     page = sight.page
     for _ in range(5):  # without a seed a text may be over at once, all of it drafted or none of it

@@ -315,6 +315,7 @@ def test_one_page_of_metrics() -> None:
 # one replica, in this process
 
 
+@pytest.mark.slow
 def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
     """Whole, streamed, cancelled; and once its engine is dead, nothing it says of that gets out."""
     options = {"dtype": "float32", "max_num_seqs": 4, "seed": 5}

@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serve.conftest import PATIENCE, Running
+from tests.serve.conftest import PATIENCE, Running, running
 
+from foretoken import LLM
 from foretoken.serve.errors import ApiError, Overloaded
 from foretoken.serve.intake import PreparedRequest
 from foretoken.serve.schema import CompletionRequest
@@ -174,6 +175,12 @@ def test_only_what_answering_needs_comes_back(side_process: SideProcess) -> None
     assert request.prompts[0].text == "" and request.params.seed == 5
 
 
+def test_a_server_starts_it_before_the_first_large_body(spare: LLM) -> None:
+    with running(spare, prestarted=True) as server:
+        server.until(lambda: server.app.state.service.side_process.process.pid is not None)
+
+
+@pytest.mark.slow
 def test_a_process_that_died_is_started_again(side_process: SideProcess) -> None:
     assert prepared(side_process) is not None
     process = side_process.process.pid
@@ -183,6 +190,7 @@ def test_a_process_that_died_is_started_again(side_process: SideProcess) -> None
     assert side_process.process.pid != process
 
 
+@pytest.mark.slow
 def test_time_has_a_limit(server: Running) -> None:
     limited = SideProcess(server.app.state.service.intake, SideProcessLimits(cpu_seconds=0.02))
     with pytest.raises(ApiError, match=r"the body takes more than 0.02 s or 1024 MiB to read") as caught:
@@ -191,6 +199,7 @@ def test_time_has_a_limit(server: Running) -> None:
     limited.close()
 
 
+@pytest.mark.slow
 def test_memory_has_a_limit(server: Running) -> None:
     limited = SideProcess(server.app.state.service.intake, SideProcessLimits(memory_bytes=2**25))
     with pytest.raises(ApiError):
@@ -198,6 +207,7 @@ def test_memory_has_a_limit(server: Running) -> None:
     limited.close()
 
 
+@pytest.mark.slow
 def test_waiting_bodies_are_bounded(side_process: SideProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.serve.side_process._MAX_WAITING", 2)
 

@@ -74,6 +74,7 @@ def test_an_order_that_came_too_late_is_not_carried_out(open_server: Running, mo
     assert done == ["next"]
 
 
+@pytest.mark.slow
 def test_what_a_measuring_controller_tells() -> None:
     with running(LLM(dtype="float32", max_num_seqs=4, isolate_failures=True)) as server:
         text(server, temperature=0)
@@ -88,6 +89,7 @@ def test_what_a_measuring_controller_tells() -> None:
 
 
 @pytest.mark.parametrize("more", [{"temperature": 0}, {"seed": 5}, {"seed": 7, "temperature": 0.7, "top_p": 0.9}])
+@pytest.mark.slow
 def test_no_change_shows_in_a_text(open_server: Running, more: dict[str, Any]) -> None:
     """Before, after, and in the middle of it."""
     before, record = text(open_server, **more)
@@ -98,7 +100,7 @@ def test_no_change_shows_in_a_text(open_server: Running, more: dict[str, Any]) -
         assert after == before
         assert drafts is None or record["num_spec_steps"] == 0 or max(map(int, record_lengths(record))) <= drafts
         assert drafts != 0 or record["num_draft_tokens"] == 0
-    long = {**BODY, **more, "max_tokens": 400, "stream": True}
+    long = {**BODY, **more, "max_tokens": 160, "stream": True}
     whole = open_server.post({**long, "stream": False}).json()["choices"][0]["text"]
     changes: list[dict[str, Any]] = [
         {"method": "ngram"},
@@ -135,6 +137,7 @@ def test_a_bound_holds_whatever_requests_ask_for(open_server: Running) -> None:
     assert "7" in record_lengths(text(open_server, speculative_tokens=7, temperature=0)[1])
 
 
+@pytest.mark.slow
 def test_switching_off_and_on(open_server: Running) -> None:
     off = change(open_server, {"enabled": False}).json()
     assert off["paused"] == "switched off" and off["enabled"] is False

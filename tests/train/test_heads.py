@@ -122,6 +122,7 @@ def test_one_step_first_and_then_all_of_them_which_are_always_judged(target: Pat
     assert [tuple(logits.shape) for logits in head(lesson)] == [(1, 21, 100)] * 3
 
 
+@pytest.mark.slow
 def test_a_head_goes_on_from_an_earlier_one_whose_vocabulary_may_differ(
     target: Path, corpus: Corpus, tmp_path: Path
 ) -> None:

@@ -180,7 +180,7 @@ class References:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The stored content that ``References`` name, in JSON: the items of the conversation in order, and the single items."""
+    """The stored content that ``References`` name, in JSON: the conversation's items in order, and the single items."""
 
     conversation: tuple[bytes, ...] = ()
     items: Mapping[str, bytes] = field(default_factory=dict)

@@ -9,13 +9,16 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from foretoken.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
 HELD_OUT_PERCENT = 2
@@ -100,6 +103,8 @@ def _lines(file: Path, text: str) -> list[str]:
 
 def train_tokenizer(corpus: Corpus, vocab_size: int = 4096) -> PreTrainedTokenizerFast:
     """Trains byte-level BPE on the training files. Every byte string round-trips."""
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -10,10 +10,9 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.train.data import Corpus, encode, held_out_batches
@@ -23,6 +22,9 @@ from foretoken.train.progress import Reporter, quiet_transformers
 from foretoken.train.target import DRAFT_SHAPE, Shape, command_line, new_model, next_token_loss, save
 from foretoken.train.teacher import TaughtWindows, fixed_windows, teach
 from foretoken.train.trainer import Trainer, provenance
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=8, window=512, learning_rate=4e-3, weight_decay=0.05)
 _FLOOR = 1e-6
@@ -165,6 +167,8 @@ def train_draft(
 
 def load_teacher(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Loads the target in bfloat16, frozen, and its tokenizer. Raises ModelLoadError."""
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
     try:
         with quiet_transformers():
             model = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")

@@ -11,16 +11,18 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from foretoken import zoo
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.data import Corpus, standard_library
 from foretoken.train.faults import plant
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 MIN_TOKENS = 40  # of a snippet
 _MARGIN = 12  # tokens that faults may add, including the end-of-text token
@@ -159,6 +161,8 @@ def held_out_batches(
 
 def bundled_tokenizer() -> PreTrainedTokenizerFast:
     """Returns the tokenizer of the bundled causal target, which the encoder-decoder pair shares."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(zoo.path("target"))
     return tokenizer
 

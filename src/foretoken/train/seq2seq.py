@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.schema import read_object
@@ -20,6 +19,9 @@ from foretoken.train.optimization import TrainConfig, compiled
 from foretoken.train.progress import quiet_transformers
 from foretoken.train.repair import IGNORED, Batch, batches, bundled_tokenizer, held_out, held_out_batches, snippets
 from foretoken.train.trainer import LossFn, Trainer, provenance
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, T5ForConditionalGeneration
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ _DISTANCE_BIAS = 6.0  # initial bias, in nats, of each head's own distance
 
 def new_model(shape: T5Shape, tokenizer: PreTrainedTokenizerFast, seed: int, tied: bool) -> T5ForConditionalGeneration:
     """Returns an untrained T5 with gated GELU. ``tied`` embeddings scale the decoder's output, as in T5 v1.0."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
     torch.manual_seed(seed)
     end = tokenizer.eos_token_id
     config = T5Config(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import T5ForConditionalGeneration
 
 from foretoken.core.schema import read_object
 from foretoken.train.card import ZOO_ENTRY, read_provenance
@@ -17,6 +16,9 @@ from foretoken.train.progress import Reporter, quiet_transformers
 from foretoken.train.repair import IGNORED, Batch, RepairTask, bundled_tokenizer, held_out, held_out_batches
 from foretoken.train.seq2seq import SEQ2SEQ_SHAPE, T5Shape, command_line, measure
 from foretoken.train.seq2seq_draft import SEQ2SEQ_DRAFT_SHAPE, load_seq2seq, measure_pair
+
+if TYPE_CHECKING:
+    from transformers import T5ForConditionalGeneration
 
 _TASKS = 256  # evaluated with teacher forcing
 _GENERATED = 96  # of them, generated greedily

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import T5ForConditionalGeneration
 
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.train.data import Corpus
@@ -33,6 +33,9 @@ from foretoken.train.seq2seq import (
     save,
 )
 from foretoken.train.trainer import Trainer, provenance
+
+if TYPE_CHECKING:
+    from transformers import T5ForConditionalGeneration
 
 SEQ2SEQ_DRAFT_SHAPE = T5Shape(96, 192, 2, 2, 4, 32)
 SEQ2SEQ_DRAFT_CONFIG = TrainConfig(minutes=20.0, batch=16, window=176, learning_rate=4e-3, weight_decay=0.05)
@@ -134,6 +137,8 @@ def train_seq2seq_draft(
 
 def load_seq2seq(path: Path) -> T5ForConditionalGeneration:
     """Loads the T5 at ``path`` in bfloat16, frozen. Raises ModelLoadError."""
+    from transformers import T5ForConditionalGeneration
+
     try:
         with quiet_transformers():
             model = T5ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16)

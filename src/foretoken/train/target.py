@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.train.data import Corpus, encode, held_out_batches, train_tokenizer, windows
@@ -15,6 +15,9 @@ from foretoken.train.files import PROVENANCE, atomic_directory, checkpoint_of, w
 from foretoken.train.optimization import TrainConfig
 from foretoken.train.progress import quiet_transformers
 from foretoken.train.trainer import Trainer, provenance
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ DRAFT_SHAPE = Shape(128, 384, 2, 4, 4, 32)
 
 def new_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """Returns a freshly initialized Llama with tied embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -8,16 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM
 
 from foretoken.core.errors import TrainingError
 from foretoken.core.schema import read_object
 from foretoken.train.files import write_json
 from foretoken.train.optimization import compiled
 from foretoken.train.progress import Reporter
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 _BATCH = 16
 LawFn = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -167,6 +167,7 @@ def test_coupled_toy_of_two_tokens():
     assert float(acceptance.coupled(p, q)) == pytest.approx(1 / (1 + 2) + 1 / (1 + 2), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_coupled_on_distributions_like_a_language_models():
     """V = 300 at 1 - TV of .745: one child .685, four .957; the toy distributions of those figures are not recorded.
 

@@ -20,10 +20,10 @@ def paces(setting: Setting, strategies=STRATEGIES) -> dict[str, float]:
     return {one.strategy: one.seconds / one.tokens for one in simulate(setting, strategies)}
 
 
-@pytest.mark.parametrize("alpha, ratio, depth, rtt", list(product((0.3, 0.7, 0.9), (4.1, 8.1), (1, 4), (0.0, 0.04))))
+@pytest.mark.parametrize("alpha, depth, rtt", list(product((0.3, 0.7, 0.9), (1, 4), (0.0, 0.04))))
 @pytest.mark.slow
-def test_the_simulator_agrees_with_the_closed_forms(alpha, ratio, depth, rtt):
-    draft = TARGET / ratio
+def test_the_simulator_agrees_with_the_closed_forms(alpha, depth, rtt):
+    draft = TARGET / (4.1 if (depth > 1) == (rtt > 0) else 8.1)  # both with every other value
     servers = pipelines.servers_needed(TARGET + rtt, draft, depth)
     result = paces(Setting(TARGET, draft, (alpha,), depth, servers, rtt, 4000, seed=2))
     window = pipelines.best_window(alpha, TARGET, draft, rtt)

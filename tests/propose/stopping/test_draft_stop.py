@@ -166,6 +166,7 @@ def test_trees_take_no_stopping_rule() -> None:
             config(draft_stop="soon")
 
 
+@pytest.mark.slow
 def test_every_draft_with_hidden_states_takes_every_rule(tiny_pair: Any, tmp_path: Path) -> None:
     """A model, the target's own first layers, and a draft of another vocabulary; the text is the target's."""
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

@@ -164,6 +164,7 @@ def test_a_draft_without_an_outcome_teaches_nothing() -> None:
     assert not stop.estimates["distribution"].outcomes
 
 
+@pytest.mark.slow
 def test_the_margin_tells_what_the_bundled_target_will_accept() -> None:
     """Fitted on the first functions, judged on the others: the area under the curve."""
     config = {"draft_stop": {"rule": "margin", "warmup": 10_000}, "num_speculative_tokens": 6}
