@@ -132,6 +132,11 @@ class Model(ABC):
         """Bytes of KV cache per token; 0 if they are unknown."""
         return 0
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's recurrent state, whatever its length; 0 for a model without one."""
+        return 0
+
     @abstractmethod
     def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
         """Opens a sequence; nothing is computed yet.

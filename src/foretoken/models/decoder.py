@@ -102,6 +102,10 @@ class Decoder(Model):
     def kv_bytes_per_token(self) -> int:
         return self.runner.kv_bytes_per_token
 
+    @property
+    def state_bytes(self) -> int:
+        return self.runner.state_bytes
+
     def enable_prefix_cache(self, max_bytes: int) -> bool:
         return self.runner.enable_prefix_cache(max_bytes)
 
@@ -114,6 +118,8 @@ class Decoder(Model):
             self.runner.publish(handle.slot, handle.tokens, handle.cached)
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:
+        for handle in handles:
+            self._resume(handle)
         firsts = [handle.cached for handle in handles]
         earlier = [self._prefill(handle, taps) for handle in handles]
         plan = PassPlan.of(handles, drafts, [growing(h, d) for h, d in zip(handles, drafts, strict=True)])
@@ -131,6 +137,13 @@ class Decoder(Model):
         return self.runner.unembed(hidden)
 
     # passes
+
+    def _resume(self, handle: Handle) -> None:
+        """Drops rows that a pass cannot follow, for instance after a truncation that the recurrent state has passed."""
+        rows = self.runner.resume(handle.slot, handle.cached)
+        if rows < handle.cached:
+            handle.rewind()
+            handle.cached = min(rows, handle.cached)
 
     def _prefill(self, handle: Handle, taps: Sequence[int]) -> list[dict[int, Tensor]]:
         """Computes most of a long pending prompt in passes of fixed size, until ``joint_rows`` rows are pending.

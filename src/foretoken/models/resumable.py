@@ -94,6 +94,10 @@ class Resumable(Model):
     def kv_bytes_per_token(self) -> int:
         return self.inner.kv_bytes_per_token
 
+    @property
+    def state_bytes(self) -> int:
+        return self.inner.state_bytes
+
     def enable_prefix_cache(self, max_bytes: int) -> bool:
         return self.inner.enable_prefix_cache(max_bytes)
 

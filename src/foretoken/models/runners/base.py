@@ -28,7 +28,16 @@ class Pass:
 
 
 class DecoderOnly:
-    """Base class of runners without an encoder."""
+    """Base class of runners without an encoder, and with nothing but a KV cache."""
+
+    @property
+    def state_bytes(self) -> int:
+        """No recurrent state."""
+        return 0
+
+    def resume(self, slot: int, rows: int) -> int:
+        """Returns ``rows``: any row of a KV cache can be followed by others."""
+        return rows
 
     def attach(self, slot: int, source: Sequence[int]) -> None:
         """Raises InvalidRequest: there is no encoder."""
@@ -51,6 +60,10 @@ class Runner(Protocol):
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache per token."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's recurrent state, whatever its length; 0 if there is none."""
 
     def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
         """Takes the lowest free slot.
@@ -81,6 +94,13 @@ class Runner(Protocol):
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping of slots and rows is inconsistent."""
+
+    def resume(self, slot: int, rows: int) -> int:
+        """Prepares a slot for a pass that follows its first ``rows`` rows.
+
+        Returns:
+            How many of these rows the pass can follow; it computes the others again, to the same bits.
+        """
 
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         """Moves rows ``sources`` (ascending) to ``destination`` onward, in order: the accepted path of a draft tree."""

@@ -132,6 +132,13 @@ class Seq2SeqRunner:
     def check(self) -> None:
         assert set(self._pending) <= set(self._lengths), "a pending source has no slot"
 
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def resume(self, slot: int, rows: int) -> int:
+        return rows
+
     @torch.inference_mode()
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
         self._cache.move(slot, destination, sources)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from foretoken.models.state.replay import ReplayPlan, Rows
+
 PAGE = 64  # cache rows of one page; csrc/specs.hpp has the same number
 
 # Identifies a page's content: the serial of the page before it (the cache_salt for the first page), and its tokens.
@@ -131,6 +133,20 @@ class Pages:
                 slot.pages[at], slot.addresses[at] = shared, shared.address
                 self._let_go(page)
             slot.known += 1
+
+    def resume(self, number: int, rows: int) -> int:
+        """Returns how many of a slot's first ``rows`` rows the next pass can follow; it computes the others again."""
+        return rows
+
+    def accept(self, number: int, destination: int, sources: Sequence[int]) -> None:
+        """Records that rows ``sources`` (ascending), a draft's accepted path, become those from ``destination`` on."""
+
+    def plan(self, parts: Sequence[Rows]) -> ReplayPlan | None:
+        """Returns the steps of recurrent layers in a pass, which ``finish`` must follow; None without such layers."""
+        return None
+
+    def finish(self) -> None:
+        """Records that the pass that was planned last has run."""
 
     def reserve(self, number: int, first: int, rows: int) -> int:
         """Allocates pages for ``rows`` rows, of which those from ``first`` on will be written.

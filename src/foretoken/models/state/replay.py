@@ -1,0 +1,195 @@
+"""The order in which recurrent layers process the rows of a pass.
+
+A recurrent layer keeps one state per sequence, which each token changes. It cannot be rewound, so the state stays
+behind: it holds the committed tokens before the newest one (*the root*). For the root and the draft nodes only the
+small *inputs* of the layer are kept, in a log. A later pass replays the inputs of what was accepted, one after the
+other, in the order and with the operations of plain decoding, so the state has the same bits. A tree is walked depth
+first, with one running state and a copy where it branches.
+
+A pass is a list of *steps*. A step reads a state, adds one row, and writes a state: the sequence's own, or a copy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from foretoken.core.draft import Draft
+
+# Places of states, as csrc/recurrent.hpp numbers them; from 0 on, copies.
+OWN, ZEROS, NOWHERE = -1, -2, -2
+NOTHING = -(2**31)  # stands for the inputs of rows before the first one
+
+
+def _ints() -> array[int]:
+    return array("i")
+
+
+def _words() -> array[int]:
+    return array("Q")
+
+
+class Rows(Protocol):
+    """One sequence's rows in a pass; see ``pass_plan.Part``."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def nodes_at(self) -> int: ...
+    @property
+    def draft(self) -> Draft: ...
+
+
+@dataclass(slots=True)
+class ReplayPlan:
+    """The steps of one pass, sequence after sequence, as the kernels read them.
+
+    Rows are encoded: from 0 on a row of the pass, and ``~place`` a place in the sequence's log.
+
+    Attributes:
+        first_step: [sequences + 1]. The first step of each sequence.
+        sources: [steps]. The state that a step reads: ``OWN``, ``ZEROS``, or a copy.
+        targets: [steps]. The state that it writes: ``OWN``, ``NOWHERE``, or a copy.
+        saves: [steps]. The snapshot that it also writes; -1 for none.
+        inputs: [steps, 1 + window]. The row of a step, then the rows before it, the nearest first.
+        copies: number of states that are needed beside the sequences' own.
+        states: [sequences]. Address of each sequence's state.
+        logs: [sequences]. Address of each sequence's log.
+        log_rows: [sequences]. Rows of the log of one layer.
+        snapshots: [snapshots]. Address of each snapshot's state.
+        moved: encoded rows whose inputs are copied.
+        moved_of: the sequence of each.
+        moved_to: the address in the first layer to which each is copied.
+        moved_stride: rows between this place in one layer and in the next.
+    """
+
+    first_step: array[int] = field(default_factory=lambda: array("i", [0]))
+    sources: array[int] = field(default_factory=_ints)
+    targets: array[int] = field(default_factory=_ints)
+    saves: array[int] = field(default_factory=_ints)
+    inputs: array[int] = field(default_factory=_ints)
+    copies: int = 0
+    states: array[int] = field(default_factory=_words)
+    logs: array[int] = field(default_factory=_words)
+    log_rows: array[int] = field(default_factory=_ints)
+    snapshots: array[int] = field(default_factory=_words)
+    moved: array[int] = field(default_factory=_ints)
+    moved_of: array[int] = field(default_factory=_ints)
+    moved_to: array[int] = field(default_factory=_words)
+    moved_stride: array[int] = field(default_factory=_ints)
+
+    def step(self, source: int, target: int, save: int, inputs: Sequence[int]) -> None:
+        """Adds a step."""
+        self.sources.append(source)
+        self.targets.append(target)
+        self.saves.append(save)
+        self.inputs.extend(inputs)
+        self.copies = max(self.copies, target + 1)
+
+    def move(self, row: int, address: int, stride: int) -> None:
+        """Has the inputs of a row of the current sequence copied."""
+        self.moved.append(row)
+        self.moved_of.append(len(self.first_step) - 1)
+        self.moved_to.append(address)
+        self.moved_stride.append(stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's rows in a pass, and its state and log before it.
+
+    Attributes:
+        position: number of rows that the state holds.
+        held: the log's places of the rows from ``position`` on.
+        window: the log's places of the rows before ``position``, the nearest first; -1 before the first row.
+        base: the row of the pass that is this sequence's first.
+        first: the cache row of that row.
+        count: number of rows in the pass.
+        root: the cache row of the newest committed token; draft node i follows in row ``root + 1 + i``.
+        draft: the draft whose nodes are the last rows.
+    """
+
+    position: int
+    held: Sequence[int]
+    window: Sequence[int]
+    base: int
+    first: int
+    count: int
+    root: int
+    draft: Draft
+
+    def encoded(self, row: int) -> int:
+        """Returns the code of a cache row from ``position`` on."""
+        return self.base + row - self.first if row >= self.first else ~self.held[row - self.position]
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Codes of the rows before ``position``, the nearest first."""
+        return tuple(~place if place >= 0 else NOTHING for place in self.window)
+
+    @property
+    def end(self) -> int:
+        """The cache row after the last one."""
+        return self.first + self.count
+
+
+def fold(plan: ReplayPlan, span: Span, saves: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Adds the steps of the committed rows before the root, which change the sequence's own state.
+
+    Args:
+        plan: the plan to extend.
+        span: the sequence.
+        saves: number of the snapshot to write by the number of rows that the state then holds.
+
+    Yields:
+        At every snapshot and after the last row: the number of rows that the state holds, and the codes of the rows
+        before it.
+    """
+    before, source = span.before, OWN if span.position else ZEROS
+    for row in range(span.position, span.root):
+        inputs = (span.encoded(row), *before)
+        save = saves.get(row + 1, -1)
+        plan.step(source, OWN, save, inputs)
+        source, before = OWN, inputs[:-1]
+        if save >= 0:
+            yield row + 1, before
+    yield span.root, before
+
+
+def branch(plan: ReplayPlan, span: Span, before: tuple[int, ...]) -> None:
+    """Adds the steps of the root and the draft nodes, depth first; none of them changes the sequence's own state.
+
+    Args:
+        plan: the plan to extend.
+        span: the sequence.
+        before: codes of the rows before the root.
+    """
+    children = _children(span.draft, max(0, span.first - span.root - 1))
+    source = OWN if span.root else ZEROS
+    waiting = [(-1, source, 0, before)]
+    while waiting:
+        node, source, copy, before = waiting.pop()
+        inputs = (span.encoded(span.root + 1 + node), *before)
+        below = children.get(node, ())
+        plan.step(source, copy if below else NOWHERE, -1, inputs)
+        # The last child goes on in the copy of its parent, which nobody reads after it.
+        for number, child in enumerate(reversed(below)):
+            waiting.append((child, copy, copy + bool(number), inputs[:-1]))
+
+
+def _children(draft: Draft, done: int) -> dict[int, list[int]]:
+    """Returns the children of each node, -1 the root, without branches whose nodes are all among the first ``done``."""
+    needed = set(range(done, len(draft)))
+    for node in range(len(draft) - 1, -1, -1):
+        if node in needed:
+            needed.add(draft.parents[node])
+    children: dict[int, list[int]] = {}
+    for node in sorted(needed - {-1}):
+        children.setdefault(draft.parents[node], []).append(node)
+    return children
