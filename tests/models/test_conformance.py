@@ -20,10 +20,15 @@ from .tiny import ARCHITECTURES, VOCAB, only_runner
 from .trees import repeating
 
 TOLERANCE = 1e-4
-NATIVE = [(name, runner) for name, tiny in ARCHITECTURES.items() if tiny.native for runner in ("compiled", "torch")]
+NATIVE = [
+    (name, runner)
+    for name, tiny in ARCHITECTURES.items()
+    if tiny.native
+    for runner in ("compiled", "torch")[: 1 + tiny.torch]
+]
 # The variants of one native family differ in nothing that transformers does not compute itself.
 VARIANTS = ("llama-tied", "qwen2", "qwen2-sliding")
-ALL = NATIVE + [(name, "hf") for name in ARCHITECTURES if name not in VARIANTS]
+ALL = NATIVE + [(name, "hf") for name, tiny in ARCHITECTURES.items() if name not in VARIANTS and tiny.torch]
 
 
 @dataclass

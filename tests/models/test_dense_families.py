@@ -114,4 +114,5 @@ def test_every_family_of_the_table_is_tested() -> None:
 def test_the_default_config_is_computed(family: str) -> None:
     from transformers import CONFIG_MAPPING
 
-    assert Decoder.supports({**CONFIG_MAPPING[family]().to_dict(), "model_type": family})
+    dense = {"num_experts": 0} if family == "qwen3_next" else {}
+    assert Decoder.supports({**CONFIG_MAPPING[family](**dense).to_dict(), "model_type": family})

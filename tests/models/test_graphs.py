@@ -30,7 +30,7 @@ from .tiny import ARCHITECTURES, only_runner
 from .trees import repeating
 
 CPU = torch.device("cpu")
-NATIVE = [name for name, tiny in ARCHITECTURES.items() if tiny.native]
+NATIVE = [name for name, tiny in ARCHITECTURES.items() if tiny.native and tiny.torch]
 META = torch.device("meta")  # no data: reading a value fails, as in a capture
 
 

@@ -48,6 +48,7 @@ class Tiny:
     config: dict[str, Any]
     native: bool = False  # computed by our own decoder
     eager: bool = False  # soft-capped attention, which sdpa would leave out
+    torch: bool = True  # also computed by torch operators, where it is native
 
     def build(self) -> Any:
         """A fresh random float32 module, the same every time."""
@@ -59,6 +60,8 @@ class Tiny:
             for name, parameter in module.named_parameters():
                 if parameter.ndim == 1:  # norms and biases that are left at 1 and 0 would hide mistakes
                     parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.1))
+                elif "conv" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
         return module.float().eval()
 
     def save(self, path: Path) -> Path:
@@ -115,6 +118,16 @@ TWO_ROPES: dict[str, Any] = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
+LINEAR_FIRST = ["linear_attention", "full_attention"]
+QWEN_HYBRID: dict[str, Any] = {
+    **GROUPED,
+    "rms_norm_eps": 1e-2,  # the norm of small outputs would magnify the rounding of transformers' own float32
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 
 ARCHITECTURES: dict[str, Tiny] = {
     "llama": Tiny("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}, native=True),
@@ -135,6 +148,49 @@ ARCHITECTURES: dict[str, Tiny] = {
         "Gemma3Text",
         {**GEMMA, "sliding_window": 6, "layer_types": ALTERNATING, "rope_parameters": TWO_ROPES},
         native=True,
+    ),
+    "qwen3.5": Tiny(
+        "Qwen3_5Text",
+        {
+            **QWEN_HYBRID,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+        native=True,
+        torch=False,
+    ),
+    "qwen3.5-linear-last": Tiny(
+        "Qwen3_5Text",
+        {**QWEN_HYBRID, "linear_value_head_dim": 16, "layer_types": ["full_attention", "linear_attention"]},
+        native=True,
+        torch=False,
+    ),
+    "qwen3-next": Tiny(
+        "Qwen3Next",
+        {**QWEN_HYBRID, "num_experts": 0, "shared_expert_intermediate_size": 1, "layer_types": LINEAR_FIRST},
+        native=True,
+        torch=False,
+    ),
+    "bamba": Tiny(
+        "Bamba",
+        {
+            **GROUPED,
+            "rms_norm_eps": 1e-2,
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_proj_bias": True,
+        },
+        native=True,
+        torch=False,
+    ),
+    "lfm2": Tiny(
+        "Lfm2",
+        {**GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+        native=True,
+        torch=False,
     ),
     "gpt2": Tiny("GPT2", GPT2),
     "gpt-neox": Tiny("GPTNeoX", COMMON),

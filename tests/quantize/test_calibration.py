@@ -43,7 +43,7 @@ def run_through(source: SourceCheckpoint, text: Calibration, scale: float = 1.0)
     return text.losses(ends, ends)
 
 
-@pytest.mark.parametrize("family", [name for name, tiny in ARCHITECTURES.items() if tiny.native])
+@pytest.mark.parametrize("family", [name for name, tiny in ARCHITECTURES.items() if tiny.native and tiny.torch])
 def test_the_losses_are_those_of_the_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "WINDOW", 40)
     path = ARCHITECTURES[family].save(tmp_path)

@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.quantize import floats, stacked
-from foretoken.models.formats.weights import LayerWeights, Source, read_ends, read_layer
+from foretoken.models.formats.weights import LayerWeights, SelfAttentionWeights, Source, read_ends, read_layer
 from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
 from foretoken.quantize.rounding import Curvature
 
@@ -134,6 +134,7 @@ def _step(a: Architecture, layer: int, w: LayerWeights, x: Tensor, record: Recor
         return F.linear(inputs, floats(stacked(matrices), torch.float32), bias)  # type: ignore[arg-type]
 
     attention, mlp, kind = w.mixer, w.mlp, a.stack[layer]
+    assert isinstance(attention, SelfAttentionWeights)  # checkpoints with other layers are refused when they are opened
     heads = multiply("qkv", normalize(a, x, w.norm), *attention.qkv, bias=attention.qkv_bias)
     heads = heads.unflatten(-1, (-1, a.head_dim))
     queries, keys, values = heads.transpose(1, 2).split((a.heads, a.kv_heads, a.kv_heads), dim=1)

@@ -70,6 +70,11 @@ class SourceCheckpoint:
             raise InvalidRequest(
                 f"{path} (type {kind!r}) is neither a model that the native runtime computes nor EAGLE or Medusa heads"
             )
+        if Decoder.supports(config) and Architecture.of(config).recurrence is not None:
+            raise InvalidRequest(
+                f"{path} (type {kind!r}) has recurrent layers, which are not rounded here; quantization='int8' or "
+                "'int4' rounds them on loading"
+            )
         if Decoder.supports(config) and not _by_llamas_names(config):
             raise InvalidRequest(
                 f"{path} (type {kind!r}) has other names or layouts of tensors than Llama, which are not rounded here; "

@@ -14,6 +14,7 @@ from foretoken.core.schema import parse
 from foretoken.models.families import facts
 from foretoken.models.families.family import FULL, SLIDING, Family, HeadNorms, TensorNames
 from foretoken.models.families.layers import Layer
+from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.families.rope import computes_rope, inverse_frequencies, rope_settings, rotary_scale
 from foretoken.models.families.schema import CausalConfig
 from foretoken.models.families.table import FAMILIES
@@ -92,6 +93,8 @@ class Architecture:
         learned_positions: row of the first position in the table of learned positions; None without a table.
         names: names of the checkpoint's tensors.
         weightless: whether the checkpoint has no weights of norms, which are then 1.
+        gated_attention: whether attention's output is multiplied by the sigmoid of a gate before its last matrix.
+        recurrence: sizes of the recurrent layers; None if there are none.
     """
 
     family: str
@@ -124,6 +127,13 @@ class Architecture:
     learned_positions: int | None = None
     names: TensorNames = field(default_factory=TensorNames)
     weightless: bool = False
+    gated_attention: bool = False
+    recurrence: Recurrence | None = None
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention, which have a KV cache."""
+        return sum(layer.mixer == "attention" for layer in self.stack)
 
     @property
     def layers(self) -> int:
@@ -218,7 +228,7 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     family, c, _ = _read(config)
     if (activation := c.get("hidden_act") or "silu") not in _ACTIVATIONS:
         return f"activation {activation!r}"
-    if other := sorted(set(c["layer_types"]) - {FULL, SLIDING}):
+    if other := sorted(set(c["layer_types"]) - {FULL, SLIDING, *family.mixers}):
         return f"layers of the type {other[0]!r}"
     for kind in (FULL, SLIDING) if family.rotary else ():
         if not computes_rope(settings := rope_settings(c, kind), facts.head_dim(c)):
@@ -256,7 +266,12 @@ def _stack(c: Mapping[str, Any], family: Family, said: Mapping[str, Any], rotary
         parallel=said.get("parallel", family.parallel),
     )
     return tuple(
-        replace(layer, window=window if kind == SLIDING else 0, rope=rope if rotary else -1)
+        replace(
+            layer,
+            mixer=family.mixers.get(kind, "attention"),
+            window=window if kind == SLIDING else 0,
+            rope=rope if rotary else -1,
+        )
         for kind, rope in zip(c["layer_types"], ropes, strict=True)
     )
 

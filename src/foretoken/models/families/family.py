@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from foretoken.models.families.layers import PRE, NormPlaces
+from foretoken.models.families.layers import PRE, Mixer, NormPlaces
 
 Config = Mapping[str, Any]
 HeadNorms = Literal["before", "after", "all"]
@@ -26,6 +26,7 @@ class TensorNames:
         by_group: whether that matrix has, for each head of keys, its queries, its keys and its values; otherwise all
             queries, all keys, all values.
         up: gate and up, one matrix of both, or up alone.
+        recurrent: prefix of the names of a recurrent mixer.
         transposed: whether matrices are stored as [in, out] (GPT-2).
     """
 
@@ -47,6 +48,7 @@ class TensorNames:
     out: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    recurrent: str = "linear_attn."
     transposed: bool = False
 
 
@@ -83,6 +85,7 @@ class Family:
         head_norms: where queries and keys are normed; None for nowhere.
         rotary: whether positions are rotary.
         position_offset: row of the first position in the table of learned positions.
+        mixers: token mixers by kind of layer, beside attention.
         kinds: returns the kind of each layer for a config.json that does not list them.
         facts: returns what else config.json says: values for fields of ``Architecture``, for those of this class, and
             ``rope``, the index of each layer's rotary frequencies.
@@ -102,6 +105,7 @@ class Family:
     head_norms: HeadNorms | None = None
     rotary: bool = True
     position_offset: int = 0
+    mixers: Mapping[str, Mixer] = field(default_factory=dict)
     kinds: Callable[[Config], list[str]] = all_full
     facts: Callable[[Config], dict[str, Any]] = no_facts
     refuses: Callable[[Config], str | None] = supported

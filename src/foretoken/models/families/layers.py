@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Mixer = Literal["attention"]
+Mixer = Literal["attention", "delta", "convolution", "mamba"]
 Mlp = Literal["gated", "ungated"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ Base = Annotated[float, Field(ge=1, le=1e30)]
 _Letters = Annotated[str, Field(pattern="^[LG]+$", max_length=10_000)]
 Pattern = Annotated[int, Field(ge=0, le=10_000)] | _Letters
 Buckets = Annotated[int, Field(ge=4, le=65_536)]
+Taps = Annotated[int, Field(ge=1, le=8)]  # rows that a convolution reads
 Distance = Annotated[int, Field(ge=1, le=2**20)]
 
 
@@ -119,6 +120,28 @@ class CausalConfig(Schema):
     rope_local_base_freq: Base | None = None
     rope_parameters: Rope | None = None
     rope_scaling: Rope | None = None
+    # of models with recurrent layers
+    num_experts: Annotated[int, Field(ge=0)] | None = None
+    full_attention_interval: Layers | None = None
+    linear_conv_kernel_dim: Taps | None = None
+    linear_key_head_dim: Heads | None = None
+    linear_value_head_dim: Heads | None = None
+    linear_num_key_heads: Heads | None = None
+    linear_num_value_heads: Heads | None = None
+    conv_L_cache: Taps | None = None
+    mamba_n_heads: Heads | None = None
+    mamba_n_groups: Heads | None = None
+    mamba_d_state: Heads | None = None
+    mamba_d_conv: Taps | None = None
+    mamba_expand: Annotated[int, Field(ge=1, le=16)] | None = None
+    attn_layer_indices: list[Annotated[int, Field(ge=0)]] | None = None
+    time_step_limit: Annotated[list[Any], Field(min_length=2, max_length=2)] | None = None  # a number may be infinite
+    block_multiple_of: Size | None = None
+    block_ffn_dim_multiplier: Positive | None = None
+    block_auto_adjust_ff_dim: bool | None = None
+    block_ff_dim: Size | None = None
+    tie_embedding: bool | None = None
+    full_attn_idxs: list[Annotated[int, Field(ge=0)]] | None = None
     # of GPT-2 and its relatives
     rotary_dim: Size | None = None
     scale_attn_weights: bool | None = None
@@ -142,6 +165,15 @@ class CausalConfig(Schema):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        for name in ("mamba_n_heads", "mamba_n_groups"):
+            whole = (self.mamba_expand or 1) * self.hidden_size if name == "mamba_n_heads" else self.mamba_n_heads
+            if (part := getattr(self, name)) and (whole or 0) % part:
+                raise ValueError(f"has {name} = {part}, which should divide {whole}")
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if keys and values and values % keys:
+            raise ValueError(
+                f"has linear_num_value_heads = {values}, which should be a multiple of linear_num_key_heads = {keys}"
+            )
         layers, heads = self.num_hidden_layers, self.num_attention_heads
         for name in ("layer_types", "no_rope_layers"):
             listed = getattr(self, name)

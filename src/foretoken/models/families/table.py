@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from foretoken.models.families import facts
+from foretoken.models.families import facts, recurrence
 from foretoken.models.families.family import Family, TensorNames
 from foretoken.models.families.layers import POST, SANDWICH
 
@@ -84,6 +84,22 @@ _BLOOM = replace(
     qkv=("self_attention.query_key_value",),
     out="self_attention.dense",
 )
+_QWEN_HYBRID = Family(
+    defaults={
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    norm_offset=1.0,
+    head_norms="before",
+    mixers={recurrence.LINEAR: "delta"},
+    kinds=recurrence.qwen_kinds,
+    facts=recurrence.qwen,
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
@@ -93,6 +109,61 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family(kinds=facts.qwen_kinds),
     "qwen3": Family(defaults={"head_dim": 128}, kinds=facts.qwen_kinds, head_norms="before"),
+    "qwen3_5_text": _QWEN_HYBRID,
+    "qwen3_next": replace(
+        _QWEN_HYBRID, defaults={**_QWEN_HYBRID.defaults, "num_experts": 512}, refuses=recurrence.has_experts
+    ),
+    "bamba": Family(
+        names=replace(
+            LLAMA,
+            last_norm="final_layernorm",
+            mlp_norm="pre_ff_layernorm",
+            up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+            recurrent="mamba.",
+        ),
+        defaults={
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
+        mixers={recurrence.LINEAR: "mamba"},
+        kinds=recurrence.bamba_kinds,
+        facts=recurrence.bamba,
+        refuses=recurrence.bounded_steps,
+    ),
+    "lfm2": Family(
+        names=replace(
+            LLAMA,
+            last_norm="embedding_norm",
+            norm="operator_norm",
+            mlp_norm="ffn_norm",
+            q_norm="self_attn.q_layernorm",
+            k_norm="self_attn.k_layernorm",
+            out="self_attn.out_proj",
+            up=("feed_forward.w1", "feed_forward.w3"),
+            down="feed_forward.w2",
+            recurrent="conv.",
+        ),
+        aliases={"rms_norm_eps": "norm_eps"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "conv_L_cache": 3,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True,
+        },
+        head_norms="before",
+        mixers={recurrence.CONVOLUTION: "convolution"},
+        kinds=recurrence.lfm2_kinds,
+        facts=recurrence.lfm2,
+    ),
     "smollm3": Family(
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True}, kinds=facts.smollm3_kinds, facts=facts.smollm3
     ),

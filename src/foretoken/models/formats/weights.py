@@ -14,6 +14,7 @@ from foretoken.models.formats.finite import converted
 from foretoken.models.formats.memory import give_back, reuse_freed
 from foretoken.models.formats.quantize import Matrix, Quantizer
 from foretoken.models.formats.reader import TensorReader, located, rows_of
+from foretoken.models.formats.recurrent import RecurrentWeights, read_convolution, read_delta, read_mamba, slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class NormWeight:
 
 @dataclass(frozen=True, slots=True)
 class SelfAttentionWeights:
-    """The weights of a layer's attention. ``qkv`` holds the rows of queries, keys and values.
+    """The weights of a layer's attention. ``qkv`` holds the rows of queries, keys and values, then gates.
 
     Norms of heads are [head_dim] for all heads, or [heads * head_dim].
     """
@@ -66,7 +67,7 @@ class LayerWeights:
     """
 
     norm: NormWeight | None
-    mixer: SelfAttentionWeights
+    mixer: SelfAttentionWeights | RecurrentWeights
     after_mixer: NormWeight | None
     mlp_norm: NormWeight | None
     mlp: DenseMlpWeights
@@ -144,7 +145,7 @@ def read_layer(source: Source, index: int) -> LayerWeights:
 
     return LayerWeights(
         norm=norm(names.norm, norms.mixer),
-        mixer=_attention(a, reader, at),
+        mixer=_mixer(a, reader, at, index),
         after_mixer=norm(names.after_mixer, norms.after_mixer),
         mlp_norm=norm(names.mlp_norm, norms.mlp),
         mlp=_mlp(a, reader, at, a.stack[index].mlp == "gated"),
@@ -152,11 +153,21 @@ def read_layer(source: Source, index: int) -> LayerWeights:
     )
 
 
+def _mixer(a: Architecture, reader: TensorReader, at: str, index: int) -> SelfAttentionWeights | RecurrentWeights:
+    mixer = a.stack[index].mixer
+    if mixer == "attention" or a.recurrence is None:
+        return _attention(a, reader, at)
+    read = {"delta": read_delta, "mamba": read_mamba, "convolution": read_convolution}[mixer]
+    return read(a.recurrence, reader, at + a.names.recurrent, a.hidden)
+
+
 def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionWeights:
     names, wide, narrow = a.names, a.heads * a.head_dim, a.kv_heads * a.head_dim
     qkv, out = tuple(at + name for name in names.qkv), at + names.out
-    weights = reader.parts(qkv, wide + 2 * narrow, a.hidden)
-    bias = reader.bias(qkv, wide + 2 * narrow)
+    rows = (1 + a.gated_attention) * wide + 2 * narrow
+    weights, bias = reader.parts(qkv, rows, a.hidden), reader.bias(qkv, rows)
+    if a.gated_attention:
+        weights, bias = _gates_last(a, weights), None if bias is None else _bias_gates_last(a, bias)
     if names.by_group:
         order = _by_group(a)
         weights, bias = (rows_of(weights[0], order, reader.dtype),), None if bias is None else bias[order]
@@ -168,6 +179,19 @@ def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionW
         out=reader.matrix(out, a.hidden, wide),
         out_bias=reader.bias((out,), a.hidden),
     )
+
+
+def _gates_last(a: Architecture, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+    """Moves the gates of attention, which are stored behind the queries of each head, behind the values."""
+    queries, *others = parts
+    gates = [(first + a.head_dim, first + 2 * a.head_dim) for first in range(0, queries.shape[0], 2 * a.head_dim)]
+    return *slices(queries, [(first - a.head_dim, first) for first, _ in gates]), *others, *slices(queries, gates)
+
+
+def _bias_gates_last(a: Architecture, bias: Tensor) -> Tensor:
+    wide = a.heads * a.head_dim
+    queries, rest = bias[: 2 * wide].unflatten(0, (a.heads, 2, a.head_dim)), bias[2 * wide :]
+    return torch.cat((queries[:, 0].flatten(), rest, queries[:, 1].flatten()))
 
 
 def _by_group(a: Architecture) -> Tensor:

@@ -46,7 +46,8 @@ def build_runner(
         weight_format: one of ``options.WEIGHT_FORMATS``.
 
     Raises:
-        InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor.
+        InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor, or the model has
+            recurrent layers and there are no compiled kernels for it.
     """
     packed = weight_format == "packed"
     if packed and (device.type != "cpu" or dtype != torch.bfloat16):
@@ -64,9 +65,20 @@ def build_runner(
                 ) from reason
             if not isinstance(reason, KernelsDisabled):
                 report_fallback(str(reason))
+            if architecture.recurrence is not None:
+                raise InvalidRequest(_no_kernels(architecture, str(reason))) from reason
+    if architecture.recurrence is not None:
+        raise InvalidRequest(_no_kernels(architecture, f"the device is {device.type}"))
     if device.type == "cuda" and entry is None and architecture.alibi is None:
         return GraphRunner(architecture, layers, ends, dtype, device)
     return TorchRunner(architecture, layers, ends, dtype, device, entry)
+
+
+def _no_kernels(architecture: Architecture, reason: str) -> str:
+    return (
+        f"the recurrent layers of a {architecture.family} are computed by the compiled kernels alone: {reason}; run it "
+        "on a CPU that has them (foretoken info says why not)"
+    )
 
 
 @functools.cache

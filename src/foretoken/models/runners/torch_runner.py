@@ -86,12 +86,18 @@ class TorchLayer:
         """Packs a layer's weights for ``device``."""
         return TorchLayer(
             norm=_norm_to(weights.norm, device),
-            mixer=TorchAttention.of(device, weights.mixer),
+            mixer=TorchAttention.of(device, _attention_of(weights)),
             after_mixer=_norm_to(weights.after_mixer, device),
             mlp_norm=_norm_to(weights.mlp_norm, device),
             mlp=TorchMlp.of(device, weights.mlp),
             after_mlp=_norm_to(weights.after_mlp, device),
         )
+
+
+def _attention_of(weights: LayerWeights) -> SelfAttentionWeights:
+    """Returns the weights of a layer's attention; ``choose`` gives models with recurrent layers to no other runner."""
+    assert isinstance(weights.mixer, SelfAttentionWeights)
+    return weights.mixer
 
 
 class TorchRunner(DecoderOnly):

@@ -50,6 +50,16 @@ class AttentionSpec(Structure):
     ]
 
 
+class RecurrentSpec(Structure):
+    """The weights of a recurrent mixer."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("into", "gates", "out")),
+        *((name, c_void_p) for name in ("conv", "conv_bias", "decay", "step_bias", "norm", "skip")),
+        ("state_layer", c_int32),
+    ]
+
+
 class MlpSpec(Structure):
     """The weights of a dense MLP."""
 
@@ -63,6 +73,7 @@ class LayerSpec(Structure):
         *((name, NormSpec) for name in ("norm", "after_mixer", "mlp_norm", "after_mlp")),
         *((name, c_int32) for name in ("mixer", "mlp", "parallel")),
         ("attention", AttentionSpec),
+        ("recurrent", RecurrentSpec),
         ("dense", MlpSpec),
     ]
 
@@ -71,6 +82,18 @@ class RopeSpec(Structure):
     """A rotary table, which grows with the sequences."""
 
     _fields_ = [("table", c_void_p), ("half", c_int32), ("paired", c_int32)]
+
+
+class StateSpec(Structure):
+    """Sizes of recurrent layers."""
+
+    _fields_ = [
+        (name, c_int32)
+        for name in (
+            *("window", "channels", "out", "gates", "inputs"),
+            *("key_heads", "value_heads", "key_dim", "value_dim"),
+        )
+    ]
 
 
 class ModelSpec(Structure):
@@ -90,7 +113,20 @@ class ModelSpec(Structure):
         *((name, c_int32) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")),
         *((name, c_int32) for name in ("activation", "centered", "norm_heads", "joined", "norm_first")),
         *((name, c_float) for name in ("eps", "scale", "score_cap", "logit_cap", "embedding_scale")),
-        *((name, c_float) for name in ("residual_scale", "logit_scale", "clip")),
+        *((name, c_float) for name in ("residual_scale", "logit_scale")),
+        ("gated_attention", c_int32),
+        ("state", StateSpec),
+        ("clip", c_float),
+    ]
+
+
+class ReplaySpec(Structure):
+    """The steps of recurrent layers in a pass; the fields are those of ``state.replay.ReplayPlan``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("first_step", "sources", "targets", "saves", "inputs", "states", "logs")),
+        *((name, c_void_p) for name in ("log_rows", "snapshots", "moved", "moved_of", "moved_to", "moved_stride")),
+        *((name, c_int32) for name in ("steps", "copies", "moves")),
     ]
 
 
@@ -101,6 +137,7 @@ class BatchSpec(Structure):
         *((name, c_void_p) for name in ("tokens", "positions", "places", "prefix", "branch_from", "branches")),
         *((name, c_void_p) for name in ("sequence_from", "pages", "outputs", "logits", "tap_layers", "taps")),
         ("features", c_void_p),
+        ("replay", POINTER(ReplaySpec)),
         *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "reach")),
     ]
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from foretoken.models.families.architecture import Activation, Architecture
 from foretoken.models.families.family import HeadNorms
 from foretoken.models.families.layers import Mixer, Mlp
+from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.grouped import Grouped, joinable
 from foretoken.models.formats.quantize import Int8, floats
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
+from foretoken.models.formats.recurrent import RecurrentWeights
 from foretoken.models.formats.weights import (
     DenseMlpWeights,
     Ends,
@@ -30,11 +32,13 @@ from foretoken.models.runners.native.bindings import (
     MlpSpec,
     ModelSpec,
     NormSpec,
+    RecurrentSpec,
+    StateSpec,
 )
 from foretoken.models.runners.native.memory import Arena, pack
 
 # As csrc/specs.hpp and csrc/activations.hpp number them.
-MIXERS: dict[Mixer, int] = {"attention": 0}
+MIXERS: dict[Mixer, int] = {"attention": 0, "delta": 1, "convolution": 2, "mamba": 3}
 MLPS: dict[Mlp, int] = {"gated": 0, "ungated": 1}
 HEAD_NORMS: dict[HeadNorms, int] = {"before": 0, "after": 1, "all": 2}
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
@@ -108,10 +112,13 @@ class Description:
             residual_scale=a.residual_scale,
             logit_scale=a.logit_scale,
             clip=a.clip,
+            gated_attention=a.gated_attention,
+            state=_state(a.recurrence),
         )
 
     def _layer(self, number: int, weights: LayerWeights) -> LayerSpec:
         layer = self._architecture.stack[number]
+        mixer = weights.mixer
         return LayerSpec(
             norm=self._norm(weights.norm),
             after_mixer=self._norm(weights.after_mixer),
@@ -120,7 +127,8 @@ class Description:
             mixer=MIXERS[layer.mixer],
             mlp=MLPS[layer.mlp],
             parallel=layer.parallel,
-            attention=self._attention(number, weights.mixer),
+            attention=self._attention(number, mixer) if isinstance(mixer, SelfAttentionWeights) else AttentionSpec(),
+            recurrent=self._recurrent(number, mixer) if isinstance(mixer, RecurrentWeights) else RecurrentSpec(),
             dense=self._dense(weights.mlp, layer.mlp == "gated"),
         )
 
@@ -135,7 +143,21 @@ class Description:
             norm_stride=dim if own else 0,
             window=layer.window,
             rope=layer.rope,
-            cache_layer=number,
+            cache_layer=self._architecture.first(number).attention_layers,
+        )
+
+    def _recurrent(self, number: int, weights: RecurrentWeights) -> RecurrentSpec:
+        return RecurrentSpec(
+            into=self._matrix(weights.into, weights.into_bias),
+            gates=Matrix() if weights.gates is None else self._matrix([weights.gates]),
+            out=self._matrix([weights.out], weights.out_bias),
+            conv=self._keep(weights.conv),
+            conv_bias=self._keep(weights.conv_bias),
+            decay=self._keep(weights.decay),
+            step_bias=self._keep(weights.step_bias),
+            norm=self._keep(weights.norm),
+            skip=self._keep(weights.skip),
+            state_layer=number - self._architecture.first(number).attention_layers,
         )
 
     def _dense(self, weights: DenseMlpWeights, gated: bool) -> MlpSpec:
@@ -161,6 +183,11 @@ class Description:
         tensor = tensor.contiguous()
         self.held.append(tensor)
         return tensor.data_ptr()
+
+
+def _state(r: Recurrence | None) -> StateSpec:
+    names = [field[0] for field in StateSpec._fields_]
+    return StateSpec() if r is None else StateSpec(*(getattr(r, name) for name in names))
 
 
 def _wide(embedding: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from ctypes import Structure
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from foretoken.models.runners.native.bindings import (
     Matrix,
     ModelSpec,
     NormSpec,
+    ReplaySpec,
     RopeSpec,
 )
 from foretoken.models.runners.native.build import library, packing_library
@@ -30,7 +33,10 @@ from foretoken.models.runners.native.describe import Description
 from foretoken.models.runners.native.image import WeightImage
 from foretoken.models.runners.native.memory import KINDS, Arena, padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.state.hybrid import HybridState
 from foretoken.models.state.pages import PAGE, Pages
+from foretoken.models.state.recurrent import StateShape
+from foretoken.models.state.replay import ReplayPlan
 
 
 class NativeRunner(DecoderOnly):
@@ -98,6 +104,12 @@ class NativeRunner(DecoderOnly):
             )
         if entry is not None and a.hidden % UNIT:
             raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
+        r = a.recurrence
+        if r is not None and any(size % LANES for size in (r.channels, r.out, r.key_dim, r.value_dim)):
+            raise KernelsUnavailable(
+                f"the kernels need recurrent heads and channels of multiples of {LANES}, not {r.key_dim}, "
+                f"{r.value_dim}, {r.channels} and {r.out}"
+            )
         self._arena = Arena(packing_library())
         self._held: list[object] = []  # tensors and structures that the specification points to
         self.weight_bytes = self.product_bytes = 0  # of matrices and the embedding as they are held; 0: not known
@@ -141,12 +153,28 @@ class NativeRunner(DecoderOnly):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self._architecture.layers * self._row_bytes
+        return self._architecture.attention_layers * self._row_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        shape = self._state_shape()
+        return 0 if shape is None else shape.bytes
+
+    def _state_shape(self) -> StateShape | None:
+        a, r = self._architecture, self._architecture.recurrence
+        return None if r is None else StateShape(a.layers - a.attention_layers, r.state, r.inputs, r.window)
 
     def _new_pages(self) -> Pages:
-        return Pages(self._arena.allocate, PAGE * self.kv_bytes_per_token)
+        page, shape = PAGE * self.kv_bytes_per_token, self._state_shape()
+        if shape is None or not shape.layers:
+            return Pages(self._arena.allocate, page)
+        return HybridState(self._arena, max(page, PAGE), shape)
+
+    def resume(self, slot: int, rows: int) -> int:
+        return self._pages.resume(slot, rows)
 
     def move(self, slot: int, destination: int, sources: Sequence[int]) -> None:
+        self._pages.accept(slot, destination, sources)
         if not sources or (sources[0] == destination and sources[-1] == destination + len(sources) - 1):
             return
         rows = array("i", sources)
@@ -166,10 +194,12 @@ class NativeRunner(DecoderOnly):
         arrays["tap_layers"] = array("i", tapped)
         arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
         features = plan.features.float().contiguous() if plan.features is not None else None
+        steps = self._pages.plan(plan.parts)
         batch = BatchSpec(
             **{name: values.buffer_info()[0] for name, values in arrays.items()},
             features=features.data_ptr() if features is not None else None,
             logits=logits_out.data_ptr() if logits_out is not None else None,
+            replay=_replay(steps) if steps is not None else None,
             rows=len(plan.tokens),
             sequences=len(plan.parts),
             output_count=outputs,
@@ -178,6 +208,7 @@ class NativeRunner(DecoderOnly):
         )
         if self._library.foretoken_run(self._spec, batch, self._workspace, self.threads):
             raise MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")
+        self._pages.finish()
         return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped)
 
     def first(self, architecture: Architecture, norm: Tensor | None) -> NativeRunner:
@@ -254,6 +285,13 @@ def _matrices(spec: Structure) -> Iterator[Matrix]:
             yield getattr(spec, name)
         elif issubclass(kind, Structure):
             yield from _matrices(getattr(spec, name))
+
+
+def _replay(plan: ReplayPlan) -> Any:
+    """Returns a pointer to a plan's arrays, which must outlive it."""
+    names = [field[0] for field in ReplaySpec._fields_ if field[1] is ctypes.c_void_p]
+    places = {name: getattr(plan, name).buffer_info()[0] for name in names}
+    return ctypes.pointer(ReplaySpec(**places, steps=len(plan.sources), copies=plan.copies, moves=len(plan.moved)))
 
 
 def _arrays(plan: PassPlan) -> dict[str, array[int]]:

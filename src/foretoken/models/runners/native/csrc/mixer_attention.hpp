@@ -16,17 +16,20 @@ struct AttentionMixer {
 
     AttentionMixer(Rows<kv>& rows, Workspace& w)
         : p(rows), m(rows.m), layout(m, kv), tiles(&w.tiles), answered_tiles(w.answered_tiles),
-          qkv_width(padded((m.heads + 2 * m.kv_heads) * m.head_dim, 32)), heads_width((int64_t)m.heads * m.head_dim),
+          qkv_width(row_numbers(m)), heads_width((int64_t)m.heads * m.head_dim),
           qkv((float*)w.qkv.data), mixed((float*)w.mixed.data), scores((float*)w.own_scores[p.member.thread].data),
           queries((Word*)w.queries.data) {}
 
+    static int64_t row_numbers(const ModelSpec& m) {
+        return padded(((1 + m.gated_attention) * m.heads + 2 * m.kv_heads) * m.head_dim, 32);
+    }
     static int64_t score_length(const BatchSpec& b) { return padded(b.reach, PAGE) + LANES; }
 
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, heads = m.heads * m.head_dim;
         tile(m, b, w.tiles);
         tile(m, w.answered.batch, w.answered_tiles);
-        w.qkv.room<float>(rows * padded((m.heads + 2 * m.kv_heads) * m.head_dim, 32));
+        w.qkv.room<float>(rows * row_numbers(m));
         w.queries.room<Word>(rows * heads / per_word(kv));
         if (Widest(m).encoded) w.mixed.room<float>(rows * heads);
         for (int t = 0; t < threads; t++) w.own_scores[t].room<float>(TILE_QUERIES * (score_length(b) + 2 * m.head_dim));
@@ -51,6 +54,7 @@ struct AttentionMixer {
     void move_row(int to, int from) {
         const int64_t words = (int64_t)m.heads * layout.key_words;
         std::memcpy(queries + to * words, queries + from * words, sizeof(Word) * words);
+        if (m.gated_attention) std::memcpy(gates(to), gates(from), sizeof(float) * heads_width);
     }
 
     void rows_left() { tiles = &answered_tiles; }
@@ -150,9 +154,12 @@ struct AttentionMixer {
         return int(std::upper_bound(p.b.sequence_from, p.b.sequence_from + p.b.sequences + 1, row) - p.b.sequence_from) - 1;
     }
 
+    float* gates(int64_t row) const { return qkv + row * qkv_width + heads_width + 2 * m.kv_heads * m.head_dim; }
+
     void keep(const Matrix& out, int row, int head, const float* values) {
         for (int i = 0; i < m.head_dim; i += LANES) {
             Floats v = load(values + i);
+            if (m.gated_attention) v = v * sigmoid(load(gates(row) + head * m.head_dim + i));
             if (is_float(out)) put_floats(out, p.inputs[ATTENDED] + row * out.steps, head * m.head_dim + i, v);
             else store(mixed + ((int64_t)row * m.heads + head) * m.head_dim + i, v);
         }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "mixer_attention.hpp"
+#include "mixer_recurrent.hpp"
 #include "mlp_dense.hpp"
 #include "start.hpp"
 
@@ -20,10 +21,11 @@ struct Pass {
     Rows<kv> p;
     Start<kv> start;
     AttentionMixer<kv> attention;
+    RecurrentMixer<kv> recurrent;
     DenseMlp<kv> dense;
 
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
-        : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), dense(p, w) {}
+        : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), recurrent(p, w), dense(p, w) {}
 
     // Allocates the memory of a pass, before its threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
@@ -31,6 +33,7 @@ struct Pass {
         Rows<kv>::reserve(m, b, w, threads);
         Start<kv>::reserve(m, b, w);
         AttentionMixer<kv>::reserve(m, b, w, threads);
+        RecurrentMixer<kv>::reserve(m, b, w, threads);
         DenseMlp<kv>::reserve(m, b, w);
     }
 
@@ -40,11 +43,11 @@ struct Pass {
             const LayerSpec& layer = m.layers[number];
             tap(number);
             enter_mixer(layer, number);
-            if (number == m.layer_count - 1 && answered.rows < p.b.rows) drop_rows();
+            if (number == m.layer_count - 1 && answered.rows < p.b.rows) drop_rows(layer);
             if (!p.b.rows) break;
-            attention.mix(layer);
+            mixes(layer) ? attention.mix(layer) : recurrent.mix(layer);
             if (layer.parallel) dense.enter(layer);
-            attention.leave(layer);
+            mixes(layer) ? attention.leave(layer) : recurrent.leave(layer);
             if (!layer.parallel) dense.enter(layer);
             dense.leave(layer);
         }
@@ -54,19 +57,22 @@ struct Pass {
     }
 
    private:
+    static bool mixes(const LayerSpec& layer) { return layer.mixer == ATTENTION; }
+
     void enter_mixer(const LayerSpec& layer, int number) {
+        if (!mixes(layer)) return recurrent.enter(layer);
         const Matrix& qkv = layer.attention.qkv;
         attention.enter(layer.attention, m.joined && number == 0 ? start.joined(qkv, layer.norm) : p.normed(qkv, layer.norm));
     }
 
     // Removes the rows without logits; the others move up, in order.
-    void drop_rows() {
+    void drop_rows(const LayerSpec& layer) {
         p.member.each(1, 1, [&](int64_t) {
             for (int i = 0; i < answered.rows; i++) {
                 const int row = p.b.outputs[i];
                 if (row == i) continue;
                 std::memcpy(p.hidden + i * p.width, p.hidden + row * p.width, sizeof(float) * p.width);
-                attention.move_row(i, row);
+                mixes(layer) ? attention.move_row(i, row) : recurrent.move_row(i, row);
             }
         });
         p.b = answered;

@@ -87,6 +87,8 @@ inline Floats hyperbolic_tangent(Floats x) {
     return (e - floats(1.0f)) / (e + floats(1.0f));
 }
 
+inline Floats sigmoid(Floats x) { return floats(1.0f) / (floats(1.0f) + exponential(floats(0.0f) - x)); }
+
 inline Floats silu(Floats x) { return x / (floats(1.0f) + exponential(floats(0.0f) - x)); }
 
 // GELU with the tanh approximation (1606.08415, section 2).

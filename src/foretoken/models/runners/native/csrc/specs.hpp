@@ -7,7 +7,7 @@
 
 constexpr int PAGE = 64;  // cache rows of one page; models/state/pages.py has the same number
 
-enum MixerKind : int32_t { ATTENTION = 0 };
+enum MixerKind : int32_t { ATTENTION = 0, DELTA = 1, CONVOLUTION = 2, MAMBA = 3 };
 enum MlpKind : int32_t { GATED = 0, UNGATED = 1 };
 
 // The weights of a norm; without a weight there is no norm.
@@ -25,6 +25,16 @@ struct AttentionSpec {
     int32_t cache_layer;  // place of the keys and values in a page of the cache
 };
 
+// A recurrent mixer (mixer_recurrent.hpp): gated DeltaNet, Mamba-2, or a short convolution without a state.
+struct RecurrentSpec {
+    Matrix in, gates, out;           // `in`: channels of the convolution, then the gate of the output; gates: null without a state
+    const float *conv, *conv_bias;   // [window + 1][channels], the row itself first; [channels] or null
+    const float *decay, *step_bias;  // [value_heads]
+    const float* norm;               // [value_dim]; of Mamba-2 [out]
+    const float* skip;               // [value_heads]: this times the value is added to the output; or null
+    int32_t state_layer;             // place in states, logs and snapshots
+};
+
 // down(activation(gate) * up), or down(activation(up)).
 struct MlpSpec {
     Matrix up, down;  // GATED: blocks of gate and up alternate in `up`
@@ -36,6 +46,7 @@ struct LayerSpec {
     int32_t mlp;       // an MlpKind
     int32_t parallel;  // the MLP's input is that of the mixer; else the mixer's output is added before it
     AttentionSpec attention;
+    RecurrentSpec recurrent;
     MlpSpec dense;
 };
 
@@ -43,6 +54,8 @@ struct LayerSpec {
 template <class F>
 inline void each_matrix(const LayerSpec& layer, F f) {
     if (layer.mixer == ATTENTION) f(layer.attention.qkv), f(layer.attention.out);
+    else f(layer.recurrent.in), f(layer.recurrent.out);
+    if (layer.mixer == DELTA || layer.mixer == MAMBA) f(layer.recurrent.gates);
     f(layer.dense.up), f(layer.dense.down);
 }
 
@@ -51,6 +64,13 @@ struct RopeSpec {
     const float* table;
     int32_t half;
     int32_t paired;  // numbers 2 i and 2 i + 1 are rotated together; else i and i + half
+};
+
+// Sizes of recurrent layers, which are all alike. A row's inputs are its gates, padded, then its channels.
+struct StateSpec {
+    int32_t window;      // rows before a row that the convolution reads
+    int32_t channels, out, gates, inputs;
+    int32_t key_heads, value_heads, key_dim, value_dim;
 };
 
 struct ModelSpec {
@@ -75,11 +95,28 @@ struct ModelSpec {
     float eps, scale, score_cap, logit_cap, embedding_scale;
     float residual_scale;       // factor of what mixers and MLPs add to the residual stream
     float logit_scale;          // factor of the logits, before the cap
+    int32_t gated_attention;    // the rows of `qkv` end with gates of the output
+    StateSpec state;
     float clip;                 // queries, keys and values are clipped to [-clip, clip]; 0: no bound
 };
 
 // Norms of queries and keys: of each head before or after its rotation, or of all heads together before it.
 enum HeadNorm : int32_t { BEFORE_ROTATION = 0, AFTER_ROTATION = 1, ALL_HEADS = 2 };
+
+// The steps of recurrent layers in a pass; models/state/replay.py describes the fields.
+struct ReplaySpec {
+    const int32_t *first_step, *sources, *targets, *saves, *inputs;
+    float* const* states;
+    const float* const* logs;
+    const int32_t* log_rows;
+    float* const* snapshots;
+    const int32_t *moved, *moved_of;
+    float* const* moved_to;
+    const int32_t* moved_stride;
+    int32_t steps, copies, moves;
+};
+
+constexpr int32_t OWN_STATE = -1, ZERO_STATE = -2, NO_STATE = -2;  // beside copies, from 0 on
 
 struct BatchSpec {
     const int32_t *tokens, *positions, *places;    // [rows]; places: cache row in the sequence
@@ -92,6 +129,7 @@ struct BatchSpec {
     const int32_t *tap_layers;                     // [tap_count]
     float* const* taps;                            // [tap_count] -> [rows][hidden]
     const float* features;                         // [rows][hidden]; start of the residual stream, or null
+    const ReplaySpec* replay;                      // the steps of recurrent layers, or null
     int32_t rows, sequences, output_count, tap_count, reach;
 };
 

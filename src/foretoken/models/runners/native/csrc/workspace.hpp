@@ -55,7 +55,8 @@ struct QueryTile {
 // Buffers of one model. The names are those of the pass and its blocks.
 struct Workspace {
     Buffer hidden, embedded, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
-    std::vector<Buffer> own_words, own_scores;
+    Buffer recurrent, prepared, recurrent_mixed;
+    std::vector<Buffer> own_words, own_scores, own_states;
     Answered answered;
     std::vector<QueryTile> tiles, answered_tiles;
 };

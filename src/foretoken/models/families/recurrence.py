@@ -1,0 +1,141 @@
+"""Sizes of recurrent token mixers: gated DeltaNet (Qwen3.5), Mamba-2 (Bamba) and short convolutions (LFM2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LINEAR, CONVOLUTION = "linear_attention", "conv"  # kinds of layers
+GATE_UNIT = 32  # the gates of a row are padded to a multiple of this; csrc/mixer_recurrent.hpp has the same number
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Sizes of a model's recurrent layers, which are all alike.
+
+    A row's *inputs* to a layer are its gates, then the channels that enter the convolution.
+
+    Attributes:
+        window: number of earlier rows that the convolution reads.
+        channels: channels of the convolution.
+        paired: whether each channel is a product of two numbers.
+        out: width of the mixer's output, before its last matrix.
+        gates: numbers beside the channels: two for each head of values.
+        key_heads: heads of queries and of keys; in Mamba-2 the groups of C and B.
+        value_heads: heads of values; each head of keys serves ``value_heads / key_heads`` of them in a row.
+        key_dim: width of a head of keys.
+        value_dim: width of a head of values.
+    """
+
+    window: int
+    channels: int
+    out: int
+    paired: bool = False
+    gates: int = 0
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def inputs(self) -> int:
+        """Numbers of a row that are kept for one layer."""
+        return -(-self.gates // GATE_UNIT) * GATE_UNIT + (1 + self.paired) * self.channels
+
+    @property
+    def state(self) -> int:
+        """Numbers of one layer's state, the rows of the convolution apart."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+def delta(c: Mapping[str, Any]) -> Recurrence:
+    """Returns the sizes of gated DeltaNet (2412.06464) in a Qwen3-Next or Qwen3.5."""
+    keys, values = c["linear_num_key_heads"], c["linear_num_value_heads"]
+    key_dim, value_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]
+    return Recurrence(
+        window=c["linear_conv_kernel_dim"] - 1,
+        channels=2 * keys * key_dim + values * value_dim,
+        out=values * value_dim,
+        gates=2 * values,
+        key_heads=keys,
+        value_heads=values,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+
+
+def short_convolution(c: Mapping[str, Any]) -> Recurrence:
+    """Returns the sizes of the convolutions of an LFM2."""
+    return Recurrence(window=c["conv_L_cache"] - 1, channels=c["hidden_size"], out=c["hidden_size"], paired=True)
+
+
+def mamba(c: Mapping[str, Any]) -> Recurrence:
+    """Returns the sizes of Mamba-2 (2405.21060) in a Bamba. C and B are its queries and keys, x its values."""
+    heads, groups, width = c["mamba_n_heads"], c["mamba_n_groups"], c["mamba_d_state"]
+    out = c["mamba_expand"] * c["hidden_size"]
+    return Recurrence(
+        window=c["mamba_d_conv"] - 1,
+        channels=out + 2 * groups * width,
+        out=out,
+        gates=2 * heads,
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=width,
+        value_dim=out // heads,
+    )
+
+
+def bamba_kinds(c: Mapping[str, Any]) -> list[str]:
+    """Returns the kinds of Bamba's layers, which lists those with attention."""
+    full = c.get("attn_layer_indices") or ()
+    return ["full_attention" if i in full else LINEAR for i in range(c["num_hidden_layers"])]
+
+
+def bamba(c: Mapping[str, Any]) -> dict[str, Any]:
+    """Bamba."""
+    return {"recurrence": mamba(c)} if LINEAR in c["layer_types"] else {}
+
+
+def bounded_steps(c: Mapping[str, Any]) -> str | None:
+    """Refuses bounds of Mamba's steps."""
+    unbounded = {"__float__": "Infinity"}, math.inf  # as transformers writes it
+    low, high = c.get("time_step_limit") or (0.0, math.inf)
+    return None if low == 0.0 and high in unbounded else "bounds of the steps of Mamba-2"
+
+
+def qwen_kinds(c: Mapping[str, Any]) -> list[str]:
+    """Returns the kinds of Qwen3-Next's layers: full attention in each fourth one."""
+    every = c.get("full_attention_interval") or 4
+    return [LINEAR if (i + 1) % every else "full_attention" for i in range(c["num_hidden_layers"])]
+
+
+def qwen(c: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3-Next and Qwen3.5, whose attention has a gate for its output."""
+    facts: dict[str, Any] = {"gated_attention": True}
+    return facts | ({"recurrence": delta(c)} if LINEAR in c["layer_types"] else {})
+
+
+def has_experts(c: Mapping[str, Any]) -> str | None:
+    """Refuses mixtures of experts."""
+    return "recurrent layers with a mixture of experts" if c.get("num_experts") else None
+
+
+def lfm2_kinds(c: Mapping[str, Any]) -> list[str]:
+    """Returns the kinds of LFM2's layers; older files list those with attention."""
+    full = c.get("full_attn_idxs")
+    layers = range(c["num_hidden_layers"])
+    return ["full_attention" if full is None or i in full else CONVOLUTION for i in layers]
+
+
+def lfm2(c: Mapping[str, Any]) -> dict[str, Any]:
+    """LFM2, which may compute the width of its MLPs from another number."""
+    width = c.get("block_ff_dim") or c["intermediate_size"]
+    if c["block_auto_adjust_ff_dim"]:
+        width, unit = int(2 * width / 3), c["block_multiple_of"]
+        if c.get("block_ffn_dim_multiplier") is not None:
+            width = -(-int(c["block_ffn_dim_multiplier"] * width) // unit) * unit
+    tied = c.get("tie_embedding", c.get("tie_word_embeddings"))
+    facts: dict[str, Any] = {"intermediate": width, "tied": bool(tied)}
+    return facts | ({"recurrence": short_convolution(c)} if CONVOLUTION in c["layer_types"] else {})

@@ -1,0 +1,145 @@
+"""Reads the weights of recurrent token mixers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foretoken.models.families.recurrence import Recurrence
+from foretoken.models.formats.grouped import Grouped
+from foretoken.models.formats.quantize import Int8, Matrix, floats
+from foretoken.models.formats.reader import TensorReader
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """The weights of a recurrent layer.
+
+    Attributes:
+        into: rows of the channels of the convolution, then those of the output's gate.
+        gates: rows of the gates of all heads, floats [2 * heads, in]: beta, then the step. None without a state.
+        conv: float32 [window + 1, channels]; the row itself first, then the rows before it.
+        conv_bias: float32 [channels].
+        decay: float32 [heads]. A step s multiplies the state by exp(decay * softplus(s + step_bias)).
+        step_bias: float32 [heads].
+        norm: weight of the norm of each head's output, float32 [value_dim]; of Mamba-2, of each group's, [out].
+        out: the last matrix.
+        skip: float32 [heads]. This times its value is added to a head's output.
+    """
+
+    into: tuple[Matrix, ...]
+    gates: Tensor | None
+    conv: Tensor
+    conv_bias: Tensor | None
+    decay: Tensor | None
+    step_bias: Tensor | None
+    norm: Tensor | None
+    out: Matrix
+    into_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    skip: Tensor | None = None
+
+
+def slices(matrix: Matrix, ranges: Sequence[tuple[int, int]]) -> Iterator[Matrix]:
+    """Yields ranges of a matrix's outputs."""
+    for first, last in ranges:
+        if isinstance(matrix, Grouped):
+            yield matrix.part(first, last)
+        elif isinstance(matrix, Int8):
+            yield Int8(matrix.values[first:last], matrix.scales[first:last])
+        else:
+            yield matrix[first:last]
+
+
+def read_delta(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
+    """Reads a layer of gated DeltaNet: of Qwen3.5, or of Qwen3-Next, which stores the rows of each head together."""
+    exact = replace(reader, quantize=None)  # gates are few numbers, and the state is sensitive to them
+    if f"{at}in_proj_qkvz.weight" in reader.weights:
+        whole = reader.matrix(f"{at}in_proj_qkvz", r.channels + r.out, hidden)
+        into = tuple(slices(whole, _by_kind(r)))
+        both = floats(exact.matrix(f"{at}in_proj_ba", r.gates, hidden), reader.dtype)
+        gates = both.unflatten(0, (r.key_heads, 2, -1)).transpose(0, 1).flatten(0, 2)
+    else:
+        into = reader.parts((f"{at}in_proj_qkv", f"{at}in_proj_z"), r.channels + r.out, hidden)
+        parts = [exact.matrix(f"{at}in_proj_{name}", r.value_heads, hidden) for name in "ba"]
+        gates = torch.cat([floats(part, reader.dtype) for part in parts])
+    return RecurrentWeights(
+        into=into,
+        gates=gates.contiguous(),
+        conv=_taps(r, reader, f"{at}conv1d"),
+        conv_bias=None,
+        decay=reader.floats(f"{at}A_log", (r.value_heads,)).exp_().neg_(),
+        step_bias=reader.floats(f"{at}dt_bias", (r.value_heads,)),
+        norm=reader.floats(f"{at}norm.weight", (r.value_dim,)),
+        out=reader.matrix(f"{at}out_proj", hidden, r.out),
+    )
+
+
+def _by_kind(r: Recurrence) -> list[tuple[int, int]]:
+    """Returns the ranges of Qwen3-Next's rows, those of queries first, then of keys, values and gates.
+
+    It stores, for each head of keys: query, key, the values that the head serves, and their gates.
+    """
+    values = r.value_heads // r.key_heads * r.value_dim
+    sizes = (r.key_dim, r.key_dim, values, values)
+    starts = [sum(sizes[:kind]) for kind in range(4)]
+    heads = [head * sum(sizes) for head in range(r.key_heads)]
+    return [(head + starts[kind], head + starts[kind] + sizes[kind]) for kind in range(4) for head in heads]
+
+
+def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
+    """Reads a layer of Mamba-2, whose rows are gates of the output, x, B, C, and steps of heads."""
+    name, exact = f"{at}in_proj", replace(reader, quantize=None)
+    whole, keys = r.channels + r.out + r.value_heads, r.key_heads * r.key_dim
+    order = [(2 * r.out + keys, 2 * r.out + 2 * keys), (2 * r.out, 2 * r.out + keys), (r.out, 2 * r.out)]
+    steps = [(whole - r.value_heads, whole)]
+    bias = reader.bias((name,), whole)
+    channels = [(first - r.out, last - r.out) for first, last in order]
+    taps, conv_bias = _taps(r, reader, f"{at}conv1d"), f"{at}conv1d.bias"
+    stored = reader.floats(conv_bias, (r.channels,)) if conv_bias in reader.weights else None
+    (gates,) = slices(exact.matrix(name, whole, hidden), steps)
+    step_bias = reader.floats(f"{at}dt_bias", (r.value_heads,))
+    if bias is not None:
+        step_bias += bias[whole - r.value_heads :].float()
+    return RecurrentWeights(
+        into=tuple(slices(reader.matrix(name, whole, hidden), [*order, (0, r.out)])),
+        gates=floats(gates, reader.dtype).contiguous(),
+        conv=torch.cat([taps[:, first:last] for first, last in channels], dim=1).contiguous(),
+        conv_bias=None if stored is None else torch.cat([stored[first:last] for first, last in channels]),
+        decay=reader.floats(f"{at}A_log", (r.value_heads,)).exp_().neg_(),
+        step_bias=step_bias,
+        norm=reader.floats(f"{at}norm.weight", (r.out,)),
+        out=reader.matrix(f"{at}out_proj", hidden, r.out),
+        into_bias=None if bias is None else torch.cat([bias[first:last] for first, last in [*order, (0, r.out)]]),
+        out_bias=reader.bias((f"{at}out_proj",), hidden),
+        skip=reader.floats(f"{at}D", (r.value_heads,)),
+    )
+
+
+def read_convolution(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
+    """Reads a short convolution of LFM2, whose rows are gates of the input, gates of the output, and the input."""
+    whole = reader.matrix(f"{at}in_proj", 3 * r.channels, hidden)
+    order = [(0, r.channels), (2 * r.channels, 3 * r.channels), (r.channels, 2 * r.channels)]
+    bias = reader.bias((f"{at}in_proj",), 3 * r.channels)
+    conv_bias = f"{at}conv.bias"
+    return RecurrentWeights(
+        into=tuple(slices(whole, order)),
+        gates=None,
+        conv=_taps(r, reader, f"{at}conv"),
+        conv_bias=reader.floats(conv_bias, (r.channels,)) if conv_bias in reader.weights else None,
+        decay=None,
+        step_bias=None,
+        norm=None,
+        out=reader.matrix(f"{at}out_proj", hidden, r.out),
+        into_bias=None if bias is None else torch.cat([bias[first:last] for first, last in order]),
+        out_bias=reader.bias((f"{at}out_proj",), hidden),
+    )
+
+
+def _taps(r: Recurrence, reader: TensorReader, name: str) -> Tensor:
+    """Returns the weights of a convolution by distance; checkpoints store the farthest row first."""
+    stored = reader.floats(f"{name}.weight", (r.channels, 1, r.window + 1))
+    return stored[:, 0].flip(1).t().contiguous()
