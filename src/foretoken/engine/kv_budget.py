@@ -10,6 +10,12 @@ from foretoken.propose.base import Proposer
 _PREFIX_SHARE = 0.25  # of free memory, the limit of the prefix cache
 
 
+def state_tokens(target: Model, proposer: Proposer) -> int:
+    """Returns the number of tokens whose KV cache takes as much memory as the recurrent states of one sequence."""
+    each, state = target.kv_bytes_per_token + proposer.kv_bytes_per_token, target.state_bytes + proposer.state_bytes
+    return -(-state // each) if each else 0
+
+
 def split_kv_memory(
     target: Model, proposer: Proposer, max_bytes: int | None, prefixes: bool, max_sequences: int
 ) -> int | None:
@@ -31,17 +37,19 @@ def split_kv_memory(
         if not target.kv_bytes_per_token:
             raise InvalidRequest("kv_cache_memory_bytes cannot bound this model, whose KV cache has no known size")
         capacity = max_bytes // each
-        if capacity <= target.max_length:
+        if capacity - (state := state_tokens(target, proposer)) <= target.max_length:
             raise InvalidRequest(
-                f"kv_cache_memory_bytes of {max_bytes / 2**20:.0f} MiB holds {capacity} tokens and a sequence may have "
-                f"{target.max_length}; give it {(target.max_length + 128) * each / 2**20:.0f} MiB, or lower "
+                f"kv_cache_memory_bytes of {max_bytes / 2**20:.0f} MiB holds {max(0, capacity - state)} tokens and a "
+                f"sequence may have {target.max_length}; give it "
+                f"{(target.max_length + state + 128) * each / 2**20:.0f} MiB, or lower "
                 "max_model_len"
             )
     if prefixes and each:
         limit = max_bytes
         if limit is None:
             limit = min(
-                max_sequences * target.max_length * each, int(_PREFIX_SHARE * (free_memory(target.device) or 0))
+                max_sequences * (target.max_length + state_tokens(target, proposer)) * each,
+                int(_PREFIX_SHARE * (free_memory(target.device) or 0)),
             )
         target.enable_prefix_cache(limit * target.kv_bytes_per_token // each)
         proposer.enable_prefix_cache(limit * proposer.kv_bytes_per_token // each)

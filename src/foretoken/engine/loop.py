@@ -17,6 +17,7 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, NoTokenAllowed
 from foretoken.core.step import StepOutput, Timings
 from foretoken.core.verdict import Verdict
+from foretoken.engine.kv_budget import state_tokens
 from foretoken.engine.prefill_pace import PrefillPacer, PromptRows
 from foretoken.engine.prompt_logprobs import prompt_logprob_drafts, record_prompt_logprobs
 from foretoken.engine.scheduler import Scheduler, SchedulerUsage
@@ -54,7 +55,9 @@ class Engine:
         self.target, self.proposer, self.controller, self.rule = target, proposer, controller, rule
         self._costs = {costs for costs in (controller.costs, proposer.needs.costs) if costs is not None}
         self.pace = PrefillPacer(prompt_rows)
-        self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, self._reusable_prefix_len, self._forget)
+        callbacks = self._reusable_prefix_len, self._forget
+        state = state_tokens(target, proposer)
+        self.scheduler = Scheduler(target, max_sequences, self.pace, capacity, *callbacks, state)
         self.finished: dict[int, Sequence] = {}
         self._alone = threading.Lock()
 

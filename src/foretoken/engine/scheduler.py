@@ -69,6 +69,7 @@ class Scheduler:
         on_admit: Called with a context before its prefill. Returns how many leading tokens need no prefill because the
             proposer reuses them.
         on_preempt: Called with a context that is preempted.
+        state_tokens: Number of tokens whose KV cache takes as much memory as the recurrent states of one sequence.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Scheduler:
         capacity: int | None,
         on_admit: Callable[[Context], int],
         on_preempt: Callable[[Context], None],
+        state_tokens: int = 0,
     ) -> None:
         self.target, self.max_sequences, self.pace, self.capacity = target, max_sequences, pace, capacity
-        self._on_admit, self._on_preempt = on_admit, on_preempt
+        self._on_admit, self._on_preempt, self._state_tokens = on_admit, on_preempt, state_tokens
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self._arrivals = self._hits = self._queries = self._preemptions = 0
@@ -195,17 +197,21 @@ class Scheduler:
             self._preempt(max(self.running.values(), key=lambda s: s.turn))
 
     def _fit(self, sequences: list[Sequence], spare: int = 0) -> bool:
-        return self.capacity is None or len(sequences) == 1 or sum(map(_need, sequences)) + spare <= self.capacity
+        return self.capacity is None or len(sequences) == 1 or sum(map(self._need, sequences)) + spare <= self.capacity
 
     def _max_draft_tokens(self, ready: list[Sequence]) -> list[int]:
         """Returns the maximum number of draft tokens of each sequence: what could be emitted, and what fits."""
         max_draft_tokens = [sequence.max_draft_tokens(self.target.max_length) for sequence in ready]
         if self.capacity is None or not ready:
             return max_draft_tokens
-        spare = max(0, self.capacity - sum(map(_need, self.running.values()))) // len(ready) // PAGE * PAGE
+        spare = max(0, self.capacity - sum(map(self._need, self.running.values()))) // len(ready) // PAGE * PAGE
         lengths = [len(sequence.context.tokens) + 1 for sequence in ready]
         fitting = [_paged(length) - length + spare for length in lengths]
         return [min(limit, fits) for limit, fits in zip(max_draft_tokens, fitting, strict=True)]
+
+    def _need(self, sequence: Sequence) -> int:
+        """Returns the rows that a sequence holds at its next token, those of its encoder input and state included."""
+        return _paged(len(sequence.context.tokens) + 1) + _paged(len(sequence.context.source)) + self._state_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
         del self.running[sequence.context.id]
@@ -216,11 +222,6 @@ class Scheduler:
 
     def _queue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.turn)
-
-
-def _need(sequence: Sequence) -> int:
-    """Returns the rows that a sequence holds at its next token, those of its encoder input included."""
-    return _paged(len(sequence.context.tokens) + 1) + _paged(len(sequence.context.source))
 
 
 def _paged(rows: int) -> int:

@@ -90,6 +90,11 @@ class Proposer:
         """Bytes of the proposer's own KV cache for one token."""
         return 0
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's recurrent state in the proposer's own model; see ``Model.state_bytes``."""
+        return 0
+
     def enable_prefix_cache(self, max_bytes: int) -> None:
         """Enables prefix caching within ``max_bytes``; see ``Model.enable_prefix_cache``."""
 
@@ -127,6 +132,10 @@ class Wrapper(Proposer):
     @property
     def kv_bytes_per_token(self) -> int:
         return self.inner.kv_bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        return self.inner.state_bytes
 
     def enable_prefix_cache(self, max_bytes: int) -> None:
         self.inner.enable_prefix_cache(max_bytes)

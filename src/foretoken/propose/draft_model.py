@@ -116,6 +116,10 @@ class DraftModel(Proposer):
     def kv_bytes_per_token(self) -> int:
         return self.model.kv_bytes_per_token
 
+    @property
+    def state_bytes(self) -> int:
+        return self.model.state_bytes
+
     def enable_prefix_cache(self, max_bytes: int) -> None:
         self.model.enable_prefix_cache(max_bytes)
 

@@ -96,6 +96,10 @@ class Mixture(Proposer):
     def kv_bytes_per_token(self) -> int:
         return sum(member.proposer.kv_bytes_per_token for member in self.members)
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(member.proposer.state_bytes for member in self.members)
+
     def enable_prefix_cache(self, max_bytes: int) -> None:
         self.enable_prefix_caches((member.proposer for member in self.members), max_bytes)
 

@@ -63,6 +63,10 @@ class PerRequestProposer(Proposer):
     def kv_bytes_per_token(self) -> int:
         return sum(member.kv_bytes_per_token for member in self.members.values())
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(member.state_bytes for member in self.members.values())
+
     def enable_prefix_cache(self, max_bytes: int) -> None:
         self.enable_prefix_caches(self.members.values(), max_bytes)
 
