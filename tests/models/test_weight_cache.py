@@ -92,11 +92,14 @@ def test_logits_of_a_gguf_file_are_the_same_from_the_cache(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", ["int8", "int4", "int4-g64"])
+@pytest.mark.parametrize(
+    "architecture, quantization",
+    [*(("llama", q) for q in ("int8", "int4", "int4-g64")), *((n, "int8") for n in ("qwen3.5", "bamba", "lfm2"))],
+)
 def test_weights_that_were_quantized_on_loading_are_kept(
-    tmp_path: Path, own_cache: Path, packed: list[str], quantization: str, dtype: str
+    tmp_path: Path, own_cache: Path, packed: list[str], quantization: str, dtype: str, architecture: str
 ) -> None:
-    folder = ARCHITECTURES["llama"].save(tmp_path / "model")
+    folder = ARCHITECTURES[architecture].save(tmp_path / "model")
     expected = logits(load(folder, quantization, dtype))
     assert torch.equal(logits(load(folder, quantization, dtype)), expected) and packed == ["packed"]
     load(folder, None, dtype)  # is only rearranged
