@@ -19,6 +19,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft model": {"method": "draft_model"},
     "tree of a draft model": {"method": "draft_model", "tree": "top_k", "top_k": 2},
     "drawn tree": {"method": "draft_model", "tree": "sampled", "top_k": 2},
+    "its first layers": {"method": "early_exit", "exit_layer": 1},
     "lookup": {"method": "ngram"},
     "suffix": {"method": "suffix"},
 }
