@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foretoken.core.draft import Draft
+from foretoken.core.errors import ModelLoadError
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
+from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.families.table import FAMILIES
 from foretoken.models.loading import load_model
 
@@ -110,9 +116,31 @@ def test_every_family_of_the_table_is_tested() -> None:
     assert set(FAMILIES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= tested | same
 
 
+WRONG: tuple[Any, ...] = (None, -1, 0, "x", [], {}, 10**9, True, 0.5)
+
+
+def damaged(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Copies of a config.json with one value, at the top or below it, that is wrong or missing."""
+    for name, value in config.items():
+        if name == "model_type":
+            continue
+        yield {key: other for key, other in config.items() if key != name}
+        yield from ({**config, name: wrong} for wrong in WRONG)
+        for inner in value if isinstance(value, dict) else ():
+            yield from ({**config, name: {**value, inner: wrong}} for wrong in WRONG)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_config_is_read_or_refused(name: str) -> None:
+    family, config = CASES[name]
+    whole = json.loads(CONFIG_MAPPING[family](**config).to_json_string(use_diff=False)) | {"model_type": family}
+    for given in damaged(whole):
+        with suppress(ModelLoadError):
+            if supports(given):
+                Architecture.of(given)
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
 def test_the_default_config_is_computed(family: str) -> None:
-    from transformers import CONFIG_MAPPING
-
     dense = {"num_experts": 0} if family == "qwen3_next" else {}
     assert Decoder.supports({**CONFIG_MAPPING[family](**dense).to_dict(), "model_type": family})

@@ -44,7 +44,7 @@ def computes_rope(settings: Mapping[str, Any], head_dim: int) -> bool:
     dim = int(head_dim * settings["partial_rotary_factor"])
     if settings["rope_type"] == "yarn" and settings["rope_theta"] <= 1.0:
         return False
-    return settings["rope_type"] in KINDS and dim >= 2 and dim % 2 == 0
+    return settings["rope_type"] in KINDS and 2 <= dim <= head_dim and dim % 2 == 0
 
 
 def inverse_frequencies(settings: Mapping[str, Any], head_dim: int, max_length: int = 0) -> Tensor:
