@@ -159,7 +159,7 @@ struct AttentionMixer {
     void keep(const Matrix& out, int row, int head, const float* values) {
         for (int i = 0; i < m.head_dim; i += LANES) {
             Floats v = load(values + i);
-            if (m.gated_attention) v = v * sigmoid(load(gates(row) + head * m.head_dim + i));
+            if (m.gated_attention) v = v * logistic(load(gates(row) + head * m.head_dim + i));
             if (is_float(out)) put_floats(out, p.inputs[ATTENDED] + row * out.steps, head * m.head_dim + i, v);
             else store(mixed + ((int64_t)row * m.heads + head) * m.head_dim + i, v);
         }

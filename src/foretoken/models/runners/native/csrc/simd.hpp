@@ -87,7 +87,10 @@ inline Floats hyperbolic_tangent(Floats x) {
     return (e - floats(1.0f)) / (e + floats(1.0f));
 }
 
-inline Floats sigmoid(Floats x) { return floats(1.0f) / (floats(1.0f) + exponential(floats(0.0f) - x)); }
+// 1 / (1 + exp(-x)); exp stays within its range, and NaN stays NaN.
+inline Floats logistic(Floats x) {
+    return floats(1.0f) / (floats(1.0f) + exponential(smallest_of(floats(80.0f), floats(0.0f) - x)));
+}
 
 inline Floats silu(Floats x) { return x / (floats(1.0f) + exponential(floats(0.0f) - x)); }
 
