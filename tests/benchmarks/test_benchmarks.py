@@ -17,6 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from foretoken import zoo
+from foretoken.bench.http_load import LoadResult, Percentiles
 from foretoken.bench.peers.registry import PEERS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -137,14 +138,28 @@ def test_mutants_are_listed():
 @pytest.mark.skipif(PEERS["vllm"].python.exists(), reason="vLLM is set up here")
 @pytest.mark.parametrize(
     "name, words",
-    [("vllm_heads", "--count 1 --max-tokens 2"), ("vllm_plan", "--count 4"), ("vllm_proposer", "--count 1")],
+    [
+        *(("vllm_heads", "--count 1 --max-tokens 2"), ("vllm_plan", "--count 4"), ("vllm_proposer", "--count 1")),
+        ("serving_vllm", "--concurrency 1"),
+    ],
 )
 def test_benchmarks_of_vllm_say_that_it_is_missing(name, words):
     app = typer.Typer()
     app.command()(importlib.import_module(name).main)
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code != 0
-    assert "vllm" in f"{result.output} {result.exception}"
+    assert "vllm" in f"{result.output} {result.exception}".lower()
+
+
+def test_two_servers_are_compared_by_rate_and_latency():
+    def result(rate, p99, ttft):
+        latency = [Percentiles(p50=value, p90=value, p99=value) for value in (ttft, p99, p99)]
+        return LoadResult("short", 4, 8, 0, 1.0, 80.0, 0.0, rate, 1.0, *latency)
+
+    compared = importlib.import_module("serving_vllm").compared
+    assert list(compared([result(20.0, 0.2, 1.0)], [result(50.0, 0.1, 0.5)])) == [
+        "short, 4 at once: 2.50x the tokens per second, 0.50x the p99 ITL, 0.50x the median TTFT"
+    ]
 
 
 @pytest.mark.skipif(PEERS["llamacpp"].missing is not None, reason="llama.cpp is not set up here")
