@@ -7,15 +7,15 @@ KindFunctions FUNCTIONS[KIND_COUNT];
 
 // out[r] = w x[r] for rows of `count` floats, a multiple of 16. out: [rows][padded outputs].
 extern "C" void multiply(const Matrix* w, const float* x, int64_t count, int rows, float* out) {
-    const int64_t scale_words = w->scale_words();
-    std::vector<Word> words(rows * w->steps);
+    const int64_t scale_words = w->scale_words(), stride = input_stride(*w);
+    std::vector<Word> words(rows * stride);
     std::vector<float> scales(rows * scale_words);
     for (int r = 0; r < rows; r++)
-        functions(*w).encode(*w, x + r * count, count, &words[r * w->steps], &scales[r * scale_words]);
+        functions(*w).encode(*w, x + r * count, count, &words[r * stride], &scales[r * scale_words]);
     Team alone;
     Member member(alone, 0);
     Loop units = member.begin(w->units);
-    functions(*w).rows(*w, {words.data(), scales.data(), w->steps, scale_words}, rows, units,
+    functions(*w).rows(*w, {words.data(), scales.data(), stride, scale_words}, rows, units,
                        {out, w->units * BLOCKS * LANES});
     member.end(units);
 }

@@ -14,7 +14,6 @@ INLINE void store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
 INLINE Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
 INLINE void store_ints(void* at, Ints v) { _mm512_storeu_si512(at, v); }
 
-INLINE Ints spread(uint32_t word) { return _mm512_set1_epi32((int)word); }  // one word in all lanes
 
 // Sixteen bytes, four times.
 INLINE Ints repeated(const void* at) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)at)); }

@@ -155,16 +155,6 @@ INLINE void store(float* at, Floats v) { EACH_PIECE ((FloatsAt*)at)[i] = v.p[i];
 INLINE Ints load_ints(const void* at) { OF_PIECES(Ints, ((const IntsAt*)at)[i]); }
 INLINE void store_ints(void* at, Ints v) { EACH_PIECE ((IntsAt*)at)[i] = v.p[i]; }
 
-// One word in all lanes. The compiler may not look into it: GCC would compute with the word before it is spread.
-INLINE Ints spread(uint32_t word) {
-    IntPiece one = piece((int32_t)word);
-#if defined(__x86_64__)
-    __asm__("" : "+x"(one));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(one));
-#endif
-    OF_PIECES(Ints, one);
-}
 
 // Sixteen bytes, four times.
 INLINE Ints repeated(const void* at) {

@@ -44,11 +44,11 @@ struct Attention {
             if (start(row) < least) least = start(row);
         }
         for (int q = 0; q < count; q++)
-            std::memcpy(queries + q * layout.key_words, query(first + q / group, first_head + q % group), sizeof(Word) * layout.key_words);
+            std::memcpy(queries + q * layout.query_words, query(first + q / group, first_head + q % group), sizeof(Word) * layout.query_words);
         for (int64_t page = least / PAGE; page * PAGE < most; page++) {
             const Matrix keys = keys_of_page(pages, kv_head, page * PAGE);
             Whole whole{keys.units};
-            product<kv>(keys, queries, layout.key_words, no_scales, count, whole,
+            product<kv>(keys, queries, layout.query_words, no_scales, count, whole,
                         [&](int q, int64_t unit, Floats low, Floats high) {
                             float* at = scores + q * length + page * PAGE + unit * BLOCKS * LANES;
                             ::store(at, scaled(low));
@@ -86,7 +86,7 @@ struct Attention {
         return window && from > 0 ? from : 0;
     }
 
-    const Word* query(int row, int head) const { return all_queries + ((int64_t)row * m.heads + head) * layout.key_words; }
+    const Word* query(int row, int head) const { return all_queries + ((int64_t)row * m.heads + head) * layout.query_words; }
 
     Floats scaled(Floats v) const {
         v = v * floats(m.scale);
@@ -108,7 +108,7 @@ struct Attention {
         keys.units = 1;
         alignas(64) float lanes[BLOCKS * LANES];
         Whole whole{1};
-        product<kv>(keys, queries + q * layout.key_words, layout.key_words, no_scales, 1, whole,
+        product<kv>(keys, queries + q * layout.query_words, layout.query_words, no_scales, 1, whole,
                     [&](int, int64_t, Floats low, Floats high) {
                         store(lanes, scaled(low));
                         store(lanes + LANES, scaled(high));

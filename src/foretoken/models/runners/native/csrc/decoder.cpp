@@ -66,7 +66,7 @@ void OF_CACHE(foretoken_floor)(const ModelSpec* m, void* workspace, int rows, in
         const ReleasedTiles released;
         alignas(64) float sink[BLOCKS * LANES];
         auto all = [&](const Matrix& p) {
-            const Input x{(Word*)words, (float*)scales, p.steps, p.scale_words()};
+            const Input x{(Word*)words, (float*)scales, input_stride(p), p.scale_words()};
             Loop units = member.begin(p.units, units_at_once(p, rows, member.threads));
             functions(p).rows(p, x, rows, units, {sink, 0, false, 1.0f, 0.0f, 0});
             member.end(units);

@@ -17,16 +17,18 @@ constexpr bool is_float(Kind kind) { return kind == F32 || kind == BF16 || kind 
 constexpr bool is_grouped(int kind) { return kind >= GROUPED; }
 constexpr int KIND_COUNT = GROUPED + GROUPED_KINDS;
 inline bool is_float(const Matrix& w) { return is_float((Kind)w.kind); }
+inline int64_t input_stride(const Matrix& w) { return w.steps * input_words((Kind)w.kind); }  // words of an input row
 
 // Zeroes the words of a row after its first `count` numbers of a float kind.
 inline void clear_tail(const Matrix& w, int64_t count, Word* words) {
-    for (int64_t k = count / per_word((Kind)w.kind); k < w.steps; k++) words[k] = 0;
+    const Kind kind = (Kind)w.kind;
+    for (int64_t k = count / per_word(kind) * input_words(kind); k < input_stride(w); k++) words[k] = 0;
 }
 
 // Stores sixteen floats of an input row of a float kind; `at` counts numbers.
 inline void put_floats(const Matrix& w, Word* words, int64_t at, Floats v) {
-    if (w.kind == F32) put<F32>(words, at, v);
-    else put<BF16>(words, at, v);
+    if (w.kind == F32) put_input<F32>(words, at, v);
+    else put_input<BF16>(words, at, v);
 }
 
 // Stores the two blocks of a unit in rows of floats, with the strides of a row and a unit.
@@ -58,7 +60,7 @@ struct RowStore {
 // halves of a unit, and activation(gate) * up is stored.
 struct ActivatedStore {
     const Matrix& down;
-    Word* words;    // rows of down.steps, if `down` is of a float kind
+    Word* words;    // input rows, if `down` is of a float kind
     float* floats;  // else rows of `stride`
     int64_t stride; // numbers of a row, a multiple of sixteen
     int activation;
@@ -70,7 +72,7 @@ struct ActivatedStore {
         if (unit * BLOCKS * LANES + LANES < stride) keep(row, unit * BLOCKS * LANES + LANES, activate(high, activation));
     }
     void keep(int row, int64_t at, Floats v) const {
-        if (is_float(down)) put_floats(down, words + row * down.steps, at, v);
+        if (is_float(down)) put_floats(down, words + row * input_stride(down), at, v);
         else store(floats + row * stride + at, v);
     }
 };

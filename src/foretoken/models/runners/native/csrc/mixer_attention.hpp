@@ -30,7 +30,7 @@ struct AttentionMixer {
         tile(m, b, w.tiles);
         tile(m, w.answered.batch, w.answered_tiles);
         w.qkv.room<float>(rows * row_numbers(m));
-        w.queries.room<Word>(rows * heads / per_word(kv));
+        w.queries.room<Word>(rows * heads / per_word(kv) * input_words(kv));
         if (Widest(m).encoded) w.mixed.room<float>(rows * heads);
         for (int t = 0; t < threads; t++) w.own_scores[t].room<float>(TILE_QUERIES * (score_length(b) + 2 * m.head_dim));
     }
@@ -52,7 +52,7 @@ struct AttentionMixer {
 
     // Moves what was computed of a row, where rows leave the pass.
     void move_row(int to, int from) {
-        const int64_t words = (int64_t)m.heads * layout.key_words;
+        const int64_t words = (int64_t)m.heads * layout.query_words;
         std::memcpy(queries + to * words, queries + from * words, sizeof(Word) * words);
         if (m.gated_attention) std::memcpy(gates(to), gates(from), sizeof(float) * heads_width);
     }
@@ -101,7 +101,7 @@ struct AttentionMixer {
             if (kv_head < 0) {
                 turn(x, layer.q_norm, layer, head, position);
                 if (m.query_scales) scale(x, m.query_scales[position]);
-                encode<kv>(x, m.head_dim, queries + ((int64_t)row * m.heads + head) * layout.key_words);
+                encode<kv>(x, m.head_dim, queries + ((int64_t)row * m.heads + head) * layout.query_words);
                 return;
             }
             Word* const* pages = p.b.pages[sequence_of(row)];
@@ -109,14 +109,19 @@ struct AttentionMixer {
             if (kv_head >= m.kv_heads) {
                 // A masked key has weight 0, and 0 times infinity is NaN.
                 for (int i = 0; i < m.head_dim; i += LANES) store(x + i, finite(load(x + i)));
-                encode<kv>(x, m.head_dim, layout.value(pages, layer.cache_layer, kv_head - m.kv_heads, place));
+                cache(x, layout.value(pages, layer.cache_layer, kv_head - m.kv_heads, place));
                 return;
             }
             turn(x, layer.k_norm, layer, kv_head, position);
-            encode<kv>(x, m.head_dim, words);
+            cache(x, words);
             Word* lane = layout.keys(pages, layer.cache_layer, kv_head, place / LANES) + place % LANES;
             for (int64_t k = 0; k < layout.key_words; k++) lane[k * LANES] = words[k];
         });
+    }
+
+    // Stores a head's numbers as the cache has them.
+    void cache(const float* x, Word* to) const {
+        for (int i = 0; i < m.head_dim; i += LANES) put<kv>(to, i, load(x + i));
     }
 
     // In place: the norm of each head (Qwen3, Gemma 3), and the rotary embedding (RoFormer, 2104.09864).
@@ -160,7 +165,7 @@ struct AttentionMixer {
         for (int i = 0; i < m.head_dim; i += LANES) {
             Floats v = load(values + i);
             if (m.gated_attention) v = v * logistic(load(gates(row) + head * m.head_dim + i));
-            if (is_float(out)) put_floats(out, p.inputs[ATTENDED] + row * out.steps, head * m.head_dim + i, v);
+            if (is_float(out)) put_floats(out, p.inputs[ATTENDED] + row * input_stride(out), head * m.head_dim + i, v);
             else store(mixed + ((int64_t)row * m.heads + head) * m.head_dim + i, v);
         }
     }

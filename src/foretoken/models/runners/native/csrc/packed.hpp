@@ -80,9 +80,9 @@ inline void packed_tile(const Matrix& w, const Word* x, int64_t stride, int row,
     };
     each_step(w, unit, ahead, [&](int64_t k, Ints a, Ints b) __attribute__((always_inline)) {
         each<R>([&](auto r) __attribute__((always_inline)) {
-            const Word value = x[r() * stride + k];
-            low[r()] = U::add(low[r()], a, value);
-            high[r()] = U::add(high[r()], b, value);
+            const Word* values = x + r() * stride + k * input_words(BF16);
+            low[r()] = U::add(low[r()], a, values);
+            high[r()] = U::add(high[r()], b, values);
         });
     });
     each<R>([&](auto r) __attribute__((always_inline)) {

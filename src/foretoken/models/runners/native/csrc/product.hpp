@@ -117,9 +117,9 @@ inline void register_tile(const Matrix& w, const Word* x, int64_t stride, const 
         Ints a = load_ints(low + k * LANES), b = load_ints(high + k * LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            Word value = x[r * stride + k];
-            sums[r][0] = U::add(sums[r][0], a, value);
-            sums[r][1] = U::add(sums[r][1], b, value);
+            const Word* values = x + r * stride + k * input_words(kind);
+            sums[r][0] = U::add(sums[r][0], a, values);
+            sums[r][1] = U::add(sums[r][1], b, values);
         }
     };
     if (tile.count > 1 || tile.next) {
@@ -170,7 +170,7 @@ inline void narrow_tile(const Matrix& w, const Word* x, int64_t stride, const fl
             if (share * k / LANES != share * (k - 1) / LANES) ask(next + k * share);
             const Ints weights = load_ints(at + k * LANES);
             each<R>([&](auto r) __attribute__((always_inline)) {
-                sums[r()] = U::add(sums[r()], weights, x[r() * stride + k]);
+                sums[r()] = U::add(sums[r()], weights, x + r() * stride + k * input_words(kind));
             });
         }
         each<R>([&](auto r) __attribute__((always_inline)) {

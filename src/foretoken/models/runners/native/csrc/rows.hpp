@@ -40,7 +40,7 @@ struct Rows {
     }
 
     // The rows of a product's input.
-    Input input(const Matrix& w, InputNumber number) const { return {inputs[number], input_scales, w.steps, w.scale_words()}; }
+    Input input(const Matrix& w, InputNumber number) const { return {inputs[number], input_scales, input_stride(w), w.scale_words()}; }
 
     // Prepares the rows of a product's input: few rows completely in each thread, which others may be ahead of; many rows in
     // a loop. Calls fill(row, words, scales). The product with this matrix follows.
@@ -101,6 +101,6 @@ struct Rows {
     // Zeroes the padding after `count` numbers in each row of an input that is written without `encode`.
     void clear_tails(const Matrix& w, InputNumber number, int64_t count) {
         if (!is_float(w) || count / per_word((Kind)w.kind) == w.steps) return;
-        member.each(b.rows, 8, [&](int64_t r) { clear_tail(w, count, inputs[number] + r * w.steps); });
+        member.each(b.rows, 8, [&](int64_t r) { clear_tail(w, count, inputs[number] + r * input_stride(w)); });
     }
 };

@@ -13,7 +13,17 @@
 // inputs (grouped.hpp).
 enum Kind : int { F32 = 0, BF16 = 1, INT8 = 2, PACKED = 3, GROUPED = 4 };
 
+#ifdef __AVX512BF16__
+constexpr bool BF16_PRODUCTS = true;  // there is an instruction for the two products of a word of bfloat16
+#else
+constexpr bool BF16_PRODUCTS = false;
+#endif
+
 constexpr int per_word(Kind kind) { return kind == F32 ? 1 : kind == BF16 || kind == PACKED ? 2 : 4; }
+
+// Words of an input row for each word of the weights. Without an instruction for its products, both bfloat16 numbers of a
+// word are widened to float32 once, when the row is stored, and not again in every product.
+constexpr int input_words(Kind kind) { return !BF16_PRODUCTS && (kind == BF16 || kind == PACKED) ? 2 : 1; }
 
 using Word = uint32_t;
 
@@ -28,7 +38,7 @@ __attribute__((always_inline)) inline void each(F&& f) {
     each_of(f, std::make_integer_sequence<int, R>());
 }
 
-// Multiply-add of a vector of words and one word: 16, 32 or 64 products, summed into sixteen lanes.
+// Multiply-add of a vector of words and the input of one word: 16, 32 or 64 products, summed into sixteen lanes.
 template <Kind kind>
 struct Unit;
 
@@ -36,8 +46,8 @@ template <>
 struct Unit<F32> {
     using Sum = Floats;
     static Sum zero() { return floats(0.0f); }
-    INLINE static Sum add(Sum sum, Ints weights, Word x) {
-        return multiply_add(as_floats(weights), as_floats(ints((int)x)), sum);
+    INLINE static Sum add(Sum sum, Ints weights, const Word* x) {
+        return multiply_add(as_floats(weights), floats(*(const float*)x), sum);
     }
 };
 
@@ -46,8 +56,8 @@ template <>
 struct Unit<BF16> {
     using Sum = Floats;
     static Sum zero() { return floats(0.0f); }
-    INLINE static Sum add(Sum sum, Ints weights, Word x) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)x));
+    INLINE static Sum add(Sum sum, Ints weights, const Word* x) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)*x));
     }
 };
 #else
@@ -55,10 +65,10 @@ template <>
 struct Unit<BF16> {  // the even elements, then the odd ones
     using Sum = Floats;
     static Sum zero() { return floats(0.0f); }
-    INLINE static Sum add(Sum sum, Ints weights, Word x) {
-        const Ints high = ints((int)0xffff0000), both = spread(x);
-        sum = multiply_add(as_floats(shift_left<16>(weights)), as_floats(shift_left<16>(both)), sum);
-        return multiply_add(as_floats(and_bits(weights, high)), as_floats(and_bits(both, high)), sum);
+    INLINE static Sum add(Sum sum, Ints weights, const Word* x) {
+        const float* values = (const float*)x;
+        sum = multiply_add(as_floats(shift_left<16>(weights)), floats(values[0]), sum);
+        return multiply_add(as_floats(and_bits(weights, ints((int)0xffff0000))), floats(values[1]), sum);
     }
 };
 #endif
@@ -68,9 +78,9 @@ template <>
 struct Unit<INT8> {
     using Sum = Ints;
     static Sum zero() { return ints(0); }
-    INLINE static Sum add(Sum sum, Ints weights, Word x) {
-        if constexpr (UNSIGNED_BYTES) return add_products(sum, ints((int)x), weights);
-        return add_products(sum, weights, ints((int)x));
+    INLINE static Sum add(Sum sum, Ints weights, const Word* x) {
+        if constexpr (UNSIGNED_BYTES) return add_products(sum, ints((int)*x), weights);
+        return add_products(sum, weights, ints((int)*x));
     }
 };
 
@@ -127,11 +137,20 @@ inline Floats get(const Word* words, int64_t at) {
         return load_bf16((const uint16_t*)words + at);
 }
 
-// Stores a row of `count` floats (a multiple of 16) as words. Returns the row's scale: the value of one int8 step.
+// Stores sixteen floats as words of an input row of a float kind.
+template <Kind kind>
+inline void put_input(Word* words, int64_t at, Floats v) {
+    if constexpr (input_words(kind) == 1) return put<kind>(words, at, v);
+    uint16_t rounded[LANES];
+    store_bf16(rounded, v);
+    store((float*)words + at, load_bf16(rounded));
+}
+
+// Stores a row of `count` floats (a multiple of 16) as an input row. Returns the row's scale: the value of one int8 step.
 template <Kind kind>
 inline float encode(const float* row, int64_t count, Word* words) {
     if constexpr (kind != INT8) {
-        for (int64_t i = 0; i < count; i += LANES) put<kind>(words, i, load(row + i));
+        for (int64_t i = 0; i < count; i += LANES) put_input<kind>(words, i, load(row + i));
         return 1.0f;
     } else {
         Floats most = floats(0.0f);

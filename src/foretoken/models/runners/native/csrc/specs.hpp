@@ -137,9 +137,11 @@ struct BatchSpec {
 //
 // The keys of sixteen rows form a block as in a packed matrix: [block][words of a head][16 rows]. Values: [row][head_dim].
 struct PageLayout {
-    int64_t key_words, half_words;  // words of one row; words of all keys (or all values) of one head in one page
+    int64_t key_words, query_words;  // words of one row, and of a query
+    int64_t half_words;              // words of all keys (or all values) of one head in one page
     PageLayout(const ModelSpec& m, Kind kind)
-        : key_words(m.head_dim / per_word(kind)), half_words(PAGE * key_words), kv_heads(m.kv_heads) {}
+        : key_words(m.head_dim / per_word(kind)), query_words(key_words * input_words(kind)), half_words(PAGE * key_words),
+          kv_heads(m.kv_heads) {}
     int64_t at(int layer, int head) const { return ((int64_t)layer * kv_heads + head) * 2 * half_words; }
     Word* keys(Word* const* pages, int layer, int head, int64_t block) const {
         return pages[block / (PAGE / LANES)] + at(layer, head) + block % (PAGE / LANES) * LANES * key_words;

@@ -43,7 +43,7 @@ struct Widest {
         scales = padded(scales, LANES);
     }
     void add(const Matrix& w) {
-        words = std::max(words, w.steps), scales = std::max(scales, w.scale_words()), encoded |= !is_float(w);
+        words = std::max(words, input_stride(w)), scales = std::max(scales, w.scale_words()), encoded |= !is_float(w);
     }
 };
 
