@@ -31,7 +31,13 @@ struct Floats { FloatPiece p[PIECES]; };
 struct Ints { IntPiece p[PIECES]; };
 struct Mask { IntPiece p[PIECES]; };  // all ones or zero in each lane
 
-INLINE FloatPiece piece(float x) { return FloatPiece{} + x; }
+INLINE FloatPiece piece(float x) {
+#if defined(__AVX2__)
+    return (FloatPiece)_mm256_set1_ps(x);
+#else
+    return FloatPiece{x, x, x, x};
+#endif
+}
 INLINE IntPiece piece(int32_t x) { return IntPiece{} + x; }
 
 // a b + c

@@ -97,7 +97,17 @@ inline void pick_packed(int rows, const Matrix& w, const Word* x, int64_t stride
     else if constexpr (R > 1) pick_packed<R - 1>(rows, w, x, stride, row, unit, tile, store);
 }
 
-// Restores each unit of the share as a raw matrix has it, and multiplies it as tiles of AMX do.
+// A single unit as the work of a product.
+struct OneUnit {
+    Share unit;
+    bool done = false;
+    bool next(Share& items) {
+        items = unit;
+        return !std::exchange(done, true);
+    }
+};
+
+// Restores each unit of the share as a raw matrix has it, and multiplies that.
 template <class Store>
 inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int rows, Share share, Store& store) {
     static thread_local std::vector<Word> memory;
@@ -113,20 +123,22 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
         });
         Matrix raw = w;
         raw.data = restored - one.first * w.steps * STEP_WORDS;
-        tile_product<BF16>(raw, x, stride, nullptr, rows, one, store);
+        OneUnit unit{one};
+        product<BF16>(raw, x, stride, nullptr, rows, unit, store);
     }
 }
 
-// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread claims. Each tile restores for itself.
+// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread claims. With registers of
+// sixteen numbers each tile restores for itself; elsewhere, and for tiles of AMX, a unit is restored once for all rows.
 //
 // Measured on two cores of a Zen 4, products of a matrix of 0.3 G weights in turns, raw time over this: 1 row 1.44, 4 rows
 // 1.46, 8 rows 1.33, 12 rows 1.06, 16 rows 0.97, 20 to 34 rows 0.90 to 0.91. A first tile that keeps what it restored for
 // the others, 16 KiB at a time, was slower: 16 rows 0.73, 24 rows 0.70, 34 rows 0.78, 128 rows 0.94.
 template <class Store>
 inline void packed_product(const Matrix& w, const Word* x, int64_t stride, int rows, Loop& work, Store store) {
-    constexpr int TALLEST = ONE_REGISTER ? tallest(BF16) : 2;
+    constexpr int TALLEST = ONE_REGISTER ? tallest(BF16) : BOTH_ROWS;
     Share share(0, 0);
-    if constexpr (TILES) {
+    if (TILES || (!ONE_REGISTER && rows > BOTH_ROWS)) {
         while (work.next(share)) restored_product(w, x, stride, rows, share, store);
         return;
     }

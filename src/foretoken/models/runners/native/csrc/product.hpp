@@ -24,7 +24,7 @@ constexpr int BOTH_ROWS = 2;  // up to this many rows of narrow registers take b
 
 // Where a block of sixteen outputs takes several registers, tiles are one block wide, unless they have few rows.
 constexpr int tallest(Kind kind) {
-    if (!ONE_REGISTER) return kind == F32 ? MOST_ROWS : 4;
+    if (!ONE_REGISTER) return kind == F32 ? MOST_ROWS : 5;
 #ifdef __AVX512BF16__
     return kind == F32 ? MOST_ROWS : TALL_ROWS;
 #else
