@@ -72,7 +72,7 @@ struct RecurrentMixer {
             if (of.mixer == MAMBA) normalize(m, x, {layer.norm + at, nullptr}, count, x);
             for (int64_t i = 0; i < count; i += LANES) {
                 const Floats v = load(x + i);
-                if (is_float(layer.out)) put_floats(layer.out, p.inputs[ATTENDED] + row * layer.out.steps, at + i, v);
+                if (is_float(layer.out)) put_floats(layer.out, p.inputs[ATTENDED] + row * input_stride(layer.out), at + i, v);
             }
         });
     }
