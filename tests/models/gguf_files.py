@@ -38,13 +38,43 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# By architecture of GGUF: model type of transformers, and the settings of one tiny model.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+# By architecture of GGUF: model type of transformers, and the settings of one tiny model. Files of Mixtral say "llama".
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "rope_parameters": LLAMA3_ROPE}),
     "mistral": ("mistral", {"sliding_window": 8}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen2moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 512}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": (
+        "granitemoe",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 2.0,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": YARN},
+    ),
     "phi3": ("phi3", {"sliding_window": 8}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 64}),
@@ -80,7 +110,25 @@ _PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.gate_proj": "ffn_gate_exps",
+    "block_sparse_moe.up_proj": "ffn_up_exps",
+    "block_sparse_moe.down_proj": "ffn_down_exps",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
 }
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -120,7 +168,7 @@ def quantized(weight: Tensor, kind: K, seed: int) -> NDArray[np.uint8]:
     try:
         return np.ascontiguousarray(gguf.quantize(weight.numpy(), kind)).view(np.uint8)
     except NotImplementedError:
-        return random_blocks(kind, *weight.shape, seed)
+        return random_blocks(kind, weight[..., 0].numel(), weight.shape[-1], seed)
 
 
 def write_both(
@@ -142,7 +190,7 @@ def write_both(
     Returns:
         The GGUF file and the folder of the checkpoint.
     """
-    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama" if architecture == "mixtral" else architecture)
     reference = add_weights(writer, module, architecture, kinds)
     more(writer)
     writer.write_header_to_file()
@@ -165,14 +213,18 @@ def add_weights(writer: Any, module: Any, architecture: str, kinds: Mapping[str,
     reference = {}
     for seed, (name, tensor) in enumerate(_tensors(module)):
         at = gguf_name(name, "gemma2" in architecture or "gemma3" in architecture)
+        if architecture == "gpt-oss":
+            at = at.replace("ffn_norm", "post_attention_norm")
         kind = kinds if isinstance(kinds, K) else next((kinds[k] for k in kinds if at.endswith(k)), K.F32)
-        if tensor.ndim == 1:
+        if tensor.ndim == 1 or "ffn_gate_inp" in at or at.endswith("bias"):
             kind = K.F32
         raw = quantized(tensor, kind, seed)
         values = gguf.dequantize(raw, kind).reshape(tensor.shape)
         reference[name] = torch.from_numpy(values.copy())
         data = raw.view({K.F32: np.float32, K.F16: np.float16}.get(kind, np.uint8))
-        if architecture in ("llama", "mistral", "smollm3") and (".attn_q." in at or ".attn_k." in at):
+        if architecture in ("llama", "mistral", "smollm3", "mixtral", "granitemoe") and (
+            ".attn_q." in at or ".attn_k." in at
+        ):
             heads = module.config.num_attention_heads if ".attn_q." in at else module.config.num_key_value_heads
             data = interleaved(data, heads)
         if "gemma" in architecture and at.endswith("norm.weight"):
@@ -192,6 +244,8 @@ def gguf_name(name: str, sandwich: bool) -> str:
     if stem in _ENDS:
         return f"{_ENDS[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
+    if name.endswith("sinks"):
+        return f"blk.{layer}.attn_sinks.weight"
     names = _PARTS | _SANDWICH if sandwich else _PARTS
     return f"blk.{layer}.{names[part]}.{suffix}"
 
@@ -204,6 +258,8 @@ def write_settings(writer: Any, config: Any, architecture: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
+    if "expert" in str(config.to_dict()):
+        write_experts(writer, config)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
@@ -213,6 +269,10 @@ def write_settings(writer: Any, config: Any, architecture: str) -> None:
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
+    if full["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(full["factor"])
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
     if full["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(full))
     if getattr(config, "sliding_window", None):
@@ -233,5 +293,56 @@ def llama3_factors(rope: Mapping[str, Any]) -> NDArray[np.float32]:
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
 
+def write_experts(writer: Any, config: Any) -> None:
+    """Writes the keys of a mixture of experts, as llama.cpp's converter does."""
+    writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+    if config.model_type == "granitemoe":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if getattr(config, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
 def _tensors(module: Any) -> list[tuple[str, Tensor]]:
-    return [(name, parameter.detach()) for name, parameter in module.named_parameters()]
+    """Returns a module's tensors, with gate, up and down of all experts as one tensor each."""
+    result: list[tuple[str, Tensor]] = []
+    oss = module.config.model_type == "gpt_oss"  # inputs come first, and rows of gate and up in turns
+    for name, parameter in module.named_parameters():
+        tensor = parameter.detach()
+        if ".experts." not in name:
+            result.append((name, tensor))
+            continue
+        at, part = name.rsplit(".", 1)
+        suffix = "bias" if part.endswith("_bias") else "weight"
+        part = part.removesuffix("_bias")
+        if oss and suffix == "weight":
+            tensor = tensor.transpose(1, 2)
+        parts = {part: tensor}
+        if part == "gate_up_proj":
+            halves = (tensor[:, 0::2], tensor[:, 1::2]) if oss else tensor.chunk(2, 1)
+            parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
+        result += [(f"{at}.{part}.{suffix}", one.contiguous()) for part, one in parts.items()]
+    if module.config.model_type == "granitemoe":
+        return [(_granite_name(name), tensor) for name, tensor in result]
+    if module.config.model_type == "mixtral":
+        return [(_mixtral_name(name), tensor) for name, tensor in result]
+    return result
+
+
+def _granite_name(name: str) -> str:
+    """Returns the name that our reader has for a tensor of Granite's experts."""
+    return name.replace("router.weight", "router.layer.weight").replace(
+        "block_sparse_moe.experts.", "block_sparse_moe."
+    )
+
+
+def _mixtral_name(name: str) -> str:
+    """Returns the name that Mixtral's checkpoints have for a tensor."""
+    for part, own in _MIXTRAL.items():
+        name = name.replace(f"mlp.experts.{part}", f"block_sparse_moe.experts.{own}")
+    return name.replace("mlp.gate.", "block_sparse_moe.gate.")

@@ -50,6 +50,11 @@ class Tiny:
     eager: bool = False  # soft-capped attention, which sdpa would leave out
     torch: bool = True  # also computed by torch operators, where it is native
 
+    @property
+    def mixture(self) -> bool:
+        """Whether layers have experts."""
+        return any("experts" in name for name in self.config)
+
     def build(self) -> Any:
         """A fresh random float32 module, the same every time."""
         torch.manual_seed(hash_of(self.family))
@@ -58,10 +63,15 @@ class Tiny:
         module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
-                if parameter.ndim == 1:  # norms and biases that are left at 1 and 0 would hide mistakes
+                if parameter.ndim == 1 or name.endswith(
+                    "_bias"
+                ):  # norms and biases that are left at 1 and 0 would hide mistakes
                     parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.1))
                 elif "conv" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.3)
+            for name, buffer in module.named_buffers():
+                if "correction" in name:
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
         return module.float().eval()
 
     def save(self, path: Path) -> Path:
@@ -128,6 +138,16 @@ QWEN_HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS: dict[str, Any] = {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 ARCHITECTURES: dict[str, Tiny] = {
     "llama": Tiny("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}, native=True),
@@ -191,6 +211,58 @@ ARCHITECTURES: dict[str, Tiny] = {
         {**GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
         native=True,
         torch=False,
+    ),
+    "qwen3-moe": Tiny(
+        "Qwen3Moe",
+        {**EXPERTS, "head_dim": 16, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
+        native=True,
+    ),
+    "qwen2-moe": Tiny("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 72}, native=True),
+    "mixtral": Tiny("Mixtral", {**GROUPED, "num_local_experts": 5, "sliding_window": 6}, native=True),
+    "olmoe": Tiny("Olmoe", {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.5}, native=True),
+    "granitemoe": Tiny(
+        "GraniteMoe",
+        {
+            **GROUPED,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+        },
+        native=True,
+    ),
+    "gpt-oss": Tiny(
+        "GptOss",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 1.5,
+            "sliding_window": 6,
+            "rope_parameters": YARN,
+        },
+        native=True,
+        eager=True,
+    ),
+    "glm4-moe": Tiny(
+        "Glm4Moe",
+        {
+            **GROUPED,
+            "head_dim": 32,
+            "moe_intermediate_size": 40,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.8,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        native=True,
     ),
     "gpt2": Tiny("GPT2", GPT2),
     "gpt-neox": Tiny("GPTNeoX", COMMON),

@@ -43,7 +43,10 @@ def run_through(source: SourceCheckpoint, text: Calibration, scale: float = 1.0)
     return text.losses(ends, ends)
 
 
-@pytest.mark.parametrize("family", [name for name, tiny in ARCHITECTURES.items() if tiny.native and tiny.torch])
+DENSE = [name for name, tiny in ARCHITECTURES.items() if tiny.native and tiny.torch and not tiny.mixture]
+
+
+@pytest.mark.parametrize("family", DENSE)
 def test_the_losses_are_those_of_the_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "WINDOW", 40)
     path = ARCHITECTURES[family].save(tmp_path)
@@ -63,6 +66,12 @@ def test_the_losses_are_those_of_the_model(family: str, tmp_path: Path, monkeypa
     assert losses.before == pytest.approx(total / losses.tokens, rel=1e-4)
     assert losses.after == pytest.approx(losses.before, rel=1e-5)
     assert run_through(source, Calibration(Architecture.of(load_config(path)), tokens()), 0.7).after != losses.after
+
+
+def test_models_with_experts_are_refused(tmp_path: Path) -> None:
+    path = ARCHITECTURES["mixtral"].save(tmp_path)
+    with pytest.raises(InvalidRequest, match="experts are not calibrated"):
+        Calibration(Architecture.of(load_config(path)), tokens())
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ class Loaded:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of weights that the matrix products of one pass read."""
+        """Bytes of weights that the matrix products of a pass over one row read."""
         if held := getattr(getattr(self.model, "runner", None), "product_bytes", 0):
             return int(held)
         scheme = Quantizer.of(self.quantization)
@@ -114,7 +114,7 @@ def _bare(loaded: Loaded) -> list[Callable[[int], float | None]]:
     """Returns the available bare products: the compiled runner's and oneDNN's. The faster is the floor."""
     own = getattr(getattr(loaded.model, "runner", None), "floor", None)
     products: list[Callable[[int], float | None]] = [] if own is None else [own]
-    if loaded.model.device.type == "cpu" and not loaded.quantization:
+    if loaded.model.device.type == "cpu" and not loaded.quantization and not loaded.model.has_experts:
         products.append(Floor(matrices(loaded.config), loaded.model.dtype))
     return products
 

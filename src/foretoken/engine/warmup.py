@@ -5,6 +5,7 @@ The cost of an oversized draft model shows here, not in a request. The kernels a
 
 from __future__ import annotations
 
+import random
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,13 +34,19 @@ _SECONDS = 0.5
 class _Script(Controller):
     """Drafts the given depths in turn.
 
+    Args:
+        depths: The depths.
+        costs: The cost model that learns from the steps.
+        synthetic: Whether drafts are made up, so that their time does not matter.
+
     Attributes:
         depths: Depths that are left.
         passes: Seconds by rows.
         drafting: Seconds by depth, after the proposer has caught up.
     """
 
-    def __init__(self, depths: Sequence[int], costs: CostModel) -> None:
+    def __init__(self, depths: Sequence[int], costs: CostModel, synthetic: bool = False) -> None:
+        self._synthetic = synthetic
         self.depths, self.costs, self._costs = list(depths), costs, costs
         self.passes: dict[int, list[float]] = defaultdict(list)
         self.drafting: dict[int, list[float]] = defaultdict(list)
@@ -49,6 +56,11 @@ class _Script(Controller):
         self._depth = self.depths.pop(0) if self.depths else 0
         return [max(0, min(self._depth, left)) for left in max_draft_tokens]
 
+    @property
+    def pass_seconds(self) -> dict[int, float]:
+        """Median seconds by rows."""
+        return {rows: median(seconds) for rows, seconds in self.passes.items()}
+
     def observe(self, contexts: Sequence[Context], steps: Sequence[StepOutput]) -> None:
         self._skip -= 1
         if self._skip >= 0:
@@ -57,24 +69,33 @@ class _Script(Controller):
         self.passes[sum(len(step.draft) + 1 for step in steps)].append(timings.total - timings.propose)
         if self._depth:
             self.drafting[self._depth].append(timings.propose)
-            if timings.propose > self._costs.plain_seconds(1):  # deeper drafts cannot pay
+            if not self._synthetic and timings.propose > self._costs.plain_seconds(1):  # deeper drafts cannot pay
                 self.depths = [depth for depth in self.depths if depth < self._depth]
         if time.perf_counter() > self._end:
             self.depths = [depth for depth in self.depths if depth in _COARSE[1:] and depth not in self.drafting]
 
 
 class _Synthetic(Proposer):
-    """Drafts chains of one token, to time their rows."""
+    """Drafts chains of tokens that differ, to time their rows. Equal tokens would wake the same experts.
+
+    Args:
+        vocab_size: Number of tokens of the target.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._random, self._vocab_size = random.Random(0), vocab_size
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        return [Draft.chain([context.tokens[-1]] * budget) for context, budget in zip(contexts, budgets, strict=True)]
+        return [Draft.chain([self._random.randrange(self._vocab_size) for _ in range(budget)]) for budget in budgets]
 
 
 def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int) -> None:
     """Calibrates ``costs`` with passes and drafts of up to ``max_tokens`` tokens.
 
     It needs space for 32 tokens and the drafts in the target's context window, and does nothing with less. Where
-    drafting takes no time, or the proposer would learn from the synthetic prompt, only passes are timed.
+    drafting takes no time, or the proposer would learn from the synthetic prompt, only passes are timed. Passes of a
+    model with experts are timed apart, over tokens drawn from the vocabulary: what a proposer drafts on a synthetic
+    prompt repeats itself, and would wake fewer experts than a text.
 
     Args:
         target: The target model.
@@ -89,15 +110,28 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
     if sweeps < 1 or not max_tokens:
         return
     length = min(_PROMPT, space - sweeps * emitted)
+    passes_alone = proposer.costless or proposer.learns
+    passes: dict[int, float] = {}
+    drafting: dict[int, float] = {}
+    if passes_alone or target.has_experts:
+        script = _Script([*_FIRST, *(sweep * sweeps)], CostModel(), synthetic=True)
+        _run(target, _Synthetic(target.vocab_size), script, length)
+        passes = script.pass_seconds
+    if not passes_alone:
+        script = _Script([*_FIRST, *(sweep * sweeps)], costs)
+        _run(target, proposer, script, length)
+        drafting = {depth: median(seconds) for depth, seconds in script.drafting.items()}
+        passes = passes or script.pass_seconds
+    costs.calibrate(passes, drafting)
+
+
+def _run(target: Model, proposer: Proposer, script: _Script, length: int) -> None:
+    """Runs the steps of a script on a prompt of ``length`` tokens."""
     tokens = [(7 * i + 1) % target.vocab_size for i in range(length)]
     source = tuple(tokens[: target.source_length])
     context = Context(-1, tokens, length, SamplingLaw(temperature=0.0), Streams(0), source=source)
-    passes_alone = proposer.costless or proposer.learns
-    script = _Script([*_FIRST, *(sweep * sweeps)], CostModel() if passes_alone else costs)
-    engine = Engine(target, _Synthetic() if passes_alone else proposer, script)
+    engine = Engine(target, proposer, script)
     with draining(engine, [context.id]):
         engine.add(context, Length(2**31))
         while script.depths:
             engine.step_or_raise()
-    drafting = {} if passes_alone else {depth: median(seconds) for depth, seconds in script.drafting.items()}
-    costs.calibrate({rows: median(seconds) for rows, seconds in script.passes.items()}, drafting)

@@ -109,6 +109,7 @@ class Model(ABC):
     Attributes:
         batch_invariant: whether a row's logits are bitwise equal whatever shares its pass.
         chunk_invariant: whether they are also bitwise equal wherever chunked prefill cuts the prompt.
+        has_experts: whether a pass reads more weights the more its tokens differ (mixtures of experts).
         source_length: maximum number of tokens that the encoder reads; 0 for a model without an encoder.
     """
 
@@ -120,6 +121,7 @@ class Model(ABC):
     dtype: torch.dtype
     batch_invariant: bool = False
     chunk_invariant: bool = False
+    has_experts: bool = False
     source_length: int = 0
 
     @property

@@ -65,7 +65,7 @@ class Decoder(Model):
         self.architecture: Architecture | Seq2SeqArchitecture = a
         self.dtype, self.device = dtype, device
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
-        self.max_length = a.max_length
+        self.max_length, self.has_experts = a.max_length, a.has_experts
         source = Source(weights, a, dtype, Quantizer.of(quantization))
         cache = _cache(config, weights, dtype, quantization, weight_format)
         self.runner: Runner = cached_runner(a, dtype, device, cache) or build_runner(

@@ -17,7 +17,14 @@ from torch import Tensor
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.quantize import floats, stacked
-from foretoken.models.formats.weights import LayerWeights, SelfAttentionWeights, Source, read_ends, read_layer
+from foretoken.models.formats.weights import (
+    DenseMlpWeights,
+    LayerWeights,
+    SelfAttentionWeights,
+    Source,
+    read_ends,
+    read_layer,
+)
 from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
 from foretoken.quantize.rounding import Curvature
 
@@ -46,7 +53,7 @@ class Calibration:
         tokens: token ids of the text.
 
     Raises:
-        InvalidRequest: the text is too short.
+        InvalidRequest: the text is too short, or the model has experts.
     """
 
     def __init__(self, architecture: Architecture, tokens: Tensor) -> None:
@@ -54,6 +61,8 @@ class Calibration:
         length = min(WINDOW, architecture.max_length, len(tokens) // 2)
         if length < 16:
             raise InvalidRequest(f"the calibration text has {len(tokens)} tokens; give at least 32, better 50,000")
+        if architecture.has_experts:
+            raise InvalidRequest("models with experts are not calibrated; leave --calibration out for this checkpoint")
         windows = tokens[: len(tokens) // length * length].view(-1, length)[:WINDOWS]
         held = torch.arange(len(windows)) % _HELD_OUT == 1
         self._held = windows[held]
@@ -135,6 +144,7 @@ def _step(a: Architecture, layer: int, w: LayerWeights, x: Tensor, record: Recor
 
     attention, mlp, kind = w.mixer, w.mlp, a.stack[layer]
     assert isinstance(attention, SelfAttentionWeights)  # checkpoints with other layers are refused when they are opened
+    assert isinstance(mlp, DenseMlpWeights)
     heads = multiply("qkv", normalize(a, x, w.norm), *attention.qkv, bias=attention.qkv_bias)
     heads = heads.unflatten(-1, (-1, a.head_dim))
     queries, keys, values = heads.transpose(1, 2).split((a.heads, a.kv_heads, a.kv_heads), dim=1)

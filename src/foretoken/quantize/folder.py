@@ -40,6 +40,7 @@ COPIED = (
 )
 _EMBEDDINGS = ("embed", "shared", "wte", "wpe", "relative_attention_bias", "norm")
 _VOCABULARY = re.compile(r"(.+\.)?lm_heads?(\.[0-9]+)?\.weight|(medusa_heads?\.)?[0-9]+\.[0-9]+\.weight")
+_ROUTER = re.compile(r".+\.(mlp\.gate|block_sparse_moe\.gate|router(\.layer)?|shared_expert_gate)\.weight")
 _VERSION = "0.20.0"  # of the package whose format this is
 
 
@@ -104,6 +105,9 @@ class FolderWriter:
         if not name.endswith(".weight") or tensor.ndim != 2 or not tensor.is_floating_point():
             return False
         if any(part in name for part in _EMBEDDINGS):
+            return False
+        if _ROUTER.fullmatch(name):
+            self._left.append(name.removesuffix(".weight"))
             return False
         vocabulary = _VOCABULARY.fullmatch(name) is not None
         if vocabulary and not self._lm_head:

@@ -12,6 +12,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import parse
 from foretoken.models.families import facts
+from foretoken.models.families.experts import experts_of
 from foretoken.models.families.family import FULL, SLIDING, Family, HeadNorms, TensorNames
 from foretoken.models.families.layers import Layer
 from foretoken.models.families.recurrence import Recurrence
@@ -95,6 +96,7 @@ class Architecture:
         weightless: whether the checkpoint has no weights of norms, which are then 1.
         gated_attention: whether attention's output is multiplied by the sigmoid of a gate before its last matrix.
         recurrence: sizes of the recurrent layers; None if there are none.
+        sinks: whether each head's softmax counts one more key, without a value (gpt-oss).
     """
 
     family: str
@@ -129,6 +131,7 @@ class Architecture:
     weightless: bool = False
     gated_attention: bool = False
     recurrence: Recurrence | None = None
+    sinks: bool = False
 
     @property
     def attention_layers(self) -> int:
@@ -139,6 +142,11 @@ class Architecture:
     def layers(self) -> int:
         """Number of layers."""
         return len(self.stack)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return any(layer.experts is not None for layer in self.stack)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -265,7 +273,7 @@ def _stack(c: Mapping[str, Any], family: Family, said: Mapping[str, Any], rotary
         norms=said.get("norms", family.norms),
         parallel=said.get("parallel", family.parallel),
     )
-    return tuple(
+    layers = [
         replace(
             layer,
             mixer=family.mixers.get(kind, "attention"),
@@ -273,6 +281,10 @@ def _stack(c: Mapping[str, Any], family: Family, said: Mapping[str, Any], rotary
             rope=rope if rotary else -1,
         )
         for kind, rope in zip(c["layer_types"], ropes, strict=True)
+    ]
+    return tuple(
+        layer if experts is None else replace(layer, mlp="experts", experts=experts)
+        for layer, experts in zip(layers, experts_of(c), strict=True)
     )
 
 

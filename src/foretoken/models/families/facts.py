@@ -56,6 +56,12 @@ def qwen_kinds(c: Config) -> list[str]:
     return [FULL if i < first else SLIDING for i in range(c["num_hidden_layers"])]
 
 
+def qwen2_moe_kinds(c: Config) -> list[str]:
+    """Returns sliding windows in every other layer below ``max_window_layers``, where they are used at all."""
+    last = c["max_window_layers"] if c.get("use_sliding_window") else 0
+    return [FULL if i % 2 or i >= last else SLIDING for i in range(c["num_hidden_layers"])]
+
+
 def smollm3_kinds(c: Config) -> list[str]:
     """Returns sliding windows in the layers without rotation, where they are used at all."""
     windows = bool(c.get("use_sliding_window"))
@@ -103,6 +109,16 @@ def only_sliding_rotate(c: Config) -> dict[str, Any]:
 def olmo(c: Config) -> dict[str, Any]:
     """OLMo 1."""
     return {"clip": c.get("clip_qkv") or 0.0}
+
+
+def glm4_moe(c: Config) -> dict[str, Any]:
+    """GLM-4.5, of which only the larger one has norms of heads."""
+    return {"head_norms": "before" if c.get("use_qk_norm") else None}
+
+
+def gpt_oss(c: Config) -> dict[str, Any]:
+    """gpt-oss, whose softmaxes have a sink for each head."""
+    return {"sinks": True}
 
 
 def granite(c: Config) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from foretoken.models.families.experts import Experts
+
 Mixer = Literal["attention", "delta", "convolution", "mamba"]
-Mlp = Literal["gated", "ungated"]
+Mlp = Literal["gated", "ungated", "experts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Layer:
         parallel: whether the MLP reads what the mixer reads, instead of the mixer's result.
         window: length of the attention window, the row itself included; 0 for no window.
         rope: index in ``Architecture.frequencies``; -1 for no rotation.
+        experts: the MLP if its kind is "experts".
     """
 
     mixer: Mixer = "attention"
@@ -46,3 +49,4 @@ class Layer:
     parallel: bool = False
     window: int = 0
     rope: int = 0
+    experts: Experts | None = None

@@ -30,6 +30,14 @@ _GLM = {"head_dim": 128, "partial_rotary_factor": 0.5}
 _FUSED_MLP = replace(LLAMA, up=("mlp.gate_up_proj",))
 _UNGATED = replace(LLAMA, up=("mlp.up_proj",))
 _FC = replace(LLAMA, up=("mlp.fc1",), down="mlp.fc2", out="self_attn.dense")
+_GPT_OSS = {  # rotary settings
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _RATIO = {"mlp_ratio": 4}  # where intermediate_size is missing
 _GPT2 = TensorNames(
     base="transformer.",
@@ -163,6 +171,19 @@ FAMILIES: dict[str, Family] = {
         mixers={recurrence.CONVOLUTION: "convolution"},
         kinds=recurrence.lfm2_kinds,
         facts=recurrence.lfm2,
+    ),
+    "qwen3_moe": Family(defaults={"sliding_window": 4096}, kinds=facts.sliding_if_set, head_norms="before"),
+    "qwen2_moe": Family(defaults={"sliding_window": 4096}, kinds=facts.qwen2_moe_kinds),
+    "mixtral": Family(defaults=_WINDOWS | {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, kinds=facts.sliding_if_set),
+    "olmoe": Family(defaults={"rms_norm_eps": 1e-5}, head_norms="all", facts=facts.olmo),
+    "granitemoe": Family(defaults=_MULTIPLIERS, facts=facts.granite),
+    "gpt_oss": Family(
+        defaults=_WINDOWS | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rope_scaling": _GPT_OSS},
+        kinds=facts.every(2),
+        facts=facts.gpt_oss,
+    ),
+    "glm4_moe": Family(
+        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}, head_norms="before", facts=facts.glm4_moe
     ),
     "smollm3": Family(
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True}, kinds=facts.smollm3_kinds, facts=facts.smollm3

@@ -121,6 +121,16 @@ class Grouped:
         """Returns the matrix of outputs ``first`` to ``last``."""
         return Grouped((last - first, self.shape[1]), self.layout, lambda a, b: self.rows(first + a, first + b))
 
+    def every(self, step: int, first: int) -> Grouped:
+        """Returns the matrix of every ``step``-th output from ``first`` on."""
+
+        def rows(a: int, b: int) -> Groups:
+            read = self.rows(a * step, min(b * step, self.shape[0]))
+            taken = slice(first, None, step)
+            return Groups(read.codes[taken], read.scales[taken], None if read.offsets is None else read.offsets[taken])
+
+        return Grouped((len(range(first, self.shape[0], step)), self.shape[1]), self.layout, rows)
+
     @staticmethod
     def cat(parts: Sequence[Grouped]) -> Grouped:
         """Concatenates matrices along their outputs."""

@@ -31,7 +31,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bits
     total, quantized = 0.0, dtype.itemsize if bits is None else bits / 8
     for name, shape in shapes.items():
         embeds = any(table in name for table in _EMBEDDINGS)
-        total += math.prod(shape) * (quantized if len(shape) == 2 and not embeds else dtype.itemsize)
+        total += math.prod(shape) * (quantized if len(shape) > 1 and not embeds else dtype.itemsize)
         if embeds and "lm_head.weight" not in shapes:
             total += math.prod(shape) * quantized
     return int(total)

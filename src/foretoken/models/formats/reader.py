@@ -68,9 +68,7 @@ class TensorReader:
 
     def parts(self, names: tuple[str, ...], rows: int, columns: int) -> tuple[Matrix, ...]:
         """Returns the weights of linear layers with the same input; concatenated they are [rows, columns]."""
-        parts = tuple(self._part(name) for name in names)
-        if any(isinstance(part, Grouped) for part in parts) and any(isinstance(part, Tensor) for part in parts):
-            parts = tuple(floats(part, self.dtype) for part in parts)
+        parts = alike(tuple(self._part(name) for name in names), self.dtype)
         if len({type(part) for part in parts}) > 1:
             raise ModelLoadError(f"of {' and '.join(names)} only some are quantized; they are one product here")
         self.check(parts, names, rows, columns)
@@ -97,12 +95,16 @@ class TensorReader:
 
     def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns a copy of the tensor in float32; a tensor of one dimension may be stored with several."""
+        return self.shaped(name, shape).to(torch.float32, copy=True)
+
+    def shaped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns the tensor as it is stored, whose shape is checked as in ``floats``."""
         stored = self.get(name)
         if len(shape) == 1 and stored.ndim > 1:
             stored = stored.flatten()
         if stored.shape != shape:
             raise self._misshapen([name], [stored], shape)
-        return stored.to(torch.float32, copy=True)
+        return stored
 
     def get(self, name: str) -> Tensor:
         """Returns the tensor as it is stored. Raises ModelLoadError if it is missing or holds no floats."""
@@ -123,9 +125,17 @@ class TensorReader:
 
     def grouped(self, name: str) -> Grouped | None:
         """Returns the weight of ``name`` if it is stored in groups and need not be dequantized; else None."""
+        return self.groups(f"{name}.weight") if f"{name}.weight" in self.weights else None
+
+    def groups(self, name: str) -> Grouped | None:
+        """Returns the tensor if it is stored in groups and need not be dequantized; else None."""
         if self.quantize is not None or not isinstance(self.weights, GroupedWeights):
             return None
-        return self.weights.grouped(f"{name}.weight") if f"{name}.weight" in self.weights else None
+        return self.weights.grouped(name)
+
+    def made(self, name: str, weight: Tensor) -> Matrix:
+        """Returns a float matrix as it is computed: in the model's dtype, or quantized."""
+        return converted(name, weight, self.dtype) if self.quantize is None else self.quantize(weight)
 
     def _part(self, name: str) -> Matrix:
         stored = read_int8(self.weights, name)
@@ -139,4 +149,11 @@ class TensorReader:
             raise ModelLoadError(f"the tensor {name + '.weight'!r} is not a matrix; is the checkpoint damaged?")
         if self.transposed:
             weight = weight.t().contiguous()
-        return converted(f"{name}.weight", weight, self.dtype) if self.quantize is None else self.quantize(weight)
+        return self.made(f"{name}.weight", weight)
+
+
+def alike(parts: tuple[Matrix, ...], dtype: torch.dtype) -> tuple[Matrix, ...]:
+    """Returns the parts of one product, dequantized if some are floats and others in groups."""
+    if any(isinstance(part, Grouped) for part in parts) and any(isinstance(part, Tensor) for part in parts):
+        return tuple(floats(part, dtype) for part in parts)
+    return parts

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.experts import ExpertWeights, read_experts
 from foretoken.models.formats.finite import converted
 from foretoken.models.formats.memory import give_back, reuse_freed
 from foretoken.models.formats.quantize import Matrix, Quantizer
@@ -45,6 +46,7 @@ class SelfAttentionWeights:
     k_norm: NormWeight | None
     out: Matrix
     out_bias: Tensor | None
+    sinks: Tensor | None = None  # float32 [heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class LayerWeights:
     mixer: SelfAttentionWeights | RecurrentWeights
     after_mixer: NormWeight | None
     mlp_norm: NormWeight | None
-    mlp: DenseMlpWeights
+    mlp: DenseMlpWeights | ExpertWeights
     after_mlp: NormWeight | None
 
 
@@ -137,7 +139,7 @@ class Layers:
 def read_layer(source: Source, index: int) -> LayerWeights:
     """Reads layer ``index``. Raises ModelLoadError if a tensor is missing or has the wrong shape."""
     a, reader = source.architecture, source.reader
-    names, norms = a.names, a.stack[index].norms
+    names, norms, experts = a.names, a.stack[index].norms, a.stack[index].experts
     at = reader.base + names.layer.format(index)
 
     def norm(name: str, exists: bool) -> NormWeight | None:
@@ -148,7 +150,9 @@ def read_layer(source: Source, index: int) -> LayerWeights:
         mixer=_mixer(a, reader, at, index),
         after_mixer=norm(names.after_mixer, norms.after_mixer),
         mlp_norm=norm(names.mlp_norm, norms.mlp),
-        mlp=_mlp(a, reader, at, a.stack[index].mlp == "gated"),
+        mlp=_mlp(a, reader, at, a.stack[index].mlp == "gated")
+        if experts is None
+        else read_experts(reader, at.removesuffix("."), experts, a.hidden),
         after_mlp=norm(names.after_mlp, norms.after_mlp),
     )
 
@@ -178,6 +182,7 @@ def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionW
         k_norm=_head_norm(a, reader, at + names.k_norm, a.kv_heads),
         out=reader.matrix(out, a.hidden, wide),
         out_bias=reader.bias((out,), a.hidden),
+        sinks=reader.floats(f"{at}self_attn.sinks", (a.heads,)) if a.sinks else None,
     )
 
 

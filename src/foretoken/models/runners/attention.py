@@ -157,7 +157,14 @@ class Heads(Protocol):
 
 
 def attend(
-    cache: KVCache, layer: int, queries_keys: Tensor, values: Tensor, g: Geometry, a: Heads, mask: Tensor
+    cache: KVCache,
+    layer: int,
+    queries_keys: Tensor,
+    values: Tensor,
+    g: Geometry,
+    a: Heads,
+    mask: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Writes the new keys and values to the cache, then computes attention under ``mask``.
 
@@ -169,6 +176,7 @@ def attend(
         g: layout of the pass.
         a: sizes of the attention.
         mask: as in ``Geometry.masks``.
+        sinks: scores [heads] of a key without a value; None for none.
 
     Returns:
         [R, heads * head_dim]
@@ -184,12 +192,13 @@ def attend(
     else:
         key_cache[g.slots, :, g.rows] = keys.to(key_cache.dtype)
         value_cache[g.slots, :, g.rows] = values.to(value_cache.dtype)
-    return look_up(
-        queries, key_cache[g.low : g.high, :, : g.keys], value_cache[g.low : g.high, :, : g.keys], mask, g, a
-    )
+    seen = key_cache[g.low : g.high, :, : g.keys], value_cache[g.low : g.high, :, : g.keys]
+    return look_up(queries, *seen, mask, g, a, sinks)
 
 
-def look_up(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, g: Geometry, a: Heads) -> Tensor:
+def look_up(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, g: Geometry, a: Heads, sinks: Tensor | None = None
+) -> Tensor:
     """Computes attention.
 
     Args:
@@ -199,6 +208,7 @@ def look_up(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, g: Geom
         mask: is added to the scores, broadcast to [S, kv_heads, width, group, K].
         g: layout of the pass.
         a: sizes of the attention.
+        sinks: see ``attend``.
 
     Returns:
         [R, heads * head_dim]
@@ -215,22 +225,26 @@ def look_up(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, g: Geom
     scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)).view(sequences, kv_heads, g.width, group, count)
     if mask.shape[3] > 1:  # of every query head
         mask = mask.view(sequences, g.width, kv_heads, group, count).transpose(1, 2)
-    weights = _soft(scores, mask, a).to(values.dtype)
+    sink = None if sinks is None else sinks.view(kv_heads, 1, group, 1)
+    weights = _soft(scores, mask, a, sink).to(values.dtype)
     mixed = _mix(weights.view(sequences * kv_heads, g.width * group, count), values.flatten(0, 1))
     mixed = mixed.view(sequences, kv_heads, g.width, group, dim).transpose(1, 2)
     mixed = mixed.reshape(sequences * g.width, heads * dim).to(dtype)
     return mixed if g.places is None else mixed[g.places]
 
 
-def _soft(scores: Tensor, mask: Tensor, a: Heads) -> Tensor:
+def _soft(scores: Tensor, mask: Tensor, a: Heads, sink: Tensor | None = None) -> Tensor:
     """Scales, caps (Gemma 2, 2408.00118: cap * tanh(x / cap)) and masks scores; returns their softmax.
 
-    It is computed at least in float32.
+    It is computed at least in float32. A sink counts as one more key.
     """
     scale, cap = a.scale, a.attention_softcap
     if cap:
         scores, scale = (scores.to(torch.promote_types(scores.dtype, mask.dtype)) * (scale / cap)).tanh_(), cap
-    return torch.add(mask, scores, alpha=scale).softmax(-1)
+    seen = torch.add(mask, scores, alpha=scale)
+    if sink is None:
+        return seen.softmax(-1)
+    return torch.cat((seen, sink.to(seen.dtype).expand(*seen.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
 
 
 def _mix(weights: Tensor, values: Tensor) -> Tensor:

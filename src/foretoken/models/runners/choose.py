@@ -69,7 +69,8 @@ def build_runner(
                 raise InvalidRequest(_no_kernels(architecture, str(reason))) from reason
     if architecture.recurrence is not None:
         raise InvalidRequest(_no_kernels(architecture, f"the device is {device.type}"))
-    if device.type == "cuda" and entry is None and architecture.alibi is None:
+    captured = entry is None and architecture.alibi is None and not architecture.has_experts and not architecture.sinks
+    if device.type == "cuda" and captured:
         return GraphRunner(architecture, layers, ends, dtype, device)
     return TorchRunner(architecture, layers, ends, dtype, device, entry)
 

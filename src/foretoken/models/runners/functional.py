@@ -58,6 +58,19 @@ def activate(a: Architecture, x: Tensor, gated: bool) -> Tensor:
     return function(gate) * up
 
 
+def clamped_gate(x: Tensor, limit: float, slope: float) -> Tensor:
+    """Returns gpt-oss's activation: (up + 1) * gate * sigmoid(slope * gate), both within a limit.
+
+    Args:
+        x: gate and up side by side.
+        limit: bound of up on both sides, and of gate above.
+        slope: factor of the gate in the sigmoid.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(slope * gate)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, paired: bool = False) -> Tensor:
     """Applies the rotary embedding to the first numbers of each head.
 

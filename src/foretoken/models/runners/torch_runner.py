@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.quantize import floats, stacked
 from foretoken.models.formats.weights import (
     DenseMlpWeights,
@@ -31,6 +32,7 @@ from foretoken.models.runners.base import DecoderOnly, Pass
 from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
 from foretoken.models.runners.linear import Product, can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.runners.torch_experts import TorchExperts
 from foretoken.models.state.kv import KVCache
 
 
@@ -42,6 +44,7 @@ class TorchAttention:
     q_norm: NormWeight | None
     k_norm: NormWeight | None
     out: Product
+    sinks: Tensor | None
 
     @staticmethod
     def of(device: torch.device, w: SelfAttentionWeights) -> TorchAttention:
@@ -51,6 +54,7 @@ class TorchAttention:
             q_norm=_norm_to(w.q_norm, device),
             k_norm=_norm_to(w.k_norm, device),
             out=product(w.out.to(device), _to(w.out_bias, device)),
+            sinks=_to(w.sinks, device),
         )
 
 
@@ -78,7 +82,7 @@ class TorchLayer:
     mixer: TorchAttention
     after_mixer: NormWeight | None
     mlp_norm: NormWeight | None
-    mlp: TorchMlp
+    mlp: TorchMlp | TorchExperts
     after_mlp: NormWeight | None
 
     @staticmethod
@@ -89,7 +93,7 @@ class TorchLayer:
             mixer=TorchAttention.of(device, _attention_of(weights)),
             after_mixer=_norm_to(weights.after_mixer, device),
             mlp_norm=_norm_to(weights.mlp_norm, device),
-            mlp=TorchMlp.of(device, weights.mlp),
+            mlp=_mlp(device, weights.mlp),
             after_mlp=_norm_to(weights.after_mlp, device),
         )
 
@@ -249,28 +253,34 @@ class TorchRunner(DecoderOnly):
         mixed = _scaled(normalize(a, mixed, layer.after_mixer), a.residual_scale)
         if not a.stack[number].parallel:
             hidden = hidden + mixed
-        inner = layer.mlp.up(normalize(a, hidden, layer.mlp_norm), alone)
-        inner = layer.mlp.down(activate(a, inner, a.stack[number].mlp == "gated"), alone)
+        inner = self._mlp(number, normalize(a, hidden, layer.mlp_norm), alone)
         inner = _scaled(normalize(a, inner, layer.after_mlp), a.residual_scale)
         return hidden + mixed + inner if a.stack[number].parallel else hidden + inner
+
+    def _mlp(self, number: int, x: Tensor, alone: bool) -> Tensor:
+        a, mlp = self._architecture, self._layers[number].mlp
+        if isinstance(mlp, TorchExperts):
+            return mlp(a, x, alone)
+        return mlp.down(activate(a, mlp.up(x, alone), a.stack[number].mlp == "gated"), alone)
 
     def _attention(
         self, number: int, x: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Geometry, alone: bool
     ) -> Tensor:
         a, mixer, layer = self._architecture, self._layers[number].mixer, self._architecture.stack[number]
         heads = mixer.qkv(x, alone).view(x.shape[0], -1, a.head_dim)
-        if a.clip:
-            heads = heads.clamp(-a.clip, a.clip)
         queries_keys, values = heads.split((a.heads + a.kv_heads, a.kv_heads), dim=1)
         if a.head_norms != "after":
             queries_keys = self._norm_heads(queries_keys, mixer)
+        if a.clip:
+            queries_keys, values = queries_keys.clamp(-a.clip, a.clip), values.clamp(-a.clip, a.clip)
         if layer.rope >= 0:
             queries_keys = rotate(queries_keys, *turns[layer.rope], a.paired)
         if a.head_norms == "after":
             queries_keys = self._norm_heads(queries_keys, mixer)
         if a.query_growth is not None:
             queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
-        return mixer.out(attend(self.cache, number, queries_keys, values, g, a, g.masks[layer.window]), alone)
+        mask = g.masks[layer.window]
+        return mixer.out(attend(self.cache, number, queries_keys, values, g, a, mask, mixer.sinks), alone)
 
     def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:
         if mixer.q_norm is None or mixer.k_norm is None:
@@ -302,6 +312,12 @@ class TorchRunner(DecoderOnly):
         """Returns cos and sin for every row of the cache, [rows, 1, rotated numbers]; see ``rotate``."""
         cos, sin = rotary_table(self._architecture, number, torch.arange(self.cache.rows))
         return cos.to(self._device, self._dtype)[:, None], sin.to(self._device, self._dtype)[:, None]
+
+
+def _mlp(device: torch.device, weights: DenseMlpWeights | ExpertWeights) -> TorchMlp | TorchExperts:
+    if isinstance(weights, ExpertWeights):
+        return TorchExperts.of(device, weights)
+    return TorchMlp.of(device, weights)
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -58,7 +58,34 @@ _SANDWICH = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_BIASES = {"attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv"}
+_ROUTED = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GRANITE = {part: name.replace("mlp.experts", "block_sparse_moe") for part, name in _ROUTED.items()} | {
+    "ffn_gate_inp": "block_sparse_moe.router.layer"
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+_GPT_OSS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+}
+_BARE = {"attn_sinks"}  # tensors whose names in the checkpoint have no suffix
+_BIASES = {"attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv"} | set(_ROUTED)  # gpt-oss has those of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +98,7 @@ class GGUFFamily:
         interleaved: whether the rows of queries and keys are stored in pairs (x[i], x[i + head_dim / 2]).
         norm_offset: offset that the file's norm weights include.
         settings: returns the fields of config.json that only this family has.
+        reads: keys of ``_NEEDS_OTHER`` that ``settings`` reads.
     """
 
     model_type: str
@@ -78,6 +106,7 @@ class GGUFFamily:
     interleaved: bool = False
     norm_offset: float = 0.0
     settings: Callable[[_Metadata], dict[str, Any]] | None = None
+    reads: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +168,38 @@ def _gemma3(m: _Metadata) -> dict[str, Any]:
     return settings | {"sliding_window_pattern": m.get(key, default=6)}
 
 
+def _experts(normalized: bool) -> Callable[[_Metadata], dict[str, Any]]:
+    """Returns a function for the fields of experts; ``normalized``: what llama.cpp takes for the architecture."""
+
+    def settings(m: _Metadata) -> dict[str, Any]:
+        return {
+            "num_experts": m.need("expert_count"),
+            "num_experts_per_tok": m.need("expert_used_count"),
+            "moe_intermediate_size": m.get("expert_feed_forward_length") or m.need("feed_forward_length"),
+            "shared_expert_intermediate_size": m.get("expert_shared_feed_forward_length", default=0) or None,
+            "norm_topk_prob": m.get("expert_weights_norm", (bool,), normalized),
+        }
+
+    return settings
+
+
+def _gpt_oss(m: _Metadata) -> dict[str, Any]:
+    return _window(m) | _experts(True)(m)
+
+
+def _granitemoe(m: _Metadata) -> dict[str, Any]:
+    return _experts(True)(m) | {
+        "attention_multiplier": m.number("attention.scale") or _head_dim(m) ** -0.5,
+        "embedding_multiplier": m.number("embedding_scale") or 1.0,
+        "residual_multiplier": m.number("residual_scale") or 1.0,
+        "logits_scaling": m.number("logit_scale") or 1.0,
+    }
+
+
+_COUNT = frozenset({"expert_count"})
+_SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
 _LLAMA = GGUFFamily("llama", _LAYER, interleaved=True)
+_MIXTRAL_FAMILY = GGUFFamily("mixtral", _LAYER | _MIXTRAL, interleaved=True, settings=_experts(True), reads=_COUNT)
 _GEMMA_NAMES = _LAYER | _SANDWICH
 FAMILIES = {
     "llama": _LLAMA,
@@ -148,6 +208,13 @@ FAMILIES = {
     "smollm3": GGUFFamily("smollm3", _LAYER, interleaved=True),
     "qwen2": GGUFFamily("qwen2", _LAYER),
     "qwen3": GGUFFamily("qwen3", _LAYER | _HEAD_NORMS),
+    "qwen2moe": GGUFFamily("qwen2_moe", _LAYER | _ROUTED | _SHARED, settings=_experts(False), reads=_COUNT),
+    "qwen3moe": GGUFFamily("qwen3_moe", _LAYER | _HEAD_NORMS | _ROUTED, settings=_experts(True), reads=_COUNT),
+    "olmoe": GGUFFamily("olmoe", _LAYER | _HEAD_NORMS | _ROUTED, settings=_experts(False), reads=_COUNT),
+    "granitemoe": GGUFFamily(
+        "granitemoe", _LAYER | _GRANITE, interleaved=True, settings=_granitemoe, reads=_COUNT | _SCALES
+    ),
+    "gpt-oss": GGUFFamily("gpt_oss", _LAYER | _ROUTED | _GPT_OSS, settings=_gpt_oss, reads=_COUNT),
     "phi3": GGUFFamily("phi3", _LAYER | _FUSED, settings=_window),
     "gemma": GGUFFamily("gemma", _LAYER, norm_offset=1.0),
     "gemma2": GGUFFamily("gemma2", _GEMMA_NAMES, norm_offset=1.0, settings=_gemma2),
@@ -166,6 +233,8 @@ def family_of(header: Header) -> tuple[str, GGUFFamily]:
         raise ModelLoadError(
             f"{header.path} has the architecture {shortened(name)}; GGUF files are computed of {', '.join(FAMILIES)}"
         )
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        return name, _MIXTRAL_FAMILY
     return name, FAMILIES[name]
 
 
@@ -177,7 +246,7 @@ def config_of(header: Header) -> dict[str, Any]:
     """
     name, family = family_of(header)
     m = _Metadata(header, name)
-    for key in _NEEDS_OTHER:
+    for key in _NEEDS_OTHER - family.reads:
         if value := header.metadata.get(f"{name}.{key}"):
             raise ModelLoadError(f"{header.path} has {name}.{key} = {shortened(value)}, which is not computed here")
     embedding = header.tensors.get("token_embd.weight")
@@ -219,7 +288,7 @@ def checkpoint_name(family: GGUFFamily, name: str) -> str | None:
         layer, part, suffix = block.groups()
         if suffix == "bias" and part not in _BIASES:
             raise KeyError(name)
-        return f"model.layers.{layer}.{family.names[part]}.{suffix}"
+        return f"model.layers.{layer}.{family.names[part]}" + ("" if part in _BARE else f".{suffix}")
     return _ENDS[name]
 
 
@@ -252,6 +321,10 @@ def _rope_scaling(m: _Metadata) -> dict[str, Any] | None:
         kind = "longrope"
     if kind == "linear" and factors is None:
         return {"rope_type": "linear", "factor": m.number("rope.scaling.factor") or 1.0}
+    if kind == "yarn" and m.architecture == "gpt-oss":
+        original = m.need("rope.scaling.original_context_length")
+        factor = m.number("rope.scaling.factor") or 1.0
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, "truncate": False}
     if kind != "none":
         raise ModelLoadError(f"{m.header.path} scales its positions by {shortened(kind)}, which is not computed here")
     if factors is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class GGUFWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         source, grouped = self._sources[name], self.grouped(name)
         if grouped is not None:
-            tensor = grouped.dequantize()
+            tensor = grouped.dequantize().reshape(source.stored.shape)
         else:
             tensor = _floats(source, self._rows(source, 0, _row_count(source)))
         check_finite(name, tensor, str(self._path))
@@ -79,10 +80,13 @@ class GGUFWeights(Mapping[str, Tensor]):
         return len(self._sources)
 
     def grouped(self, name: str) -> Grouped | None:
-        """Returns a quantized matrix that reads its rows from the file; None if the tensor holds floats."""
+        """Returns a quantized matrix that reads its rows from the file; None if the tensor holds floats.
+
+        Matrices of several experts lie below each other.
+        """
         source = self._sources[name]
         kind, shape = source.stored.kind, source.stored.shape
-        if kind not in LAYOUTS or source.offset or len(shape) != 2:
+        if kind not in LAYOUTS or source.offset or len(shape) < 2:
             return None
 
         def rows(first: int, last: int) -> Groups:
@@ -92,7 +96,7 @@ class GGUFWeights(Mapping[str, Tensor]):
                     check_finite(name, numbers.wholes if isinstance(numbers, TwoLevels) else numbers, str(self._path))
             return groups
 
-        return Grouped((shape[0], shape[1]), LAYOUTS[kind], rows)
+        return Grouped((_row_count(source), shape[-1]), LAYOUTS[kind], rows)
 
     def _rows(self, source: _Source, first: int, last: int) -> Bytes:
         """Returns the bytes [last - first, bytes of a row] of a tensor's rows, in the checkpoint's order."""
@@ -110,7 +114,8 @@ class GGUFWeights(Mapping[str, Tensor]):
 
 
 def _row_count(source: _Source) -> int:
-    return source.stored.shape[0] if len(source.stored.shape) == 2 or source.heads else 1
+    shape = source.stored.shape
+    return math.prod(shape[:-1]) if len(shape) > 1 else shape[0] if source.heads else 1
 
 
 def _order(rows: int, heads: int) -> NDArray[np.int64] | None:
@@ -154,8 +159,8 @@ def _sources(header: Header) -> dict[str, _Source]:
 
 def _check_type(path: Path, stored: StoredTensor) -> None:
     """Raises ModelLoadError for a tensor whose type or number of dimensions is not supported."""
-    vector = len(stored.shape) == 1
-    if len(stored.shape) > 2 or (stored.kind not in FLOATS and (vector or stored.kind not in LAYOUTS)):
+    vector, most = len(stored.shape) == 1, 3 if "_exps." in stored.name else 2
+    if len(stored.shape) > most or (stored.kind not in FLOATS and (vector or stored.kind not in LAYOUTS)):
         raise ModelLoadError(
             f"{path} stores {stored.name} {stored.shape} as {stored.kind.name}; supported are vectors of "
             f"{', '.join(kind.name for kind in FLOATS)}, and matrices of these and {', '.join(k.name for k in LAYOUTS)}"

@@ -46,6 +46,7 @@ class AttentionSpec(Structure):
         ("out", Matrix),
         ("q_norm", NormSpec),
         ("k_norm", NormSpec),
+        ("sinks", c_void_p),
         *((name, c_int32) for name in ("norm_stride", "window", "rope", "cache_layer")),
     ]
 
@@ -66,6 +67,30 @@ class MlpSpec(Structure):
     _fields_ = [("up", Matrix), ("down", Matrix)]
 
 
+class RouterSpec(Structure):
+    """The router of a layer of experts (csrc/router.hpp)."""
+
+    _fields_ = [
+        ("weights", Matrix),
+        ("correction", c_void_p),
+        *((name, c_int32) for name in ("experts", "chosen", "scoring", "normalized")),
+        *((name, c_int32) for name in ("groups", "chosen_groups", "group_score")),
+        ("scale", c_float),
+    ]
+
+
+class ExpertsSpec(Structure):
+    """The weights of a layer of experts."""
+
+    _fields_ = [
+        ("router", RouterSpec),
+        *((name, Matrix) for name in ("up", "down", "shared_up", "shared_down")),
+        ("shared_gate", c_void_p),
+        ("limit", c_float),
+        ("slope", c_float),
+    ]
+
+
 class LayerSpec(Structure):
     """One decoder layer: a token mixer and an MLP, the norms around them, and their kinds."""
 
@@ -75,6 +100,7 @@ class LayerSpec(Structure):
         ("attention", AttentionSpec),
         ("recurrent", RecurrentSpec),
         ("dense", MlpSpec),
+        ("experts", ExpertsSpec),
     ]
 
 

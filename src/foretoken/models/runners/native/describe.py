@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from ctypes import Structure
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.models.families.architecture import Activation, Architecture
+from foretoken.models.families.experts import Scoring
 from foretoken.models.families.family import HeadNorms
-from foretoken.models.families.layers import Mixer, Mlp
+from foretoken.models.families.layers import Layer, Mixer, Mlp
 from foretoken.models.families.recurrence import Recurrence
+from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.grouped import Grouped, joinable
 from foretoken.models.formats.quantize import Int8, floats
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
@@ -27,19 +30,22 @@ from foretoken.models.formats.weights import (
 from foretoken.models.runners.native.bindings import (
     UNIT,
     AttentionSpec,
+    ExpertsSpec,
     LayerSpec,
     Matrix,
     MlpSpec,
     ModelSpec,
     NormSpec,
     RecurrentSpec,
+    RouterSpec,
     StateSpec,
 )
-from foretoken.models.runners.native.memory import Arena, pack
+from foretoken.models.runners.native.memory import Arena, Packed, pack, pack_experts
 
 # As csrc/specs.hpp and csrc/activations.hpp number them.
 MIXERS: dict[Mixer, int] = {"attention": 0, "delta": 1, "convolution": 2, "mamba": 3}
-MLPS: dict[Mlp, int] = {"gated": 0, "ungated": 1}
+MLPS: dict[Mlp, int] = {"gated": 0, "ungated": 1, "experts": 2}
+SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 HEAD_NORMS: dict[HeadNorms, int] = {"before": 0, "after": 1, "all": 2}
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
@@ -56,13 +62,14 @@ class Description:
     Attributes:
         held: tensors and structures that the specification points to, which must outlive it.
         weight_bytes: bytes of matrices and the embedding as they are held.
-        product_bytes: bytes that the products of a pass read.
+        product_bytes: bytes that the products of a pass over one row read.
     """
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype, arena: Arena, compress: bool) -> None:
         self._architecture, self._dtype, self._arena, self._compress = architecture, dtype, arena, compress
         self.held: list[object] = []
         self.weight_bytes = self.product_bytes = 0
+        self._asleep = 0.0  # bytes of experts that a row does not take
 
     def model(self, layers: Iterable[LayerWeights], ends: Ends, entry: Entry) -> ModelSpec:
         """Packs all weights. Layers are read one after the other."""
@@ -73,7 +80,7 @@ class Description:
             specs[number] = layer
         head = self._matrix([ends.head], ends.head_bias)
         embedding, table = None, head
-        self.product_bytes = self.weight_bytes  # what the products of a pass read
+        self.product_bytes = self.weight_bytes - round(self._asleep)
         if ends.head is not ends.embedding:
             if isinstance(ends.embedding, Grouped):
                 table = self._matrix([ends.embedding])
@@ -129,8 +136,13 @@ class Description:
             parallel=layer.parallel,
             attention=self._attention(number, mixer) if isinstance(mixer, SelfAttentionWeights) else AttentionSpec(),
             recurrent=self._recurrent(number, mixer) if isinstance(mixer, RecurrentWeights) else RecurrentSpec(),
-            dense=self._dense(weights.mlp, layer.mlp == "gated"),
+            **self._mlp(layer, weights.mlp),
         )
+
+    def _mlp(self, layer: Layer, weights: DenseMlpWeights | ExpertWeights) -> dict[str, Structure]:
+        if isinstance(weights, ExpertWeights):
+            return {"experts": self._experts(weights)}
+        return {"dense": self._dense(weights, layer.mlp == "gated")}
 
     def _attention(self, number: int, weights: SelfAttentionWeights) -> AttentionSpec:
         layer, dim = self._architecture.stack[number], self._architecture.head_dim
@@ -140,6 +152,7 @@ class Description:
             out=self._matrix([weights.out], weights.out_bias),
             q_norm=self._norm(weights.q_norm),
             k_norm=self._norm(weights.k_norm),
+            sinks=self._keep(weights.sinks),
             norm_stride=dim if own else 0,
             window=layer.window,
             rope=layer.rope,
@@ -167,11 +180,43 @@ class Description:
             down=self._matrix([weights.down], weights.down_bias),
         )
 
+    def _experts(self, weights: ExpertWeights) -> ExpertsSpec:
+        e = weights.experts
+        shared: dict[str, Matrix] = {}
+        if weights.shared_down is not None:
+            shared["shared_up"] = self._matrix(_halves(weights.shared_up), interleave=True)
+            shared["shared_down"] = self._matrix([weights.shared_down])
+        router = RouterSpec(
+            weights=self._hold(pack(self._arena, [weights.router], weights.router_bias)),
+            correction=self._keep(weights.correction),
+            experts=e.count,
+            chosen=e.chosen,
+            scoring=SCORINGS[e.scoring],
+            normalized=e.normalized,
+            groups=e.groups,
+            chosen_groups=e.chosen_groups,
+            group_score=e.best_two,
+            scale=e.scale,
+        )
+        stacks = [pack_experts(self._arena, stack, self._compress) for stack in (weights.up, weights.down)]
+        self._asleep += sum(stack.nbytes for stack in stacks) * (1 - e.chosen / e.count)
+        return ExpertsSpec(
+            router=router,
+            up=self._hold(stacks[0]),
+            down=self._hold(stacks[1]),
+            shared_gate=self._keep(weights.shared_gate),
+            limit=e.clamp,
+            slope=e.slope,
+            **shared,
+        )
+
     def _norm(self, norm: NormWeight | None) -> NormSpec:
         return NormSpec() if norm is None else NormSpec(self._keep(norm.weight), self._keep(norm.bias))
 
     def _matrix(self, parts: Sequence[AnyMatrix], bias: Tensor | None = None, interleave: bool = False) -> Matrix:
-        packed = pack(self._arena, _one_layout(parts), bias, interleave, self._compress)
+        return self._hold(pack(self._arena, _one_layout(parts), bias, interleave, self._compress))
+
+    def _hold(self, packed: Packed) -> Matrix:
         self.weight_bytes += packed.nbytes
         self.held.extend(packed.held)
         return packed.matrix

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.formats.grouped import Grouped, TwoLevels, strips
+from foretoken.models.formats.experts import ExpertStack
+from foretoken.models.formats.grouped import Grouped, TwoLevels, joinable, strips
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.runners.native.bindings import LANES, TILE_STEPS, UNIT, Matrix, UpperBytes
@@ -98,25 +101,95 @@ def pack(
     """
     blocks = [padded(part.shape[0], LANES) // LANES for part in parts]
     outputs = padded(sum(blocks) * LANES, UNIT)
-    places = _places(blocks, interleave)
-    grouped = [part for part in parts if isinstance(part, Grouped)]
-    held: dict[str, Tensor] = {}
-    before = arena.nbytes
-    upper: tuple[object, ...] = ()
-    if grouped:
-        matrix = _pack_groups(arena, grouped, outputs, places)
-    else:
-        values = [part.values if isinstance(part, Int8) else part for part in parts if not isinstance(part, Grouped)]
-        matrix = _pack_words(arena, values, outputs, places)
-        if compress and matrix.kind == Kind.BFLOAT16:
-            upper = _compress(arena, matrix)
+    vectors = {}
     if bias is not None:
-        biases = bias.float().split([part.shape[0] for part in parts])
-        held["bias"] = _by_output(biases, outputs, interleave)
+        vectors["bias"] = _by_output(bias.float().split([part.shape[0] for part in parts]), outputs, interleave)
     quantized = [part for part in parts if isinstance(part, Int8)]
     if quantized:
-        held["scales"] = _by_output([part.scales for part in quantized], outputs, interleave)
-        held["sums"] = _by_output([_sums(part.values) for part in quantized], outputs, interleave)
+        vectors["scales"] = _by_output([part.scales for part in quantized], outputs, interleave)
+        vectors["sums"] = _by_output([_sums(part.values) for part in quantized], outputs, interleave)
+    placed = zip(parts, _places(blocks, interleave), strict=True)
+    return _packed(arena, placed, outputs, vectors, compress)
+
+
+def pack_experts(arena: Arena, stack: ExpertStack, compress: bool = False) -> Packed:
+    """Packs the matrices of all experts into one, an expert's behind each other.
+
+    Args:
+        arena: allocates the packed matrix.
+        stack: the experts. Blocks of sixteen outputs alternate between the parts of one expert. They are read one after
+            the other, so that no more than one is held twice.
+        compress: as in ``pack``.
+
+    Raises:
+        KernelsUnavailable: see ``pack``.
+    """
+    first = stack.read(0)
+    blocks = padded(sum(padded(part.shape[0], LANES) for part in first), UNIT) // LANES
+    vectors: dict[str, list[Tensor]] = {}
+
+    def placed() -> Iterator[tuple[AnyMatrix, tuple[int, int]]]:
+        for expert, parts in enumerate(_experts(stack, first)):
+            for number, part in enumerate(parts):
+                yield part, (expert * blocks + number, len(parts))
+            quantized = [part for part in parts if isinstance(part, Int8)]
+            if quantized:
+                vectors.setdefault("scales", []).append(
+                    _by_output([part.scales for part in quantized], blocks * LANES, True)
+                )
+                sums = _by_output([_sums(part.values) for part in quantized], blocks * LANES, True)
+                vectors.setdefault("sums", []).append(sums)
+
+    if stack.biases:
+        vectors["bias"] = [
+            _by_output([bias[expert].float() for bias in stack.biases], blocks * LANES, True)
+            for expert in range(stack.count)
+        ]
+    return _packed(arena, placed(), stack.count * blocks * LANES, vectors, compress)
+
+
+def _experts(stack: ExpertStack, first: tuple[AnyMatrix, ...]) -> Iterator[Sequence[AnyMatrix]]:
+    """Yields the parts of each expert, all in one layout. ``first``: those of the first one."""
+    grouped = [part for part in first if isinstance(part, Grouped)]
+    if not grouped or stack.quantized:
+        yield first
+        for expert in range(1, stack.count):
+            yield stack.read(expert)
+        return
+    every = [part for expert in range(stack.count) for part in stack.read(expert)]  # which read nothing yet
+    alike = joinable([part for part in every if isinstance(part, Grouped)])
+    for at in range(0, len(alike), len(first)):
+        yield alike[at : at + len(first)]
+
+
+def _packed(
+    arena: Arena,
+    placed: Iterable[tuple[AnyMatrix, tuple[int, int]]],
+    outputs: int,
+    vectors: Mapping[str, Tensor | list[Tensor]],
+    compress: bool,
+) -> Packed:
+    """Packs matrices of one kind into one.
+
+    Args:
+        arena: allocates it.
+        placed: the matrices, each with its first block of sixteen outputs and the step between its blocks.
+        outputs: outputs of the whole.
+        vectors: the numbers of each output by the name of the field of ``Matrix``; known when all are packed.
+        compress: see ``pack``.
+    """
+    before = arena.nbytes
+    upper: tuple[object, ...] = ()
+    parts = iter(placed)
+    first = next(parts)
+    every = chain([first], parts)
+    if isinstance(first[0], Grouped):
+        matrix = _pack_groups(arena, first[0], every, outputs)
+    else:
+        matrix = _pack_words(arena, every, outputs)
+        if compress and matrix.kind == Kind.BFLOAT16:
+            upper = _compress(arena, matrix)
+    held = {name: torch.cat(part) if isinstance(part, list) else part for name, part in vectors.items()}
     for name, tensor in held.items():
         setattr(matrix, name, tensor.data_ptr())
     kept = (*held.values(), *upper)
@@ -131,18 +204,22 @@ def _places(blocks: Sequence[int], interleave: bool) -> list[tuple[int, int]]:
     return [(sum(blocks[:number]), 1) for number in range(len(blocks))]
 
 
-def _pack_words(arena: Arena, parts: Sequence[Tensor], outputs: int, places: Sequence[tuple[int, int]]) -> Matrix:
+def _pack_words(arena: Arena, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int) -> Matrix:
     """Packs matrices of one dtype into blocks of words."""
-    per_word = WORD // parts[0].element_size()
-    inputs = padded(parts[0].shape[1], per_word)
-    steps = padded(inputs // per_word, TILE_STEPS)
-    matrix = Matrix(
-        data=arena.allocate(outputs * steps * WORD), units=outputs // UNIT, steps=steps, kind=KINDS[parts[0].dtype]
-    )
-    for part, (start, step) in zip(parts, places, strict=True):
-        whole = F.pad(part, (0, inputs - part.shape[1])) if inputs != part.shape[1] else part.contiguous()
-        source = whole.data_ptr(), whole.shape[0], inputs // per_word
-        arena.library.foretoken_pack(*source, matrix.data, steps, start, step, torch.get_num_threads())
+    matrix = None
+    for whole, (start, step) in placed:
+        assert not isinstance(whole, Grouped)
+        part = whole.values if isinstance(whole, Int8) else whole
+        per_word = WORD // part.element_size()
+        inputs = padded(part.shape[1], per_word)
+        if matrix is None:
+            steps = padded(inputs // per_word, TILE_STEPS)
+            data = arena.allocate(outputs * steps * WORD)
+            matrix = Matrix(data=data, units=outputs // UNIT, steps=steps, kind=KINDS[part.dtype])
+        rows = F.pad(part, (0, inputs - part.shape[1])) if inputs != part.shape[1] else part.contiguous()
+        source = rows.data_ptr(), rows.shape[0], inputs // per_word
+        arena.library.foretoken_pack(*source, matrix.data, matrix.steps, start, step, torch.get_num_threads())
+    assert matrix is not None
     return matrix
 
 
@@ -168,9 +245,11 @@ def _compress(arena: Arena, matrix: Matrix) -> tuple[object, ...]:
     return upper, table, starts, raw, words
 
 
-def _pack_groups(arena: Arena, parts: Sequence[Grouped], outputs: int, places: Sequence[tuple[int, int]]) -> Matrix:
-    """Packs matrices with the same group layout into records, a strip of outputs at a time."""
-    layout, inputs = parts[0].layout, parts[0].shape[1]
+def _pack_groups(
+    arena: Arena, first: Grouped, placed: Iterable[tuple[AnyMatrix, tuple[int, int]]], outputs: int
+) -> Matrix:
+    """Packs matrices with the group layout of ``first`` into records, a strip of outputs at a time."""
+    layout, inputs = first.layout, first.shape[1]
     two, sides = layout.block > 1, 1 + layout.offsets
     scales = ScaleKind.TWO_LEVELS if two else ScaleKind.HALF if layout.half else ScaleKind.SINGLE
     groups = padded(-(-inputs // layout.group), layout.block)
@@ -196,14 +275,12 @@ def _pack_groups(arena: Arena, parts: Sequence[Grouped], outputs: int, places: S
         source = codes.data_ptr(), _addresses(wholes), _addresses(fractions), last - first, inputs
         arena.library.foretoken_pack_groups(*source, matrix, at, step, 1)
 
-    strip_of = [
-        (part, first, last, start + first // LANES * step, step)
-        for part, (start, step) in zip(parts, places, strict=True)
-        for first, last in strips(part.shape)
-    ]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for _ in threads.map(lambda strip: pack_strip(*strip), strip_of):
-            pass  # raises what a strip raised
+        for part, (start, step) in placed:
+            assert isinstance(part, Grouped)
+            work = [partial(pack_strip, part, a, b, start + a // LANES * step, step) for a, b in strips(part.shape)]
+            for _ in threads.map(lambda pack: pack(), work):
+                pass  # raises what a strip raised
     return matrix
 
 

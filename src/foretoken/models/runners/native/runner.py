@@ -26,6 +26,7 @@ from foretoken.models.runners.native.bindings import (
     NormSpec,
     ReplaySpec,
     RopeSpec,
+    RouterSpec,
 )
 from foretoken.models.runners.native.build import library, packing_library
 from foretoken.models.runners.native.cache import WeightCache
@@ -279,8 +280,10 @@ def _kinds(spec: ModelSpec) -> set[int]:
 
 
 def _matrices(spec: Structure) -> Iterator[Matrix]:
-    """Yields all matrices of a layer, at any depth."""
+    """Yields all matrices of a layer that the functions of a kind multiply, at any depth."""
     for name, kind, *_ in spec._fields_:
+        if kind is RouterSpec:  # which has a product of its own
+            continue
         if kind is Matrix:
             yield getattr(spec, name)
         elif issubclass(kind, Structure):

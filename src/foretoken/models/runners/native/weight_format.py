@@ -9,6 +9,7 @@ import torch
 
 from foretoken.core.native import cpu
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.layers import Layer
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 LEVELS = ("avx512-bf16",)  # with whose instructions restoring weights costs less than reading them
@@ -42,10 +43,17 @@ def packing_pays(architecture: Architecture, dtype: torch.dtype) -> bool:
 
 
 def matrix_bytes(a: Architecture, dtype: torch.dtype) -> int:
-    """Returns the bytes of the matrices that a pass reads, as they are stored raw."""
+    """Returns the bytes of the matrices that a pass over one row reads, as they are stored raw."""
     attention = 2 * (a.heads + a.kv_heads) * a.head_dim * a.hidden
-    mlps = sum(3 if layer.mlp == "gated" else 2 for layer in a.stack) * a.hidden * a.intermediate
+    mlps = sum(_mlp_width(a, layer) for layer in a.stack) * a.hidden
     return (a.layers * attention + mlps + a.vocab * a.hidden) * dtype.itemsize
+
+
+def _mlp_width(a: Architecture, layer: Layer) -> int:
+    """Returns the rows of gate, up and the transposed down together, as far as one row takes them."""
+    if layer.experts is not None:
+        return 3 * (layer.experts.chosen * layer.experts.intermediate + layer.experts.shared)
+    return (3 if layer.mlp == "gated" else 2) * a.intermediate
 
 
 @functools.cache

@@ -27,3 +27,10 @@ __attribute__((noinline)) inline Floats other_activation(Floats v, int kind) {
 }
 
 inline Floats activate(Floats v, int kind) { return kind == SILU ? silu(v) : other_activation(v, kind); }
+
+// gpt-oss: (up + 1) gate / (1 + exp(-slope gate)), with gate at most `limit`, and up within it. NaN stays.
+__attribute__((noinline)) inline Floats clamped_gate(Floats gate, Floats up, float limit, float slope) {
+    gate = smallest_of(floats(limit), gate);
+    up = largest_of(floats(-limit), smallest_of(floats(limit), up));
+    return (up + floats(1.0f)) * gate / (floats(1.0f) + exponential(smallest_of(floats(80.0f), gate * floats(-slope))));
+}

@@ -60,7 +60,8 @@ struct Attention {
             const int row = first + q / group;
             for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, kv_head, row, q, j);
             if (m.biases) slant(scores + q * length, start(row), keys_of(row), m.biases + (first_head + q % group) * m.bias_stride);
-            scale[q] = soften(scores + q * length, start(row), keys_of(row), least, most);
+            const float sink = layer.sinks ? layer.sinks[first_head + q % group] : -INFINITY;
+            scale[q] = soften(scores + q * length, start(row), keys_of(row), least, most, sink);
         }
         for (int at = 0; at < m.head_dim; at += MIX_VECTORS * LANES)
             for (int q = 0; q < count; q += MIX_QUERIES)
@@ -121,12 +122,13 @@ struct Attention {
         for (int i = from; i < count; i++) row[i] += biases[i] - biases[count - 1];
     }
 
-    // Writes exp(score - largest) for keys [from, count) and zeros around them. Returns 1 / their sum.
-    static float soften(float* row, int from, int count, int least, int most) {
+    // Writes exp(score - largest) for keys [from, count) and zeros around them. Returns 1 / their sum, in which a sink counts
+    // as one more key.
+    static float soften(float* row, int from, int count, int least, int most, float sink) {
         const int begin = from / LANES * LANES, end = (count + LANES - 1) / LANES * LANES;
         for (int i = least / LANES * LANES; i < from; i++) row[i] = -INFINITY;
         for (int i = count; i < end; i++) row[i] = -INFINITY;
-        Floats largest = floats(-INFINITY), sum = floats(0.0f);
+        Floats largest = floats(sink), sum = floats(0.0f);
         for (int i = begin; i < end; i += LANES) largest = largest_of(largest, load(row + i));
         largest = floats(largest_lane(largest));
         for (int i = least / LANES * LANES; i < begin; i += LANES) store(row + i, floats(0.0f));
@@ -137,7 +139,8 @@ struct Attention {
             store(row + i, e);
         }
         for (int i = end; i < most; i++) row[i] = 0.0f;
-        return 1.0f / sum_of(sum);
+        const float total = sum_of(sum);
+        return 1.0f / (sink == -INFINITY ? total : total + first_lane(exponential(floats(sink) - largest)));
     }
 
     template <int V>

@@ -62,6 +62,8 @@ void OF_CACHE(foretoken_floor)(const ModelSpec* m, void* workspace, int rows, in
     const Widest widest(*m);
     const Word* words = w.normed.room<Word>(rows * widest.words);
     const float* scales = w.scales.room<float>(rows * widest.scales);
+    const auto known = w.experts.woken_by_rows.find(rows);
+    const std::vector<int32_t>* woken = known == w.experts.woken_by_rows.end() ? nullptr : &known->second;
     in_parallel(threads, [&](Member& member) {
         const ReleasedTiles released;
         alignas(64) float sink[BLOCKS * LANES];
@@ -71,7 +73,11 @@ void OF_CACHE(foretoken_floor)(const ModelSpec* m, void* workspace, int rows, in
             functions(p).rows(p, x, rows, units, {sink, 0, false, 1.0f, 0.0f, 0});
             member.end(units);
         };
-        for (int i = 0; i < m->layer_count; i++) each_matrix(m->layers[i], all);
+        for (int i = 0; i < m->layer_count; i++) {
+            each_common_matrix(m->layers[i], all);
+            if (m->layers[i].mlp == EXPERTS)
+                ExpertMlp<CACHE>::floor(m->layers[i].experts, woken, i, member, rows, {(Word*)words, (float*)scales, 0, 0});
+        }
         all(m->head);
     });
 }

@@ -279,18 +279,19 @@ inline void side_by_side(const Word* x, int64_t stride, int64_t words, int rows,
         for (int r = 0; r < rows; r++) to[k * rows + r] = x[r * stride + k];
 }
 
-// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread claims.
-template <class V, class Store>
-inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int rows, Loop& work,
+// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread takes.
+template <class V, class Work, class Store>
+inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int rows, Work& work,
                             Store store) {
     Share share(0, 0);
     if (!work.next(share)) return;
     const bool large = large_levels(w, V::bits);
     const int tiles = (rows + GROUPED_ROWS - 1) / GROUPED_ROWS;
     static thread_local std::vector<Word> buffer;
-    buffer.resize(std::max<size_t>(buffer.size(), rows * w.steps));
+    if (rows > 1) buffer.resize(std::max<size_t>(buffer.size(), rows * w.steps));
+    const Word* arranged = rows > 1 ? buffer.data() : x;
     auto first_of = [&](int tile) { return rows * tile / tiles; };
-    for (int t = 0; t < tiles; t++) {
+    for (int t = 0; rows > 1 && t < tiles; t++) {
         const int first = first_of(t), count = first_of(t + 1) - first;
         side_by_side(x + first * stride, stride, w.steps, count, buffer.data() + first * w.steps);
     }
@@ -298,7 +299,7 @@ inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, cons
         for (int64_t unit = share.first; unit < share.last; unit++)
             for (int t = 0; t < tiles; t++) {
                 const int first = first_of(t), count = first_of(t + 1) - first;
-                const Word* words = buffer.data() + first * w.steps;
+                const Word* words = arranged + first * w.steps;
                 const GroupMeta* metas = meta + first * w.groups();
                 if (V::bits != 8 && (UNSIGNED_BYTES || !large))
                     pick_grouped<V, V::bits != 8, GROUPED_ROWS>(count, w, words, metas, first, unit, {t, tiles}, store);

@@ -6,7 +6,7 @@ namespace {
 constexpr int KIND = FORETOKEN_KIND;
 
 template <class Store>
-void multiply(const Matrix& w, const Input& x, int rows, Loop& work, Store store) {
+void multiply(const Matrix& w, const Input& x, int rows, Units work, Store store) {
     if constexpr (is_grouped(KIND))
         grouped_product<Variant<KIND>>(w, x.words, x.stride, (const GroupMeta*)x.scales, rows, work, store);
     else if constexpr (KIND == PACKED)

@@ -31,6 +31,23 @@ inline void put_floats(const Matrix& w, Word* words, int64_t at, Floats v) {
     else put_input<BF16>(words, at, v);
 }
 
+// The units of a matrix that a thread multiplies: those that it claims of a loop, or all in a range.
+class Units {
+   public:
+    Units(Loop& loop) : loop(&loop) {}
+    explicit Units(Share range) : range(range) {}
+    bool next(Share& units) {
+        if (loop) return loop->next(units);
+        if (range.first >= range.last) return false;
+        units = range, range.first = range.last;
+        return true;
+    }
+
+   private:
+    Loop* loop = nullptr;
+    Share range{0, 0};
+};
+
 // Stores the two blocks of a unit in rows of floats, with the strides of a row and a unit.
 struct RowStore {
     float* to;
@@ -39,9 +56,10 @@ struct RowStore {
     float factor = 1.0f;   // of the product
     float cap = 0.0f;  // of logits; 0: none
     int64_t unit_stride = BLOCKS * LANES;
+    int64_t first_unit = 0;  // whose numbers are the first of a row
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
-        float* at = to + row * row_stride + unit * unit_stride;
+        float* at = to + row * row_stride + (unit - first_unit) * unit_stride;
         low = low * floats(factor), high = high * floats(factor);
         if (add) {
             low = low + load(at);
@@ -65,9 +83,13 @@ struct ActivatedStore {
     int64_t stride; // numbers of a row, a multiple of sixteen
     int activation;
     bool gated;
+    int64_t first_unit = 0;  // whose numbers are the first of a row
+    float limit = 0.0f;      // of gate and up in gpt-oss's activation; 0: activation(gate) * up
+    float slope = 0.0f;
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
-        if (gated) return keep(row, unit * LANES, activate(low, activation) * high);
+        unit -= first_unit;
+        if (gated) return keep(row, unit * LANES, limit != 0.0f ? clamped_gate(low, high, limit, slope) : activate(low, activation) * high);
         keep(row, unit * BLOCKS * LANES, activate(low, activation));
         if (unit * BLOCKS * LANES + LANES < stride) keep(row, unit * BLOCKS * LANES + LANES, activate(high, activation));
     }
@@ -79,9 +101,9 @@ struct ActivatedStore {
 
 // The functions of a kind; those of kinds that are not linked are null.
 struct KindFunctions {
-    // Multiply all rows of x with the units of the matrix that this thread claims.
-    void (*rows)(const Matrix& w, const Input& x, int rows, Loop& work, RowStore store);
-    void (*activated)(const Matrix& w, const Input& x, int rows, Loop& work, ActivatedStore store);
+    // Multiply all rows of x with the units of the matrix that this thread takes.
+    void (*rows)(const Matrix& w, const Input& x, int rows, Units work, RowStore store);
+    void (*activated)(const Matrix& w, const Input& x, int rows, Units work, ActivatedStore store);
     // Stores `count` floats (a multiple of 16) as an input row of the matrix.
     void (*encode)(const Matrix& w, const float* row, int64_t count, Word* words, float* scales);
     // The float32 weights of one output, of grouped kinds.

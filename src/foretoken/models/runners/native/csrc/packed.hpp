@@ -128,14 +128,14 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
     }
 }
 
-// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread claims. With registers of
+// Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread takes. With registers of
 // sixteen numbers each tile restores for itself; elsewhere, and for tiles of AMX, a unit is restored once for all rows.
 //
 // Measured on two cores of a Zen 4, products of a matrix of 0.3 G weights in turns, raw time over this: 1 row 1.44, 4 rows
 // 1.46, 8 rows 1.33, 12 rows 1.06, 16 rows 0.97, 20 to 34 rows 0.90 to 0.91. A first tile that keeps what it restored for
 // the others, 16 KiB at a time, was slower: 16 rows 0.73, 24 rows 0.70, 34 rows 0.78, 128 rows 0.94.
-template <class Store>
-inline void packed_product(const Matrix& w, const Word* x, int64_t stride, int rows, Loop& work, Store store) {
+template <class Work, class Store>
+inline void packed_product(const Matrix& w, const Word* x, int64_t stride, int rows, Work& work, Store store) {
     constexpr int TALLEST = ONE_REGISTER ? tallest(BF16) : BOTH_ROWS;
     Share share(0, 0);
     if (TILES || (!ONE_REGISTER && rows > BOTH_ROWS)) {

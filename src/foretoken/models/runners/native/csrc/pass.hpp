@@ -12,6 +12,7 @@
 #include "mixer_attention.hpp"
 #include "mixer_recurrent.hpp"
 #include "mlp_dense.hpp"
+#include "mlp_experts.hpp"
 #include "start.hpp"
 
 template <Kind kv>
@@ -23,9 +24,10 @@ struct Pass {
     AttentionMixer<kv> attention;
     RecurrentMixer<kv> recurrent;
     DenseMlp<kv> dense;
+    ExpertMlp<kv> experts;
 
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
-        : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), recurrent(p, w), dense(p, w) {}
+        : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), recurrent(p, w), dense(p, w), experts(p, w) {}
 
     // Allocates the memory of a pass, before its threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
@@ -35,6 +37,7 @@ struct Pass {
         AttentionMixer<kv>::reserve(m, b, w, threads);
         RecurrentMixer<kv>::reserve(m, b, w, threads);
         DenseMlp<kv>::reserve(m, b, w);
+        ExpertMlp<kv>::reserve(m, b, w, threads);
     }
 
     void run() {
@@ -46,10 +49,10 @@ struct Pass {
             if (number == m.layer_count - 1 && answered.rows < p.b.rows) drop_rows(layer);
             if (!p.b.rows) break;
             mixes(layer) ? attention.mix(layer) : recurrent.mix(layer);
-            if (layer.parallel) dense.enter(layer);
+            if (layer.parallel) enter_mlp(layer, number);
             mixes(layer) ? attention.leave(layer) : recurrent.leave(layer);
-            if (!layer.parallel) dense.enter(layer);
-            dense.leave(layer);
+            if (!layer.parallel) enter_mlp(layer, number);
+            leave_mlp(layer, number);
         }
         tap(m.layer_count);
         tap(m.layer_count + 1);
@@ -58,6 +61,16 @@ struct Pass {
 
    private:
     static bool mixes(const LayerSpec& layer) { return layer.mixer == ATTENTION; }
+
+    void enter_mlp(const LayerSpec& layer, int number) {
+        if (layer.mlp == EXPERTS) experts.enter(layer, number);
+        else dense.enter(layer);
+    }
+
+    void leave_mlp(const LayerSpec& layer, int number) {
+        if (layer.mlp == EXPERTS) experts.leave(layer, number);
+        else dense.leave(layer);
+    }
 
     void enter_mixer(const LayerSpec& layer, int number) {
         if (!mixes(layer)) return recurrent.enter(layer);

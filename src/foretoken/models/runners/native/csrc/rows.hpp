@@ -92,6 +92,11 @@ struct Rows {
     void residual(const Matrix& w, const Input& x, const NormSpec& norm) {
         if (!norm) return multiply(w, x, b.rows, {hidden, width, true, m.residual_scale});
         multiply(w, x, b.rows, {branch, width});
+        add_branch(norm);
+    }
+
+    // Adds `branch` to the residual stream after a norm.
+    void add_branch(const NormSpec& norm) {
         member.each(b.rows, 1, [&](int64_t r) {
             normalize(m, branch + r * width, norm, m.hidden, branch + r * width);
             for (int64_t i = 0; i < m.hidden; i++) hidden[r * width + i] += m.residual_scale * branch[r * width + i];

@@ -3,12 +3,12 @@
 // A layer is a token mixer and an MLP, each with its own description; `LayerSpec` says which kinds they are.
 #pragma once
 
-#include "kinds.hpp"
+#include "router.hpp"
 
 constexpr int PAGE = 64;  // cache rows of one page; models/state/pages.py has the same number
 
 enum MixerKind : int32_t { ATTENTION = 0, DELTA = 1, CONVOLUTION = 2, MAMBA = 3 };
-enum MlpKind : int32_t { GATED = 0, UNGATED = 1 };
+enum MlpKind : int32_t { GATED = 0, UNGATED = 1, EXPERTS = 2 };
 
 // The weights of a norm; without a weight there is no norm.
 struct NormSpec {
@@ -19,6 +19,7 @@ struct NormSpec {
 struct AttentionSpec {
     Matrix qkv, out;
     NormSpec q_norm, k_norm;
+    const float* sinks;   // [heads]; scores of a key without a value, which takes a share of each softmax; null: none
     int32_t norm_stride;  // numbers between the weights of two heads in q_norm and k_norm; 0: all heads share them
     int32_t window;       // length of the attention window, the row itself included; 0: no window
     int32_t rope;         // index of the rotary table; -1: no rotation
@@ -40,6 +41,15 @@ struct MlpSpec {
     Matrix up, down;  // GATED: blocks of gate and up alternate in `up`
 };
 
+// A mixture of experts, whose MLPs are gated. Expert e has the units from e times their number in `up` and `down`.
+struct ExpertsSpec {
+    RouterSpec router;
+    Matrix up, down;           // of all experts
+    Matrix shared_up, shared_down;  // of the shared expert, if there is one
+    const float* shared_gate;  // [hidden]; the shared expert's weight is the sigmoid of its product with the row; null: 1
+    float limit, slope;        // of gpt-oss's activation; see `ActivatedStore`
+};
+
 struct LayerSpec {
     NormSpec norm, after_mixer, mlp_norm, after_mlp;
     int32_t mixer;     // a MixerKind
@@ -48,15 +58,24 @@ struct LayerSpec {
     AttentionSpec attention;
     RecurrentSpec recurrent;
     MlpSpec dense;
+    ExpertsSpec experts;
 };
 
-// Calls f with each matrix of a layer.
+// Calls f with each matrix of a layer that all rows take.
 template <class F>
-inline void each_matrix(const LayerSpec& layer, F f) {
+inline void each_common_matrix(const LayerSpec& layer, F f) {
     if (layer.mixer == ATTENTION) f(layer.attention.qkv), f(layer.attention.out);
     else f(layer.recurrent.in), f(layer.recurrent.out);
     if (layer.mixer == DELTA || layer.mixer == MAMBA) f(layer.recurrent.gates);
-    f(layer.dense.up), f(layer.dense.down);
+    if (layer.mlp != EXPERTS) f(layer.dense.up), f(layer.dense.down);
+}
+
+// Calls f with each matrix of a layer; those of all its experts are one.
+template <class F>
+inline void each_matrix(const LayerSpec& layer, F f) {
+    each_common_matrix(layer, f);
+    if (layer.mlp != EXPERTS) return;
+    for (const Matrix* w : {&layer.experts.up, &layer.experts.down, &layer.experts.shared_up, &layer.experts.shared_down}) f(*w);
 }
 
 // A table [positions][2 * half]: cosines, then sines, of the first 2 * half numbers of a head.

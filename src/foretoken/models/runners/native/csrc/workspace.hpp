@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <new>
 #include <vector>
 
@@ -52,6 +53,15 @@ struct QueryTile {
     int32_t sequence, first, last;
 };
 
+// Buffers of the layers of experts (mlp_experts.hpp).
+struct ExpertRoom {
+    Buffer normed, words, scales, shared_words, shared_scales, shared_weights, logits, inner_words, inner, outputs;
+    std::vector<Buffer> own;      // of each thread
+    std::vector<Routing> layers;  // of the pass that runs
+    std::map<int, std::vector<int32_t>> woken_by_rows;  // number of experts that the last pass of so many rows woke, by layer
+    std::vector<int32_t>* woken = nullptr;              // of the pass that runs
+};
+
 // Buffers of one model. The names are those of the pass and its blocks.
 struct Workspace {
     Buffer hidden, embedded, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
@@ -59,4 +69,5 @@ struct Workspace {
     std::vector<Buffer> own_words, own_scores, own_states;
     Answered answered;
     std::vector<QueryTile> tiles, answered_tiles;
+    ExpertRoom experts;
 };

@@ -1,0 +1,201 @@
+"""Mixtures of experts that a config.json describes: how rows are routed, and what an expert computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.schema import Positive, Schema, Size, parse
+
+MAX_EXPERTS = 1024  # of csrc/router.hpp
+
+Scoring = Literal["softmax", "sigmoid"]
+Count = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of a layer's tensors, below ``model.layers.N.``.
+
+    Attributes:
+        router: the router.
+        experts: the experts; below it a number, then gate, up and down.
+        parts: gate, up and down.
+        shared: the shared expert.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "mlp.shared_experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The MLP of a layer with experts (1701.06538).
+
+    A row's score for each expert is the softmax or sigmoid of its router logits. The row takes the ``chosen`` experts
+    with the largest scores, of equal ones those with the lowest numbers. What they return is added up with the scores
+    as weights.
+
+    Attributes:
+        count: number of experts.
+        chosen: number of experts of a row.
+        intermediate: inner size of an expert.
+        scoring: how router logits become scores.
+        normalized: whether weights are divided by their sum.
+        scale: factor of the weights.
+        correction: whether a bias is added to the scores before experts are chosen (2408.15664).
+        groups: number of groups of experts; experts are chosen from the best ``chosen_groups`` of them (2405.04434).
+        best_two: whether a group is scored by the sum of its best two experts; else by its best one.
+        shared: inner size of the shared expert, whose output every row adds; 0 for none.
+        shared_gate: whether that output is multiplied by the sigmoid of a product of the row.
+        biased: whether router and experts have biases.
+        clamp: bound of gate and up in gpt-oss's activation, ``(up + 1) * gate * sigmoid(slope * gate)``; 0 for
+            activation(gate) * up.
+        slope: see ``clamp``.
+        names: names of the tensors.
+    """
+
+    count: int
+    chosen: int
+    intermediate: int
+    scoring: Scoring = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    correction: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    best_two: bool = False
+    shared: int = 0
+    shared_gate: bool = False
+    biased: bool = False
+    clamp: float = 0.0
+    slope: float = 1.0
+    names: ExpertNames = field(default_factory=ExpertNames)
+
+
+class ExpertsConfig(Schema):
+    """The fields of a config.json that describe experts; which of them a family has follows from its type."""
+
+    num_experts: Count | None = None
+    num_local_experts: Count | None = None
+    n_routed_experts: Count | None = None
+    num_experts_per_tok: Count
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
+    n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: Positive | None = None
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    topk_method: str | None = None
+    first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
+    decoder_sparse_step: Annotated[int, Field(ge=0)] | None = None
+    mlp_only_layers: list[int] | None = None
+    swiglu_alpha: Positive | None = None
+    swiglu_limit: Positive | None = None
+
+
+_QWEN: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1}
+# Defaults of transformers for missing fields. The keys are the families with experts that the runtime computes.
+EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _QWEN | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen2_moe": _QWEN
+    | {
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "glm4_moe": {
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+    },
+}
+_MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"))
+_NAMES = {
+    "mixtral": _MIXTRAL,
+    "qwen2_moe": ExpertNames(shared="mlp.shared_expert"),
+    "granitemoe": ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe"),
+    "gpt_oss": ExpertNames("mlp.router"),
+}
+
+
+def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
+    """Returns the experts of each layer; None for a layer with a dense MLP.
+
+    Args:
+        c: the config.json of a decoder, with its family's defaults filled in.
+
+    Raises:
+        ModelLoadError: a field is missing or wrong.
+    """
+    family, layers = c["model_type"], c["num_hidden_layers"]
+    if family not in EXPERT_DEFAULTS:
+        return (None,) * layers
+    filled = {**EXPERT_DEFAULTS[family], **{key: value for key, value in c.items() if value is not None}}
+    parsed = parse(ExpertsConfig, filled, "config.json")
+    experts = _checked(_experts(family, parsed, c))
+    return tuple(experts if _sparse(parsed, layer) else None for layer in range(layers))
+
+
+def _experts(family: str, c: ExpertsConfig, whole: Mapping[str, Any]) -> Experts:
+    deep = family == "glm4_moe"
+    local = c.num_local_experts if family in ("mixtral", "granitemoe", "gpt_oss") else c.num_experts
+    inner = c.moe_intermediate_size or whole["intermediate_size"]
+    return Experts(
+        count=_given(whole) or c.n_routed_experts or local or 1,
+        chosen=c.num_experts_per_tok,
+        intermediate=inner,
+        scoring="sigmoid" if deep else "softmax",
+        normalized=c.norm_topk_prob is not False,
+        scale=c.routed_scaling_factor or 1.0,
+        correction=deep,
+        groups=c.n_group or 1,
+        chosen_groups=c.topk_group or 1,
+        best_two=deep,
+        shared=inner * (c.n_shared_experts or 0) if deep else c.shared_expert_intermediate_size or 0,
+        shared_gate=family == "qwen2_moe",
+        biased=family == "gpt_oss",
+        clamp=c.swiglu_limit or 0.0,
+        slope=c.swiglu_alpha or 1.0,
+        names=_NAMES.get(family, ExpertNames()),
+    )
+
+
+def _given(c: Mapping[str, Any]) -> int | None:
+    """Returns the number of experts that the file itself says, under whichever of its names."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((c[name] for name in names if c.get(name) is not None), None)
+
+
+def _sparse(c: ExpertsConfig, layer: int) -> bool:
+    """Returns whether a layer has experts."""
+    if layer < (c.first_k_dense_replace or 0) or layer in (c.mlp_only_layers or ()):
+        return False
+    return c.decoder_sparse_step is None or (c.decoder_sparse_step > 0 and (layer + 1) % c.decoder_sparse_step == 0)
+
+
+def _checked(e: Experts) -> Experts:
+    """Returns the experts. Raises ModelLoadError if their numbers do not fit together."""
+    if e.chosen > e.count:
+        raise ModelLoadError(f"config.json has num_experts_per_tok = {e.chosen}, more than its {e.count} experts")
+    if e.count % e.groups or e.chosen_groups > e.groups or e.count // e.groups * e.chosen_groups < e.chosen:
+        raise ModelLoadError(
+            f"config.json has n_group = {e.groups} and topk_group = {e.chosen_groups}, from which {e.chosen} of "
+            f"{e.count} experts cannot be chosen"
+        )
+    return e

@@ -1,0 +1,220 @@
+"""The weights of a layer's experts as the runner takes them: one expert at a time, whichever way they are stored.
+
+Checkpoints store experts under names of their own (``experts.0.gate_proj.weight``), as stacks of all experts with gate
+and up joined (``experts.gate_up_proj`` [experts, 2 I, H]), or each by itself (GGUF: [experts, I, H]). gpt-oss stores
+stacks with inputs first and rows of gate and up in turns, and packed ones with outputs first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.models.families.experts import Experts
+from foretoken.models.formats.grouped import Grouped
+from foretoken.models.formats.quantize import Matrix
+from foretoken.models.formats.reader import TensorReader, alike
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertStack:
+    """Matrices of all experts that are one product each: gate and up, or down.
+
+    Attributes:
+        count: number of experts.
+        read: reads the parts of one expert, each [out, in].
+        biases: of each part, [experts, out] in the model's dtype; empty if there are none.
+        quantized: whether parts are quantized when they are read, so that all have one layout.
+    """
+
+    count: int
+    read: Callable[[int], tuple[Matrix, ...]]
+    biases: tuple[Tensor, ...] = ()
+    quantized: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The weights of one layer of experts, on the CPU.
+
+    Attributes:
+        experts: what they compute.
+        router: [experts, H], float32 or bfloat16.
+        router_bias: float32 [experts], or None.
+        correction: float32 [experts], added to the scores that choose experts; or None.
+        up: gate and up of each expert.
+        down: down of each expert.
+        shared_up: gate and up of the shared expert; empty if there is none.
+        shared_down: its down, or None.
+        shared_gate: float32 [H], or None.
+    """
+
+    experts: Experts
+    router: Tensor
+    router_bias: Tensor | None
+    correction: Tensor | None
+    up: ExpertStack
+    down: ExpertStack
+    shared_up: tuple[Matrix, ...] = ()
+    shared_down: Matrix | None = None
+    shared_gate: Tensor | None = None
+
+
+def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> ExpertWeights:
+    """Reads the experts of the layer with names below ``at``.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has the wrong shape.
+    """
+    router, shared = f"{at}.{e.names.router}", f"{at}.{e.names.shared}"
+    stored = reader.shaped(f"{router}.weight", (e.count, hidden))
+    up, down = _stacks(reader, f"{at}.{e.names.experts}", e, hidden)
+    return ExpertWeights(
+        experts=e,
+        router=stored.clone() if stored.dtype == torch.bfloat16 else stored.float(),
+        router_bias=reader.floats(f"{router}.bias", (e.count,)) if e.biased else None,
+        correction=reader.floats(f"{router}.e_score_correction_bias", (e.count,)) if e.correction else None,
+        up=up,
+        down=down,
+        shared_up=reader.parts((f"{shared}.gate_proj", f"{shared}.up_proj"), 2 * e.shared, hidden) if e.shared else (),
+        shared_down=reader.matrix(f"{shared}.down_proj", hidden, e.shared) if e.shared else None,
+        shared_gate=_shared_gate(reader, f"{shared}_gate.weight", hidden) if e.shared_gate else None,
+    )
+
+
+def _shared_gate(reader: TensorReader, name: str, hidden: int) -> Tensor:
+    """Reads the gate of the shared expert: a matrix of one output, or a vector (GGUF)."""
+    shape = (hidden,) if reader.get(name).ndim == 1 else (1, hidden)
+    return reader.floats(name, shape).flatten()
+
+
+def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[ExpertStack, ExpertStack]:
+    """Returns gate and up, and down, of all experts, in the first layout whose tensors are there."""
+    for joined, last in (("gate_up_proj", "down_proj"), ("input_linear.weight", "output_linear.weight")):
+        if f"{at}.{joined}" in reader.weights:
+            return _joined(reader, f"{at}.{joined}", f"{at}.{last}", e, hidden)
+    gate, up, down = e.names.parts
+    if f"{at}.{gate}.weight" in reader.weights:
+        return _apart(reader, at, e, hidden)
+
+    def up_parts(expert: int) -> tuple[Matrix, ...]:
+        return reader.parts((f"{at}.{expert}.{gate}", f"{at}.{expert}.{up}"), 2 * e.intermediate, hidden)
+
+    def down_parts(expert: int) -> tuple[Matrix, ...]:
+        return (reader.matrix(f"{at}.{expert}.{down}", hidden, e.intermediate),)
+
+    quantized = reader.quantize is not None
+    return ExpertStack(e.count, up_parts, (), quantized), ExpertStack(e.count, down_parts, (), quantized)
+
+
+def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -> tuple[ExpertStack, ExpertStack]:
+    """Reads stacks of all experts with gate and up in one: below each other, or, with biases, in turns."""
+    both = _Stack.of(reader, up, (e.count, 2 * e.intermediate, hidden), e.biased)
+    one = _Stack.of(reader, down, (e.count, hidden, e.intermediate), e.biased)
+    inner = e.intermediate
+    rows = (slice(0, None, 2), slice(1, None, 2)) if e.biased else (slice(0, inner), slice(inner, None))
+    biases: tuple[Tensor, ...] = ()
+    if e.biased:
+        bias = reader.shaped(f"{up}_bias", (e.count, 2 * inner)).to(reader.dtype)
+        biases = (bias[:, 0::2], bias[:, 1::2])
+    return (
+        both.stack(*rows, biases=biases),
+        one.stack(slice(None), biases=_biases(reader, ((f"{down}_bias", hidden),), e)),
+    )
+
+
+def _apart(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[ExpertStack, ExpertStack]:
+    """Reads a stack of all experts for each of gate, up and down."""
+    sizes = ((e.intermediate, hidden), (e.intermediate, hidden), (hidden, e.intermediate))
+    names = [f"{at}.{part}" for part in e.names.parts]
+    stacks = [_Stack.of(reader, f"{name}.weight", (e.count, *size)) for name, size in zip(names, sizes, strict=True)]
+    gate, up, down = (stack.stack(slice(None)) for stack in stacks)
+    biases = _biases(reader, [(f"{name}.bias", size[0]) for name, size in zip(names, sizes, strict=True)], e)
+
+    def both(expert: int) -> tuple[Matrix, ...]:
+        return alike((*gate.read(expert), *up.read(expert)), reader.dtype)
+
+    return (
+        ExpertStack(e.count, both, biases[:2], gate.quantized),
+        ExpertStack(e.count, down.read, biases[2:], down.quantized),
+    )
+
+
+def _biases(reader: TensorReader, sizes: Iterable[tuple[str, int]], e: Experts) -> tuple[Tensor, ...]:
+    """Returns biases of all experts by names and sizes; nothing if the experts have none."""
+    if not e.biased:
+        return ()
+    return tuple(reader.shaped(name, (e.count, size)).to(reader.dtype) for name, size in sizes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stack:
+    """One tensor with the matrices of all experts, [experts, out, in].
+
+    Attributes:
+        reader: converts or quantizes what is read.
+        name: name of the tensor.
+        values: floats [experts, out, in]; None if they are quantized.
+        groups: quantized rows [experts * out, in]; or None.
+        shape: (experts, out, in).
+    """
+
+    reader: TensorReader
+    name: str
+    values: Tensor | None
+    groups: Grouped | None
+    shape: tuple[int, int, int]
+
+    @staticmethod
+    def of(reader: TensorReader, name: str, shape: tuple[int, int, int], inputs_first: bool = False) -> _Stack:
+        """Opens a tensor.
+
+        Args:
+            reader: reads it.
+            name: its name.
+            shape: (experts, out, in).
+            inputs_first: whether floats are stored as [experts, in, out].
+
+        Raises:
+            ModelLoadError: it has another shape.
+        """
+        experts, out, inputs = shape
+        groups = reader.groups(name)
+        if groups is not None:
+            if groups.shape != (experts * out, inputs):
+                raise _misshapen(name, groups.shape, shape)
+            return _Stack(reader, name, None, groups, shape)
+        stored = reader.get(name)
+        if stored.shape == (experts * out, inputs):
+            stored = stored.view(shape)  # dequantized
+        elif inputs_first and stored.shape == (experts, inputs, out):
+            stored = stored.transpose(1, 2)
+        if tuple(stored.shape) != shape:
+            raise _misshapen(name, tuple(stored.shape), shape)
+        return _Stack(reader, name, stored, None, shape)
+
+    def stack(self, *rows: slice, biases: tuple[Tensor, ...] = ()) -> ExpertStack:
+        """Returns the experts, each in as many parts as there are ranges of outputs."""
+        experts = self.shape[0]
+
+        def read(expert: int) -> tuple[Matrix, ...]:
+            return tuple(self._part(expert, part) for part in rows)
+
+        return ExpertStack(experts, read, biases, self.reader.quantize is not None)
+
+    def _part(self, expert: int, rows: slice) -> Matrix:
+        out = self.shape[1]
+        if self.values is not None:
+            return self.reader.made(self.name, self.values[expert, rows].contiguous())
+        assert self.groups is not None
+        first, last, step = rows.indices(out)
+        whole = self.groups.part(expert * out, (expert + 1) * out)
+        return whole.part(first, last) if step == 1 else whole.every(step, first)
+
+
+def _misshapen(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> ModelLoadError:
+    return ModelLoadError(f"{name} has the shape {found}, but config.json says {shape}")

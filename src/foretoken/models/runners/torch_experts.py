@@ -1,0 +1,111 @@
+"""A mixture of experts on torch tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.experts import Experts
+from foretoken.models.formats.experts import ExpertStack, ExpertWeights
+from foretoken.models.formats.quantize import stacked
+from foretoken.models.runners.functional import activate, clamped_gate
+from foretoken.models.runners.linear import Product, product
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchExperts:
+    """The experts of a layer on the device, with packed matrices.
+
+    Rows are grouped by expert. What an expert returns for a row, and the order in which a row adds up its experts, do
+    not depend on the other rows.
+    """
+
+    experts: Experts
+    router: Product
+    correction: Tensor | None
+    up: tuple[Product, ...]
+    down: tuple[Product, ...]
+    shared_up: Product | None
+    shared_down: Product | None
+    shared_gate: Tensor | None
+
+    @staticmethod
+    def of(device: torch.device, w: ExpertWeights) -> TorchExperts:
+        """Packs the weights for ``device``."""
+        bias = None if w.router_bias is None else w.router_bias.to(device)
+        return TorchExperts(
+            experts=w.experts,
+            router=product(w.router.float().to(device), bias),
+            correction=None if w.correction is None else w.correction.to(device),
+            up=_products(w.up, device),
+            down=_products(w.down, device),
+            shared_up=product(stacked(w.shared_up).to(device)) if w.shared_up else None,
+            shared_down=None if w.shared_down is None else product(w.shared_down.to(device)),
+            shared_gate=None if w.shared_gate is None else w.shared_gate.to(device),
+        )
+
+    def __call__(self, a: Architecture, x: Tensor, alone: bool = False) -> Tensor:
+        """Returns the weighted sum of each row's experts, from the best to the last, and of the shared one, [R, H]."""
+        chosen, weights = choose(self.experts, self.router(x.float(), alone), self.correction)
+        outputs = x.new_empty(*chosen.shape, x.shape[1])
+        for expert in chosen.unique().tolist():
+            rows, ranks = (chosen == expert).nonzero(as_tuple=True)
+            taken = rows if len(rows) > 1 else rows.repeat(2)  # a single row may take another kernel
+            inner = self._activate(a, self.up[expert](x[taken], alone))
+            outputs[rows, ranks] = self.down[expert](inner, alone)[: len(rows)]
+        total = outputs[:, 0].float() * weights[:, :1]
+        for rank in range(1, chosen.shape[1]):
+            total += outputs[:, rank].float() * weights[:, rank : rank + 1]
+        if self.shared_up is not None and self.shared_down is not None:
+            shared = self.shared_down(activate(a, self.shared_up(x, alone), True), alone).float()
+            if self.shared_gate is not None:
+                shared = shared * (x.float() * self.shared_gate).sum(-1, keepdim=True).sigmoid()
+            total += shared
+        return total.to(x.dtype)
+
+    def _activate(self, a: Architecture, x: Tensor) -> Tensor:
+        e = self.experts
+        return clamped_gate(x, e.clamp, e.slope) if e.clamp else activate(a, x, True)
+
+
+def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of each row.
+
+    Args:
+        e: how they are chosen.
+        logits: of the router, float32 [R, experts].
+        correction: float32 [experts], or None.
+
+    Returns:
+        Numbers of experts [R, chosen], the best first, and their weights, float32 [R, chosen].
+    """
+    scores = logits.softmax(-1) if e.scoring == "softmax" else logits.sigmoid()
+    ranked = logits if correction is None and e.scoring == "softmax" else scores
+    if correction is not None:
+        ranked = ranked + correction
+    if e.groups > 1:
+        groups = ranked.unflatten(-1, (e.groups, -1))
+        best = groups.topk(min(2, groups.shape[-1]) if e.best_two else 1).values.sum(-1)
+        kept = _largest(best, e.chosen_groups)
+        outside = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
+        ranked = groups.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    chosen = _largest(ranked, e.chosen)
+    weights = scores.gather(-1, chosen)
+    if e.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if e.scoring == "sigmoid" else 0.0))
+    return chosen, weights * e.scale
+
+
+def _largest(numbers: Tensor, count: int) -> Tensor:
+    """Returns the places of the largest numbers of each row in order; of equal ones the lowest place is first."""
+    return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _products(stack: ExpertStack, device: torch.device) -> tuple[Product, ...]:
+    def bias(expert: int) -> Tensor | None:
+        return torch.cat([part[expert] for part in stack.biases]).to(device) if stack.biases else None
+
+    return tuple(product(stacked(stack.read(expert)).to(device), bias(expert)) for expert in range(stack.count))
