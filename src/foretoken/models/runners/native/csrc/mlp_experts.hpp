@@ -78,7 +78,7 @@ struct ExpertMlp {
                 const Matrix& part = expert < 0 ? shared : w;
                 const int of_expert = expert < 0 ? rows : int((int64_t)pairs * (expert + 1) / count - (int64_t)pairs * expert / count);
                 const int64_t first = expert < 0 ? 0 : (int64_t)experts * expert / count * (w.units / experts);
-                functions(part).rows(part, {x.words, x.scales, part.steps, part.scale_words()}, of_expert, range(first, units),
+                functions(part).rows(part, {x.words, x.scales, input_stride(part), part.scale_words()}, of_expert, range(first, units),
                                      {sink, 0, false, 1.0f, 0.0f, 0});
             });
         }
@@ -108,23 +108,23 @@ struct ExpertMlp {
         routing.reserve(s.router, rows);
         room.normed.template room<float>(rows * sizes.inputs);
         room.logits.template room<float>(rows * s.router.width());
-        room.words.template room<Word>(rows * s.up.steps);
+        room.words.template room<Word>(rows * input_stride(s.up));
         room.scales.template room<float>(rows * s.up.scale_words());
-        room.shared_words.template room<Word>(shared * s.shared_up.steps);
+        room.shared_words.template room<Word>(shared * input_stride(s.shared_up));
         room.shared_scales.template room<float>(shared * s.shared_up.scale_words());
         room.shared_weights.template room<float>(shared);
-        room.inner_words.template room<Word>(pairs * s.down.steps + shared * s.shared_down.steps);
+        room.inner_words.template room<Word>(pairs * input_stride(s.down) + shared * input_stride(s.shared_down));
         room.inner.template room<float>(pairs * sizes.inner + shared * sizes.shared_inner);
         room.outputs.template room<float>((pairs + shared) * padded(m.hidden, BLOCKS * LANES));
         int64_t words = 0;
-        for (const Matrix* w : {&s.up, &s.down, &s.shared_down}) words = std::max(words, w->steps + w->scale_words());
+        for (const Matrix* w : {&s.up, &s.down, &s.shared_down}) words = std::max(words, input_stride(*w) + w->scale_words());
         for (int t = 0; t < threads; t++) room.own[t].template room<Word>(rows * words);
     }
 
     static Units range(int64_t first, Share units) { return Units(Share(first + units.first, first + units.last)); }
 
     static Input input(const Buffer& words, const Buffer& scales, const Matrix& w) {
-        return {(Word*)words.data, (float*)scales.data, w.steps, w.scale_words()};
+        return {(Word*)words.data, (float*)scales.data, input_stride(w), w.scale_words()};
     }
 
     static void encode(const Matrix& w, const float* row, int64_t count, const Input& to, int64_t r) {
@@ -158,8 +158,8 @@ struct ExpertMlp {
     // The input of `down` for a pair: words, and floats where words are encoded later.
     Word* inner_words(const Work& work, int64_t pair) const {
         Word* words = (Word*)room.inner_words.data;
-        if (pair < work.pairs) return words + pair * work.s.down.steps;
-        return words + work.pairs * work.s.down.steps + (pair - work.pairs) * work.s.shared_down.steps;
+        if (pair < work.pairs) return words + pair * input_stride(work.s.down);
+        return words + work.pairs * input_stride(work.s.down) + (pair - work.pairs) * input_stride(work.s.shared_down);
     }
     float* inner_floats(const Work& work, int64_t pair) const {
         float* floats = (float*)room.inner.data;
@@ -277,9 +277,9 @@ struct ExpertMlp {
 
     // The inputs of an expert's `down`. Kinds that are not floats are encoded here, in this thread's memory.
     Input inner_input(const Work& work, const Matrix& down, const ExpertRows& e, int64_t count) const {
-        Input x{inner_words(work, e.first), (float*)own(), down.steps, down.scale_words()};
+        Input x{inner_words(work, e.first), (float*)own(), input_stride(down), down.scale_words()};
         if (is_float(down)) return x;
-        x.words = own(), x.scales = (float*)(own() + (e.last - e.first) * down.steps);
+        x.words = own(), x.scales = (float*)(own() + (e.last - e.first) * input_stride(down));
         for (int i = 0; i < e.last - e.first; i++) encode(down, inner_floats(work, e.first) + i * count, count, x, i);
         return x;
     }
