@@ -64,10 +64,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "attention_multiplier": 0.25,
+            "attention_multiplier": 0.05,
             "logits_scaling": 2.0,
             "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
+            "residual_multiplier": 0.2,
             "tie_word_embeddings": True,
         },
     ),
