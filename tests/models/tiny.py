@@ -129,6 +129,12 @@ TWO_ROPES: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
 LINEAR_FIRST = ["linear_attention", "full_attention"]
+FEW_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 QWEN_HYBRID: dict[str, Any] = {
     **GROUPED,
     "rms_norm_eps": 1e-2,  # the norm of small outputs would magnify the rounding of transformers' own float32
@@ -188,6 +194,22 @@ ARCHITECTURES: dict[str, Tiny] = {
     "qwen3-next": Tiny(
         "Qwen3Next",
         {**QWEN_HYBRID, "num_experts": 0, "shared_expert_intermediate_size": 1, "layer_types": LINEAR_FIRST},
+        native=True,
+        torch=False,
+    ),
+    "qwen3-next-experts": Tiny(
+        "Qwen3Next",
+        {**QWEN_HYBRID, **FEW_EXPERTS, "linear_value_head_dim": 16, "layer_types": LINEAR_FIRST},
+        native=True,
+        torch=False,
+    ),
+    "qwen3.5-experts": Tiny(
+        "Qwen3_5MoeText",
+        {
+            **{k: v for k, v in QWEN_HYBRID.items() if k != "intermediate_size"},
+            **FEW_EXPERTS,
+            "layer_types": LINEAR_FIRST,
+        },
         native=True,
         torch=False,
     ),

@@ -112,6 +112,20 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
+    "qwen3_next": _QWEN
+    | {
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "qwen3_5_moe_text": {
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -125,10 +139,11 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+_SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 _MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"))
 _NAMES = {
     "mixtral": _MIXTRAL,
-    "qwen2_moe": ExpertNames(shared="mlp.shared_expert"),
+    **dict.fromkeys(_SHARED_GATE, ExpertNames(shared="mlp.shared_expert")),
     "granitemoe": ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe"),
     "gpt_oss": ExpertNames("mlp.router"),
 }
@@ -145,6 +160,8 @@ def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
     """
     family, layers = c["model_type"], c["num_hidden_layers"]
     if family not in EXPERT_DEFAULTS:
+        return (None,) * layers
+    if c.get("num_experts") == 0:  # a dense Qwen3-Next
         return (None,) * layers
     filled = {**EXPERT_DEFAULTS[family], **{key: value for key, value in c.items() if value is not None}}
     parsed = parse(ExpertsConfig, filled, "config.json")
@@ -168,7 +185,7 @@ def _experts(family: str, c: ExpertsConfig, whole: Mapping[str, Any]) -> Experts
         chosen_groups=c.topk_group or 1,
         best_two=deep,
         shared=inner * (c.n_shared_experts or 0) if deep else c.shared_expert_intermediate_size or 0,
-        shared_gate=family == "qwen2_moe",
+        shared_gate=family in _SHARED_GATE,
         biased=family == "gpt_oss",
         clamp=c.swiglu_limit or 0.0,
         slope=c.swiglu_alpha or 1.0,

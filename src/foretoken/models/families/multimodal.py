@@ -23,6 +23,7 @@ LANGUAGE_MODELS = {
     "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2_vl_text",
     "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "smolvlm": "llama",
     "vipllava": "llama",

@@ -117,11 +117,6 @@ def qwen(c: Mapping[str, Any]) -> dict[str, Any]:
     return facts | ({"recurrence": delta(c)} if LINEAR in c["layer_types"] else {})
 
 
-def has_experts(c: Mapping[str, Any]) -> str | None:
-    """Refuses mixtures of experts."""
-    return "recurrent layers with a mixture of experts" if c.get("num_experts") else None
-
-
 def lfm2_kinds(c: Mapping[str, Any]) -> list[str]:
     """Returns the kinds of LFM2's layers; older files list those with attention."""
     full = c.get("full_attn_idxs")

@@ -118,9 +118,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(kinds=facts.qwen_kinds),
     "qwen3": Family(defaults={"head_dim": 128}, kinds=facts.qwen_kinds, head_norms="before"),
     "qwen3_5_text": _QWEN_HYBRID,
-    "qwen3_next": replace(
-        _QWEN_HYBRID, defaults={**_QWEN_HYBRID.defaults, "num_experts": 512}, refuses=recurrence.has_experts
-    ),
+    "qwen3_next": _QWEN_HYBRID,
+    "qwen3_5_moe_text": replace(_QWEN_HYBRID, defaults={**_QWEN_HYBRID.defaults, "intermediate_size": 512}),
     "bamba": Family(
         names=replace(
             LLAMA,
