@@ -126,8 +126,13 @@ def test_shift_follows_a_draft_that_learns(monkeypatch, capsys):
 def test_families_says_which_runtime_serves_a_family():
     families = importlib.import_module("families")
     assert families.family("llama", "LlamaForCausalLM").runtime == "own"
-    assert families.family("gpt2", "GPT2LMHeadModel").runtime == "transformers"
-    assert families.family("bloom", "BloomForCausalLM").runtime == ""
+    assert families.family("codegen", "CodeGenForCausalLM").runtime == "transformers"
+    assert families.family("mamba", "MambaForCausalLM").runtime == ""
+
+
+def test_family_speed_has_a_size_for_every_family():
+    family_speed = importlib.import_module("family_speed")
+    assert all(family_speed.config_of(family).model_type for family in family_speed.FAMILIES)
 
 
 def test_mutants_are_listed():

@@ -287,7 +287,7 @@ def test_a_missing_or_misshapen_expert_is_named(checkpoints: dict[str, Path]) ->
     "change, message",
     [
         ({"num_experts_per_tok": 9}, "more than its 8 experts"),
-        ({"num_experts": 0, "num_local_experts": None}, "num_experts"),
+        ({"num_experts": -1, "num_local_experts": None}, "num_experts"),
         ({"num_experts": 2000, "num_local_experts": None}, "num_experts"),
         ({"moe_intermediate_size": -1}, "moe_intermediate_size"),
         ({"mlp_only_layers": ["x"]}, "mlp_only_layers"),

@@ -112,7 +112,7 @@ def tensor(name: str, kind: K = K.F32, shape: tuple[int, ...] = (4,)) -> Change:
     "architecture, change, message",
     [
         ("mamba", nothing, "architecture 'mamba'.*llama, mistral"),
-        ("llama", key("expert_count", 8), "expert_count = 8"),
+        ("llama", key("expert_count", 8), "lacks the key llama.expert_used_count"),
         ("llama", key("attention.clamp_kqv", 3.0), "clamp_kqv"),
         ("mistral3", key("attention.temperature_scale", 0.1), "temperature_scale"),
         ("llama", key("attention.value_length", 16), "different lengths"),

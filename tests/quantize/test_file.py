@@ -40,6 +40,9 @@ def logits(path: Path) -> Tensor:
     return model.score([model.open(IDS)], [Draft.chain([5, 6])])[0].logits
 
 
+WITH_EXPERTS = {"qwen3moe", "qwen2moe", "mixtral", "olmoe", "granitemoe", "gpt-oss"}  # read, and not yet written
+
+
 def checkpoint(architecture: str, folder: Path, **settings: Any) -> Path:
     """Saves a tiny random model, with the draft's tokenizer."""
     more = {"vocab_size": 4100, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0}
@@ -49,7 +52,14 @@ def checkpoint(architecture: str, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", sorted(WITH_EXPERTS))
+def test_models_with_experts_are_not_written(architecture: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="has no place|are not written as GGUF"):
+        quantize_checkpoint(checkpoint(architecture, tmp_path / "source"), tmp_path / "model.gguf", "F32")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.parametrize("architecture", sorted(set(FAMILIES) - WITH_EXPERTS))
 @pytest.mark.slow
 def test_every_architecture_is_the_same_model(architecture: str, tmp_path: Path) -> None:
     """F32 files hold all numbers, and quantized ones what the gguf package reads from them."""

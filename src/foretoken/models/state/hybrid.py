@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from foretoken.models.state.pages import PAGE, Page, Pages
-from foretoken.models.state.recurrent import Memory, RecurrentSlot, RecurrentStates, StateShape
+from foretoken.models.state.recurrent import RecurrentSlot, RecurrentStates, StateMemory, StateShape
 from foretoken.models.state.replay import ReplayPlan, Rows
 
 
@@ -82,7 +82,7 @@ class HybridState(Pages):
         shape: sizes of a recurrent state.
     """
 
-    def __init__(self, memory: Memory, page_bytes: int, shape: StateShape) -> None:
+    def __init__(self, memory: StateMemory, page_bytes: int, shape: StateShape) -> None:
         super().__init__(memory.allocate, page_bytes)
         self.states = RecurrentStates(memory, shape)
         self.snapshots = Snapshots(memory.allocate, shape.snapshot_bytes)

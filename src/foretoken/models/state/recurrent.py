@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from foretoken.models.state.replay import ReplayPlan, Rows, Span, branch, fold
+from foretoken.models.state.replay import ReplayPlan, ReplaySpan, Rows, branch, fold
 
 FLOAT = 4  # bytes
 LOG_ROWS = 16  # a log grows by multiples of this
 
 
-class Memory(Protocol):
+class StateMemory(Protocol):
     """Allocates memory for states."""
 
     def allocate(self, size: int) -> int:
@@ -52,7 +52,7 @@ class StateShape:
 
 @dataclass(eq=False, slots=True)
 class RecurrentSlot:
-    """The state of one sequence; the places are those of ``replay.Span``.
+    """The state of one sequence; the places are those of ``replay.ReplaySpan``.
 
     Attributes:
         state: address of the states of all layers; 0 before the first pass.
@@ -88,7 +88,7 @@ class RecurrentStates:
         shape: sizes of a state.
     """
 
-    def __init__(self, memory: Memory, shape: StateShape) -> None:
+    def __init__(self, memory: StateMemory, shape: StateShape) -> None:
         self._memory, self.shape = memory, shape
         self._slots: dict[int, RecurrentSlot] = {}
         self._after: list[tuple[RecurrentSlot, int, list[int], list[int]]] = []
@@ -163,7 +163,7 @@ class RecurrentStates:
             "a pass needs a state that is not there"
         )
         del slot.held[part.first - start :]  # their rows are computed again
-        span = Span(start, slot.held, slot.window, base, part.first, part.count, root, part.draft)
+        span = ReplaySpan(start, slot.held, slot.window, base, part.first, part.count, root, part.draft)
         kept = self.shape.window + span.end - root
         self._allocate(slot, len(slot.held) + len(slot.window) + kept)
         taken = take(part.slot, start, root)

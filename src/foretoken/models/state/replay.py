@@ -101,7 +101,7 @@ class ReplayPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ReplaySpan:
     """One sequence's rows in a pass, and its state and log before it.
 
     Attributes:
@@ -139,7 +139,7 @@ class Span:
         return self.first + self.count
 
 
-def fold(plan: ReplayPlan, span: Span, saves: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+def fold(plan: ReplayPlan, span: ReplaySpan, saves: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Adds the steps of the committed rows before the root, which change the sequence's own state.
 
     Args:
@@ -162,7 +162,7 @@ def fold(plan: ReplayPlan, span: Span, saves: dict[int, int]) -> Iterator[tuple[
     yield span.root, before
 
 
-def branch(plan: ReplayPlan, span: Span, before: tuple[int, ...]) -> None:
+def branch(plan: ReplayPlan, span: ReplaySpan, before: tuple[int, ...]) -> None:
     """Adds the steps of the root and the draft nodes, depth first; none of them changes the sequence's own state.
 
     Args:
