@@ -38,16 +38,17 @@ struct Attention {
         const int group = heads_at_once(m), count = (last - first) * group, first_head = part * group;
         const int kv_head = first_head / (m.heads / m.kv_heads);
         Word* const* pages = b.pages[sequence];
-        int most = 0, least = b.reach;
+        int end_key = 0, first_key = b.reach;
         for (int row = first; row < last; row++) {
-            if (b.prefix[row] > most) most = b.prefix[row];
-            if (start(row) < least) least = start(row);
+            if (b.prefix[row] > end_key) end_key = b.prefix[row];
+            if (start(row) < first_key) first_key = start(row);
         }
         for (int q = 0; q < count; q++)
-            std::memcpy(queries + q * layout.query_words, query(first + q / group, first_head + q % group), sizeof(Word) * layout.query_words);
-        for (int64_t page = least / PAGE; page * PAGE < most; page++) {
+            std::memcpy(queries + q * layout.query_words, query(first + q / group, first_head + q % group),
+                        sizeof(Word) * layout.query_words);
+        for (int64_t page = first_key / PAGE; page * PAGE < end_key; page++) {
             const Matrix keys = keys_of_page(pages, kv_head, page * PAGE);
-            Whole whole{keys.units};
+            Units whole(Share(0, keys.units));
             product<kv>(keys, queries, layout.query_words, no_scales, count, whole,
                         [&](int q, int64_t unit, Floats low, Floats high) {
                             float* at = scores + q * length + page * PAGE + unit * BLOCKS * LANES;
@@ -61,12 +62,12 @@ struct Attention {
             for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, kv_head, row, q, j);
             if (m.biases) slant(scores + q * length, start(row), keys_of(row), m.biases + (first_head + q % group) * m.bias_stride);
             const float sink = layer.sinks ? layer.sinks[first_head + q % group] : -INFINITY;
-            scale[q] = soften(scores + q * length, start(row), keys_of(row), least, most, sink);
+            scale[q] = soften(scores + q * length, start(row), keys_of(row), first_key, end_key, sink);
         }
         for (int at = 0; at < m.head_dim; at += MIX_VECTORS * LANES)
             for (int q = 0; q < count; q += MIX_QUERIES)
                 pick_vectors<MIX_VECTORS>(std::min((m.head_dim - at) / LANES, MIX_VECTORS), std::min(count - q, MIX_QUERIES),
-                                          pages, kv_head, q, at, least, most);
+                                          pages, kv_head, q, at, first_key, end_key);
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
             float* out = mixed + q * m.head_dim;
@@ -108,7 +109,7 @@ struct Attention {
         Matrix keys = keys_of_page(pages, kv_head, place / width * width);
         keys.units = 1;
         alignas(64) float lanes[BLOCKS * LANES];
-        Whole whole{1};
+        Units whole(Share(0, 1));
         product<kv>(keys, queries + q * layout.query_words, layout.query_words, no_scales, 1, whole,
                     [&](int, int64_t, Floats low, Floats high) {
                         store(lanes, scaled(low));
@@ -124,42 +125,42 @@ struct Attention {
 
     // Writes exp(score - largest) for keys [from, count) and zeros around them. Returns 1 / their sum, in which a sink counts
     // as one more key.
-    static float soften(float* row, int from, int count, int least, int most, float sink) {
+    static float soften(float* row, int from, int count, int first_key, int end_key, float sink) {
         const int begin = from / LANES * LANES, end = (count + LANES - 1) / LANES * LANES;
-        for (int i = least / LANES * LANES; i < from; i++) row[i] = -INFINITY;
+        for (int i = first_key / LANES * LANES; i < from; i++) row[i] = -INFINITY;
         for (int i = count; i < end; i++) row[i] = -INFINITY;
         Floats largest = floats(sink), sum = floats(0.0f);
         for (int i = begin; i < end; i += LANES) largest = largest_of(largest, load(row + i));
         largest = floats(largest_lane(largest));
-        for (int i = least / LANES * LANES; i < begin; i += LANES) store(row + i, floats(0.0f));
+        for (int i = first_key / LANES * LANES; i < begin; i += LANES) store(row + i, floats(0.0f));
         for (int i = begin; i < end; i += LANES) {
             Floats score = load(row + i);
             const Floats e = keep(different(score, floats(-INFINITY)), exponential(score - largest));
             sum = sum + e;
             store(row + i, e);
         }
-        for (int i = end; i < most; i++) row[i] = 0.0f;
+        for (int i = end; i < end_key; i++) row[i] = 0.0f;
         const float total = sum_of(sum);
         return 1.0f / (sink == -INFINITY ? total : total + first_lane(exponential(floats(sink) - largest)));
     }
 
     template <int V>
-    void pick_vectors(int vectors, int count, Word* const* pages, int kv_head, int q, int at, int least, int most) {
-        if (vectors == V) pick_mix<MIX_QUERIES, V>(count, pages, kv_head, q, at, least, most);
-        else if constexpr (V > 1) pick_vectors<V - 1>(vectors, count, pages, kv_head, q, at, least, most);
+    void pick_vectors(int vectors, int count, Word* const* pages, int kv_head, int q, int at, int first_key, int end_key) {
+        if (vectors == V) pick_mix<MIX_QUERIES, V>(count, pages, kv_head, q, at, first_key, end_key);
+        else if constexpr (V > 1) pick_vectors<V - 1>(vectors, count, pages, kv_head, q, at, first_key, end_key);
     }
 
-    // Weighted sum of values: keys [least, most) of Q queries times V vectors of each value row, in the order of the keys.
+    // Weighted sum of values: keys [first_key, end_key) of Q queries times V vectors of each value row, in the order of the keys.
     template <int Q, int V>
-    void pick_mix(int count, Word* const* pages, int kv_head, int q, int at, int least, int most) {
+    void pick_mix(int count, Word* const* pages, int kv_head, int q, int at, int first_key, int end_key) {
         if (count == Q) {
             Floats sums[Q][V];
             for (int i = 0; i < Q; i++)
                 for (int v = 0; v < V; v++) sums[i][v] = floats(0.0f);
             const float* weights = scores + q * length;
-            for (int key = least; key < most;) {
+            for (int key = first_key; key < end_key;) {
                 const Word* value = layout.value(pages, layer.cache_layer, kv_head, key);
-                const int end = most < (key / PAGE + 1) * PAGE ? most : (key / PAGE + 1) * PAGE;
+                const int end = end_key < (key / PAGE + 1) * PAGE ? end_key : (key / PAGE + 1) * PAGE;
                 for (; key < end; key++, value += layout.key_words) {
                     Floats parts[V];
                     for (int v = 0; v < V; v++) parts[v] = get<kv>(value, at + v * LANES);
@@ -173,7 +174,7 @@ struct Attention {
             for (int i = 0; i < Q; i++)
                 for (int v = 0; v < V; v++) store(mixed + (q + i) * m.head_dim + at + v * LANES, sums[i][v]);
         } else if constexpr (Q > 1) {
-            pick_mix<Q - 1, V>(count, pages, kv_head, q, at, least, most);
+            pick_mix<Q - 1, V>(count, pages, kv_head, q, at, first_key, end_key);
         }
     }
 

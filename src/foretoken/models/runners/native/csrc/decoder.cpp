@@ -62,8 +62,8 @@ void OF_CACHE(foretoken_floor)(const ModelSpec* m, void* workspace, int rows, in
     const Widest widest(*m);
     const Word* words = w.normed.room<Word>(rows * widest.words);
     const float* scales = w.scales.room<float>(rows * widest.scales);
-    const auto known = w.experts.woken_by_rows.find(rows);
-    const std::vector<int32_t>* woken = known == w.experts.woken_by_rows.end() ? nullptr : &known->second;
+    const auto known = w.experts.active_by_rows.find(rows);
+    const std::vector<int32_t>* active = known == w.experts.active_by_rows.end() ? nullptr : &known->second;
     in_parallel(threads, [&](Member& member) {
         const ReleasedTiles released;
         alignas(64) float sink[BLOCKS * LANES];
@@ -76,7 +76,7 @@ void OF_CACHE(foretoken_floor)(const ModelSpec* m, void* workspace, int rows, in
         for (int i = 0; i < m->layer_count; i++) {
             each_common_matrix(m->layers[i], all);
             if (m->layers[i].mlp == EXPERTS)
-                ExpertMlp<CACHE>::floor(m->layers[i].experts, woken, i, member, rows, {(Word*)words, (float*)scales, 0, 0});
+                ExpertMlp<CACHE>::floor(m->layers[i].experts, active, i, member, rows, {(Word*)words, (float*)scales, 0, 0});
         }
         all(m->head);
     });

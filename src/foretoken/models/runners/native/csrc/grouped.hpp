@@ -103,9 +103,9 @@ inline void encode_groups(const Matrix& w, const float* row, int64_t count, Word
     };
     for (int64_t span = 0; span < groups; span += per) {
         const int64_t end = std::min(span + per, groups);
-        Floats most = floats(0.0f);
-        for (int64_t i = span * w.group; i < end * w.group; i += LANES) most = larger(most, absolute(numbers(i)));
-        const float top = largest(most), scale = top == 0.0f ? 1.0f : top / 127.0f;
+        Floats maxima = floats(0.0f);
+        for (int64_t i = span * w.group; i < end * w.group; i += LANES) maxima = larger(maxima, absolute(numbers(i)));
+        const float top = largest(maxima), scale = top == 0.0f ? 1.0f : top / 127.0f;
         const Floats inverse = floats(1.0f / scale);
         for (int64_t g = span; g < end; g++) {
             Ints total = ints(0);
@@ -280,8 +280,8 @@ inline void side_by_side(const Word* x, int64_t stride, int64_t words, int rows,
 }
 
 // Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread takes.
-template <class V, class Work, class Store>
-inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int rows, Work& work,
+template <class V, class Store>
+inline void grouped_product(const Matrix& w, const Word* x, int64_t stride, const GroupMeta* meta, int rows, Units& work,
                             Store store) {
     Share share(0, 0);
     if (!work.next(share)) return;

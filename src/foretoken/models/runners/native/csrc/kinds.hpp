@@ -31,30 +31,13 @@ inline void put_floats(const Matrix& w, Word* words, int64_t at, Floats v) {
     else put_input<BF16>(words, at, v);
 }
 
-// The units of a matrix that a thread multiplies: those that it claims of a loop, or all in a range.
-class Units {
-   public:
-    Units(Loop& loop) : loop(&loop) {}
-    explicit Units(Share range) : range(range) {}
-    bool next(Share& units) {
-        if (loop) return loop->next(units);
-        if (range.first >= range.last) return false;
-        units = range, range.first = range.last;
-        return true;
-    }
-
-   private:
-    Loop* loop = nullptr;
-    Share range{0, 0};
-};
-
 // Stores the two blocks of a unit in rows of floats, with the strides of a row and a unit.
 struct RowStore {
     float* to;
     int64_t row_stride;
     bool add = false;      // to what is there
     float factor = 1.0f;   // of the product
-    float cap = 0.0f;  // of logits; 0: none
+    float cap = 0.0f;      // of logits; 0: none
     int64_t unit_stride = BLOCKS * LANES;
     int64_t first_unit = 0;  // whose numbers are the first of a row
 

@@ -36,11 +36,11 @@ struct AttentionMixer {
     }
 
     static void tile(const ModelSpec& m, const BatchSpec& b, std::vector<QueryTile>& tiles) {
-        const int most = TILE_QUERIES / heads_at_once(m);
+        const int max_rows = TILE_QUERIES / heads_at_once(m);
         tiles.clear();
         for (int s = 0; s < b.sequences; s++)
             for (int first = b.sequence_from[s], last; first < b.sequence_from[s + 1]; first = last)
-                tiles.push_back({s, first, last = std::min(first + most, b.sequence_from[s + 1])});
+                tiles.push_back({s, first, last = std::min(first + max_rows, b.sequence_from[s + 1])});
     }
 
     // Computes queries, and writes keys and values of all rows to the cache.

@@ -1,4 +1,4 @@
-// Recurrent token mixers: gated DeltaNet, Mamba-2 and short convolutions. models/state/replay.py says in which order rows are processed.
+// Recurrent token mixers: gated DeltaNet, Mamba-2 and short convolutions. models/state/replay.py has the order of rows.
 //
 // A row of the projections is [gates of heads | channels of the convolution | gate of the output]. All but the last are the
 // row's inputs to the state, which are kept in a log until it is certain that the row stays.
@@ -7,7 +7,7 @@
 #include "recurrence.hpp"
 #include "rows.hpp"
 
-constexpr int MOST_TAPS = 8;  // rows that a convolution reads; models/families/schema.py has the same number
+constexpr int MAX_TAPS = 8;  // rows that a convolution reads; models/families/schema.py has the same number
 
 template <Kind kv>
 struct RecurrentMixer {
@@ -104,7 +104,7 @@ struct RecurrentMixer {
         p.member.each(items + replay->moves, 4, [&](int64_t item) {
             if (item >= items) return keep_inputs(layer, int(item - items));
             const int step = int(item / heads), head = int(item % heads), sequence = sequence_of(step);
-            const float* taps[MOST_TAPS];
+            const float* taps[MAX_TAPS];
             const int32_t* codes = replay->inputs + (int64_t)step * (shape.window + 1);
             for (int tap = 0; tap <= shape.window; tap++) taps[tap] = inputs_of(layer, sequence, codes[tap]);
             if (mixer != CONVOLUTION) prepare_head(mixer, layer, taps, head, prepared + step * prepared_width);

@@ -33,13 +33,13 @@ struct ExpertMlp {
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         ExpertRoom& room = w.experts;
         room.layers.resize(m.layer_count);
-        room.woken = nullptr;
+        room.active = nullptr;
         if ((int)room.own.size() < threads) room.own.resize(threads);
         for (int i = 0; i < m.layer_count; i++)
             if (m.layers[i].mlp == EXPERTS) reserve(m, m.layers[i].experts, b.rows, room, room.layers[i], threads);
         if (!room.own[0].size) return;
-        room.woken = &room.woken_by_rows[b.rows];
-        room.woken->assign(m.layer_count, 0);
+        room.active = &room.active_by_rows[b.rows];
+        room.active->assign(m.layer_count, 0);
     }
 
     // Computes what the experts of each row return.
@@ -63,13 +63,14 @@ struct ExpertMlp {
         if (layer.after_mlp) p.add_branch(layer.after_mlp);
     }
 
-    // Multiplies as many experts as the last pass over `rows` rows woke, and nothing else; before one was run, as many as
-    // rows wake if every expert is as likely.
-    static void floor(const ExpertsSpec& s, const std::vector<int32_t>* woken, int number, Member& member, int rows, const Input& x) {
+    // Multiplies as many experts as the last pass over `rows` rows chose, and nothing else; before one was run, as many as
+    // rows choose if every expert is as likely.
+    static void floor(const ExpertsSpec& s, const std::vector<int32_t>* active, int number, Member& member, int rows,
+                      const Input& x) {
         const int experts = s.router.experts, pairs = rows * s.router.chosen;
         const double missed = std::pow(1.0 - (double)s.router.chosen / experts, rows);
         int count = std::max(1, (int)std::lround(experts * (1.0 - missed)));
-        if (woken && (*woken)[number]) count = (*woken)[number];
+        if (active && (*active)[number]) count = (*active)[number];
         alignas(64) float sink[BLOCKS * LANES];
         for (int half = 0; half < 2; half++) {
             const Matrix &w = half ? s.down : s.up, &shared = half ? s.shared_down : s.shared_up;
@@ -78,7 +79,8 @@ struct ExpertMlp {
                 const Matrix& part = expert < 0 ? shared : w;
                 const int of_expert = expert < 0 ? rows : int((int64_t)pairs * (expert + 1) / count - (int64_t)pairs * expert / count);
                 const int64_t first = expert < 0 ? 0 : (int64_t)experts * expert / count * (w.units / experts);
-                functions(part).rows(part, {x.words, x.scales, input_stride(part), part.scale_words()}, of_expert, range(first, units),
+                const Input own{x.words, x.scales, input_stride(part), part.scale_words()};
+                functions(part).rows(part, own, of_expert, range(first, units),
                                      {sink, 0, false, 1.0f, 0.0f, 0});
             });
         }
@@ -96,9 +98,9 @@ struct ExpertMlp {
         Work(ExpertMlp& mlp, const ExpertsSpec& s, int number)
             : s(s), sizes(s), routing(mlp.room.layers[number]), rows(mlp.p.b.rows), pairs((int64_t)rows * s.router.chosen) {}
 
-        // The rows of expert `number` of those that were woken; -1: the shared one.
+        // The rows of expert `number` of those that any row chose; -1: the shared one.
         ExpertRows at(int number) const {
-            return number < 0 ? ExpertRows{0, (int32_t)pairs, int32_t(pairs + rows)} : routing.woken[number];
+            return number < 0 ? ExpertRows{0, (int32_t)pairs, int32_t(pairs + rows)} : routing.active[number];
         }
     };
 
@@ -146,7 +148,7 @@ struct ExpertMlp {
             encode(s.shared_up, row, count, input(room.shared_words, room.shared_scales, s.shared_up), r);
             clear_inner(s.shared_down, work.sizes.shared_inner, inner_words(work, work.pairs + r));
             float& weight = ((float*)room.shared_weights.data)[r];
-            weight = s.shared_gate ? first_lane(bounded_sigmoid(floats(product_of(row, s.shared_gate)))) : 1.0f;
+            weight = s.shared_gate ? first_lane(logistic(floats(product_of(row, s.shared_gate)))) : 1.0f;
         });
     }
 
@@ -196,18 +198,18 @@ struct ExpertMlp {
         p.member.each(1, 1, [&](int64_t) {
             for (int r = 0; few && r < rows; r++) choose(r);
             work.routing.sort(router, rows);
-            (*room.woken)[number] = work.routing.count;
+            (*room.active)[number] = work.routing.count;
         });
     }
 
     // Calls part(number, units) for what this thread claims of the shared expert (number -1) and of the experts from 0 on. There
-    // are items for as many as the rows can wake, so that a thread that comes late knows the length of the loop.
+    // are items for as many as the rows can choose, so that a thread that comes late knows the length of the loop.
     template <class Part>
     static void each_part(const ExpertsSpec& s, const Matrix& w, const Matrix& shared, Member& member, int rows, Part part) {
-        const int64_t units = w.units / s.router.experts, most = Routing::most_woken(s.router, rows);
+        const int64_t units = w.units / s.router.experts, max_active = Routing::max_active(s.router, rows);
         Matrix whole = w;
-        whole.units = shared.units + most * units;
-        Loop loop = member.begin(whole.units, units_at_once(whole, (int)(rows * s.router.chosen / most), member.threads));
+        whole.units = shared.units + max_active * units;
+        Loop loop = member.begin(whole.units, units_at_once(whole, (int)(rows * s.router.chosen / max_active), member.threads));
         for (Share items(0, 0); loop.next(items);)
             for (int64_t at = items.first, end; at < items.last; at = end) {
                 const int64_t number = at < shared.units ? -1 : (at - shared.units) / units;
@@ -253,7 +255,8 @@ struct ExpertMlp {
             const int64_t first = shared ? 0 : e.expert * work.sizes.up_units;
             functions(up).activated(up, x, e.last - e.first, range(first, units),
                                     {down, inner_words(work, e.first), inner_floats(work, e.first),
-                                     shared ? work.sizes.shared_inner : work.sizes.inner, p.m.activation, true, first, s.limit, s.slope});
+                                     shared ? work.sizes.shared_inner : work.sizes.inner, p.m.activation, true, first,
+                                     s.limit, s.slope});
         });
     }
 

@@ -97,16 +97,6 @@ inline void pick_packed(int rows, const Matrix& w, const Word* x, int64_t stride
     else if constexpr (R > 1) pick_packed<R - 1>(rows, w, x, stride, row, unit, tile, store);
 }
 
-// A single unit as the work of a product.
-struct OneUnit {
-    Share unit;
-    bool done = false;
-    bool next(Share& items) {
-        items = unit;
-        return !std::exchange(done, true);
-    }
-};
-
 // Restores each unit of the share as a raw matrix has it, and multiplies that.
 template <class Store>
 inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int rows, Share share, Store& store) {
@@ -123,7 +113,7 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
         });
         Matrix raw = w;
         raw.data = restored - one.first * w.steps * STEP_WORDS;
-        OneUnit unit{one};
+        Units unit(one);
         product<BF16>(raw, x, stride, nullptr, rows, unit, store);
     }
 }
@@ -136,8 +126,8 @@ inline void restored_product(const Matrix& w, const Word* x, int64_t stride, int
 // Measured on two cores of a Zen 4, products of a matrix of 0.3 G weights in turns, raw time over this: 1 row 1.44, 4 rows
 // 1.46, 8 rows 1.33, 12 rows 1.06, 16 rows 0.97, 20 to 34 rows 0.90 to 0.91. A first tile that keeps what it restored for
 // the others, 16 KiB at a time, was slower: 16 rows 0.73, 24 rows 0.70, 34 rows 0.78, 128 rows 0.94.
-template <class Work, class Store>
-inline void packed_product(const Matrix& w, const Word* x, int64_t stride, int rows, Work& work, Store store) {
+template <class Store>
+inline void packed_product(const Matrix& w, const Word* x, int64_t stride, int rows, Units& work, Store store) {
     constexpr int TALLEST = ONE_REGISTER ? MOST_ROWS : BOTH_ROWS, RESTORED_FROM = 8;
     Share share(0, 0);
     if (TILES || (!ONE_REGISTER && rows >= RESTORED_FROM)) {

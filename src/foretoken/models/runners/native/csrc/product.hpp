@@ -61,14 +61,21 @@ struct Matrix {
 
 inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// All n items in one thread, where a product is part of an item of a loop.
-struct Whole {
-    int64_t n;
-    bool next(Share& items) {
-        if (!n) return false;
-        items = {0, n}, n = 0;
+// The units of a matrix that a thread multiplies: those that it claims of a loop, or all in a range.
+class Units {
+   public:
+    Units(Loop& loop) : loop(&loop) {}
+    explicit Units(Share range) : range(range) {}
+    bool next(Share& units) {
+        if (loop) return loop->next(units);
+        if (range.first >= range.last) return false;
+        units = range, range.first = range.last;
         return true;
     }
+
+   private:
+    Loop* loop = nullptr;
+    Share range{0, 0};
 };
 
 inline Floats finish(const Matrix& w, int64_t block, Floats v) {
@@ -323,8 +330,8 @@ inline int64_t units_at_once(const Matrix& w, int rows, int threads) {
 }
 
 // Multiplies all rows of x [rows][stride words] with the units of the matrix that this thread claims.
-template <Kind kind, class Work, class Store>
-inline void product(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, Work& work, Store store) {
+template <Kind kind, class Store>
+inline void product(const Matrix& w, const Word* x, int64_t stride, const float* scales, int rows, Units& work, Store store) {
     Share share(0, 0);
     if constexpr (TILES && kind != F32) {
         if (w.steps % TILE_STEPS == 0) {
@@ -332,7 +339,8 @@ inline void product(const Matrix& w, const Word* x, int64_t stride, const float*
             return;
         }
     }
-    const int most = rows <= TALL_UNTIL ? tallest(kind) : std::min(MOST_ROWS, tallest(kind)), tiles = (rows + most - 1) / most;
+    const int max_rows = rows <= TALL_UNTIL ? tallest(kind) : std::min(MOST_ROWS, tallest(kind));
+    const int tiles = (rows + max_rows - 1) / max_rows;
     while (work.next(share))
         for (int64_t unit = share.first; unit < share.last; unit++)
             for (int t = 0; t < tiles; t++) {

@@ -104,21 +104,16 @@ inline void keep_best_groups(const RouterSpec& s, float* numbers) {
         if (!kept[e / size]) numbers[e] = -INFINITY;
 }
 
-// 1 / (1 + exp(-x)); exp stays within its range, and NaN stays NaN.
-inline Floats bounded_sigmoid(Floats x) {
-    return floats(1.0f) / (floats(1.0f) + exponential(smallest_of(floats(80.0f), floats(0.0f) - x)));
-}
-
 // Chooses a row's experts, the best first, and their weights. logits: [width()], which are changed.
 inline void choose_experts(const RouterSpec& s, float* logits, int32_t* experts, float* weights) {
     float scores[MAX_EXPERTS], *numbers = logits;  // experts are chosen by `numbers`
     std::fill(logits + s.experts, logits + s.width(), -INFINITY);
-    Floats most = floats(-INFINITY), sum = floats(0.0f);
-    for (int e = 0; e < s.experts; e += LANES) most = larger(most, load(logits + e));
-    const Floats top = floats(largest(most));
+    Floats maxima = floats(-INFINITY), sum = floats(0.0f);
+    for (int e = 0; e < s.experts; e += LANES) maxima = larger(maxima, load(logits + e));
+    const Floats top = floats(largest(maxima));
     for (int e = 0; e < s.experts; e += LANES) {
         const Floats v = load(logits + e);
-        const Floats score = s.scoring == SIGMOID ? bounded_sigmoid(v) : exponential(v - top);
+        const Floats score = s.scoring == SIGMOID ? logistic(v) : exponential(v - top);
         sum = sum + score;
         store(scores + e, score);
     }
@@ -146,19 +141,19 @@ struct Routing {
     std::vector<int32_t> pairs;    // [rows][chosen]; the place of each pair in the order of experts
     std::vector<int32_t> row_of;   // [pairs]
     std::vector<int32_t> starts;   // [experts + 1]
-    std::vector<ExpertRows> woken;  // experts that any row chose, in order
-    int count = 0;                  // of `woken`
+    std::vector<ExpertRows> active;  // experts that any row chose, in order
+    int count = 0;                  // of `active`
 
     void reserve(const RouterSpec& s, int rows) {
         const size_t all = (size_t)rows * s.chosen;
         for (auto* list : {&experts, &pairs, &row_of}) list->resize(std::max(list->size(), all));
         weights.resize(std::max(weights.size(), all));
         starts.resize(std::max(starts.size(), (size_t)s.experts + 1));
-        woken.resize(std::max(woken.size(), (size_t)most_woken(s, rows)));
+        active.resize(std::max(active.size(), (size_t)max_active(s, rows)));
     }
 
-    // The most experts that rows can wake.
-    static int most_woken(const RouterSpec& s, int rows) { return (int)std::min<int64_t>(s.experts, (int64_t)rows * s.chosen); }
+    // The largest number of experts that rows can choose.
+    static int max_active(const RouterSpec& s, int rows) { return (int)std::min<int64_t>(s.experts, (int64_t)rows * s.chosen); }
 
     // Orders pairs by their expert, then by their row.
     void sort(const RouterSpec& s, int rows) {
@@ -168,7 +163,7 @@ struct Routing {
         count = 0;
         for (int e = 0; e < s.experts; e++) {
             starts[e + 1] += starts[e];
-            if (starts[e + 1] > starts[e]) woken[count++] = {e, starts[e], starts[e + 1]};
+            if (starts[e + 1] > starts[e]) active[count++] = {e, starts[e], starts[e + 1]};
         }
         for (int p = 0; p < all; p++) {
             const int32_t at = starts[experts[p]]++;

@@ -153,9 +153,9 @@ inline float encode(const float* row, int64_t count, Word* words) {
         for (int64_t i = 0; i < count; i += LANES) put_input<kind>(words, i, load(row + i));
         return 1.0f;
     } else {
-        Floats most = floats(0.0f);
-        for (int64_t i = 0; i < count; i += LANES) most = larger(most, absolute(load(row + i)));
-        const float top = largest(most), scale = top == 0.0f ? 1.0f : top / 127.0f;
+        Floats maxima = floats(0.0f);
+        for (int64_t i = 0; i < count; i += LANES) maxima = larger(maxima, absolute(load(row + i)));
+        const float top = largest(maxima), scale = top == 0.0f ? 1.0f : top / 127.0f;
         const Floats inverse = floats(1.0f / scale);
         for (int64_t i = 0; i < count; i += LANES)
             store_int8((int8_t*)words + i, add_ints(to_ints(load(row + i) * inverse), ints(OFFSET)));

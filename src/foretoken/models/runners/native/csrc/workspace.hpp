@@ -58,8 +58,9 @@ struct ExpertRoom {
     Buffer normed, words, scales, shared_words, shared_scales, shared_weights, logits, inner_words, inner, outputs;
     std::vector<Buffer> own;      // of each thread
     std::vector<Routing> layers;  // of the pass that runs
-    std::map<int, std::vector<int32_t>> woken_by_rows;  // number of experts that the last pass of so many rows woke, by layer
-    std::vector<int32_t>* woken = nullptr;              // of the pass that runs
+    // Number of experts that the last pass chose, by layer, for each number of rows.
+    std::map<int, std::vector<int32_t>> active_by_rows;
+    std::vector<int32_t>* active = nullptr;  // of the pass that runs
 };
 
 // Buffers of one model. The names are those of the pass and its blocks.
