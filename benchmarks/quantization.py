@@ -106,14 +106,14 @@ def scaled_rounding(weights: Tensor, group: int, importance: Tensor) -> Tensor:
 
     importance: mean square of each input [in]; an error of a weight costs in its proportion.
     """
-    best, least = weights, float("inf")
+    best, lowest = weights, float("inf")
     for share in (step / 10 for step in range(11)):
         scales = importance.clamp_min(1e-12).pow(share / 2)
         scales = scales / (scales.max() * scales.min()).sqrt()
         values = rounded(weights * scales, group) / scales
         error = float(((values - weights).square() * importance).sum())
-        if error < least:
-            best, least = values, error
+        if error < lowest:
+            best, lowest = values, error
     return best
 
 

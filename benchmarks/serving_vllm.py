@@ -111,11 +111,11 @@ def main(
             servers = {name: LoadedServer(url, None, None, options) for name, url in (("vllm", theirs), ("ours", ours))}
             for server in servers.values():
                 server.run("warm-up", ["import os\n"] * 8, 4)
-            for name in workload:
-                results = {who: list(run_workload(name, server, plan)) for who, server in servers.items()}
-                for who, each in results.items():
-                    console.print(f"{who}, temperature {degree:g}", load_table(each), *speedup_lines(each), sep="\n")
-                    record += [{"server": who, "temperature": degree, **asdict(result)} for result in each]
+            for kind in workload:
+                results = {name: list(run_workload(kind, server, plan)) for name, server in servers.items()}
+                for name, each in results.items():
+                    console.print(f"{name}, temperature {degree:g}", load_table(each), *speedup_lines(each), sep="\n")
+                    record += [{"server": name, "temperature": degree, **asdict(result)} for result in each]
                 console.print("\n".join(compared(results["vllm"], results["ours"])))
     if json_file is not None:
         text = json.dumps({"results": record, "setting": setting()}, indent=1, default=str)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from foretoken import zoo
 from foretoken.bench.http_load import LoadResult, Percentiles
 from foretoken.bench.peers.registry import PEERS
+from foretoken.models.families.architecture import Architecture
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NGRAM = """--config '{"method": "ngram", "num_speculative_tokens": 4}'"""
@@ -132,7 +133,9 @@ def test_families_says_which_runtime_serves_a_family():
 
 def test_family_speed_has_a_size_for_every_family():
     family_speed = importlib.import_module("family_speed")
-    assert all(family_speed.config_of(family).model_type for family in family_speed.FAMILIES)
+    for family in family_speed.FAMILIES:
+        config = family_speed.config_of(family).to_dict() | {"model_type": family}
+        assert Architecture.of(config).hidden == 1024, family
 
 
 def test_mutants_are_listed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from foretoken.propose.base import Proposer
 from foretoken.propose.draft_model import DraftModel, DraftModelConfig
 from foretoken.propose.lookup import Lookup
 
+from .plain import one_by_one
 from .test_native import needs_kernels
 from .tiny import ARCHITECTURES, VOCAB
 from .trees import repeating
@@ -66,15 +67,6 @@ def text(length: int, seed: int) -> list[int]:
     return [generator.randrange(3, VOCAB) for _ in range(length)]
 
 
-def plain(model: Model, prompt: Sequence[int], continuation: Sequence[int]) -> list[Tensor]:
-    handle, rows = model.open(prompt), []
-    for token in continuation:
-        rows.append(model.score([handle], [Draft.empty()])[0].logits[0])
-        model.commit([handle], [[token]])
-    model.close(handle)
-    return rows
-
-
 # rows
 
 
@@ -86,7 +78,7 @@ def test_a_row_does_not_depend_on_what_else_was_routed(family: str, kind: str, c
     model = loaded(checkpoints[family], kind)
     assert isinstance(model.runner, NativeRunner) and model.batch_invariant
     prompt, continuation = text(20, 1), text(33, 2)
-    expected = plain(model, prompt, continuation)
+    expected = one_by_one(model, prompt, continuation)
     others = [model.open(text(length, length)) for length in (1, 3, 7, 12, 15, 21, 30, 64)]
     for depth in (1, 2, 4, 7, 13, 32):
         for beside in ([], others):
@@ -327,11 +319,11 @@ def test_packed_experts_of_gpt_oss_are_those_that_transformers_unpacks(
     config = load_config(path)
     compiled = Decoder(config, weights, torch.bfloat16, CPU)
     assert isinstance(compiled.runner, NativeRunner)
-    expected = plain(compiled, text(20, 1), text(9, 2))
+    expected = one_by_one(compiled, text(20, 1), text(9, 2))
     handle = compiled.open(text(20, 1))
     rows = compiled.score([handle], [Draft.chain(text(9, 2)[:8])])[0].logits
     assert all(torch.equal(row, alone) for row, alone in zip(rows, expected, strict=True))
-    near = plain(Decoder(config, weights, torch.float32, CPU), text(20, 1), [5])[0]  # only activations are rounded
+    near = one_by_one(Decoder(config, weights, torch.float32, CPU), text(20, 1), [5])[0]  # only activations are rounded
     monkeypatch.setenv(SWITCH, "0")
     both = [Decoder(config, tensors, torch.float32, CPU) for tensors in (weights, floats)]
     logits = [model.score([model.open(text(20, 1))], [Draft.empty()])[0].logits for model in both]

@@ -17,6 +17,7 @@ from foretoken.models.resumable import Resumable
 from foretoken.models.state.pages import PAGE
 from foretoken.quantize.run import quantize_checkpoint
 
+from .plain import one_by_one
 from .tiny import ARCHITECTURES, VOCAB, only_runner
 from .trees import repeating
 
@@ -44,20 +45,10 @@ def text(length: int, seed: int) -> list[int]:
     return [chance.randrange(3, VOCAB) for _ in range(length)]
 
 
-def plainly(model: Model, prompt: list[int], continuation: list[int]) -> list[torch.Tensor]:
-    """The reference: plain decoding, alone, one row a pass."""
-    handle, rows = model.open(prompt), []
-    for token in continuation:
-        rows.append(model.score([handle], [Draft.empty()])[0].logits[0])
-        model.commit([handle], [[token]])
-    model.close(handle)
-    return rows
-
-
 def test_drafts_and_batches_change_no_bit(open_model: Callable[[], Model]) -> None:
     """Three sequences with chains, growing drafts and trees, each following a text of its own through them."""
     model, texts, prompts = open_model(), [text(40, seed) for seed in range(3)], [text(n, 9 + n) for n in (1, 5, 300)]
-    wanted = [plainly(model, prompt, follows) for prompt, follows in zip(prompts, texts, strict=True)]
+    wanted = [one_by_one(model, prompt, follows) for prompt, follows in zip(prompts, texts, strict=True)]
     handles, done, chance = [model.open(prompt) for prompt in prompts], [0, 0, 0], random.Random(1)
     for _ in range(12):
         drafts, paths = [], []
@@ -93,7 +84,7 @@ def along(chance: random.Random, follows: list[int]) -> tuple[Draft, list[int]]:
 def test_growing_drafts_change_no_bit(open_model: Callable[[], Model]) -> None:
     """A draft model's own chain and tree, a node or a level a pass."""
     model, prompt, follows = open_model(), text(7, 1), text(5, 2)
-    wanted = plainly(model, prompt, follows)
+    wanted = one_by_one(model, prompt, follows)
     handle = model.open(prompt)
     for size in range(5):
         (scores,) = model.score([handle], [Draft.chain(follows[:size])])
@@ -122,7 +113,7 @@ def test_prefix_cache_hits_change_no_bit(open_model: Callable[[], Model]) -> Non
     """Hits in the middle of a prompt, and at the end of a preempted sequence."""
     prompt, follows = text(3 * PAGE + 20, 4), text(PAGE + 30, 5)
     fresh, model = open_model(), open_model()
-    wanted = plainly(fresh, prompt, follows)
+    wanted = one_by_one(fresh, prompt, follows)
     assert model.enable_prefix_cache(1 << 26)
     handle = model.open(prompt)
     for at, token in enumerate(follows[: PAGE + 10]):
@@ -141,7 +132,7 @@ def test_prefix_cache_hits_change_no_bit(open_model: Callable[[], Model]) -> Non
     every = model.runner._pages._every  # type: ignore[attr-defined]
     assert again.cached == 2 * PAGE // (every * PAGE) * every * PAGE  # snapshots may be as large as several pages
     (scores,) = model.score([again], [Draft.empty()])
-    assert torch.equal(scores.logits[0], plainly(fresh, half, [1])[0])
+    assert torch.equal(scores.logits[0], one_by_one(fresh, half, [1])[0])
     model.check()
 
 
@@ -149,7 +140,7 @@ def test_truncated_and_resumed_sequences_change_no_bit(open_model: Callable[[], 
     """A state cannot be rewound, so what was truncated too far is computed again."""
     model = open_model()
     resumable, prompt, follows = Resumable(model), text(90, 7), text(4, 8)
-    wanted = plainly(model, prompt[:80], follows)
+    wanted = one_by_one(model, prompt[:80], follows)
     handle = resumable.open(prompt)
     resumable.score([handle], [repeating((-1, 0, -1))])
     with resumable.parked(1):
@@ -163,7 +154,7 @@ def test_truncated_and_resumed_sequences_change_no_bit(open_model: Callable[[], 
 
 def test_a_pass_that_fails_spoils_no_state(open_model: Callable[[], Model], monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt, follows = open_model(), text(20, 9), text(4, 10)
-    wanted = plainly(model, prompt, follows)
+    wanted = one_by_one(model, prompt, follows)
     handle = model.open(prompt)
     model.score([handle], [Draft.empty()])
     model.commit([handle], [follows[:1]])

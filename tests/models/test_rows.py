@@ -10,6 +10,7 @@ from foretoken.models.base import Handle
 from foretoken.models.decoder import Decoder
 from foretoken.models.runners.linear import AMX_ROWS, can_pack
 
+from .plain import one_by_one
 from .tiny import only_runner
 from .trees import repeating
 
@@ -87,16 +88,6 @@ def decoder(kind: str, heads: int = 4, kv_heads: int = 2, dim: int = 32, **chang
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def one_by_one(model: Decoder, prompt: list[int], continuation: list[int]) -> list[torch.Tensor]:
-    """The reference: plain decoding, alone, one row a pass."""
-    handle, rows = model.open(prompt), []
-    for token in continuation:
-        rows.append(model.score([handle], [Draft.empty()])[0].logits[0])
-        model.commit([handle], [[token]])
-    model.close(handle)
-    return rows
 
 
 def neighbours(model: Decoder, length: int) -> tuple[list[Handle], list[Draft]]:

@@ -76,7 +76,7 @@ class _Script(Controller):
 
 
 class _Synthetic(Proposer):
-    """Drafts chains of tokens that differ, to time their rows. Equal tokens would wake the same experts.
+    """Drafts chains of tokens that differ, to time their rows. Equal tokens would choose the same experts.
 
     Args:
         vocab_size: Number of tokens of the target.
@@ -95,7 +95,7 @@ def warm_up(target: Model, proposer: Proposer, costs: CostModel, max_tokens: int
     It needs space for 32 tokens and the drafts in the target's context window, and does nothing with less. Where
     drafting takes no time, or the proposer would learn from the synthetic prompt, only passes are timed. Passes of a
     model with experts are timed apart, over tokens drawn from the vocabulary: what a proposer drafts on a synthetic
-    prompt repeats itself, and would wake fewer experts than a text.
+    prompt repeats itself, and would choose fewer experts than a text.
 
     Args:
         target: The target model.

@@ -180,11 +180,11 @@ class Architecture:
         Raises:
             ModelLoadError: a field is missing or wrong.
         """
-        family, c, said = _read(config)
+        family, c, stated = _read(config)
         heads, positions, head_dim = c["num_attention_heads"], c["max_position_embeddings"], facts.head_dim(c)
         length = min(max_length or positions, positions)
-        frequencies, scales = _rotary(c, said, length) if said.get("rotary", family.rotary) else ((), ())
-        names = replace(family.names, **said.get("names", {}))
+        frequencies, scales = _rotary(c, stated, length) if stated.get("rotary", family.rotary) else ((), ())
+        names = replace(family.names, **stated.get("names", {}))
         described: dict[str, Any] = {
             "family": c["model_type"],
             "hidden": c["hidden_size"],
@@ -192,7 +192,7 @@ class Architecture:
             "kv_heads": c.get("num_key_value_heads") or heads,
             "head_dim": head_dim,
             "intermediate": c["intermediate_size"],
-            "stack": _stack(c, family, said, bool(frequencies)),
+            "stack": _stack(c, family, stated, bool(frequencies)),
             "vocab": c["vocab_size"],
             "eps": c["rms_norm_eps"],
             "activation": _ACTIVATIONS[c.get("hidden_act") or "silu"],
@@ -212,8 +212,8 @@ class Architecture:
             "weightless": family.weightless,
         }
         known = {field.name for field in fields(Architecture)} - {"names", "alibi"}
-        described |= {name: value for name, value in said.items() if name in known}
-        return Architecture(**described, names=names, alibi=Alibi(*said["alibi"]) if "alibi" in said else None)
+        described |= {name: value for name, value in stated.items() if name in known}
+        return Architecture(**described, names=names, alibi=Alibi(*stated["alibi"]) if "alibi" in stated else None)
 
 
 def supports(config: Mapping[str, Any]) -> bool:
@@ -259,19 +259,19 @@ def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any], dict[str, 
     names = {name: alias for name, alias in family.aliases.items() if name not in config}
     parse(CausalConfig, c, "config.json", names)
     c["layer_types"] = list(c.get("layer_types") or family.kinds(c))
-    said = family.facts(c)
-    c |= {name: said[name] for name in ("hidden_act", "partial_rotary_factor") if name in said}
-    return family, c, said
+    stated = family.facts(c)
+    c |= {name: stated[name] for name in ("hidden_act", "partial_rotary_factor") if name in stated}
+    return family, c, stated
 
 
-def _stack(c: Mapping[str, Any], family: Family, said: Mapping[str, Any], rotary: bool) -> tuple[Layer, ...]:
+def _stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rotary: bool) -> tuple[Layer, ...]:
     """Returns the layers."""
     window = (c.get("sliding_window") or 0) if c.get("use_sliding_window") else 0
-    ropes = said.get("rope", [0] * c["num_hidden_layers"])
+    ropes = stated.get("rope", [0] * c["num_hidden_layers"])
     layer = Layer(
         mlp="gated" if family.gated else "ungated",
-        norms=said.get("norms", family.norms),
-        parallel=said.get("parallel", family.parallel),
+        norms=stated.get("norms", family.norms),
+        parallel=stated.get("parallel", family.parallel),
     )
     layers = [
         replace(
@@ -288,16 +288,18 @@ def _stack(c: Mapping[str, Any], family: Family, said: Mapping[str, Any], rotary
     )
 
 
-def _rotary(c: Mapping[str, Any], said: Mapping[str, Any], length: int) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+def _rotary(
+    c: Mapping[str, Any], stated: Mapping[str, Any], length: int
+) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """Returns frequencies, and factors of cosines and sines: of all layers, and of sliding ones that have their own."""
     head_dim, frequencies, scales = facts.head_dim(c), [], []
-    for kind in (FULL, SLIDING) if 1 in said.get("rope", ()) else (FULL,):
+    for kind in (FULL, SLIDING) if 1 in stated.get("rope", ()) else (FULL,):
         settings = rope_settings(c, kind)
         wanted = int(head_dim * settings["partial_rotary_factor"]) // 2
         for name in ("short_factor", "long_factor") if settings["rope_type"] == "longrope" else ():
             if len(settings[name]) != wanted:
                 raise ModelLoadError(f"config.json has {len(settings[name])} numbers in {name}; expected {wanted}")
         plain = inverse_frequencies(settings, head_dim, length)
-        frequencies.append(-plain if said.get("backwards") else plain)
+        frequencies.append(-plain if stated.get("backwards") else plain)
         scales.append(rotary_scale(settings))
     return tuple(frequencies), tuple(scales)

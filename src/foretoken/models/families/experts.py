@@ -101,52 +101,82 @@ class ExpertsConfig(Schema):
     swiglu_limit: Positive | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertFamily:
+    """What holds for the experts of every checkpoint of a model type.
+
+    Attributes:
+        defaults: what transformers takes for missing fields of config.json.
+        names: see ``Experts``.
+        corrected: whether scores are sigmoids, a bias is added to them, and groups count their best two (DeepSeek-V3,
+            2412.19437).
+        shared_gate: see ``Experts``.
+        biased: see ``Experts``.
+    """
+
+    defaults: Mapping[str, Any]
+    names: ExpertNames = field(default_factory=ExpertNames)
+    corrected: bool = False
+    shared_gate: bool = False
+    biased: bool = False
+
+
+_SHARED = ExpertNames(shared="mlp.shared_expert")
 _QWEN: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1}
-# Defaults of transformers for missing fields. The keys are the families with experts that the runtime computes.
-EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": _QWEN | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    "qwen2_moe": _QWEN
-    | {
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-    },
-    "qwen3_next": _QWEN
-    | {
-        "norm_topk_prob": True,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    },
-    "qwen3_5_moe_text": {
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    },
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
-    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "gpt_oss": {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-    "glm4_moe": {
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1408,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-    },
+_QWEN_512 = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+# The families with experts that the runtime computes.
+EXPERT_FAMILIES: dict[str, ExpertFamily] = {
+    "qwen3_moe": ExpertFamily(
+        _QWEN | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "qwen2_moe": ExpertFamily(
+        _QWEN
+        | {
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        _SHARED,
+        shared_gate=True,
+    ),
+    "qwen3_next": ExpertFamily(
+        _QWEN | _QWEN_512 | {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10},
+        _SHARED,
+        shared_gate=True,
+    ),
+    "qwen3_5_moe_text": ExpertFamily(
+        _QWEN_512 | {"num_experts": 256, "num_experts_per_tok": 8},
+        _SHARED,
+        shared_gate=True,
+    ),
+    "mixtral": ExpertFamily(
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+    ),
+    "olmoe": ExpertFamily({"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}),
+    "granitemoe": ExpertFamily(
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe"),
+    ),
+    "gpt_oss": ExpertFamily(
+        {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        ExpertNames("mlp.router"),
+        biased=True,
+    ),
+    "glm4_moe": ExpertFamily(
+        {
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+        },
+        corrected=True,
+    ),
 }
-_SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
-_MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"))
-_NAMES = {
-    "mixtral": _MIXTRAL,
-    **dict.fromkeys(_SHARED_GATE, ExpertNames(shared="mlp.shared_expert")),
-    "granitemoe": ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe"),
-    "gpt_oss": ExpertNames("mlp.router"),
-}
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names for the number of experts
 
 
 def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
@@ -158,45 +188,40 @@ def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
     Raises:
         ModelLoadError: a field is missing or wrong.
     """
-    family, layers = c["model_type"], c["num_hidden_layers"]
-    if family not in EXPERT_DEFAULTS:
-        return (None,) * layers
-    if c.get("num_experts") == 0:  # a dense Qwen3-Next
-        return (None,) * layers
-    filled = {**EXPERT_DEFAULTS[family], **{key: value for key, value in c.items() if value is not None}}
+    family, layers = EXPERT_FAMILIES.get(c["model_type"]), range(c["num_hidden_layers"])
+    if family is None or c.get("num_experts") == 0:  # without experts a Qwen3-Next is dense
+        return (None,) * len(layers)
+    filled = {**family.defaults, **{key: value for key, value in c.items() if value is not None}}
     parsed = parse(ExpertsConfig, filled, "config.json")
     experts = _checked(_experts(family, parsed, c))
-    return tuple(experts if _sparse(parsed, layer) else None for layer in range(layers))
+    return tuple(experts if _sparse(parsed, layer) else None for layer in layers)
 
 
-def _experts(family: str, c: ExpertsConfig, whole: Mapping[str, Any]) -> Experts:
-    deep = family == "glm4_moe"
-    local = c.num_local_experts if family in ("mixtral", "granitemoe", "gpt_oss") else c.num_experts
+def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -> Experts:
     inner = c.moe_intermediate_size or whole["intermediate_size"]
     return Experts(
-        count=_given(whole) or c.n_routed_experts or local or 1,
+        count=_count(whole) or _count(family.defaults) or 1,
         chosen=c.num_experts_per_tok,
         intermediate=inner,
-        scoring="sigmoid" if deep else "softmax",
+        scoring="sigmoid" if family.corrected else "softmax",
         normalized=c.norm_topk_prob is not False,
         scale=c.routed_scaling_factor or 1.0,
-        correction=deep,
+        correction=family.corrected,
         groups=c.n_group or 1,
         chosen_groups=c.topk_group or 1,
-        best_two=deep,
-        shared=inner * (c.n_shared_experts or 0) if deep else c.shared_expert_intermediate_size or 0,
-        shared_gate=family in _SHARED_GATE,
-        biased=family == "gpt_oss",
+        best_two=family.corrected,
+        shared=c.shared_expert_intermediate_size or inner * (c.n_shared_experts or 0),
+        shared_gate=family.shared_gate,
+        biased=family.biased,
         clamp=c.swiglu_limit or 0.0,
         slope=c.swiglu_alpha or 1.0,
-        names=_NAMES.get(family, ExpertNames()),
+        names=family.names,
     )
 
 
-def _given(c: Mapping[str, Any]) -> int | None:
-    """Returns the number of experts that the file itself says, under whichever of its names."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((c[name] for name in names if c.get(name) is not None), None)
+def _count(c: Mapping[str, Any]) -> int | None:
+    """Returns the number of experts, under whichever of its names; None if no field says it."""
+    return next((c[name] for name in _COUNTS if c.get(name) is not None), None)
 
 
 def _sparse(c: ExpertsConfig, layer: int) -> bool:

@@ -200,12 +200,12 @@ def falcon(c: Config) -> dict[str, Any]:
     heads, new = c["num_attention_heads"], bool(c["new_decoder_architecture"])
     kv_heads = c.get("num_kv_heads") or heads
     shared = c["parallel_attn"] if not new else c.get("num_ln_in_parallel_attn") == 1
-    found = _shared_norm(c, bool(shared)) | {"parallel": new or bool(c["parallel_attn"])}
+    values = _shared_norm(c, bool(shared)) | {"parallel": new or bool(c["parallel_attn"])}
     if new and not shared:
-        found["names"] = {"norm": "ln_attn", "mlp_norm": "ln_mlp"}
+        values["names"] = {"norm": "ln_attn", "mlp_norm": "ln_mlp"}
     if c.get("alibi"):
-        found |= {"rotary": False, "alibi": (_slopes(heads), head_dim(c) ** -0.5, True)}
-    return found | {"kv_heads": kv_heads if new else 1 if c["multi_query"] else heads}
+        values |= {"rotary": False, "alibi": (_slopes(heads), head_dim(c) ** -0.5, True)}
+    return values | {"kv_heads": kv_heads if new else 1 if c["multi_query"] else heads}
 
 
 def bloom(c: Config) -> dict[str, Any]:
@@ -220,8 +220,8 @@ def mpt(c: Config) -> dict[str, Any]:
     slopes = [2.0 ** -(i * attention["alibi_bias_max"] / count) for i in range(1, count + 1)]
     if count != heads:
         slopes = [*slopes[1::2], *slopes[::2]][:heads]
-    found: dict[str, Any] = {"alibi": (tuple(slopes), 1.0, False), "clip": attention.get("clip_qkv") or 0.0}
-    return found | ({"scale": attention["softmax_scale"]} if attention.get("softmax_scale") else {})
+    values: dict[str, Any] = {"alibi": (tuple(slopes), 1.0, False), "clip": attention.get("clip_qkv") or 0.0}
+    return values | ({"scale": attention["softmax_scale"]} if attention.get("softmax_scale") else {})
 
 
 # refusals

@@ -165,9 +165,12 @@ class CausalConfig(Schema):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for name in ("mamba_n_heads", "mamba_n_groups"):
-            whole = (self.mamba_expand or 1) * self.hidden_size if name == "mamba_n_heads" else self.mamba_n_heads
-            if (part := getattr(self, name)) and (whole or 0) % part:
+        inner = (self.mamba_expand or 1) * self.hidden_size
+        for name, part, whole in (
+            ("mamba_n_heads", self.mamba_n_heads, inner),
+            ("mamba_n_groups", self.mamba_n_groups, self.mamba_n_heads),
+        ):
+            if part and whole and whole % part:
                 raise ValueError(f"has {name} = {part}, which should divide {whole}")
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         if keys and values and values % keys:

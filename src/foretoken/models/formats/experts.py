@@ -216,5 +216,5 @@ class _Stack:
         return whole.part(first, last) if step == 1 else whole.every(step, first)
 
 
-def _misshapen(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> ModelLoadError:
-    return ModelLoadError(f"{name} has the shape {found}, but config.json says {shape}")
+def _misshapen(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> ModelLoadError:
+    return ModelLoadError(f"{name} has the shape {stored}, but config.json says {shape}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from foretoken.models.state.replay import ReplayPlan, ReplaySpan, Rows, branch, fold
+from foretoken.models.state.replay import NOTHING, ReplayPlan, ReplaySpan, Rows, branch, fold
 
 FLOAT = 4  # bytes
 LOG_ROWS = 16  # a log grows by multiples of this
@@ -200,7 +200,7 @@ class RecurrentStates:
                 place = next(free)
                 plan.move(row, slot.log + place * self.shape.inputs * FLOAT, slot.capacity)
             else:
-                place = max(~row, -1) if row > -(2**31) else -1
+                place = -1 if row == NOTHING else ~row
             places.append(place)
         return places
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from foretoken.core.draft import Draft
 
-# Places of states, as csrc/recurrent.hpp numbers them; from 0 on, copies.
+# Places of states, as csrc/specs.hpp numbers them; from 0 on, copies.
 OWN, ZEROS, NOWHERE = -1, -2, -2
 NOTHING = -(2**31)  # stands for the inputs of rows before the first one
 

@@ -159,8 +159,8 @@ def _sources(header: Header) -> dict[str, _Source]:
 
 def _check_type(path: Path, stored: StoredTensor) -> None:
     """Raises ModelLoadError for a tensor whose type or number of dimensions is not supported."""
-    vector, most = len(stored.shape) == 1, 3 if "_exps." in stored.name else 2
-    if len(stored.shape) > most or (stored.kind not in FLOATS and (vector or stored.kind not in LAYOUTS)):
+    vector, max_dimensions = len(stored.shape) == 1, 3 if "_exps." in stored.name else 2
+    if len(stored.shape) > max_dimensions or (stored.kind not in FLOATS and (vector or stored.kind not in LAYOUTS)):
         raise ModelLoadError(
             f"{path} stores {stored.name} {stored.shape} as {stored.kind.name}; supported are vectors of "
             f"{', '.join(kind.name for kind in FLOATS)}, and matrices of these and {', '.join(k.name for k in LAYOUTS)}"

@@ -69,7 +69,7 @@ class Description:
         self._architecture, self._dtype, self._arena, self._compress = architecture, dtype, arena, compress
         self.held: list[object] = []
         self.weight_bytes = self.product_bytes = 0
-        self._asleep = 0.0  # bytes of experts that a row does not take
+        self._inactive = 0.0  # bytes of experts that a row does not choose
 
     def model(self, layers: Iterable[LayerWeights], ends: Ends, entry: Entry) -> ModelSpec:
         """Packs all weights. Layers are read one after the other."""
@@ -80,7 +80,7 @@ class Description:
             specs[number] = layer
         head = self._matrix([ends.head], ends.head_bias)
         embedding, table = None, head
-        self.product_bytes = self.weight_bytes - round(self._asleep)
+        self.product_bytes = self.weight_bytes - round(self._inactive)
         if ends.head is not ends.embedding:
             if isinstance(ends.embedding, Grouped):
                 table = self._matrix([ends.embedding])
@@ -199,7 +199,7 @@ class Description:
             scale=e.scale,
         )
         stacks = [pack_experts(self._arena, stack, self._compress) for stack in (weights.up, weights.down)]
-        self._asleep += sum(stack.nbytes for stack in stacks) * (1 - e.chosen / e.count)
+        self._inactive += sum(stack.nbytes for stack in stacks) * (1 - e.chosen / e.count)
         return ExpertsSpec(
             router=router,
             up=self._hold(stacks[0]),
