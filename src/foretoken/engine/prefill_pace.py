@@ -14,7 +14,7 @@ PromptRows = int | Literal["auto"] | None
 _MAX_ROWS = 512  # prompt tokens of a step without decoding sequences: a request may arrive during the step
 _FIRST_ROWS = 32  # until the time of a prompt token has been measured
 _MIN_ROWS = 16
-_MAX_STALL = 0.25  # seconds that many waiting requests may add to a step, shares TTFT and ITL (docs/benchmarks)
+_MAX_STALL = 0.25  # seconds that many waiting requests may add to a step: more lowers TTFT, raises ITL
 _DECAY = 0.9  # of the moving averages
 
 
