@@ -2,7 +2,7 @@
 
 Tokens per second from the prompt to the last token, the encoder's pass included. Every system generates as many tokens
 as the expected output has, so that none is faster by ending early. Only ours has batches of 8: transformers drafts for
-one sequence.
+one sequence. Beside them, passes of the decoder alone and their floor: the same matrix products and nothing else.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from rich.table import Table
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.clock import TimedTask, interleaved
+from foretoken.bench.costs import Loaded, pass_costs
 from foretoken.bench.repairs import Repair, repairs
 from foretoken.bench.setting import cores, setting, wide_console
-from foretoken.costs.measured import TimeSpread
-from foretoken.models.formats.checkpoint import resolve
+from foretoken.costs.measured import PassCost, TimeSpread
+from foretoken.models.formats.checkpoint import load_config, resolve
 from foretoken.train.widen.checkpoint import scaled
 
 Texts = list[tuple[int, ...]]
@@ -156,6 +157,25 @@ def table(rows: list[Row]) -> Table:
     return result
 
 
+def pass_table(costs: list[PassCost]) -> Table:
+    """Returns a table with a line for each number of rows."""
+    result = Table("rows of a pass", "ms", "floor, ms", "over its floor", box=box.MARKDOWN)
+    for cost in costs:
+        floor = f"{cost.floor.median * 1e3:.2f}" if cost.floor else ""
+        over = f"{cost.over_floor:.2f}" if cost.over_floor else ""
+        result.add_row(str(cost.rows), f"{cost.seconds.median * 1e3:.2f}", floor, over)
+    return result
+
+
+def over_assisted(rows: list[Row]) -> float | None:
+    """Returns our fastest method over transformers' assisted generation at its best depth, one text at a time."""
+    ours, theirs = (
+        [row.rate for row in rows if row.system == system and row.batch == 1 and row.method != "none"]
+        for system in ("foretoken", "transformers")
+    )
+    return max(ours) / max(theirs) if ours and theirs else None
+
+
 def main(
     target: Annotated[str | None, typer.Option(help="Folder or hub name. [the bundled one, widened]")] = None,
     draft: Annotated[str | None, typer.Option(help="Folder or hub name. [the bundled one]")] = None,
@@ -165,6 +185,8 @@ def main(
     depth: Annotated[list[int], typer.Option(help="Tokens to draft, repeatable.")] = [4, 8],
     batch: Annotated[list[int], typer.Option(help="Texts at once, repeatable.")] = [1, 8],
     temperature: float = 0.0,
+    pass_rows: Annotated[list[int], typer.Option(help="Rows of passes that are timed, repeatable.")] = [1, 8],
+    turns: Annotated[int, typer.Option(min=1, help="Timings of each pass.")] = 20,
     dtype: str = "bfloat16",
     quantization: Annotated[str | None, typer.Option(help="int8, of our target.")] = None,
     peer: Annotated[bool, typer.Option(help="transformers beside ours.")] = True,
@@ -174,7 +196,11 @@ def main(
     big = resolve(target) if target else scaled(like, "seq2seq-target")
     small = resolve(draft) if draft else zoo.path("seq2seq-draft")
     tasks = repairs(big, count)
-    systems: dict[str, Any] = {"foretoken": Own(big, small, max(depth), dtype, quantization)}
+    own = Own(big, small, max(depth), dtype, quantization)
+    size = sum(file.stat().st_size for file in big.glob("*.safetensors"))
+    loaded = Loaded(big, own.llm.target, load_config(big), size, quantization or "")
+    costs = pass_costs(loaded, pass_rows, [64], turns)
+    systems: dict[str, Any] = {"foretoken": own}
     if peer:
         systems["transformers"] = Theirs(big, small, getattr(torch, dtype))
     runs: dict[tuple[str, str, int, int], Callable[[], tuple[Texts, float]]] = {}
@@ -208,11 +234,20 @@ def main(
     ]
     console = wide_console()
     console.print(table(rows))
+    console.print(pass_table(costs))
+    assisted = over_assisted(rows)
+    if assisted is not None:
+        console.print(f"best speculation over transformers' assisted generation, one text at a time: {assisted:.2f}")
     facts = {**setting(), "target": str(big), "draft": str(small), "tasks": len(tasks), "temperature": temperature}
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
     if json_file is not None:
-        parts = [{**asdict(row), "tokens_per_second": row.rate} for row in rows]
-        json_file.write_text(json.dumps({"setting": facts, "rows": parts}, indent=2), encoding="utf-8")
+        result = {
+            "setting": facts,
+            "rows": [{**asdict(row), "tokens_per_second": row.rate} for row in rows],
+            "passes": [{**asdict(cost), "over_floor": cost.over_floor} for cost in costs],
+            "over_assisted": assisted,
+        }
+        json_file.write_text(json.dumps(result, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ COMMANDS = {
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
     "deciding": "--batch 1 --tokens 8 --repeats 1",
     "editing": f"--dtype float32 {NGRAM} --turns 1 --tasks 1",
-    "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer",
+    "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer --turns 1",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
     "loading": "--model TARGET --repeats 1",
     "schemes": "--small --scheme int8 --scheme int4 --rows 1 --rows 3 --context 20 --turns 2",

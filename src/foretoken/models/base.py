@@ -19,6 +19,13 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 
 NO_ENCODER = "this model has no encoder that could read a source; give it the whole text as its prompt"
+NO_SOURCE = "this model is an encoder-decoder; give it a text for its encoder"
+
+
+def check_source(source: Sequence[int], longest: int) -> None:
+    """Raises InvalidRequest for a source of more than ``longest`` tokens."""
+    if len(source) > longest:
+        raise InvalidRequest(f"the source has {len(source)} tokens and the encoder reads at most {longest}; shorten it")
 
 
 @dataclass(eq=False, slots=True)
@@ -198,14 +205,8 @@ class Model(ABC):
                 "and output together; shorten it or raise max_model_len"
             )
         if bool(source) != self.takes_source:
-            raise InvalidRequest(
-                NO_ENCODER if source else "this model is an encoder-decoder; give it a text for its encoder"
-            )
-
-        if len(source) > self.source_length:
-            raise InvalidRequest(
-                f"the prompt has {len(source)} tokens and the encoder reads at most {self.source_length}; shorten it"
-            )
+            raise InvalidRequest(NO_ENCODER if source else NO_SOURCE)
+        check_source(source, self.source_length)
 
     def share(self, other: Model) -> bool:
         """Shares a part that both models have in common, so that ``other`` alone computes it.

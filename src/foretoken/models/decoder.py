@@ -78,6 +78,11 @@ class Decoder(Model):
         """Returns whether this class computes the architecture exactly."""
         return supports(config)
 
+    @staticmethod
+    def decoder_of(config: Mapping[str, Any]) -> Architecture:
+        """Returns the architecture of the decoder that a config.json describes."""
+        return Architecture.of(config)
+
     # the contract
 
     def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:

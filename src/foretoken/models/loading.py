@@ -78,7 +78,7 @@ def load_model(
     if is_gguf(path) and (ranks or backend == "hf"):
         raise InvalidRequest(f"{path} is a GGUF file, which runs on the native decoder, on one rank")
     runtime = _runtime(config, path) if backend != "hf" and not ranks else None
-    kind = resolve_dtype(dtype, where, compiled=runtime is Decoder)
+    kind = resolve_dtype(dtype, where, compiled=runtime is not None)
     if weight_format == "packed":
         _check_packed(runtime, quantization, path)
     if ranks:
@@ -88,8 +88,8 @@ def load_model(
     tensors = unpacked(weights, config) if runtime is not None else weights
     prequantized = runtime is not None and check_prequantized(config)
     scheme = Quantizer.of(quantization or ("int8" if prequantized else None))
-    compiled = runtime is Decoder and where.type == "cpu" and packs_groups(kind)
-    compress = compiled and packs(Architecture.of(config), kind, weight_format)
+    compiled = runtime is not None and where.type == "cpu" and packs_groups(kind)
+    compress = runtime is not None and compiled and packs(runtime.decoder_of(config), kind, weight_format)
     check_fits(_needed(tensors, scheme, kind, compiled, PACKED_BITS if compress else None), where, str(path))
     if runtime is not None:
         return runtime(config, tensors, kind, where, max_length, quantization, weight_format)
@@ -206,7 +206,7 @@ def _check_packed(runtime: type[Decoder] | None, quantization: str | None, path:
     """Raises InvalidRequest if the weights of this model cannot be packed."""
     if quantization is not None:
         raise InvalidRequest(f"weight_format='packed' holds bfloat16 weights; leave out quantization={quantization!r}")
-    if runtime is not Decoder:
+    if runtime is None:
         raise InvalidRequest(
             f"weight_format='packed' needs the compiled decoder, which does not run {path}; use 'auto'"
         )

@@ -1,4 +1,4 @@
-"""Encoder-decoders: whatever is scored and whatever shares the pass equals transformers' full forward pass."""
+"""Encoder-decoders on both runtimes: whatever shares a pass, its rows equal transformers' full forward pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Model
 from foretoken.models.loading import load_model
+from foretoken.models.runners.choose import report_fallback
+from foretoken.models.runners.native.build import kernels_available
 from foretoken.models.seq2seq.model import EncoderDecoder
 from foretoken.models.seq2seq.positions import buckets
 
-from .tiny import FAMILIES, build, save
+from .tiny import FAMILIES, build, load, save
 
 TOLERANCE = 1e-4
 LONG = [7 + i * i % 83 for i in range(70)]
@@ -39,11 +41,11 @@ class Pair(NamedTuple):
         return torch.stack(rows)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[(family, kernels) for kernels in (True, False) for family in FAMILIES], ids=str)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = tmp_path_factory.mktemp("seq2seq")
-    module = save(request.param, folder)
-    return Pair(load_model(folder, dtype="float32"), module)
+    (family, kernels), folder = request.param, tmp_path_factory.mktemp("seq2seq")
+    module = save(family, folder)
+    return Pair(load(folder, kernels), module)
 
 
 def near(actual: Tensor, expected: Tensor) -> bool:
@@ -122,14 +124,39 @@ def test_a_separate_vocabulary_head_is_loaded(tmp_path: Path) -> None:
     assert near(scores.logits, hidden @ weights["lm_head.weight"].T)
 
 
-def test_int8_changes_the_distribution_a_little(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantizing_changes_the_distribution_a_little(tmp_path: Path, kernels: bool, scheme: str) -> None:
     save("t5-1.1", tmp_path)
     distributions = []
-    for quantization in (None, "int8"):
-        model = load_model(tmp_path, dtype="float32", quantization=quantization)
+    for quantization in (None, scheme):
+        model = load(tmp_path, kernels, quantization=quantization)
         (scores,) = model.score([model.open([0, 4], SOURCES[0])], [Draft.empty()])
         distributions.append(scores.logits.softmax(-1))
-    assert 0 < float((distributions[0] - distributions[1]).abs().sum() / 2) < 0.1
+    assert 0 < float((distributions[0] - distributions[1]).abs().sum() / 2) < (0.1 if scheme == "int8" else 0.5)
+
+
+def test_bits_do_not_depend_on_the_weight_format(tmp_path: Path) -> None:
+    save("t5", tmp_path)
+    logits = []
+    for weight_format in ("raw", "packed"):
+        model = load(tmp_path, True, dtype="bfloat16", weight_format=weight_format)
+        (scores,) = model.score([model.open([0, 4], LONG)], [TREE])
+        logits.append(scores.logits)
+    assert torch.equal(*logits)
+
+
+def test_narrow_heads_fall_back_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if not kernels_available():
+        pytest.skip("there are no compiled kernels here")
+    report_fallback.cache_clear()
+    module = save("t5", tmp_path, d_kv=8)
+    pair = Pair(load_model(tmp_path, dtype="float32"), module)
+    assert "heads of a multiple of 16 and at most 512, not 8" in caplog.text
+    (scores,) = pair.model.score([pair.model.open([0, 4], LONG)], [Draft.empty()])
+    assert near(scores.logits, pair.reference(LONG, [0, 4]))
+    with pytest.raises(InvalidRequest, match="needs the compiled kernels: the kernels need heads"):
+        load_model(tmp_path, dtype="bfloat16", weight_format="packed")
 
 
 def test_equal_encoders_are_shared(tmp_path: Path) -> None:

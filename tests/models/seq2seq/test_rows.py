@@ -8,13 +8,15 @@ from tests.models.trees import repeating
 
 from foretoken.core.draft import Draft
 from foretoken.models.base import Model
-from foretoken.models.loading import load_model
 from foretoken.models.runners.linear import can_pack
 
-from .tiny import save
+from .tiny import load, save
 
 KINDS = [
-    pytest.param((family, dtype, quantization), marks=[pytest.mark.slow] if quantization else [])
+    pytest.param(
+        (family, dtype, quantization, kernels), marks=[] if kernels and not quantization else [pytest.mark.slow]
+    )
+    for kernels in (True, False)
     for family in ("t5-1.1", "bart")
     for dtype, quantization in (("float32", None), ("bfloat16", None), ("bfloat16", "int8"))
 ]
@@ -23,13 +25,13 @@ SOURCE = [5 + i % 90 for i in range(75)]
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    family, dtype, quantization = request.param
-    if not can_pack(getattr(torch, dtype), torch.device("cpu")):
+    family, dtype, quantization, kernels = request.param
+    if not kernels and not can_pack(getattr(torch, dtype), torch.device("cpu")):
         pytest.skip(f"this machine has no packed {dtype} products; its rows are not promised to be independent")
     torch.set_num_threads(2)
     folder = tmp_path_factory.mktemp("rows")
     save(family, folder)
-    return load_model(folder, dtype=dtype, quantization=quantization)
+    return load(folder, kernels, dtype=dtype, quantization=quantization)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

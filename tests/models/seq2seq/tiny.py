@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+
+from foretoken.models.base import Model
+from foretoken.models.loading import load_model
+from foretoken.models.runners.native.build import kernels_available
+from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.seq2seq.model import EncoderDecoder
 
 T5: dict[str, Any] = {
     "vocab_size": 101,
@@ -58,3 +65,15 @@ def save(family: str, folder: Path, **changes: Any) -> Any:
     module = build(family, **changes)
     module.save_pretrained(folder)
     return module
+
+
+def load(folder: Path, kernels: bool, **options: Any) -> Model:
+    """Loads a model on the compiled kernels, or on torch operators."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not kernels:
+            patch.setenv("FORETOKEN_NATIVE", "0")
+        elif not kernels_available():
+            pytest.skip("there are no compiled kernels here")
+        model = load_model(folder, **{"dtype": "float32", **options})
+    assert isinstance(model, EncoderDecoder) and isinstance(model.runner, NativeRunner) == kernels
+    return model

@@ -22,7 +22,7 @@ from foretoken.models.families.table import FAMILIES
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 
-_ACTIVATIONS: dict[str, Activation] = {
+NAMED_ACTIVATIONS: dict[str, Activation] = {  # by their names in config.json
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -97,6 +97,9 @@ class Architecture:
         gated_attention: whether attention's output is multiplied by the sigmoid of a gate before its last matrix.
         recurrence: sizes of the recurrent layers; None if there are none.
         sinks: whether each head's softmax counts one more key, without a value (gpt-oss).
+        norm_sums: whether norms after mixers and MLPs are those of the residual stream (BART); otherwise of what is
+            added to it.
+        farthest: distance from which on all of T5's relative positions are one; 0 without such positions.
     """
 
     family: str
@@ -132,6 +135,8 @@ class Architecture:
     gated_attention: bool = False
     recurrence: Recurrence | None = None
     sinks: bool = False
+    norm_sums: bool = False
+    farthest: int = 0
 
     @property
     def attention_layers(self) -> int:
@@ -195,7 +200,7 @@ class Architecture:
             "stack": _stack(c, family, stated, bool(frequencies)),
             "vocab": c["vocab_size"],
             "eps": c["rms_norm_eps"],
-            "activation": _ACTIVATIONS[c.get("hidden_act") or "silu"],
+            "activation": NAMED_ACTIVATIONS[c.get("hidden_act") or "silu"],
             "scale": head_dim**-0.5,
             "attention_softcap": 0.0,
             "final_softcap": 0.0,
@@ -234,7 +239,7 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     if config.get("model_type") not in FAMILIES:
         return f"model_type {config.get('model_type')!r}"
     family, c, _ = _read(config)
-    if (activation := c.get("hidden_act") or "silu") not in _ACTIVATIONS:
+    if (activation := c.get("hidden_act") or "silu") not in NAMED_ACTIVATIONS:
         return f"activation {activation!r}"
     if other := sorted(set(c["layer_types"]) - {FULL, SLIDING, *family.mixers}):
         return f"layers of the type {other[0]!r}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from foretoken.core.schema import parse
+from foretoken.models.families.architecture import NAMED_ACTIVATIONS, Architecture
+from foretoken.models.families.layers import POST, PRE, Layer
 from foretoken.models.families.schema import BartConfig, T5Config
 
 T5, BART = ("t5", "mt5", "umt5"), ("bart", "mbart")
@@ -77,6 +79,39 @@ class Seq2SeqArchitecture:
     def layers(self) -> int:
         """Number of decoder layers, the ones that drafts and heads see."""
         return self.decoder.layers
+
+    def of_side(self, side: Literal["encoder", "decoder"]) -> Architecture:
+        """Returns one of the two stacks in the terms of a decoder-only model."""
+        stack = self.encoder if side == "encoder" else self.decoder
+        layer = Layer(
+            mlp="gated" if self.gated else "ungated",
+            norms=PRE if self.norm_first else POST,
+            rope=-1,
+        )
+        return Architecture(
+            family=self.family,
+            hidden=self.hidden,
+            heads=stack.heads,
+            kv_heads=stack.heads,
+            head_dim=stack.head_dim,
+            intermediate=stack.inner,
+            stack=(layer,) * stack.layers,
+            vocab=self.vocab,
+            eps=self.eps,
+            activation=NAMED_ACTIVATIONS[self.activation],
+            scale=stack.scale,
+            attention_softcap=0.0,
+            final_softcap=0.0,
+            embedding_scale=self.embedding_scale,
+            norm_offset=0.0,
+            frequencies=(),
+            max_length=self.max_length if side == "decoder" else self.source_length,
+            tied=False,
+            centered=self.layer_norm,
+            logit_scale=self.logit_scale,
+            norm_sums=not self.norm_first,
+            farthest=self.farthest,
+        )
 
     def first(self, layers: int) -> Seq2SeqArchitecture:
         """Returns the architecture with the first ``layers`` layers of the decoder."""

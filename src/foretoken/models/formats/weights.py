@@ -47,6 +47,21 @@ class SelfAttentionWeights:
     out: Matrix
     out_bias: Tensor | None
     sinks: Tensor | None = None  # float32 [heads]
+    relative: Tensor | None = None  # T5's biases by distance, float32 [heads, 2 * Architecture.farthest + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttentionWeights:
+    """The weights of attention over an encoder's states, the input of ``keys_values``, and the norms around it."""
+
+    norm: NormWeight | None
+    queries: Matrix
+    queries_bias: Tensor | None
+    keys_values: tuple[Matrix, ...]
+    keys_values_bias: Tensor | None
+    out: Matrix
+    out_bias: Tensor | None
+    after: NormWeight | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,7 @@ class LayerWeights:
     mlp_norm: NormWeight | None
     mlp: DenseMlpWeights | ExpertWeights
     after_mlp: NormWeight | None
+    cross: CrossAttentionWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)

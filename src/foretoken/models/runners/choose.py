@@ -49,22 +49,13 @@ def build_runner(
         InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor, or the model has
             recurrent layers and there are no compiled kernels for it.
     """
-    packed = weight_format == "packed"
-    if packed and (device.type != "cpu" or dtype != torch.bfloat16):
-        raise InvalidRequest(
-            f"weight_format='packed' holds bfloat16 weights on a CPU, not {dtype} on {device.type}; use 'auto'"
-        )
+    check_packed(weight_format, dtype, device)
     if device.type == "cpu":
         try:
             compress = packs(architecture, dtype, weight_format)
             return NativeRunner(architecture, layers, ends, dtype, entry, compress, cache)
         except KernelsUnavailable as reason:
-            if packed:
-                raise InvalidRequest(
-                    f"weight_format='packed' needs the compiled kernels: {reason}; use 'auto'"
-                ) from reason
-            if not isinstance(reason, KernelsDisabled):
-                report_fallback(str(reason))
+            fall_back(weight_format, reason)
             if architecture.recurrence is not None:
                 raise InvalidRequest(_no_kernels(architecture, str(reason))) from reason
     if architecture.recurrence is not None:
@@ -80,6 +71,26 @@ def _no_kernels(architecture: Architecture, reason: str) -> str:
         f"the recurrent layers of a {architecture.family} are computed by the compiled kernels alone: {reason}; run it "
         "on a CPU that has them (foretoken info says why not)"
     )
+
+
+def check_packed(weight_format: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises InvalidRequest if weights of this dtype are never packed on this device."""
+    if weight_format == "packed" and (device.type != "cpu" or dtype != torch.bfloat16):
+        raise InvalidRequest(
+            f"weight_format='packed' holds bfloat16 weights on a CPU, not {dtype} on {device.type}; use 'auto'"
+        )
+
+
+def fall_back(weight_format: str, reason: KernelsUnavailable) -> None:
+    """Says why torch operators take the place of the compiled kernels, unless these are switched off.
+
+    Raises:
+        InvalidRequest: ``weight_format`` needs the kernels.
+    """
+    if weight_format == "packed":
+        raise InvalidRequest(f"weight_format='packed' needs the compiled kernels: {reason}; use 'auto'") from reason
+    if not isinstance(reason, KernelsDisabled):
+        report_fallback(str(reason))
 
 
 @functools.cache

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,12 +12,16 @@ from torch import Tensor
 
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
 from foretoken.models.formats.quantize import stacked
-from foretoken.models.formats.weights import NormWeight
+from foretoken.models.formats.weights import (
+    CrossAttentionWeights,
+    DenseMlpWeights,
+    LayerWeights,
+    NormWeight,
+    SelfAttentionWeights,
+)
 from foretoken.models.runners.linear import Product, product
 from foretoken.models.seq2seq.positions import RelativeBias
-from foretoken.models.seq2seq.weights import AttentionWeights, BlockWeights, MLPWeights, StackEnds
-
-MAX_SOURCES = 32  # cached encoder outputs, for other completions of a request and for a draft that shares the encoder
+from foretoken.models.seq2seq.weights import StackEnds
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -47,7 +50,7 @@ def unchanged(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Self-attention or cross-attention with its norm.
+    """Self-attention or cross-attention with the norm before it, or behind the sum.
 
     Attributes:
         into: projection to queries, keys and values; in cross-attention, to queries alone.
@@ -61,16 +64,17 @@ class Attention:
     out: Product
 
     @staticmethod
-    def of(w: AttentionWeights, a: Seq2SeqArchitecture, device: torch.device, cross: bool) -> Attention:
-        """Packs the weights for ``device``; ``cross`` for cross-attention, whose keys come from the encoder."""
-        norm = norm_of(w.norm, a.eps, device)
-        out = product(w.out.to(device), _to(w.out_bias, device))
-        if cross:
-            keys_values = product(stacked(w.keys_values).to(device), _to(w.keys_values_bias, device))
-            return Attention(norm, product(w.queries.to(device), _to(w.queries_bias, device)), keys_values, out)
-        biases = [b for b in (w.queries_bias, w.keys_values_bias) if b is not None]
-        whole = stacked((w.queries, *w.keys_values)).to(device)
-        return Attention(norm, product(whole, torch.cat(biases).to(device) if biases else None), None, out)
+    def of(w: SelfAttentionWeights, norm: Normalize, device: torch.device) -> Attention:
+        """Packs the weights of self-attention for ``device``."""
+        into = product(stacked(w.qkv).to(device), _to(w.qkv_bias, device))
+        return Attention(norm, into, None, product(w.out.to(device), _to(w.out_bias, device)))
+
+    @staticmethod
+    def across(w: CrossAttentionWeights, norm: Normalize, device: torch.device) -> Attention:
+        """Packs the weights of cross-attention for ``device``."""
+        queries = product(w.queries.to(device), _to(w.queries_bias, device))
+        keys_values = product(stacked(w.keys_values).to(device), _to(w.keys_values_bias, device))
+        return Attention(norm, queries, keys_values, product(w.out.to(device), _to(w.out_bias, device)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +88,11 @@ class MLP:
     gated: bool
 
     @staticmethod
-    def of(w: MLPWeights, a: Seq2SeqArchitecture, device: torch.device) -> MLP:
+    def of(w: DenseMlpWeights, norm: Normalize, a: Seq2SeqArchitecture, device: torch.device) -> MLP:
         """Packs the weights for ``device``."""
         up = product(stacked(w.up).to(device), _to(w.up_bias, device))
         down = product(w.down.to(device), _to(w.down_bias, device))
-        return MLP(norm_of(w.norm, a.eps, device), up, down, _ACTIVATIONS[a.activation], a.gated)
+        return MLP(norm, up, down, _ACTIVATIONS[a.activation], a.gated)
 
     def __call__(self, x: Tensor, alone: bool) -> Tensor:
         wide = self.up(x, alone)
@@ -107,10 +111,20 @@ class Seq2SeqLayer:
     mlp: MLP
 
     @staticmethod
-    def of(a: Seq2SeqArchitecture, device: torch.device, w: BlockWeights) -> Seq2SeqLayer:
+    def of(a: Seq2SeqArchitecture, device: torch.device, w: LayerWeights) -> Seq2SeqLayer:
         """Packs a layer's weights for ``device``."""
-        cross = None if w.cross_attention is None else Attention.of(w.cross_attention, a, device, cross=True)
-        return Seq2SeqLayer(Attention.of(w.self_attention, a, device, cross=False), cross, MLP.of(w.mlp, a, device))
+
+        def norm(before: NormWeight | None, after: NormWeight | None) -> Normalize:
+            chosen = before or after
+            return unchanged if chosen is None else norm_of(chosen, a.eps, device)
+
+        assert isinstance(w.mixer, SelfAttentionWeights) and isinstance(w.mlp, DenseMlpWeights)
+        cross = None if w.cross is None else Attention.across(w.cross, norm(w.cross.norm, w.cross.after), device)
+        return Seq2SeqLayer(
+            Attention.of(w.mixer, norm(w.norm, w.after_mixer), device),
+            cross,
+            MLP.of(w.mlp, norm(w.mlp_norm, w.after_mlp), a, device),
+        )
 
 
 def branch(first: bool, norm: Normalize, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
@@ -119,16 +133,17 @@ def branch(first: bool, norm: Normalize, hidden: Tensor, part: Callable[[Tensor]
 
 
 def build(
-    a: Seq2SeqArchitecture, device: torch.device, both_ways: bool, blocks: Iterable[BlockWeights]
+    a: Seq2SeqArchitecture, device: torch.device, weights: Iterable[LayerWeights]
 ) -> tuple[list[Seq2SeqLayer], list[RelativeBias]]:
     """Returns a stack's layers and its tables of relative positions: none, one for all layers, or one each."""
     made: list[Seq2SeqLayer] = []
     tables: list[RelativeBias] = []
-    for weights in blocks:
-        made.append(Seq2SeqLayer.of(a, device, weights))
-        if weights.self_attention.bias is not None:
-            tables.append(RelativeBias(weights.self_attention.bias.to(torch.float32, copy=True), a.farthest, both_ways))
-        del weights  # before the next is read
+    for layer in weights:
+        made.append(Seq2SeqLayer.of(a, device, layer))
+        assert isinstance(layer.mixer, SelfAttentionWeights)
+        if layer.mixer.relative is not None and (a.own_bias or not tables):
+            tables.append(RelativeBias(layer.mixer.relative))
+        del layer  # before the next is read
     return made, tables
 
 
@@ -147,33 +162,24 @@ class InputStage:
         return self._norm(hidden if self._positions is None else hidden + self._positions[positions])
 
 
-class Encoder:
-    """The encoder. It runs on one source at a time, so that its output depends on nothing else, and caches outputs."""
+class EncoderStack:
+    """An encoder of torch operators."""
 
     def __init__(
         self,
         a: Seq2SeqArchitecture,
-        blocks: Iterable[BlockWeights],
+        layers: Iterable[LayerWeights],
         ends: StackEnds,
         input_stage: InputStage,
         device: torch.device,
     ) -> None:
         self._a, self._stack, self._input_stage, self._device = a, a.encoder, input_stage, device
-        self._blocks, self._tables = build(a, device, True, blocks)
+        self._blocks, self._tables = build(a, device, layers)
         self._last = unchanged if ends.last is None else norm_of(ends.last, a.eps, device)
-        self._cached: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-
-    def states(self, source: Sequence[int]) -> Tensor:
-        """Returns the encoder's output for a source, [source, H]."""
-        key = tuple(source)
-        states = self._cached.pop(key, None)
-        self._cached[key] = states = self._compute(key) if states is None else states
-        while len(self._cached) > MAX_SOURCES:
-            self._cached.popitem(last=False)
-        return states
 
     @torch.inference_mode()
-    def _compute(self, source: tuple[int, ...]) -> Tensor:
+    def __call__(self, source: tuple[int, ...]) -> Tensor:
+        """Returns the output for a source, [source, H]."""
         positions = torch.arange(len(source))
         biases = [table(positions, positions).to(self._device) for table in self._tables]
         hidden = self._input_stage(torch.tensor(source, device=self._device), positions.to(self._device))

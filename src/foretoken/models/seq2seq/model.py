@@ -8,21 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.base import Model
 from foretoken.models.decoder import Decoder
+from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture, supports
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.reader import TensorReader
 from foretoken.models.options import check_quantization, check_weight_format
+from foretoken.models.runners.choose import check_packed, fall_back
+from foretoken.models.runners.native.weight_format import packs
+from foretoken.models.seq2seq.native import NativeSeq2SeqRunner
 from foretoken.models.seq2seq.runner import Seq2SeqRunner
 from foretoken.models.seq2seq.weights import Seq2SeqWeights
 
 
 class EncoderDecoder(Decoder):
-    """An encoder-decoder; its arguments are those of ``Decoder``. Weights are held as they are in every format."""
+    """An encoder-decoder; its arguments are those of ``Decoder``."""
 
     architecture: Seq2SeqArchitecture
-    runner: Seq2SeqRunner
+    runner: NativeSeq2SeqRunner | Seq2SeqRunner
 
     def __init__(
         self,
@@ -41,16 +46,40 @@ class EncoderDecoder(Decoder):
         self.vocab_size, self.hidden_size, self.num_layers = a.vocab, a.hidden, a.layers
         self.max_length, self.source_length = a.max_length, a.source_length
         reader = TensorReader(weights, dtype, Quantizer.of(quantization))
-        self.runner = Seq2SeqRunner(Seq2SeqWeights(reader, a), dtype, device)
+        self.runner = build_seq2seq_runner(Seq2SeqWeights(reader, a), dtype, device, weight_format)
         self.batch_invariant, self.chunk_invariant = self.runner.batch_invariant, self.runner.chunk_invariant
 
     @staticmethod
     def supports(config: Mapping[str, Any]) -> bool:
         return supports(config)
 
+    @staticmethod
+    def decoder_of(config: Mapping[str, Any]) -> Architecture:
+        return Seq2SeqArchitecture.of(config).of_side("decoder")
+
     def share(self, other: Model) -> bool:
         """Shares the encoder if both models have the same one."""
-        if not isinstance(other, EncoderDecoder) or other.runner.fingerprint != self.runner.fingerprint:
+        if not isinstance(other, EncoderDecoder) or type(other.runner) is not type(self.runner):
+            return False
+        if other.runner.fingerprint != self.runner.fingerprint:
             return False
         self.runner.encoder = other.runner.encoder
         return True
+
+
+def build_seq2seq_runner(
+    weights: Seq2SeqWeights, dtype: torch.dtype, device: torch.device, weight_format: str
+) -> NativeSeq2SeqRunner | Seq2SeqRunner:
+    """Returns the fastest runner for this model on this device.
+
+    Raises:
+        InvalidRequest: weights cannot be packed on this device, in this dtype or on this processor.
+    """
+    check_packed(weight_format, dtype, device)
+    if device.type == "cpu":
+        try:
+            compress = packs(weights.architecture.of_side("decoder"), dtype, weight_format)
+            return NativeSeq2SeqRunner(weights, dtype, compress)
+        except KernelsUnavailable as reason:
+            fall_back(weight_format, reason)
+    return Seq2SeqRunner(weights, dtype, device)

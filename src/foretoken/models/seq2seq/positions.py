@@ -36,11 +36,10 @@ def buckets(count: int, farthest: int, both_ways: bool) -> Tensor:
 
 
 class RelativeBias:
-    """The biases of one table [buckets, heads] by distance; the other arguments are those of ``buckets``."""
+    """Biases by distance, float32 [heads, 2 farthest + 1]."""
 
-    def __init__(self, table: Tensor, farthest: int, both_ways: bool) -> None:
-        self._farthest = farthest
-        self._by_distance = table.T[:, buckets(table.shape[0], farthest, both_ways)].contiguous()  # [heads, distances]
+    def __init__(self, by_distance: Tensor) -> None:
+        self._by_distance, self._farthest = by_distance, by_distance.shape[1] // 2
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Returns the biases for positions [..., Q] and [..., K], float32 [heads, ..., Q, K]."""

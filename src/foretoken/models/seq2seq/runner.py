@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import NO_SOURCE, check_source
 from foretoken.models.families.seq2seq import Stack
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.attention import KEY_MULTIPLE, Geometry, attend, look_up
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.linear import can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
+from foretoken.models.seq2seq.encoder import Encoder
 from foretoken.models.seq2seq.layers import (
     Attention,
-    Encoder,
+    EncoderStack,
     InputStage,
     Seq2SeqLayer,
     branch,
@@ -70,10 +72,11 @@ class Seq2SeqRunner:
         embedding = weights.embedding().to(device)
         sides = {side: weights.ends(side) for side in ("encoder", "decoder")}
         input_stages = {side: InputStage(a, embedding, ends, device) for side, ends in sides.items()}
-        self.encoder = Encoder(a, weights.blocks("encoder"), sides["encoder"], input_stages["encoder"], device)
+        stack = EncoderStack(a, weights.layers("encoder"), sides["encoder"], input_stages["encoder"], device)
+        self.encoder = Encoder(stack)
         self.fingerprint = weights.fingerprint()
         self._input_stage = input_stages["decoder"]
-        self._blocks, self._tables = build(a, device, False, weights.blocks("decoder"))
+        self._blocks, self._tables = build(a, device, weights.layers("decoder"))
         last = sides["decoder"].last
         self._norm = unchanged if last is None else norm_of(last, a.eps, device)
         head, bias = weights.head(embedding)
@@ -110,11 +113,7 @@ class Seq2SeqRunner:
         return slot, 0
 
     def attach(self, slot: int, source: Sequence[int]) -> None:
-        if len(source) > self._architecture.source_length:
-            raise InvalidRequest(
-                f"the source has {len(source)} tokens and the encoder reads at most "
-                f"{self._architecture.source_length}; shorten it"
-            )
+        check_source(source, self._architecture.source_length)
         self._pending[slot], self._lengths[slot] = tuple(source), len(source)
 
     def release(self, slot: int) -> None:
@@ -225,7 +224,7 @@ class Seq2SeqRunner:
         source = self._pending.get(slot)
         if source is None:
             if slot not in self._lengths:
-                raise InvalidRequest("this model is an encoder-decoder; give it a text for its encoder")
+                raise InvalidRequest(NO_SOURCE)
             return
         states, count = self.encoder.states(source), len(source)
         rows = states if count > 1 else states.repeat(2, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,47 +13,16 @@ from foretoken.models.formats.finite import converted
 from foretoken.models.formats.memory import give_back
 from foretoken.models.formats.quantize import Matrix
 from foretoken.models.formats.reader import TensorReader
-from foretoken.models.formats.weights import NormWeight
+from foretoken.models.formats.weights import (
+    CrossAttentionWeights,
+    DenseMlpWeights,
+    LayerWeights,
+    NormWeight,
+    SelfAttentionWeights,
+)
+from foretoken.models.seq2seq.positions import buckets
 
 _SAMPLE = 1024  # numbers of each tensor that the fingerprint of an encoder covers
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
-    """The weights of one attention with its norm.
-
-    Matrices are [out, in]. In cross-attention the input of ``keys_values`` is the encoder's output. ``bias`` is the
-    table of relative positions, float32 [buckets, heads]; None if the layer has no table of its own.
-    """
-
-    norm: NormWeight
-    queries: Matrix
-    queries_bias: Tensor | None
-    keys_values: tuple[Matrix, Matrix]
-    keys_values_bias: Tensor | None
-    out: Matrix
-    out_bias: Tensor | None
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MLPWeights:
-    """The weights of one MLP with its norm; ``up`` is gate and up, or up alone."""
-
-    norm: NormWeight
-    up: tuple[Matrix, ...]
-    up_bias: Tensor | None
-    down: Matrix
-    down_bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class BlockWeights:
-    """The weights of one layer; only a decoder's has ``cross_attention``, the cross-attention."""
-
-    self_attention: AttentionWeights
-    cross_attention: AttentionWeights | None
-    mlp: MLPWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +50,15 @@ class Seq2SeqWeights:
         self.architecture, self._reader = architecture, reader
         self._t5 = architecture.family in T5
 
-    def blocks(self, side: str) -> Iterator[BlockWeights]:
+    def layers(self, side: str) -> Iterator[LayerWeights]:
         """Yields the layers of the "encoder" or the "decoder"."""
-        stack = self._stack(side)
+        stack, relative = self._stack(side), None
         for index in range(stack.layers):
-            yield self._t5_block(side, stack, index) if self._t5 else self._bart_block(side, stack, index)
+            if self._t5:
+                relative = self._relative(side, stack, index, relative)
+                yield self._t5_layer(side, stack, index, relative)
+            else:
+                yield self._bart_layer(side, stack, index)
             give_back()
 
     def ends(self, side: str) -> StackEnds:
@@ -130,63 +103,95 @@ class Seq2SeqWeights:
 
     # by name
 
-    def _t5_block(self, side: str, stack: Stack, index: int) -> BlockWeights:
+    def _t5_layer(self, side: str, stack: Stack, index: int, relative: Tensor | None) -> LayerWeights:
         at = f"{side}.block.{index}.layer"
-
-        def attention(number: int, name: str) -> AttentionWeights:
-            projections = {part: f"{at}.{number}.{name}.{part}" for part in "qkvo"}
-            bias = f"{at}.{number}.{name}.relative_attention_bias.weight"
-            shape = (self.architecture.buckets, stack.heads)
-            table = self._reader.floats(bias, shape) if bias in self._reader.weights else None
-            return self._attention(projections, f"{at}.{number}.layer_norm", stack, table)
-
         last = 2 if side == "decoder" else 1
         dense = f"{at}.{last}.DenseReluDense"
         up = (f"{dense}.wi_0", f"{dense}.wi_1") if self.architecture.gated else (f"{dense}.wi",)
-        return BlockWeights(
-            attention(0, "SelfAttention"),
-            attention(1, "EncDecAttention") if side == "decoder" else None,
-            self._mlp(up, f"{dense}.wo", f"{at}.{last}.layer_norm", stack),
+        return self._layer(
+            norms=[f"{at}.{number}.layer_norm" for number in range(last + 1)],
+            attention=[f"{at}.0.SelfAttention.{part}" for part in "qkvo"],
+            cross=[f"{at}.1.EncDecAttention.{part}" for part in "qkvo"],
+            mlp=(up, f"{dense}.wo"),
+            stack=stack,
+            relative=relative,
         )
 
-    def _bart_block(self, side: str, stack: Stack, index: int) -> BlockWeights:
+    def _bart_layer(self, side: str, stack: Stack, index: int) -> LayerWeights:
         at = f"model.{side}.layers.{index}"
-
-        def attention(name: str) -> AttentionWeights:
-            projections = {part: f"{at}.{name}.{part}_proj" for part in "qkv"} | {"o": f"{at}.{name}.out_proj"}
-            return self._attention(projections, f"{at}.{name}_layer_norm", stack)
-
-        return BlockWeights(
-            attention("self_attn"),
-            attention("encoder_attn") if side == "decoder" else None,
-            self._mlp((f"{at}.fc1",), f"{at}.fc2", f"{at}.final_layer_norm", stack),
+        parts = ("self_attn", "encoder_attn") if side == "decoder" else ("self_attn",)
+        attention, *cross = (
+            [f"{at}.{name}.{part}" for part in ("q_proj", "k_proj", "v_proj", "out_proj")] for name in parts
+        )
+        return self._layer(
+            norms=[f"{at}.{name}_layer_norm" for name in (*parts, "final")],
+            attention=attention,
+            cross=cross[0] if cross else [],
+            mlp=((f"{at}.fc1",), f"{at}.fc2"),
+            stack=stack,
         )
 
-    def _attention(
-        self, names: dict[str, str], norm: str, stack: Stack, bias: Tensor | None = None
-    ) -> AttentionWeights:
-        hidden, reader = self.architecture.hidden, self._reader
-        queries, keys, values = (reader.matrix(names[part], stack.width, hidden) for part in "qkv")
-        return AttentionWeights(
-            norm=self._norm(norm),
-            queries=queries,
-            queries_bias=reader.bias((names["q"],), stack.width),
-            keys_values=(keys, values),
-            keys_values_bias=reader.bias((names["k"], names["v"]), 2 * stack.width),
-            out=reader.matrix(names["o"], hidden, stack.width),
-            out_bias=reader.bias((names["o"],), hidden),
-            bias=bias,
+    def _layer(
+        self,
+        norms: Sequence[str],
+        attention: Sequence[str],
+        cross: Sequence[str],
+        mlp: tuple[tuple[str, ...], str],
+        stack: Stack,
+        relative: Tensor | None = None,
+    ) -> LayerWeights:
+        """Reads a layer: norms of its two or three parts, queries, keys, values and output of each attention."""
+        reader, hidden, first = self._reader, self.architecture.hidden, self.architecture.norm_first
+        each = [self._norm(name) for name in norms]
+        before, after = [[norm if first == early else None for norm in each] for early in (True, False)]
+        up, down = mlp
+        qkv, out = tuple(attention[:3]), attention[3]
+        return LayerWeights(
+            norm=before[0],
+            mixer=SelfAttentionWeights(
+                qkv=reader.parts(qkv, 3 * stack.width, hidden),
+                qkv_bias=reader.bias(qkv, 3 * stack.width),
+                q_norm=None,
+                k_norm=None,
+                out=reader.matrix(out, hidden, stack.width),
+                out_bias=reader.bias((out,), hidden),
+                relative=relative,
+            ),
+            after_mixer=after[0],
+            mlp_norm=before[-1],
+            mlp=DenseMlpWeights(
+                up=reader.parts(up, len(up) * stack.inner, hidden),
+                up_bias=reader.bias(up, len(up) * stack.inner),
+                down=reader.matrix(down, hidden, stack.inner),
+                down_bias=reader.bias((down,), hidden),
+            ),
+            after_mlp=after[-1],
+            cross=self._cross(cross, stack, before[1], after[1]) if len(norms) > 2 else None,
         )
 
-    def _mlp(self, up: tuple[str, ...], down: str, norm: str, stack: Stack) -> MLPWeights:
-        hidden, reader = self.architecture.hidden, self._reader
-        return MLPWeights(
-            norm=self._norm(norm),
-            up=reader.parts(up, len(up) * stack.inner, hidden),
-            up_bias=reader.bias(up, len(up) * stack.inner),
-            down=reader.matrix(down, hidden, stack.inner),
-            down_bias=reader.bias((down,), hidden),
+    def _cross(
+        self, names: Sequence[str], stack: Stack, norm: NormWeight | None, after: NormWeight | None
+    ) -> CrossAttentionWeights:
+        reader, hidden = self._reader, self.architecture.hidden
+        queries, keys, values, out = names
+        return CrossAttentionWeights(
+            norm=norm,
+            queries=reader.matrix(queries, stack.width, hidden),
+            queries_bias=reader.bias((queries,), stack.width),
+            keys_values=reader.parts((keys, values), 2 * stack.width, hidden),
+            keys_values_bias=reader.bias((keys, values), 2 * stack.width),
+            out=reader.matrix(out, hidden, stack.width),
+            out_bias=reader.bias((out,), hidden),
+            after=after,
         )
+
+    def _relative(self, side: str, stack: Stack, index: int, earlier: Tensor | None) -> Tensor | None:
+        """Returns a layer's biases by distance, [heads, distances]; those of earlier layers if it has none."""
+        a, name = self.architecture, f"{side}.block.{index}.layer.0.SelfAttention.relative_attention_bias.weight"
+        if name not in self._reader.weights:
+            return earlier
+        table = self._reader.floats(name, (a.buckets, stack.heads))
+        return table.T[:, buckets(a.buckets, a.farthest, side == "encoder")].contiguous()
 
     def _norm(self, name: str) -> NormWeight:
         a = self.architecture

@@ -47,7 +47,19 @@ class AttentionSpec(Structure):
         ("q_norm", NormSpec),
         ("k_norm", NormSpec),
         ("sinks", c_void_p),
+        ("relative", c_void_p),
         *((name, c_int32) for name in ("norm_stride", "window", "rope", "cache_layer")),
+    ]
+
+
+class CrossSpec(Structure):
+    """The weights of attention over an encoder's states."""
+
+    _fields_ = [
+        ("norm", NormSpec),
+        ("after", NormSpec),
+        ("attention", AttentionSpec),
+        ("keys_values", Matrix),
     ]
 
 
@@ -98,6 +110,7 @@ class LayerSpec(Structure):
         *((name, NormSpec) for name in ("norm", "after_mixer", "mlp_norm", "after_mlp")),
         *((name, c_int32) for name in ("mixer", "mlp", "parallel")),
         ("attention", AttentionSpec),
+        ("cross", CrossSpec),
         ("recurrent", RecurrentSpec),
         ("dense", MlpSpec),
         ("experts", ExpertsSpec),
@@ -143,6 +156,8 @@ class ModelSpec(Structure):
         ("gated_attention", c_int32),
         ("state", StateSpec),
         ("clip", c_float),
+        ("norm_sums", c_int32),
+        ("farthest", c_int32),
     ]
 
 
@@ -164,7 +179,9 @@ class BatchSpec(Structure):
         *((name, c_void_p) for name in ("sequence_from", "pages", "outputs", "logits", "tap_layers", "taps")),
         ("features", c_void_p),
         ("replay", POINTER(ReplaySpec)),
-        *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "reach")),
+        ("source_pages", c_void_p),
+        ("source_lengths", c_void_p),
+        *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "reach", "source_reach")),
     ]
 
 
@@ -179,6 +196,8 @@ class DecoderFunctions:
         self.foretoken_close.argtypes = [pointer]
         self.foretoken_run = library[f"foretoken_run_{cache:d}"]
         self.foretoken_run.argtypes = [model, batch, pointer, narrow]
+        self.foretoken_remember = library[f"foretoken_remember_{cache:d}"]
+        self.foretoken_remember.argtypes = [model, pointer, narrow, pointer, pointer, narrow]
         self.foretoken_move = library[f"foretoken_move_{cache:d}"]
         self.foretoken_move.argtypes = [model, pointer, narrow, pointer, narrow]
         self.foretoken_floor = library[f"foretoken_floor_{cache:d}"]

@@ -20,6 +20,7 @@ from foretoken.models.formats.quantize import Int8, floats
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.formats.recurrent import RecurrentWeights
 from foretoken.models.formats.weights import (
+    CrossAttentionWeights,
     DenseMlpWeights,
     Ends,
     Entry,
@@ -30,6 +31,7 @@ from foretoken.models.formats.weights import (
 from foretoken.models.runners.native.bindings import (
     UNIT,
     AttentionSpec,
+    CrossSpec,
     ExpertsSpec,
     LayerSpec,
     Matrix,
@@ -69,36 +71,44 @@ class Description:
         self._architecture, self._dtype, self._arena, self._compress = architecture, dtype, arena, compress
         self.held: list[object] = []
         self.weight_bytes = self.product_bytes = 0
-        self._inactive = 0.0  # bytes of experts that a row does not choose
+        self._inactive = 0.0  # bytes that a pass over one row does not read
 
     def model(self, layers: Iterable[LayerWeights], ends: Ends, entry: Entry) -> ModelSpec:
         """Packs all weights. Layers are read one after the other."""
-        a, dtype = self._architecture, self._dtype
+        spec = self.stack(layers, ends.norm, ends.positions, ends.embedding_norm)
+        spec.head = spec.table = self._matrix([ends.head], ends.head_bias)
+        self.product_bytes = self.weight_bytes - round(self._inactive)
+        if ends.head is not ends.embedding:
+            if isinstance(ends.embedding, Grouped):
+                spec.table = self._matrix([ends.embedding])
+            elif self._compress:
+                spec.table = self._matrix([floats(ends.embedding, self._dtype)])
+            else:
+                wide = _wide(floats(ends.embedding, self._dtype))
+                spec.embedding = self._keep(wide)
+                self.weight_bytes += wide.nbytes
+        spec.feature_norm = self._norm(entry.norm)
+        spec.joined, spec.norm_first = entry.joined, entry.norm_first
+        return spec
+
+    def stack(
+        self,
+        layers: Iterable[LayerWeights],
+        norm: NormWeight | None,
+        positions: Tensor | None,
+        embedding_norm: NormWeight | None,
+    ) -> ModelSpec:
+        """Packs layers, one after the other, and what of ``Ends`` is no matrix."""
+        a = self._architecture
         specs = (LayerSpec * a.layers)()
         numbered = map(self._layer, range(a.layers), layers)  # map frees a layer before it reads the next
         for number, layer in enumerate(numbered):
             specs[number] = layer
-        head = self._matrix([ends.head], ends.head_bias)
-        embedding, table = None, head
-        self.product_bytes = self.weight_bytes - round(self._inactive)
-        if ends.head is not ends.embedding:
-            if isinstance(ends.embedding, Grouped):
-                table = self._matrix([ends.embedding])
-            elif self._compress:
-                table = self._matrix([floats(ends.embedding, dtype)])
-            else:
-                wide = _wide(floats(ends.embedding, dtype))
-                embedding = self._keep(wide)
-                self.weight_bytes += wide.nbytes
         return ModelSpec(
             layers=specs,
-            embedding=embedding,
-            table=table,
-            positions=self._keep(ends.positions),
-            embedding_norm=self._norm(ends.embedding_norm),
-            norm=self._norm(ends.norm),
-            feature_norm=self._norm(entry.norm),
-            head=head,
+            positions=self._keep(positions),
+            embedding_norm=self._norm(embedding_norm),
+            norm=self._norm(norm),
             layer_count=a.layers,
             hidden=a.hidden,
             heads=a.heads,
@@ -109,23 +119,23 @@ class Description:
             activation=ACTIVATIONS[a.activation],
             centered=a.centered,
             norm_heads=0 if a.head_norms is None else HEAD_NORMS[a.head_norms],
-            joined=entry.joined,
-            norm_first=entry.norm_first,
             eps=a.eps,
             scale=a.scale,
             score_cap=a.attention_softcap,
             logit_cap=a.final_softcap,
-            embedding_scale=float(torch.tensor(a.embedding_scale, dtype=dtype)),
+            embedding_scale=float(torch.tensor(a.embedding_scale, dtype=self._dtype)),
             residual_scale=a.residual_scale,
             logit_scale=a.logit_scale,
             clip=a.clip,
+            norm_sums=a.norm_sums,
+            farthest=a.farthest,
             gated_attention=a.gated_attention,
             state=_state(a.recurrence),
         )
 
     def _layer(self, number: int, weights: LayerWeights) -> LayerSpec:
         layer = self._architecture.stack[number]
-        mixer = weights.mixer
+        mixer, cross = weights.mixer, weights.cross
         return LayerSpec(
             norm=self._norm(weights.norm),
             after_mixer=self._norm(weights.after_mixer),
@@ -135,6 +145,7 @@ class Description:
             mlp=MLPS[layer.mlp],
             parallel=layer.parallel,
             attention=self._attention(number, mixer) if isinstance(mixer, SelfAttentionWeights) else AttentionSpec(),
+            cross=CrossSpec() if cross is None else self._cross(number, cross),
             recurrent=self._recurrent(number, mixer) if isinstance(mixer, RecurrentWeights) else RecurrentSpec(),
             **self._mlp(layer, weights.mlp),
         )
@@ -153,11 +164,24 @@ class Description:
             q_norm=self._norm(weights.q_norm),
             k_norm=self._norm(weights.k_norm),
             sinks=self._keep(weights.sinks),
+            relative=self._keep(weights.relative),
             norm_stride=dim if own else 0,
             window=layer.window,
             rope=layer.rope,
             cache_layer=self._architecture.first(number).attention_layers,
         )
+
+    def _cross(self, number: int, weights: CrossAttentionWeights) -> CrossSpec:
+        attention = AttentionSpec(
+            qkv=self._matrix([weights.queries], weights.queries_bias),
+            out=self._matrix([weights.out], weights.out_bias),
+            rope=-1,
+            cache_layer=number,
+        )
+        before = self.weight_bytes
+        keys_values = self._matrix(weights.keys_values, weights.keys_values_bias)
+        self._inactive += self.weight_bytes - before
+        return CrossSpec(self._norm(weights.norm), self._norm(weights.after), attention, keys_values)
 
     def _recurrent(self, number: int, weights: RecurrentWeights) -> RecurrentSpec:
         return RecurrentSpec(

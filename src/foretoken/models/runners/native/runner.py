@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from ctypes import Structure
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -191,6 +191,7 @@ class NativeRunner(DecoderOnly):
         logits_out = torch.empty(outputs, padded(a.vocab, UNIT)) if logits else None
         tapped = {layer: torch.empty(len(plan.tokens), a.hidden) for layer in taps}
         arrays = _arrays(plan)
+        arrays |= self._beside(plan)
         arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first, p.first + p.count) for p in plan.parts])
         arrays["tap_layers"] = array("i", tapped)
         arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
@@ -206,13 +207,18 @@ class NativeRunner(DecoderOnly):
             output_count=outputs,
             tap_count=len(tapped),
             reach=plan.reach,
+            source_reach=max(arrays.get("source_lengths", (0,))),
         )
         if self._library.foretoken_run(self._spec, batch, self._workspace, self.threads):
             raise MemoryError(f"no memory for a pass of {len(plan.tokens)} rows over {plan.reach} tokens")
         self._pages.finish()
         return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped)
 
-    def first(self, architecture: Architecture, norm: Tensor | None) -> NativeRunner:
+    def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
+        """Returns arrays of a pass beside those of ``_arrays``, or in place of them."""
+        return {}
+
+    def first(self, architecture: Architecture, norm: Tensor | None) -> Self:
         view = copy(self)
         view._architecture = architecture
         view._held = [self._held, self._spec]  # both specifications point to these

@@ -60,6 +60,7 @@ struct Attention {
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
             for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, kv_head, row, q, j);
+            if (layer.relative) shift(scores + q * length, b.positions[row], keys_of(row), layer.relative + (first_head + q % group) * (2 * m.farthest + 1));
             if (m.biases) slant(scores + q * length, start(row), keys_of(row), m.biases + (first_head + q % group) * m.bias_stride);
             const float sink = layer.sinks ? layer.sinks[first_head + q % group] : -INFINITY;
             scale[q] = soften(scores + q * length, start(row), keys_of(row), first_key, end_key, sink);
@@ -121,6 +122,15 @@ struct Attention {
     // ALiBi (2108.12409): key i is at position i, and the last one is the row itself.
     static void slant(float* row, int from, int count, const float* biases) {
         for (int i = from; i < count; i++) row[i] += biases[i] - biases[count - 1];
+    }
+
+    // T5's relative positions (1910.10683, 2.1): adds the number of each distance, key - row, within [-farthest, farthest].
+    void shift(float* row, int position, int count, const float* biases) const {
+        const int near = std::max(position - m.farthest, 0), beyond = std::min(position + m.farthest + 1, count);
+        biases += m.farthest;
+        for (int i = 0; i < std::min(near, count); i++) row[i] += biases[-m.farthest];
+        for (int i = near; i < beyond; i++) row[i] += biases[i - position];
+        for (int i = std::max(beyond, 0); i < count; i++) row[i] += biases[m.farthest];
     }
 
     // Writes exp(score - largest) for keys [from, count) and zeros around them. Returns 1 / their sum, in which a sink counts

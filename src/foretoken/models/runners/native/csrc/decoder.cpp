@@ -37,6 +37,25 @@ int OF_CACHE(foretoken_run)(const ModelSpec* m, const BatchSpec* b, void* worksp
     }) ? 0 : 1;
 }
 
+// Writes the keys and values of an encoder's states [rows][hidden] to the pages of a source, for all layers. Returns 0, or 1
+// if memory is short.
+int OF_CACHE(foretoken_remember)(const ModelSpec* m, const float* states, int rows, Word* const* pages, void* workspace, int threads) {
+    Workspace& w = *(Workspace*)workspace;
+    BatchSpec b{};
+    const int32_t sequence_from[] = {0};
+    b.rows = rows, b.sequence_from = sequence_from;
+    try {
+        Pass<CACHE>::reserve(*m, b, w, threads);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return in_parallel(threads, [&](Member& member) {
+        const ReleasedTiles released;
+        Pass<CACHE> pass(*m, b, w, member);
+        for (int i = 0; i < m->layer_count; i++) pass.cross.remember(m->layers[i].cross, states, pages);
+    }) ? 0 : 1;
+}
+
 // Copies cache rows `sources` to `destination` onward, in order; every source lies at or after its destination.
 void OF_CACHE(foretoken_move)(const ModelSpec* m, Word* const* pages, int destination, const int32_t* sources, int count) {
     const PageLayout layout(*m, CACHE);

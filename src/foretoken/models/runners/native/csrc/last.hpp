@@ -43,3 +43,20 @@ struct Answered {
 
     static int count(const BatchSpec& b) { return b.logits ? b.output_count : 0; }
 };
+
+// The plan of attention over the states of an encoder: a row sees all of its sequence's, and no draft.
+struct SourcePlan {
+    std::vector<int32_t> lengths, branch_from;
+    BatchSpec batch;
+
+    void plan(const BatchSpec& b) {
+        batch = b;
+        if (!b.source_pages) return;
+        lengths.clear();
+        for (int s = 0; s < b.sequences; s++)
+            lengths.insert(lengths.end(), b.sequence_from[s + 1] - b.sequence_from[s], b.source_lengths[s]);
+        branch_from.assign(b.rows + 1, 0);
+        batch.pages = b.source_pages, batch.prefix = lengths.data(), batch.branch_from = branch_from.data();
+        batch.reach = b.source_reach;
+    }
+};

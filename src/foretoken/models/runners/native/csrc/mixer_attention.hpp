@@ -23,7 +23,7 @@ struct AttentionMixer {
     static int64_t row_numbers(const ModelSpec& m) {
         return padded(((1 + m.gated_attention) * m.heads + 2 * m.kv_heads) * m.head_dim, 32);
     }
-    static int64_t score_length(const BatchSpec& b) { return padded(b.reach, PAGE) + LANES; }
+    static int64_t score_length(const BatchSpec& b) { return padded(std::max(b.reach, b.source_reach), PAGE) + LANES; }
 
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, heads = m.heads * m.head_dim;
@@ -50,6 +50,34 @@ struct AttentionMixer {
         spread(layer);
     }
 
+    // Computes queries alone.
+    void ask(const AttentionSpec& layer, const Input& x) {
+        p.multiply(layer.qkv, x, p.b.rows, {qkv, qkv_width});
+        each_head(m.heads, [&](int row, int head, float* x) { keep_query(row, head, x); });
+    }
+
+    // Calls f(row, head, numbers) for the first `heads` heads of the rows that were computed.
+    template <class F>
+    void each_head(int heads, F f) {
+        p.member.each((int64_t)p.b.rows * heads, 8, [&](int64_t item) {
+            const int row = int(item / heads), head = int(item % heads);
+            f(row, head, qkv + row * qkv_width + head * m.head_dim);
+        });
+    }
+
+    // Writes one head of keys, or behind those one of values, to cache row `place`.
+    void remember(const AttentionSpec& layer, Word* const* pages, int place, int head, float* x) const {
+        if (head >= m.kv_heads) {
+            // A masked key has weight 0, and 0 times infinity is NaN.
+            for (int i = 0; i < m.head_dim; i += LANES) store(x + i, finite(load(x + i)));
+            return cache(x, layout.value(pages, layer.cache_layer, head - m.kv_heads, place));
+        }
+        alignas(64) Word words[512];
+        cache(x, words);
+        Word* lane = layout.keys(pages, layer.cache_layer, head, place / LANES) + place % LANES;
+        for (int64_t k = 0; k < layout.key_words; k++) lane[k * LANES] = words[k];
+    }
+
     // Moves what was computed of a row, where rows leave the pass.
     void move_row(int to, int from) {
         const int64_t words = (int64_t)m.heads * layout.query_words;
@@ -60,12 +88,14 @@ struct AttentionMixer {
     void rows_left() { tiles = &answered_tiles; }
 
     // Computes attention over the cache.
-    void mix(const LayerSpec& of) {
-        const AttentionSpec& layer = of.attention;
+    void mix(const LayerSpec& of) { attend(of.attention, p.b); }
+
+    // Computes attention over the keys and values that each row of `b` sees.
+    void attend(const AttentionSpec& layer, const BatchSpec& b) {
         p.clear_tails(layer.out, ATTENDED, heads_width);
         float* values = scores + TILE_QUERIES * score_length(p.b);
         Word* own_queries = (Word*)(values + TILE_QUERIES * m.head_dim);
-        Attention<kv> attention{m, p.b, layer, layout, queries, own_queries, scores, values, score_length(p.b)};
+        Attention<kv> attention{m, b, layer, layout, queries, own_queries, scores, values, score_length(p.b)};
         const int parts = m.heads / heads_at_once(m);
         p.member.each((int64_t)tiles->size() * parts, 1, [&](int64_t item) {
             const QueryTile& tile = (*tiles)[item / parts];
@@ -75,9 +105,10 @@ struct AttentionMixer {
     }
 
     // Adds the output to the residual stream.
-    void leave(const LayerSpec& of) {
-        const Matrix& out = of.attention.out;
-        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, heads_width), of.after_mixer);
+    void leave(const LayerSpec& of) { add(of.attention.out, of.after_mixer); }
+
+    void add(const Matrix& out, const NormSpec& norm) {
+        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, heads_width), norm);
     }
 
    private:
@@ -91,32 +122,22 @@ struct AttentionMixer {
 
     // Converts queries to words, and writes keys and values to the cache.
     void spread(const AttentionSpec& layer) {
-        const int per_row = m.heads + 2 * m.kv_heads;
-        alignas(64) Word words[512];
-        p.member.each((int64_t)p.b.rows * per_row, 8, [&](int64_t item) {
-            const int row = int(item / per_row), head = int(item % per_row), kv_head = head - m.heads;
+        each_head(m.heads + 2 * m.kv_heads, [&](int row, int head, float* x) {
+            const int kv_head = head - m.heads;
             const int position = p.b.positions[row];
-            float* x = qkv + row * qkv_width + head * m.head_dim;
             if (m.clip != 0.0f) clip(x);
             if (kv_head < 0) {
                 turn(x, layer.q_norm, layer, head, position);
                 if (m.query_scales) scale(x, m.query_scales[position]);
-                encode<kv>(x, m.head_dim, queries + ((int64_t)row * m.heads + head) * layout.query_words);
-                return;
+                return keep_query(row, head, x);
             }
-            Word* const* pages = p.b.pages[sequence_of(row)];
-            const int place = p.b.places[row];
-            if (kv_head >= m.kv_heads) {
-                // A masked key has weight 0, and 0 times infinity is NaN.
-                for (int i = 0; i < m.head_dim; i += LANES) store(x + i, finite(load(x + i)));
-                cache(x, layout.value(pages, layer.cache_layer, kv_head - m.kv_heads, place));
-                return;
-            }
-            turn(x, layer.k_norm, layer, kv_head, position);
-            cache(x, words);
-            Word* lane = layout.keys(pages, layer.cache_layer, kv_head, place / LANES) + place % LANES;
-            for (int64_t k = 0; k < layout.key_words; k++) lane[k * LANES] = words[k];
+            if (kv_head < m.kv_heads) turn(x, layer.k_norm, layer, kv_head, position);
+            remember(layer, p.b.pages[sequence_of(row)], p.b.places[row], kv_head, x);
         });
+    }
+
+    void keep_query(int row, int head, const float* x) {
+        encode<kv>(x, m.head_dim, queries + ((int64_t)row * m.heads + head) * layout.query_words);
     }
 
     // Stores a head's numbers as the cache has them.

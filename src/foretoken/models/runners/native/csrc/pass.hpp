@@ -6,10 +6,12 @@
 //     mix        what needs only the rows that stay
 //     leave      the output matrix, added to the residual stream
 //
+// The layers of an encoder-decoder's decoder have attention over the encoder's states between the two (mixer_cross.hpp).
+//
 // Rows without logits leave the pass behind the last layer's `enter` (last.hpp).
 #pragma once
 
-#include "mixer_attention.hpp"
+#include "mixer_cross.hpp"
 #include "mixer_recurrent.hpp"
 #include "mlp_dense.hpp"
 #include "mlp_experts.hpp"
@@ -22,16 +24,18 @@ struct Pass {
     Rows<kv> p;
     Start<kv> start;
     AttentionMixer<kv> attention;
+    CrossAttention<kv> cross;
     RecurrentMixer<kv> recurrent;
     DenseMlp<kv> dense;
     ExpertMlp<kv> experts;
 
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
-        : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), recurrent(p, w), dense(p, w), experts(p, w) {}
+        : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), cross(attention, w), recurrent(p, w), dense(p, w), experts(p, w) {}
 
     // Allocates the memory of a pass, before its threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         w.answered.plan(m, b);
+        CrossAttention<kv>::reserve(b, w);
         Rows<kv>::reserve(m, b, w, threads);
         Start<kv>::reserve(m, b, w);
         AttentionMixer<kv>::reserve(m, b, w, threads);
@@ -51,6 +55,7 @@ struct Pass {
             mixes(layer) ? attention.mix(layer) : recurrent.mix(layer);
             if (layer.parallel) enter_mlp(layer, number);
             mixes(layer) ? attention.leave(layer) : recurrent.leave(layer);
+            if (layer.cross.attention.qkv.data) cross.run(layer.cross);
             if (!layer.parallel) enter_mlp(layer, number);
             leave_mlp(layer, number);
         }
@@ -90,6 +95,7 @@ struct Pass {
         });
         p.b = answered;
         attention.rows_left();
+        cross.rows_left();
     }
 
     void tap(int number) {

@@ -88,11 +88,14 @@ struct Rows {
         member.end(units);
     }
 
-    // Adds a product to the residual stream, after a norm if the architecture has one.
+    // Adds a product to the residual stream. A norm is that of the product, or of the sum.
     void residual(const Matrix& w, const Input& x, const NormSpec& norm) {
-        if (!norm) return multiply(w, x, b.rows, {hidden, width, true, m.residual_scale});
-        multiply(w, x, b.rows, {branch, width});
-        add_branch(norm);
+        if (norm && !m.norm_sums) {
+            multiply(w, x, b.rows, {branch, width});
+            return add_branch(norm);
+        }
+        multiply(w, x, b.rows, {hidden, width, true, m.residual_scale});
+        if (norm) member.each(b.rows, 1, [&](int64_t r) { normalize(m, hidden + r * width, norm, m.hidden, hidden + r * width); });
     }
 
     // Adds `branch` to the residual stream after a norm.

@@ -20,10 +20,18 @@ struct AttentionSpec {
     Matrix qkv, out;
     NormSpec q_norm, k_norm;
     const float* sinks;   // [heads]; scores of a key without a value, which takes a share of each softmax; null: none
+    const float* relative;  // [heads][2 * reach + 1], reach of `ModelSpec::farthest`: scores += the number of the key's position - the row's (T5); null: none
     int32_t norm_stride;  // numbers between the weights of two heads in q_norm and k_norm; 0: all heads share them
     int32_t window;       // length of the attention window, the row itself included; 0: no window
     int32_t rope;         // index of the rotary table; -1: no rotation
     int32_t cache_layer;  // place of the keys and values in a page of the cache
+};
+
+// Attention over the states of an encoder (mixer_cross.hpp).
+struct CrossSpec {
+    NormSpec norm, after;      // before and after it, as those of a mixer
+    AttentionSpec attention;   // whose `qkv` are queries alone
+    Matrix keys_values;        // of the encoder's states
 };
 
 // A recurrent mixer (mixer_recurrent.hpp): gated DeltaNet, Mamba-2, or a short convolution without a state.
@@ -56,6 +64,7 @@ struct LayerSpec {
     int32_t mlp;       // an MlpKind
     int32_t parallel;  // the MLP's input is that of the mixer; else the mixer's output is added before it
     AttentionSpec attention;
+    CrossSpec cross;   // between the mixer and the MLP; without a matrix there is none
     RecurrentSpec recurrent;
     MlpSpec dense;
     ExpertsSpec experts;
@@ -67,13 +76,15 @@ inline void each_common_matrix(const LayerSpec& layer, F f) {
     if (layer.mixer == ATTENTION) f(layer.attention.qkv), f(layer.attention.out);
     else f(layer.recurrent.in), f(layer.recurrent.out);
     if (layer.mixer == DELTA || layer.mixer == MAMBA) f(layer.recurrent.gates);
+    if (layer.cross.attention.qkv.data) f(layer.cross.attention.qkv), f(layer.cross.attention.out);
     if (layer.mlp != EXPERTS) f(layer.dense.up), f(layer.dense.down);
 }
 
-// Calls f with each matrix of a layer; those of all its experts are one.
+// Calls f with each matrix of a layer, that for the states of an encoder included; those of all its experts are one.
 template <class F>
 inline void each_matrix(const LayerSpec& layer, F f) {
     each_common_matrix(layer, f);
+    if (layer.cross.keys_values.data) f(layer.cross.keys_values);
     if (layer.mlp != EXPERTS) return;
     for (const Matrix* w : {&layer.experts.up, &layer.experts.down, &layer.experts.shared_up, &layer.experts.shared_down}) f(*w);
 }
@@ -117,6 +128,8 @@ struct ModelSpec {
     int32_t gated_attention;    // the rows of `qkv` end with gates of the output
     StateSpec state;
     float clip;                 // queries, keys and values are clipped to [-clip, clip]; 0: no bound
+    int32_t norm_sums;          // norms after mixers and MLPs are those of the residual stream (BART); else of what is added to it
+    int32_t farthest;           // distance from which on all relative positions are one
 };
 
 // Norms of queries and keys: of each head before or after its rotation, or of all heads together before it.
@@ -149,7 +162,10 @@ struct BatchSpec {
     float* const* taps;                            // [tap_count] -> [rows][hidden]
     const float* features;                         // [rows][hidden]; start of the residual stream, or null
     const ReplaySpec* replay;                      // the steps of recurrent layers, or null
+    Word* const* const* source_pages;              // [sequences]; keys and values of an encoder's states, or null
+    const int32_t* source_lengths;                 // [sequences]
     int32_t rows, sequences, output_count, tap_count, reach;
+    int32_t source_reach;                          // the largest of source_lengths
 };
 
 // The place of a sequence's keys and values of one layer and head inside a page.

@@ -69,6 +69,7 @@ struct Workspace {
     Buffer recurrent, prepared, recurrent_mixed;
     std::vector<Buffer> own_words, own_scores, own_states;
     Answered answered;
+    SourcePlan sources, answered_sources;
     std::vector<QueryTile> tiles, answered_tiles;
     ExpertRoom experts;
 };

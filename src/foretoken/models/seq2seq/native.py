@@ -1,0 +1,182 @@
+"""Encoder-decoders on the compiled kernels: the encoder is a stack whose rows see all others, and each layer of the
+decoder attends to the encoder's states, whose keys and values are computed once per source (csrc/mixer_cross.hpp).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import NO_SOURCE, check_source
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.weights import Ends, LayerWeights
+from foretoken.models.runners.base import Pass
+from foretoken.models.runners.native.describe import Description
+from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.runners.pass_plan import Part, PassPlan
+from foretoken.models.seq2seq.encoder import Encoder
+from foretoken.models.seq2seq.weights import Seq2SeqWeights, StackEnds
+from foretoken.models.state.pages import PAGE, Pages
+
+
+class NativeSeq2SeqRunner(NativeRunner):
+    """The decoder of an encoder-decoder on compiled kernels.
+
+    Args:
+        weights: reads the checkpoint's tensors.
+        dtype: float32 or bfloat16.
+        compress: whether bfloat16 matrices are stored in 12 bits, without loss.
+
+    Raises:
+        KernelsUnavailable: the kernels do not support the processor or the model.
+    """
+
+    def __init__(self, weights: Seq2SeqWeights, dtype: torch.dtype, compress: bool) -> None:
+        a, ends, embedding = weights.architecture, weights.ends("decoder"), weights.embedding()
+        head, bias = weights.head(embedding)
+        between = Ends(embedding, ends.last, head, bias, _floats(ends.positions), ends.norm)
+        super().__init__(a.of_side("decoder"), weights.layers("decoder"), between, dtype, compress=compress)
+        encoder = a.of_side("encoder")
+        stack = self.stack(encoder, weights.layers("encoder"), weights.ends("encoder"), dtype, compress)
+        self.encoder = Encoder(stack.states)
+        self.fingerprint = weights.fingerprint()
+        self.source_length = a.source_length
+        self._forget_sources()
+
+    def stack(
+        self,
+        architecture: Architecture,
+        layers: Iterable[LayerWeights],
+        ends: StackEnds,
+        dtype: torch.dtype,
+        compress: bool,
+    ) -> StackRunner:
+        """Returns the runner of an encoder with the embedding of this decoder."""
+        embedding = (self._spec.embedding, self._spec.table), (self._held, self._arena)
+        return StackRunner(architecture, layers, ends, dtype, compress, *embedding)
+
+    def _forget_sources(self) -> None:
+        self._sources = Pages(self._arena.allocate, PAGE * self.kv_bytes_per_token)
+        self._pending: dict[int, tuple[int, ...]] = {}  # sources that are not encoded yet, by slot
+        self._lengths: dict[int, int] = {}  # tokens of sources, by slot
+
+    def first(self, architecture: Any, norm: Tensor | None) -> Self:
+        view = super().first(self._architecture.first(architecture.layers), norm)
+        view._forget_sources()
+        return view
+
+    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+        slot, _ = super().acquire()
+        beside, _ = self._sources.acquire()
+        assert slot == beside
+        return slot, 0
+
+    def attach(self, slot: int, source: Sequence[int]) -> None:
+        check_source(source, self.source_length)
+        self._pending[slot], self._lengths[slot] = tuple(source), len(source)
+
+    def release(self, slot: int) -> None:
+        self._pending.pop(slot, None)
+        self._lengths.pop(slot, None)
+        self._sources.release(slot)
+        super().release(slot)
+
+    def enable_prefix_cache(self, max_bytes: int) -> bool:
+        return False  # the keys and values of a text depend on its source
+
+    def check(self) -> None:
+        super().check()
+        self._sources.check()
+        assert set(self._pending) <= set(self._lengths), "a pending source has no slot"
+
+    def nbytes(self) -> int:
+        return super().nbytes() + self._sources.nbytes()
+
+    def run(self, plan: PassPlan, taps: Sequence[int], logits: bool) -> Pass:
+        for part in plan.parts:
+            self._encode(part.slot)
+        return super().run(plan, taps, logits)
+
+    def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
+        slots = [part.slot for part in plan.parts]
+        return {
+            "source_pages": array("Q", [self._sources.addresses(slot) for slot in slots]),
+            "source_lengths": array("i", [self._lengths[slot] for slot in slots]),
+        }
+
+    def _encode(self, slot: int) -> None:
+        """Encodes the slot's source if it is pending, and keeps its keys and values for all layers."""
+        source = self._pending.get(slot)
+        if source is None:
+            if slot not in self._lengths:
+                raise InvalidRequest(NO_SOURCE)
+            return
+        states, count = self.encoder.states(source), len(source)
+        pages = self._sources.reserve(slot, 0, count)
+        passed = (self._spec, states.data_ptr(), count, pages, self._workspace, self.threads)
+        if self._library.foretoken_remember(*passed):
+            raise MemoryError(f"no memory for the keys and values of a source of {count} tokens")
+        del self._pending[slot]
+
+
+class StackRunner(NativeRunner):
+    """The layers of an encoder: each row sees all rows of its source.
+
+    Args:
+        architecture: sizes and operations of the encoder.
+        layers: weights of each layer.
+        ends: positions and norms.
+        dtype: float32 or bfloat16.
+        compress: see ``NativeSeq2SeqRunner``.
+        embedding: the embedding and the table of a specification.
+        owner: what holds their memory.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Iterable[LayerWeights],
+        ends: StackEnds,
+        dtype: torch.dtype,
+        compress: bool,
+        embedding: tuple[Any, Any],
+        owner: object,
+    ) -> None:
+        self._begin(architecture, dtype, None)
+        description = Description(architecture, dtype, self._arena, compress)
+        self._spec = description.stack(layers, ends.last, _floats(ends.positions), ends.norm)
+        for number in range(architecture.layers):  # a layer's keys and values are not read after it
+            self._spec.layers[number].attention.cache_layer = 0
+        self._spec.embedding, self._spec.table = embedding
+        self._held.extend((*description.held, owner))
+        self.weight_bytes, self.product_bytes = description.weight_bytes, description.weight_bytes
+        self._finish(dtype)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._row_bytes
+
+    def states(self, source: Sequence[int]) -> Tensor:
+        """Returns the normed states of a source, float32 [source, H]."""
+        count, last = len(source), self._architecture.layers
+        slot, _ = self.acquire()
+        try:
+            plan = PassPlan(
+                list(source), list(range(count)), [Part(slot, 0, count, count, Draft.empty())], [], [], count
+            )
+            return self.run(plan, (last,), logits=False).taps[last]
+        finally:
+            self.release(slot)
+
+    def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
+        return {"prefix": array("i", [plan.reach]) * len(plan.tokens)}
+
+
+def _floats(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
