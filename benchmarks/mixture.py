@@ -136,7 +136,13 @@ class Dictation(Model):
             if written + depth < len(self.wanted):
                 logits[row, self.wanted[written + depth]] = logits[row].max() + 1.0
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         return self._model.open(prompt, source, cache_salt)
 
     def commit(self, handles: Sequence[Handle], tokens: Sequence[Sequence[int]]) -> None:

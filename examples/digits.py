@@ -114,7 +114,13 @@ class PixelModel(Model):
 
     # the contract
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         if not prompt or not LEVELS <= prompt[0] < VOCABULARY:
             raise InvalidRequest(f"an image begins with a class token, {LEVELS} to {VOCABULARY - 1}; got {prompt[:1]}")
         slot = next(i for i in range(len(self._open) + 1) if i not in self._open)

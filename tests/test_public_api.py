@@ -14,6 +14,7 @@ import foretoken
 
 NAMES = {
     "LLM",
+    "LoRARequest",
     "SamplingParams",
     "SpeculativeConfig",
     "RequestOutput",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from foretoken.interop import custom_generate
     from foretoken.llm import LLM
     from foretoken.outputs import CompletionOutput, RequestOutput, SpeculationStats, StreamPiece
-    from foretoken.params import SamplingParams
+    from foretoken.params import LoRARequest, SamplingParams
     from foretoken.speculation import SpeculativeConfig
 
 __version__ = "0.1.0"
@@ -20,6 +20,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "ForetokenError",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "SpeculationStats",
@@ -34,6 +35,7 @@ _HOMES = {
     "LLM": "llm",
     "CompletionOutput": "outputs",
     "ForetokenError": "core.errors",
+    "LoRARequest": "params",
     "RequestOutput": "outputs",
     "SamplingParams": "params",
     "SpeculationStats": "outputs",

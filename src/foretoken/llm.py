@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from foretoken import zoo
 from foretoken.control.config import GoodputConfig
-from foretoken.core.checks import integer
+from foretoken.core.checks import integer, shown
 from foretoken.core.context import Context
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.files import atomic_directory
@@ -30,12 +31,14 @@ from foretoken.models.loading import load_model
 from foretoken.models.options import drafts_format
 from foretoken.models.runners.native.cache import write_kept
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
-from foretoken.params import MAX_COUNT, SamplingParams
+from foretoken.params import MAX_COUNT, LoRARequest, SamplingParams
 from foretoken.propose.adaptive import AdaptConfig, Adaptive, adaptive
 from foretoken.propose.fallback import FallbackProposer
 from foretoken.propose.per_request import PerRequestProposer
 from foretoken.speculation import Builder, SpeculativeConfig, selection, with_draft
 from foretoken.verify import choose
+
+LoraChoice = LoRARequest | str | Sequence[LoRARequest | str | None] | None
 
 
 class LLM:
@@ -70,6 +73,7 @@ class LLM:
             modules. In the first process the constructor returns. In the others it serves the forward passes until the
             first process ends, and then raises SystemExit.
         gguf_file: Name of a GGUF file in the target's folder or repository.
+        lora: LoRA adapters in PEFT's format: folders or hub names by the names that requests choose.
         isolate_failures: For servers. Requests continue without drafts if the proposer fails, and every grammar
             compiles in its own process with limits on time and memory (POSIX only).
 
@@ -100,6 +104,7 @@ class LLM:
         max_num_batched_tokens: PromptRows = None,
         tensor_parallel_size: int = 1,
         gguf_file: str | None = None,
+        lora: Mapping[str, str | Path] | None = None,
         isolate_failures: bool = False,
     ) -> None:
         integer("seed", seed, MIN_SEED, MAX_DERIVED_SEED)
@@ -122,6 +127,8 @@ class LLM:
             weight_format=weight_format,
             **options,
         )
+        for name, folder in (lora or {}).items():
+            self.load_lora(name, folder)
         options["weight_format"] = drafts_format(weight_format)
         self.model, self.draft_model = str(model), config.model
         builder = Builder(self.target, self.tokenizer, path, lambda other: load_model(resolve(other), **options))
@@ -156,6 +163,7 @@ class LLM:
             self.target.max_length,
             self.target.source_length,
             isolate_grammars=isolate_failures and os.name == "posix",
+            adapters=lambda: self.target.adapters,
         )
 
     def generate(
@@ -163,6 +171,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoraChoice = None,
     ) -> list[RequestOutput]:
         """Completes one prompt or many, of any lengths, in one batch.
 
@@ -170,6 +179,7 @@ class LLM:
             prompts: Text, token ids, vLLM's dicts of either, or a list of these.
             sampling_params: One for all prompts, or one for each. None takes the defaults.
             use_tqdm: Whether to show progress on stderr. None shows it for several completions on a terminal.
+            lora_request: LoRA adapter of all prompts, or one for each. None takes ``SamplingParams.lora``.
 
         Returns:
             One output per prompt, in order.
@@ -177,7 +187,7 @@ class LLM:
         Raises:
             InvalidRequest: A prompt or parameter is not valid, or a request failed.
         """
-        assembler, requests = self._add(prompts, sampling_params)
+        assembler, requests = self._add(prompts, sampling_params, lora_request)
         done: dict[int, dict[int, CompletionOutput]] = {request.id: {} for request in requests}
         prompt_logprobs: dict[int, PromptLogprobs | None] = {}
         total = sum(request.params.n for request in requests)
@@ -193,14 +203,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoraChoice = None,
     ) -> Iterator[StreamPiece]:
         """Yields pieces of the outputs as tokens are accepted. Closing the iterator cancels unfinished requests."""
-        return self._run(*self._add(prompts, sampling_params))
+        return self._run(*self._add(prompts, sampling_params, lora_request))
 
     def chat(
         self,
         messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoraChoice = None,
     ) -> list[RequestOutput]:
         """Applies the tokenizer's chat template to one conversation or several, and completes them."""
         if not getattr(self.tokenizer, "chat_template", None):
@@ -211,7 +223,22 @@ class LLM:
             self.tokenizer.apply_chat_template(list(c), add_generation_prompt=True, return_dict=False)
             for c in conversations
         ]
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, lora_request=lora_request)
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Loads a LoRA adapter in PEFT's format. Requests choose it by its name.
+
+        Args:
+            name: Its name. No other adapter has it.
+            path: Its folder or hub name.
+
+        Raises:
+            InvalidRequest: The name is taken, or this model computes no adapters.
+            ModelLoadError: It cannot be loaded, or is not for this model.
+        """
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"the name of a LoRA adapter must be a text that is not empty, got {shown(name)}")
+        self.target.load_adapter(name, resolve(path))
 
     def save_draft(self, folder: str | Path) -> None:
         """Writes the adapted draft model as a checkpoint. Raises InvalidRequest without ``adapt``."""
@@ -246,13 +273,20 @@ class LLM:
         self.requests.grammars.close()
 
     def _add(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        lora: LoraChoice,
     ) -> tuple[Assembler, list[Request]]:
         """Checks and queues all requests, or none."""
         each = _as_list(prompts)
         settings = [params or SamplingParams()] * len(each) if not isinstance(params, Sequence) else list(params)
         if len(settings) != len(each):
             raise InvalidRequest(f"{len(settings)} sampling_params for {len(each)} prompts; give one, or one each")
+        adapters = [lora] * len(each) if lora is None or isinstance(lora, str | LoRARequest) else list(lora)
+        if len(adapters) != len(each):
+            raise InvalidRequest(f"{len(adapters)} lora_request for {len(each)} prompts; give one, or one each")
+        settings = [self._with_adapter(p, adapter) for p, adapter in zip(settings, adapters, strict=True)]
         built = [self.requests.build(prompt, p) for prompt, p in zip(each, settings, strict=True)]
         for _, contexts in built:
             for context in contexts:
@@ -261,6 +295,16 @@ class LLM:
         for request, contexts in built:
             assembler.add(request, contexts)
         return assembler, [request for request, _ in built]
+
+    def _with_adapter(self, params: SamplingParams, lora: LoRARequest | str | None) -> SamplingParams:
+        """Returns the parameters of a request with an adapter, which is loaded if it is given with its path."""
+        if lora is None:
+            return params
+        if isinstance(lora, str):
+            return replace(params, lora=lora)
+        if lora.lora_path and lora.lora_name not in self.target.adapters:
+            self.load_lora(lora.lora_name, lora.lora_path)
+        return replace(params, lora=lora.lora_name)
 
     def _run(self, assembler: Assembler, requests: Sequence[Request]) -> Iterator[StreamPiece]:
         with draining(self.engine, [member for request in requests for member in request.members]):

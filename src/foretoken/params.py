@@ -21,6 +21,22 @@ SMALLEST, LARGEST = 1e-6, 1e6  # float32 loses all precision beyond them
 MAX_SALT = 1024  # characters of a cache_salt
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter by name, as in vLLM.
+
+    Args:
+        lora_name: Name of the adapter.
+        lora_int_id: vLLM's number of the adapter, which is not used.
+        lora_path: Folder or hub name of the adapter. It is loaded if no adapter has this name. Empty for one that is
+            loaded already.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters by vLLM's names and meanings. The following differ from vLLM or are not in vLLM.
@@ -42,6 +58,7 @@ class SamplingParams:
             The methods "prediction" and mixtures with it draft from it. It never changes the distribution.
         cache_salt: Requests share the prefix cache and the proposers' stores only with requests of the same salt, as in
             vLLM. Requests without a salt share among themselves.
+        lora: Name of the loaded LoRA adapter that computes the request. None is the model without an adapter.
         explain: Whether every piece has the target's and the draft's probability of each draft token. See
             ``StreamPiece``.
 
@@ -76,6 +93,7 @@ class SamplingParams:
     exactness: str | None = None
     prediction: str | Sequence[int] | None = None
     cache_salt: str | None = None
+    lora: str | None = None
     explain: bool = False
 
     def __post_init__(self) -> None:
@@ -213,6 +231,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop_token_ids": (_ids, "a list of token ids, which are integers of at least 0"),
     "prediction": (lambda v: isinstance(v, Sequence) and not isinstance(v, bytes), "a text or a list of token ids"),
     "speculative_method": (lambda v: isinstance(v, str), "the name of a method that was loaded"),
+    "lora": (lambda v: isinstance(v, str), "the name of an adapter that was loaded"),
 }
 _STRUCTURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "json": ("a JSON schema: a dict, True, or its JSON", lambda v: isinstance(v, Mapping | str | bool)),

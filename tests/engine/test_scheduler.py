@@ -119,7 +119,13 @@ class Bounded(ToyModel):
         super().__init__(**options)
         self.capacity, self.handles, self.drafted = capacity, [], 0
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         self.handles.append(super().open(prompt, source, cache_salt))
         return self.handles[-1]
 

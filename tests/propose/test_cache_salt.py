@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -126,7 +126,13 @@ def test_one_batch_may_mix_scopes() -> None:
 class Opened(ToyModel):
     """Remembers the salts of the sequences that it opened."""
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         self.salts = [*getattr(self, "salts", []), cache_salt]
         return super().open(prompt, source)
 
@@ -143,15 +149,19 @@ def test_a_drafts_own_cache_is_opened_with_the_salt(tokenizer: Any) -> None:
         assert model.salts == ["a", None]
 
 
-def test_a_heads_own_cache_is_opened_with_the_salt() -> None:
+def test_a_heads_own_cache_is_opened_with_salt_and_adapter() -> None:
     opened = []
 
     class Net:
         joined, max_length = True, 512
 
-        def open(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> HeadHandle:
-            opened.append(cache_salt)
+        def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> HeadHandle:
+            opened.append(scope)
             return HeadHandle(0, [])
 
-    Eagle(Net(), (1,)).reusable_prefix_len(request(1, "a"))  # type: ignore[arg-type]
-    assert opened == ["a"]
+    eagle = Eagle(Net(), (1,))  # type: ignore[arg-type]
+    for number, (salt, adapter) in enumerate([("a", None), ("a", "x"), (None, "a")]):
+        context = request(number, salt)
+        context.adapter = adapter
+        eagle.reusable_prefix_len(context)
+    assert opened == [("a", None), ("a", "x"), (None, "a")]

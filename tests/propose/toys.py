@@ -16,7 +16,13 @@ class TrackedToy(ToyModel):
         super().__init__(*args, **keys)
         self.open_slots: set[int] = set()
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         handle = super().open(prompt, source, cache_salt)
         self.open_slots.add(handle.slot)
         return handle

@@ -57,6 +57,7 @@ def generate(
     prediction_file: Annotated[
         Path | None, typer.Option(help="A text that the output is expected to follow; for methods that draft from it.")
     ] = None,
+    lora: Annotated[str | None, typer.Option(metavar="PATH", help="LoRA adapter in PEFT's format.")] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     quantization: Quantization = None,
@@ -88,6 +89,7 @@ def generate(
         exactness=exactness,
         prediction=_text_of(prediction_file) if prediction_file is not None else None,
         logprobs=LOGPROBS if html_file is not None else None,
+        lora=lora,
     )
     text = standard_input(sys.stdin.read) if prompt == "-" else prompt
     llm = load(
@@ -101,6 +103,7 @@ def generate(
         weight_format=weight_format,
         max_model_len=max_model_len,
         tensor_parallel_size=tensor_parallel_size,
+        lora={} if lora is None else {lora: lora},
         seed=secrets.randbits(63),  # the library's default seed would repeat texts
     )
     page = _Page(llm, text, params, html_file) if html_file is not None else None

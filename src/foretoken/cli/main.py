@@ -22,6 +22,7 @@ from foretoken.cli.demo import demo
 from foretoken.cli.generate import generate
 from foretoken.cli.info import info
 from foretoken.cli.keys import app as keys_app
+from foretoken.cli.lora import OPTION as LORA_MODULES
 from foretoken.cli.plan import plan
 from foretoken.cli.quantize import quantize
 from foretoken.cli.serve import serve
@@ -37,13 +38,26 @@ class FiniteCommand(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Raises InvalidRequest."""
-        rest: list[str] = super().parse_args(ctx, args)
+        rest: list[str] = super().parse_args(ctx, _repeated(args))
         for parameter in self.params:
             value = ctx.params.get(parameter.name or "")
             for number in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(number, float) and not math.isfinite(number):
                     raise InvalidRequest(f"{parameter.opts[0]} must be a finite number, got {number}")
         return rest
+
+
+def _repeated(args: list[str]) -> list[str]:
+    """Returns arguments in which an option of several values is repeated before each, as vLLM's users write it."""
+    written: list[str] = []
+    option = None
+    for arg in args:
+        if option is not None and not arg.startswith("-") and written[-1] != option:
+            written.append(option)
+        elif arg.startswith("-"):
+            option = arg if arg == LORA_MODULES else None
+        written.append(arg)
+    return written
 
 
 app = typer.Typer(name="foretoken", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

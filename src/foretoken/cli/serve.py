@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.generate import speculative
+from foretoken.cli.lora import adapters
 from foretoken.cli.options import (
     Device,
     DraftModel,
@@ -75,6 +76,10 @@ def serve(
     ] = False,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; may be repeated. [--model]")
+    ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="LoRA adapter that requests choose as their model; may be repeated."),
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="A Jinja template in place of the tokenizer's own.")
@@ -158,8 +163,13 @@ def serve(
         raise InvalidRequest("--replicas and --tensor-parallel-size cannot be combined; choose one")
     if replica_scale is not None and response_store is not None:
         raise InvalidRequest("--replicas and --response-store cannot be combined: responses are kept by one process")
-    entries = _entries(model_config, model or draft_model or served_model_name, replica_scale, tensor_parallel_size)
+    loras = adapters(lora_modules or ())
+    entries = _entries(
+        model_config, model or draft_model or served_model_name or loras, replica_scale, tensor_parallel_size
+    )
     check_parsers(tool_call_parser, reasoning_parser)
+    if clash := loras.keys() & {*(served_model_name or [model or "foretoken"])}:
+        raise InvalidRequest(f"--lora-modules names {min(clash)!r}, which is a name of the model; choose another")
     keyed = bool(api_key or api_key_file)
     if api_key_file is not None:
         read_keys(api_key_file)  # a bad file is refused before the model is loaded
@@ -181,9 +191,11 @@ def serve(
         "tensor_parallel_size": tensor_parallel_size,
         "seed": secrets.randbits(63) if seed is None else seed,
         "isolate_failures": True,
+        "lora": loras,
     }
     served: dict[str, Any] = {
         "model_names": tuple(served_model_name or [model or "foretoken"]),
+        "lora_modules": loras,
         "api_keys": tuple(api_key or ()),
         "key_file": api_key_file,
         "share_cache_across_keys": share_cache_across_keys,
@@ -252,7 +264,7 @@ def _entries(file: Path | None, other: Any, replica_scale: Any, tensor_parallel_
         return []
     if other:
         raise InvalidRequest(
-            "--model-config names the models; leave out --model, --draft-model and --served-model-name"
+            "--model-config names the models; leave out --model, --draft-model, --served-model-name and --lora-modules"
         )
     if replica_scale is not None or tensor_parallel_size > 1:
         raise InvalidRequest("--model-config cannot be combined with --replicas or --tensor-parallel-size")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.cli.lora import checked_adapters
 from foretoken.cli.options import load
 from foretoken.cli.theme import ColorMode
 from foretoken.core.checks import check_keys, integer, parse_size, shown
@@ -28,7 +29,7 @@ _ENGINE = (
     *("max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens", "seed"),
 )
 _SETTINGS = ("chat_template", "tool_call_parser", "reasoning_parser")
-_KEYS = ("model", "draft_model", "served_model_name", "max_waiting", *_ENGINE, *_SETTINGS)
+_KEYS = ("model", "draft_model", "served_model_name", "max_waiting", "lora_modules", *_ENGINE, *_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def read_models(file: Path) -> list[ModelEntry]:
             entries.append(_entry(given, file.parent))
         except InvalidRequest as error:
             raise InvalidRequest(f"model {number} of {file}: {error}") from error
-    names = [name for entry in entries for name in entry.names]
+    names = [name for entry in entries for name in (*entry.names, *entry.options.get("lora", ()))]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InvalidRequest(f"{file} names two models {twice[0]!r}; give each its own served_model_name")
     return entries
@@ -96,7 +97,9 @@ def serve_models(
             llm = stack.enter_context(closing(load(entry.model, entry.draft_model, ColorMode.AUTO, **own)))
             waiting = max_waiting if entry.max_waiting is None else entry.max_waiting
             workers.append(Worker(llm, max_waiting=waiting))
-            each.append(replace(settings, model_names=entry.names, **entry.settings))
+            each.append(
+                replace(settings, model_names=entry.names, lora_modules=own["lora"], **entry.settings),
+            )
         group = WorkerGroup(workers)
         Server(create_several(group, each, settings, tracer), group, **server_options).run(sockets=[listening])
         if group.dead is not None:
@@ -145,6 +148,8 @@ def _entry(given: Any, folder: Path) -> ModelEntry:
         options["kv_cache_memory_bytes"] = parse_size(size)
         if not options["kv_cache_memory_bytes"]:
             raise InvalidRequest(f"kv_cache_memory_bytes must be a size such as 2GiB or 512MiB, got {size!r}")
+    if "lora_modules" in given:
+        options["lora"] = checked_adapters(given["lora_modules"])
     settings = {name: given[name] for name in _SETTINGS if name in given}
     if "chat_template" in settings:
         template = folder / settings["chat_template"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from foretoken.core.distributions import Law
@@ -29,6 +29,7 @@ class Context:
         source: Encoder input of an encoder-decoder. ``tokens`` are then the decoder's alone.
         cache_salt: Scope of the state kept across requests. Requests share KV blocks and proposers' stores only with
             requests of the same salt. None is a scope like any other.
+        adapter: Name of the LoRA adapter with which the target computes the sequence. None is none.
         num_proposer_tokens: Number of leading tokens that the proposer has processed. Kept by the engine.
     """
 
@@ -43,12 +44,18 @@ class Context:
     method: str | None = None
     source: tuple[int, ...] = ()
     cache_salt: str | None = None
+    adapter: str | None = None
     num_proposer_tokens: int = 0
 
     @property
     def missed_tokens(self) -> int:
         """Number of tokens that the proposer has to process before it can draft."""
         return len(self.tokens) - self.num_proposer_tokens
+
+    @property
+    def scope(self) -> Hashable:
+        """Scope of the target's hidden states: sequences that differ in it have different ones for the same tokens."""
+        return self.cache_salt, self.adapter
 
     @property
     def generated(self) -> int:

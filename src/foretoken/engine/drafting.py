@@ -35,7 +35,13 @@ class RemoteTarget(Model):
     def __init__(self, vocab_size: int, source_length: int) -> None:
         self.vocab_size, self.source_length = vocab_size, source_length
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         self._absent()
 
     def score(self, handles: Sequence[Handle], drafts: Sequence[Draft], taps: Sequence[int] = ()) -> list[Scores]:

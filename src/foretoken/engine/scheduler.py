@@ -167,7 +167,7 @@ class Scheduler:
         if sequence.needs_prompt_logprobs:
             sequence.prompt_recorded.clear()
         opened = tokens[:1] if sequence.needs_prompt_logprobs else tokens
-        handle = sequence.handle = self.target.open(opened, context.source, context.cache_salt)
+        handle = sequence.handle = self.target.open(opened, context.source, context.cache_salt, context.adapter)
         handle.truncate(min(handle.cached, self._on_admit(context)) + 1)
         if not sequence.counts.steps:
             sequence.counts.started, sequence.counts.cached = monotonic(), handle.cached

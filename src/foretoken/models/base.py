@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -118,6 +119,7 @@ class Model(ABC):
         chunk_invariant: whether they are also bitwise equal wherever chunked prefill cuts the prompt.
         has_experts: whether a pass reads more weights the more its tokens differ (mixtures of experts).
         source_length: maximum number of tokens that the encoder reads; 0 for a model without an encoder.
+        no_adapters: why the model computes no LoRA adapters, if it does not.
     """
 
     vocab_size: int
@@ -130,6 +132,7 @@ class Model(ABC):
     chunk_invariant: bool = False
     has_experts: bool = False
     source_length: int = 0
+    no_adapters: str = "this model computes no LoRA adapters"
 
     @property
     def takes_source(self) -> bool:
@@ -147,16 +150,23 @@ class Model(ABC):
         return 0
 
     @abstractmethod
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         """Opens a sequence; nothing is computed yet.
 
         Args:
             prompt: at least one token.
             source: the encoder's input, for a model that has an encoder.
             cache_salt: the prefix cache is shared only between sequences of the same salt.
+            adapter: name of a LoRA adapter that computes all rows of the sequence, one of ``adapters``; None for none.
 
         Raises:
-            InvalidRequest: the prompt is empty, or the source does not fit the model.
+            InvalidRequest: the prompt is empty, the source does not fit the model, or the adapter is not loaded.
         """
 
     @abstractmethod
@@ -192,6 +202,24 @@ class Model(ABC):
             Whether the model supports prefix caching; if not, nothing changes.
         """
         return False
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded LoRA adapters."""
+        return ()
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Loads a LoRA adapter (2106.09685).
+
+        Args:
+            name: its name; no other adapter has it.
+            folder: the adapter in PEFT's format.
+
+        Raises:
+            InvalidRequest: the model computes no adapters, or has one of this name.
+            ModelLoadError: the adapter cannot be read, or does not fit the model. Nothing of it is loaded then.
+        """
+        raise InvalidRequest(f"{self.no_adapters}; merge the adapter into the model with PEFT's merge_and_unload")
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping of slots and rows is inconsistent."""

@@ -8,6 +8,7 @@ on proposer, draft length or batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from foretoken.models.base import Handle, Model, Scores, growing
 from foretoken.models.families.architecture import Architecture, supports
 from foretoken.models.families.seq2seq import Seq2SeqArchitecture
 from foretoken.models.formats.grouped import GroupedWeights
+from foretoken.models.formats.lora.tensors import read_adapter
 from foretoken.models.formats.prequantized import check_prequantized
 from foretoken.models.formats.quantize import Quantizer
 from foretoken.models.formats.weights import Layers, Source, read_ends
@@ -85,10 +87,20 @@ class Decoder(Model):
 
     # the contract
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
-        slot, known = self.runner.acquire(prompt, cache_salt)
+        if adapter is not None and adapter not in self.adapters:
+            raise InvalidRequest(
+                f"the LoRA adapter {adapter!r} is not loaded; loaded: {', '.join(self.adapters) or 'none'}"
+            )
+        slot, known = self.runner.acquire(prompt, cache_salt, adapter)
         handle = Handle(slot, list(prompt), known)
         if source:
             try:
@@ -113,6 +125,18 @@ class Decoder(Model):
 
     def enable_prefix_cache(self, max_bytes: int) -> bool:
         return self.runner.enable_prefix_cache(max_bytes)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.runner.adapters
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        if name in self.adapters:
+            raise InvalidRequest(f"there is a LoRA adapter {name!r} already; choose another name")
+        if not isinstance(self.architecture, Architecture):
+            super().load_adapter(name, folder)
+            return
+        self.runner.load_adapter(name, read_adapter(folder, self.architecture))
 
     def check(self) -> None:
         self.runner.check()

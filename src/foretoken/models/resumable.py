@@ -15,9 +15,10 @@ from foretoken.models.base import Handle, Model, Scores
 class Resumable(Model):
     """Wraps ``inner``: sequences that are closed inside ``parked`` keep their rows until they are resumed or released.
 
-    A sequence that is opened with the same source and ``cache_salt`` takes over the rows of the parked sequence with
-    the longest common prefix. So a drafter that ran ahead on tokens which were then rejected can close its sequence and
-    open it again: only the rows that differ are computed, and a row is the same whatever pass computes it.
+    A sequence that is opened with the same source, ``cache_salt`` and adapter takes over the rows of the parked
+    sequence with the longest common prefix. So a drafter that ran ahead on tokens which were then rejected can close
+    its sequence and open it again: only the rows that differ are computed, and a row is the same whatever pass computes
+    it.
 
     Args:
         inner: the model to wrap.
@@ -31,8 +32,8 @@ class Resumable(Model):
         self.device, self.dtype = inner.device, inner.dtype
         self.batch_invariant, self.chunk_invariant = inner.batch_invariant, inner.chunk_invariant
         self.source_length = inner.source_length
-        # source and cache_salt by slot, of open and of parked sequences
-        self._scopes: dict[int, tuple[tuple[int, ...], str | None]] = {}
+        # source, cache_salt and adapter by slot, of open and of parked sequences
+        self._scopes: dict[int, tuple[tuple[int, ...], str | None, str | None]] = {}
         self._parked: list[tuple[int, Handle]] = []
         self._key: int | None = None
 
@@ -57,12 +58,18 @@ class Resumable(Model):
         for handle in gone:
             self.close(handle)
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
-        scope = tuple(source), cache_salt
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
+        scope = tuple(source), cache_salt, adapter
         candidates = [(i, h) for i, (_, h) in enumerate(self._parked) if self._scopes[h.slot] == scope]
         shared, place = max(((_common_prefix(h.tokens, prompt), i) for i, h in candidates), default=(0, 0))
         if not shared:
-            handle = self.inner.open(prompt, source, cache_salt)
+            handle = self.inner.open(prompt, source, cache_salt, adapter)
             self._scopes[handle.slot] = scope
             return handle
         _, handle = self._parked.pop(place)
@@ -97,6 +104,10 @@ class Resumable(Model):
     @property
     def state_bytes(self) -> int:
         return self.inner.state_bytes
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.inner.adapters
 
     def enable_prefix_cache(self, max_bytes: int) -> bool:
         return self.inner.enable_prefix_cache(max_bytes)

@@ -88,7 +88,13 @@ class ToyModel(Model):
 
     # the contract
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         slot = next(i for i in range(len(self._open) + 1) if i not in self._open)

@@ -74,7 +74,13 @@ class RecordedModel(Model):
         self._open: dict[int, Recording] = {}
         self._slots = 0
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         """Raises InvalidRequest for a prompt that was not recorded."""
         known = self._recordings.get((tuple(prompt), tuple(source)))
         if known is None:

@@ -161,7 +161,8 @@ class DraftModel(Proposer):
         """Returns the sequence's handle. Each step prefills one chunk of a long text; drafting starts after that."""
         handle = self._handles.get(context.id)
         if handle is None:
-            handle = self.model.open(context.tokens, context.source, context.cache_salt)
+            adapter = context.adapter if context.adapter in self.model.adapters else None
+            handle = self.model.open(context.tokens, context.source, context.cache_salt, adapter)
             self._handles[context.id] = handle
             handle.truncate(handle.cached + PREFILL_CHUNK)
         elif not handle.pending:

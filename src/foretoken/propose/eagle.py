@@ -84,7 +84,7 @@ class Eagle(Proposer):
         self.forget(context)
         if len(context.tokens) > self.net.max_length:
             return len(context.tokens)  # too long to draft for
-        handle = self._handles[context.id] = self.net.open(context.tokens, context.cache_salt)
+        handle = self._handles[context.id] = self.net.open(context.tokens, context.scope)
         self._known[context.id] = handle.cached
         return handle.cached
 

@@ -177,7 +177,13 @@ class SharedTokenModel(Model):
         self._sequences: dict[int, RetokenizedSequence] = {}
         self._opened = 0
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         self._opened += 1
         self._sequences[self._opened] = RetokenizedSequence(self.model, self.target, self.draft, prompt, cache_salt)
         return Handle(self._opened, list(prompt))

@@ -257,12 +257,14 @@ class Speculation(TypedDict):
 
 
 class ServedModel(TypedDict):
-    """One name under which the model is served."""
+    """One name under which the model is served, or one of its LoRA adapters, whose parent is the model."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: str | None
     max_model_len: int
     speculation: Speculation
 

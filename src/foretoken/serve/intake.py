@@ -138,7 +138,7 @@ class Intake:
 
     def served_name(self, model: str | None) -> str:
         """Returns the model's name in the answer. Raises a 404 ApiError for a model that is not served."""
-        names = self.settings.model_names
+        names = self.settings.served_names
         if model is not None and model not in names:
             message = f"the model {model!r} is not served here; served: {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")

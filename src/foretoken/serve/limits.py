@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class ServerSettings:
 
     Args:
         model_names: Names of the model. Answers have the one that was asked for, the first if none was.
+        lora_modules: Paths of its LoRA adapters, by the names under which requests choose them.
         api_keys: Accepted API keys. Without keys and without a key file, no key is needed.
         key_file: A file of API keys with limits (``access.records``).
         allow_admin: Whether requests without a key, or with one of ``api_keys``, may change the server.
@@ -57,6 +58,7 @@ class ServerSettings:
     """
 
     model_names: Sequence[str] = ("foretoken",)
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
     api_keys: Sequence[str] = ()
     key_file: Path | None = None
     allow_admin: bool = False
@@ -76,6 +78,11 @@ class ServerSettings:
     strict: bool = False
     stored_responses: int | None = None
     stored_bytes: int | None = None
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names that requests may give as their model: the model's own, then those of its adapters."""
+        return (*self.model_names, *self.lora_modules)
 
 
 class LimitsMiddleware:

@@ -67,6 +67,8 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "foretoken",
+            "root": self.settings.lora_modules.get(name, llm.model),
+            "parent": self.settings.model_names[0] if name in self.settings.lora_modules else None,
             "max_model_len": self.intake.max_model_len,
             "speculation": {"default": llm.methods[0], "methods": list(llm.methods)},
         }
@@ -74,12 +76,12 @@ class Service:
     def names(self, request: Request) -> list[str]:
         """Returns the names of the model that the request's key may use."""
         access = access_of(request.scope)
-        return [name for name in self.settings.model_names if access.may_use(name)]
+        return [name for name in self.settings.served_names if access.may_use(name)]
 
     def check_allowed(self, name: str | None, request: Request) -> None:
         """Raises a 404 ApiError if the request's key may not use the model of this name; None is the first one."""
         wanted = name or self.settings.model_names[0]
-        if wanted in self.settings.model_names and not access_of(request.scope).may_use(wanted):
+        if wanted in self.settings.served_names and not access_of(request.scope).may_use(wanted):
             allowed = ", ".join(self.names(request)) or "none of those that are served here"
             message = f"this key may not use the model {wanted!r}; it may use: {allowed}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -109,7 +111,9 @@ class Service:
         salt = effective_salt(request.scope, getattr(body, "cache_salt", None))
         if getattr(body, "cache_prompt", None) is False:
             salt = secrets.token_hex(16)  # a scope of its own, in which nothing is cached yet
-        return replace(ready, params=replace(ready.params, cache_salt=salt))
+        name = getattr(body, "model", None)
+        lora = name if name in self.settings.lora_modules else None
+        return replace(ready, params=replace(ready.params, cache_salt=salt, lora=lora))
 
     async def generate(
         self,

@@ -118,7 +118,7 @@ class _Dispatch(Collector):
         services: list[Service] = [app.state.service for app in apps]
         self._services = services
         self._named: Mapping[str, FastAPI] = {
-            name: app for app, service in zip(apps, services, strict=True) for name in service.settings.model_names
+            name: app for app, service in zip(apps, services, strict=True) for name in service.settings.served_names
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,7 +16,7 @@ from foretoken.models.formats.prequantized import read_int8
 from foretoken.models.formats.quantize import Int8, Matrix, Quantizer, floats
 
 # Prefixes of a decoder's names beside the family's own: in a checkpoint of the bare model, and inside a multimodal one.
-_BASES = ("", "model.language_model.", "language_model.model.", "language_model.", "model.text_model.", "text_model.")
+BASES = ("", "model.language_model.", "language_model.model.", "language_model.", "model.text_model.", "text_model.")
 
 
 def located(weights: Container[str], names: TensorNames) -> tuple[str, str]:
@@ -25,7 +25,7 @@ def located(weights: Container[str], names: TensorNames) -> tuple[str, str]:
     They are the family's own, unless the checkpoint has the embedding under another prefix.
     """
     parts = ("weight", "_weight_qdata")
-    bases = (base for base in (names.base, *_BASES) for part in parts if f"{base}{names.embedding}.{part}" in weights)
+    bases = (base for base in (names.base, *BASES) for part in parts if f"{base}{names.embedding}.{part}" in weights)
     base = next(bases, names.base)
     heads = (base.removesuffix("model.") + names.head if base != names.base else names.head, names.head, "lm_head")
     return base, next((head for head in heads if any(f"{head}.{part}" in weights for part in parts)), names.head)

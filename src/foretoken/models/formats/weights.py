@@ -186,13 +186,12 @@ def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionW
     qkv, out = tuple(at + name for name in names.qkv), at + names.out
     rows = (1 + a.gated_attention) * wide + 2 * narrow
     weights, bias = reader.parts(qkv, rows, a.hidden), reader.bias(qkv, rows)
-    if a.gated_attention:
-        weights, bias = _gates_last(a, weights), None if bias is None else _bias_gates_last(a, bias)
-    if names.by_group:
-        order = _by_group(a)
-        weights, bias = (rows_of(weights[0], order, reader.dtype),), None if bias is None else bias[order]
+    if bias is not None and a.gated_attention:
+        bias = _bias_gates_last(a, bias)
+    if bias is not None and names.by_group:
+        bias = bias[_by_group(a)]
     return SelfAttentionWeights(
-        qkv=weights,
+        qkv=in_runtime_order(a, weights, reader.dtype),
         qkv_bias=bias,
         q_norm=_head_norm(a, reader, at + names.q_norm, a.heads),
         k_norm=_head_norm(a, reader, at + names.k_norm, a.kv_heads),
@@ -200,6 +199,19 @@ def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionW
         out_bias=reader.bias((out,), a.hidden),
         sinks=reader.floats(f"{at}self_attn.sinks", (a.heads,)) if a.sinks else None,
     )
+
+
+def in_runtime_order(a: Architecture, parts: tuple[Matrix, ...], dtype: torch.dtype) -> tuple[Matrix, ...]:
+    """Returns the rows of queries, keys and values as ``SelfAttentionWeights.qkv`` has them.
+
+    Args:
+        a: the architecture.
+        parts: the matrices as they are stored.
+        dtype: dtype of rows that have to be dequantized.
+    """
+    if a.gated_attention:
+        parts = _gates_last(a, parts)
+    return (rows_of(parts[0], _by_group(a), dtype),) if a.names.by_group else parts
 
 
 def _gates_last(a: Architecture, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:

@@ -8,7 +8,7 @@ verification.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -128,12 +128,12 @@ class EagleNet:
 
     # sequences
 
-    def open(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> HeadHandle:
+    def open(self, tokens: Sequence[int] = (), scope: Hashable = None) -> HeadHandle:
         """Opens a sequence, with the rows of the target's first ``tokens`` that are in the prefix cache.
 
-        Rows are shared only between sequences with the same ``cache_salt``.
+        Rows are shared only between sequences with the same ``scope``.
         """
-        slot, known = self._runner.acquire([*self._row_keys(tokens), _NEXT], cache_salt)
+        slot, known = self._runner.acquire([*self._row_keys(tokens), _NEXT], scope)
         return HeadHandle(slot, list(tokens[1 : known + 1]), known, root=tokens[0] if tokens else None)
 
     @property

@@ -49,6 +49,10 @@ class HFModel(WrappedModule):
             recurrent layers), counts rows instead of positions in its attention (ALiBi, GPT-Neo), or fails the check.
     """
 
+    no_adapters = (
+        "LoRA adapters are computed by the compiled runtime, and this model runs through transformers' modules"
+    )
+
     def __init__(self, module: Any, max_length: int | None = None) -> None:
         config = module.config.get_text_config()
         _refuse(module, config)
@@ -89,9 +93,17 @@ class HFModel(WrappedModule):
 
     # the contract
 
-    def open(self, prompt: Sequence[int], source: Sequence[int] = (), cache_salt: str | None = None) -> Handle:
+    def open(
+        self,
+        prompt: Sequence[int],
+        source: Sequence[int] = (),
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Handle:
         if source:
             raise InvalidRequest(NO_ENCODER)
+        if adapter is not None:
+            raise InvalidRequest(self.no_adapters)
         if not prompt:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
         return Handle(self._slots.acquire(), list(prompt))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import NO_ENCODER
+from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.runners.pass_plan import PassPlan
 
 
@@ -27,7 +28,29 @@ class Pass:
     taps: dict[int, Tensor] = field(default_factory=dict)
 
 
-class DecoderOnly:
+class WithoutAdapters:
+    """Base class of runners that compute no LoRA adapters.
+
+    Attributes:
+        not_compiled: why the compiled kernels do not compute the model.
+    """
+
+    not_compiled = "they are not asked to"
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """No adapters."""
+        return ()
+
+    def load_adapter(self, name: str, layers: Sequence[AdapterLayer]) -> None:
+        """Raises InvalidRequest: only the compiled kernels compute adapters."""
+        raise InvalidRequest(
+            "LoRA adapters are computed by the compiled kernels alone, and torch operators compute this model "
+            f"({self.not_compiled}); merge the adapter into the model with PEFT's merge_and_unload"
+        )
+
+
+class DecoderOnly(WithoutAdapters):
     """Base class of runners without an encoder, and with nothing but a KV cache."""
 
     @property
@@ -65,12 +88,15 @@ class Runner(Protocol):
     def state_bytes(self) -> int:
         """Bytes of a sequence's recurrent state, whatever its length; 0 if there is none."""
 
-    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+    def acquire(
+        self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
+    ) -> tuple[int, int]:
         """Takes the lowest free slot.
 
         Args:
             tokens: the prompt, for the prefix cache.
-            cache_salt: rows are shared only between prompts with the same salt.
+            scope: rows are shared only between prompts of the same scope and adapter.
+            adapter: the adapter of the sequence, one of ``adapters``; None for none.
 
         Returns:
             The slot, and the number of leading tokens whose rows it already holds.
@@ -81,6 +107,21 @@ class Runner(Protocol):
 
         Raises:
             InvalidRequest: the model has no encoder, or the source is too long for it.
+        """
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+
+    def load_adapter(self, name: str, layers: Sequence[AdapterLayer]) -> None:
+        """Loads an adapter under a name.
+
+        Args:
+            name: a name that no other adapter has.
+            layers: what it adds to each layer.
+
+        Raises:
+            InvalidRequest: the runner computes no adapters.
         """
 
     def release(self, slot: int) -> None:

@@ -50,20 +50,24 @@ def build_runner(
             recurrent layers and there are no compiled kernels for it.
     """
     check_packed(weight_format, dtype, device)
+    not_compiled = f"the device is {device.type}"
     if device.type == "cpu":
         try:
             compress = packs(architecture, dtype, weight_format)
             return NativeRunner(architecture, layers, ends, dtype, entry, compress, cache)
         except KernelsUnavailable as reason:
             fall_back(weight_format, reason)
-            if architecture.recurrence is not None:
-                raise InvalidRequest(_no_kernels(architecture, str(reason))) from reason
+            not_compiled = str(reason)
     if architecture.recurrence is not None:
-        raise InvalidRequest(_no_kernels(architecture, f"the device is {device.type}"))
+        raise InvalidRequest(_no_kernels(architecture, not_compiled))
     captured = entry is None and architecture.alibi is None and not architecture.has_experts and not architecture.sinks
+    runner: TorchRunner
     if device.type == "cuda" and captured:
-        return GraphRunner(architecture, layers, ends, dtype, device)
-    return TorchRunner(architecture, layers, ends, dtype, device, entry)
+        runner = GraphRunner(architecture, layers, ends, dtype, device)
+    else:
+        runner = TorchRunner(architecture, layers, ends, dtype, device, entry)
+    runner.not_compiled = not_compiled
+    return runner
 
 
 def _no_kernels(architecture: Architecture, reason: str) -> str:

@@ -6,7 +6,7 @@ distinguishes sequences. No row's logits depend on what shares the pass (see ``a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -160,7 +160,9 @@ class TorchRunner(DecoderOnly):
     def kv_bytes_per_token(self) -> int:
         return self.cache.kv_bytes_per_token
 
-    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+    def acquire(
+        self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
+    ) -> tuple[int, int]:
         return self.cache.acquire(), 0
 
     def release(self, slot: int) -> None:

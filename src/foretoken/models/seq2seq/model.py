@@ -26,6 +26,7 @@ from foretoken.models.seq2seq.weights import Seq2SeqWeights
 class EncoderDecoder(Decoder):
     """An encoder-decoder; its arguments are those of ``Decoder``."""
 
+    no_adapters = "LoRA adapters of encoder-decoders are not supported"
     architecture: Seq2SeqArchitecture
     runner: NativeSeq2SeqRunner | Seq2SeqRunner
 

@@ -5,7 +5,7 @@ decoder attends to the encoder's states, whose keys and values are computed once
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -71,7 +71,9 @@ class NativeSeq2SeqRunner(NativeRunner):
         view._forget_sources()
         return view
 
-    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+    def acquire(
+        self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
+    ) -> tuple[int, int]:
         slot, _ = super().acquire()
         beside, _ = self._sources.acquire()
         assert slot == beside
@@ -156,7 +158,7 @@ class StackRunner(NativeRunner):
         self._spec.embedding, self._spec.table = embedding
         self._held.extend((*description.held, owner))
         self.weight_bytes, self.product_bytes = description.weight_bytes, description.weight_bytes
-        self._finish(dtype)
+        self._finish()
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -5,7 +5,7 @@ The source's keys and values lie in a cache of their own, beside the text's, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from foretoken.models.base import NO_SOURCE, check_source
 from foretoken.models.families.seq2seq import Stack
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.attention import KEY_MULTIPLE, Geometry, attend, look_up
-from foretoken.models.runners.base import Pass
+from foretoken.models.runners.base import Pass, WithoutAdapters
 from foretoken.models.runners.linear import can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.seq2seq.encoder import Encoder
@@ -53,7 +53,7 @@ class AttentionMasks:
     keys: int
 
 
-class Seq2SeqRunner:
+class Seq2SeqRunner(WithoutAdapters):
     """A runner of torch operators, for every device and dtype that torch supports.
 
     Args:
@@ -107,7 +107,9 @@ class Seq2SeqRunner:
     def kv_bytes_per_token(self) -> int:
         return self._cache.kv_bytes_per_token
 
-    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+    def acquire(
+        self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
+    ) -> tuple[int, int]:
         slot, beside = self._cache.acquire(), self._sources.acquire()
         assert slot == beside
         return slot, 0

@@ -7,7 +7,7 @@ with their page within a bound of their own, evicted in the order of their last 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from foretoken.models.state.pages import PAGE, Page, Pages
 from foretoken.models.state.recurrent import RecurrentSlot, RecurrentStates, StateMemory, StateShape
@@ -93,8 +93,8 @@ class HybridState(Pages):
         self.snapshots.limit = max_bytes // (run + snapshot)
         super().enable_prefix_cache(max_bytes - self.snapshots.limit * snapshot)
 
-    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
-        number, _ = super().acquire(tokens, cache_salt)
+    def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
+        number, _ = super().acquire(tokens, scope)
         slot = self._slots[number]
         while slot.pages and slot.pages[-1].serial not in self.snapshots:
             slot.addresses.pop()

@@ -11,7 +11,7 @@ import ctypes
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -19,8 +19,8 @@ from foretoken.models.state.replay import ReplayPlan, Rows
 
 PAGE = 64  # cache rows of one page; csrc/specs.hpp has the same number
 
-# Identifies a page's content: the serial of the page before it (the cache_salt for the first page), and its tokens.
-Key = tuple[int | str | None, tuple[int, ...]]
+# Identifies a page's content: the serial of the page before it (the scope for the first page), and its tokens.
+Key = tuple[Hashable, tuple[int, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -47,14 +47,14 @@ class Slot:
     Attributes:
         pages: in the order of the sequence.
         addresses: their memory, as the kernels read it.
-        known: number of leading pages that sequences with the same ``cache_salt`` may share.
-        cache_salt: see ``Model.open``.
+        known: number of leading pages that sequences with the same ``scope`` may share.
+        scope: see ``Pages.acquire``.
     """
 
     pages: list[Page] = field(default_factory=list)
     addresses: array[int] = field(default_factory=lambda: array("Q"))
     known: int = 0
-    cache_salt: str | None = None
+    scope: Hashable = None
 
 
 class Pages:
@@ -80,10 +80,10 @@ class Pages:
         """Keeps pages for later prompts, within ``max_bytes`` for all pages; open slots may exceed the bound."""
         self.limit = max_bytes
 
-    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
+    def acquire(self, tokens: Sequence[int] = (), scope: Hashable = None) -> tuple[int, int]:
         """Takes the lowest free slot for a sequence that begins with ``tokens``.
 
-        Only pages with the same ``cache_salt`` are reused.
+        Only pages with the same ``scope``, which is no integer, are reused.
 
         Returns:
             The slot, and the number of leading tokens whose rows it holds: always fewer than ``tokens``.
@@ -93,8 +93,8 @@ class Pages:
             self._slots.append(Slot())
         number = heapq.heappop(self._free_slots)
         slot = self._slots[number]
-        slot.cache_salt = cache_salt
-        before: int | str | None = cache_salt
+        slot.scope = scope
+        before: Hashable = scope
         while self.limit is not None and (len(slot.pages) + 1) * PAGE < len(tokens):
             start = len(slot.pages) * PAGE
             page = self._known.get((before, tuple(tokens[start : start + PAGE])))
@@ -121,7 +121,7 @@ class Pages:
             return
         while (slot.known + 1) * PAGE <= rows:
             at = slot.known
-            before = slot.pages[at - 1].serial if at else slot.cache_salt
+            before = slot.pages[at - 1].serial if at else slot.scope
             key = before, tuple(tokens[at * PAGE : (at + 1) * PAGE])
             page, shared = slot.pages[at], self._known.get(key)
             if shared is None:

@@ -161,6 +161,18 @@ class ModelSpec(Structure):
     ]
 
 
+class LoraSpec(Structure):
+    """A low-rank product; without matrices there is none."""
+
+    _fields_ = [("down", Matrix), ("up", Matrix)]
+
+
+class LoraLayer(Structure):
+    """What an adapter adds to the products of one layer, by the names of their matrices."""
+
+    _fields_ = [(name, LoraSpec) for name in ("qkv", "out", "up", "down")]
+
+
 class ReplaySpec(Structure):
     """The steps of recurrent layers in a pass; the fields are those of ``state.replay.ReplayPlan``."""
 
@@ -179,6 +191,7 @@ class BatchSpec(Structure):
         *((name, c_void_p) for name in ("sequence_from", "pages", "outputs", "logits", "tap_layers", "taps")),
         ("features", c_void_p),
         ("replay", POINTER(ReplaySpec)),
+        ("adapters", c_void_p),
         ("source_pages", c_void_p),
         ("source_lengths", c_void_p),
         *((name, c_int32) for name in ("rows", "sequences", "output_count", "tap_count", "reach", "source_reach")),

@@ -198,7 +198,7 @@ class Description:
         )
 
     def _dense(self, weights: DenseMlpWeights, gated: bool) -> MlpSpec:
-        up = _halves(weights.up) if gated else weights.up
+        up = halves(weights.up) if gated else weights.up
         return MlpSpec(
             up=self._matrix(up, weights.up_bias, interleave=gated),
             down=self._matrix([weights.down], weights.down_bias),
@@ -208,7 +208,7 @@ class Description:
         e = weights.experts
         shared: dict[str, Matrix] = {}
         if weights.shared_down is not None:
-            shared["shared_up"] = self._matrix(_halves(weights.shared_up), interleave=True)
+            shared["shared_up"] = self._matrix(halves(weights.shared_up), interleave=True)
             shared["shared_down"] = self._matrix([weights.shared_down])
         router = RouterSpec(
             weights=self._hold(pack(self._arena, [weights.router], weights.router_bias)),
@@ -271,7 +271,7 @@ def _one_layout(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
     return joinable(grouped) if grouped else parts
 
 
-def _halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
+def halves(parts: Sequence[AnyMatrix]) -> Sequence[AnyMatrix]:
     """Returns gate and up as two matrices."""
     if len(parts) == 2:
         return parts

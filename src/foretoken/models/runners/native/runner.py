@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from ctypes import Structure
 from time import perf_counter
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass
 from foretoken.models.runners.native.bindings import (
@@ -28,10 +29,11 @@ from foretoken.models.runners.native.bindings import (
     RopeSpec,
     RouterSpec,
 )
-from foretoken.models.runners.native.build import library, packing_library
+from foretoken.models.runners.native.build import Kind, library, packing_library
 from foretoken.models.runners.native.cache import WeightCache
 from foretoken.models.runners.native.describe import Description
 from foretoken.models.runners.native.image import WeightImage
+from foretoken.models.runners.native.lora import PackedAdapter
 from foretoken.models.runners.native.memory import KINDS, Arena, padded
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.hybrid import HybridState
@@ -79,7 +81,7 @@ class NativeRunner(DecoderOnly):
         self.weight_bytes, self.product_bytes = description.weight_bytes, description.product_bytes
         if cache is not None:
             cache.keep(WeightImage(self._spec, self._arena.held, self._held), self._arena)
-        self._finish(dtype)
+        self._finish()
 
     @classmethod
     def cached(cls, architecture: Architecture, dtype: torch.dtype, cache: WeightCache) -> NativeRunner | None:
@@ -91,12 +93,15 @@ class NativeRunner(DecoderOnly):
             return None
         runner._held.append(image)
         runner._spec = image.spec
-        runner._finish(dtype)
+        runner._finish()
         return runner
 
     def _begin(self, architecture: Architecture, dtype: torch.dtype, entry: Entry | None) -> None:
         """Checks that the kernels support the model. Raises KernelsUnavailable."""
         a = self._architecture = architecture
+        self._dtype = dtype
+        self._adapters: dict[str, PackedAdapter] = {}
+        self._adapted: dict[int, str] = {}  # the adapter of each slot that has one
         if dtype not in (torch.float32, torch.bfloat16):
             raise KernelsUnavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
         if a.head_dim % LANES or a.head_dim > 512:
@@ -115,7 +120,7 @@ class NativeRunner(DecoderOnly):
         self._held: list[object] = []  # tensors and structures that the specification points to
         self.weight_bytes = self.product_bytes = 0  # of matrices and the embedding as they are held; 0: not known
 
-    def _finish(self, dtype: torch.dtype) -> None:
+    def _finish(self) -> None:
         """Loads the kernels for the specification, and makes room for what changes."""
         a = self._architecture
         self._ropes = (RopeSpec * max(1, len(a.frequencies)))()
@@ -123,9 +128,9 @@ class NativeRunner(DecoderOnly):
         self._head_alone = ModelSpec.from_buffer_copy(self._spec)  # for passes of features, without layers and norm
         self._head_alone.layer_count, self._head_alone.norm, self._head_alone.joined = 0, NormSpec(), 0
         self.kinds = _kinds(self._spec)
-        self._library = library(self.kinds, KINDS[dtype])
+        self._library = library(self.kinds, KINDS[self._dtype])
         self._workspace = self._library.foretoken_open()
-        self._row_bytes = 2 * a.kv_heads * a.head_dim * dtype.itemsize  # of one layer's keys and values
+        self._row_bytes = 2 * a.kv_heads * a.head_dim * self._dtype.itemsize  # of one layer's keys and values
         self._pages = self._new_pages()
         self._reach = 0
         self.threads = torch.get_num_threads()
@@ -136,11 +141,34 @@ class NativeRunner(DecoderOnly):
 
     # the runner's interface
 
-    def acquire(self, tokens: Sequence[int] = (), cache_salt: str | None = None) -> tuple[int, int]:
-        return self._pages.acquire(tokens, cache_salt)
+    def acquire(
+        self, tokens: Sequence[int] = (), scope: Hashable = None, adapter: str | None = None
+    ) -> tuple[int, int]:
+        if adapter is None:
+            return self._pages.acquire(tokens, scope)
+        slot, rows = self._pages.acquire(tokens, (scope, adapter))
+        self._adapted[slot] = adapter
+        return slot, rows
 
     def release(self, slot: int) -> None:
+        self._adapted.pop(slot, None)
         self._pages.release(slot)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self._adapters)
+
+    def load_adapter(self, name: str, layers: Sequence[AdapterLayer]) -> None:
+        self._multiply_floats()
+        self._adapters[name] = PackedAdapter(self._architecture, layers)
+
+    def _multiply_floats(self) -> None:
+        """Loads the kernels of float32 matrices, which adapters are, unless they are loaded."""
+        if Kind.FLOAT32 not in self.kinds:
+            self.kinds.add(Kind.FLOAT32)
+            self._library.foretoken_close(self._workspace)
+            self._library = library(self.kinds, KINDS[self._dtype])
+            self._workspace = self._library.foretoken_open()
 
     def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
         self._pages.publish(slot, tokens, rows)
@@ -195,6 +223,8 @@ class NativeRunner(DecoderOnly):
         arrays["pages"] = array("Q", [self._pages.reserve(p.slot, p.first, p.first + p.count) for p in plan.parts])
         arrays["tap_layers"] = array("i", tapped)
         arrays["taps"] = array("Q", [tensor.data_ptr() for tensor in tapped.values()])
+        if self._adapted:
+            arrays["adapters"] = self._adapters_of(plan.parts)
         features = plan.features.float().contiguous() if plan.features is not None else None
         steps = self._pages.plan(plan.parts)
         batch = BatchSpec(
@@ -214,6 +244,12 @@ class NativeRunner(DecoderOnly):
         self._pages.finish()
         return Pass(logits_out[:, : a.vocab] if logits_out is not None else None, tapped)
 
+    def _adapters_of(self, parts: Sequence[Part]) -> array[int]:
+        """Returns the address of each sequence's adapter, 0 for none."""
+        self._multiply_floats()
+        names = [self._adapted.get(part.slot) for part in parts]
+        return array("Q", [0 if name is None else self._adapters[name].address for name in names])
+
     def _beside(self, plan: PassPlan) -> dict[str, array[int]]:
         """Returns arrays of a pass beside those of ``_arrays``, or in place of them."""
         return {}
@@ -223,6 +259,7 @@ class NativeRunner(DecoderOnly):
         view._architecture = architecture
         view._held = [self._held, self._spec]  # both specifications point to these
         view._workspace = self._library.foretoken_open()
+        view.kinds, view._adapted = set(self.kinds), {}
         view._spec = ModelSpec.from_buffer_copy(self._spec)
         view._spec.layer_count = architecture.layers
         if norm is not None:

@@ -31,6 +31,24 @@ inline void put_floats(const Matrix& w, Word* words, int64_t at, Floats v) {
     else put_input<BF16>(words, at, v);
 }
 
+// What is added to the products of some rows: for each row the numbers of all outputs, or null. Nothing is added to a row
+// that has none, not even zero, so that its bits stay as they are.
+struct Added {
+    const float* const* rows = nullptr;  // null: no row has any
+
+    void operator()(int row, int64_t unit, Floats& low, Floats& high) const {
+        if (!rows || !rows[row]) return;
+        const float* at = rows[row] + unit * BLOCKS * LANES;
+        low = low + load(at), high = high + load(at + LANES);
+    }
+};
+
+// Loads sixteen floats of an input row of a float kind; see ``put_floats``.
+inline Floats get_floats(const Matrix& w, const Word* words, int64_t at) {
+    if (w.kind == F32 || input_words((Kind)w.kind) == 2) return load((const float*)words + at);
+    return get<BF16>(words, at);
+}
+
 // Stores the two blocks of a unit in rows of floats, with the strides of a row and a unit.
 struct RowStore {
     float* to;
@@ -40,8 +58,10 @@ struct RowStore {
     float cap = 0.0f;      // of logits; 0: none
     int64_t unit_stride = BLOCKS * LANES;
     int64_t first_unit = 0;  // whose numbers are the first of a row
+    Added added{};
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
+        added(row, unit, low, high);
         float* at = to + row * row_stride + (unit - first_unit) * unit_stride;
         low = low * floats(factor), high = high * floats(factor);
         if (add) {
@@ -69,8 +89,10 @@ struct ActivatedStore {
     int64_t first_unit = 0;  // whose numbers are the first of a row
     float limit = 0.0f;      // of gate and up in gpt-oss's activation; 0: activation(gate) * up
     float slope = 0.0f;
+    Added added{};
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
+        added(row, unit, low, high);
         unit -= first_unit;
         if (gated) return keep(row, unit * LANES, limit != 0.0f ? clamped_gate(low, high, limit, slope) : activate(low, activation) * high);
         keep(row, unit * BLOCKS * LANES, activate(low, activation));

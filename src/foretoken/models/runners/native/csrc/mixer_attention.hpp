@@ -44,8 +44,10 @@ struct AttentionMixer {
     }
 
     // Computes queries, and writes keys and values of all rows to the cache.
-    void enter(const AttentionSpec& layer, const Input& x) {
-        p.multiply(layer.qkv, x, p.b.rows, {qkv, qkv_width});
+    void enter(const AttentionSpec& layer, const Input& x, const Added& added) {
+        RowStore store{qkv, qkv_width};
+        store.added = added;
+        p.multiply(layer.qkv, x, p.b.rows, store);
         if (layer.q_norm && m.norm_heads == ALL_HEADS) normalize_all(layer);
         spread(layer);
     }
@@ -105,10 +107,13 @@ struct AttentionMixer {
     }
 
     // Adds the output to the residual stream.
-    void leave(const LayerSpec& of) { add(of.attention.out, of.after_mixer); }
+    void leave(const LayerSpec& of, int number) {
+        const Matrix& out = of.attention.out;
+        add(out, of.after_mixer, p.added_to(number, &LoraLayer::out, out, ATTENDED, mixed, heads_width));
+    }
 
-    void add(const Matrix& out, const NormSpec& norm) {
-        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, heads_width), norm);
+    void add(const Matrix& out, const NormSpec& norm, const Added& added = {}) {
+        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, heads_width), norm, added);
     }
 
    private:

@@ -16,21 +16,24 @@ struct DenseMlp {
     }
 
     // Computes the input of `down` from the residual stream.
-    void enter(const LayerSpec& layer) {
+    void enter(const LayerSpec& layer, int number) {
         const MlpSpec& mlp = layer.dense;
+        const Added added = p.added_to_normed(number, &LoraLayer::up, layer.mlp_norm);
         p.clear_tails(mlp.down, ACTIVATED, inner_width);  // before `normed`, which the product must follow at once
         const Input x = p.normed(mlp.up, layer.mlp_norm);
         Loop units = p.member.begin(mlp.up.units, units_at_once(mlp.up, p.b.rows, p.member.threads));
         const bool gated = layer.mlp == GATED;
-        functions(mlp.up).activated(mlp.up, x, p.b.rows, units,
-                                    {mlp.down, p.inputs[ACTIVATED], inner, inner_width, p.m.activation, gated});
+        ActivatedStore store{mlp.down, p.inputs[ACTIVATED], inner, inner_width, p.m.activation, gated};
+        store.added = added;
+        functions(mlp.up).activated(mlp.up, x, p.b.rows, units, store);
         p.member.end(units);
     }
 
     // Adds the output to the residual stream.
-    void leave(const LayerSpec& layer) {
+    void leave(const LayerSpec& layer, int number) {
         const Matrix& down = layer.dense.down;
-        p.residual(down, is_float(down) ? p.input(down, ACTIVATED) : p.encoded(down, ACTIVATED, inner, inner_width),
-                   layer.after_mlp);
+        const Added added = p.added_to(number, &LoraLayer::down, down, ACTIVATED, inner, inner_width);
+        const Input x = is_float(down) ? p.input(down, ACTIVATED) : p.encoded(down, ACTIVATED, inner, inner_width);
+        p.residual(down, x, layer.after_mlp, added);
     }
 };

@@ -54,7 +54,7 @@ struct Pass {
             if (!p.b.rows) break;
             mixes(layer) ? attention.mix(layer) : recurrent.mix(layer);
             if (layer.parallel) enter_mlp(layer, number);
-            mixes(layer) ? attention.leave(layer) : recurrent.leave(layer);
+            mixes(layer) ? attention.leave(layer, number) : recurrent.leave(layer);
             if (layer.cross.attention.qkv.data) cross.run(layer.cross);
             if (!layer.parallel) enter_mlp(layer, number);
             leave_mlp(layer, number);
@@ -69,18 +69,20 @@ struct Pass {
 
     void enter_mlp(const LayerSpec& layer, int number) {
         if (layer.mlp == EXPERTS) experts.enter(layer, number);
-        else dense.enter(layer);
+        else dense.enter(layer, number);
     }
 
     void leave_mlp(const LayerSpec& layer, int number) {
         if (layer.mlp == EXPERTS) experts.leave(layer, number);
-        else dense.leave(layer);
+        else dense.leave(layer, number);
     }
 
     void enter_mixer(const LayerSpec& layer, int number) {
         if (!mixes(layer)) return recurrent.enter(layer);
         const Matrix& qkv = layer.attention.qkv;
-        attention.enter(layer.attention, m.joined && number == 0 ? start.joined(qkv, layer.norm) : p.normed(qkv, layer.norm));
+        const Added added = p.added_to_normed(number, &LoraLayer::qkv, layer.norm);
+        const Input x = m.joined && number == 0 ? start.joined(qkv, layer.norm) : p.normed(qkv, layer.norm);
+        attention.enter(layer.attention, x, added);
     }
 
     // Removes the rows without logits; the others move up, in order.
@@ -96,6 +98,7 @@ struct Pass {
         p.b = answered;
         attention.rows_left();
         cross.rows_left();
+        p.lora.rows_left();
     }
 
     void tap(int number) {

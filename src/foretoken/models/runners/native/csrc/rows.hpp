@@ -3,8 +3,7 @@
 // The residual stream is float32; inputs of products are rounded to the kind of the weights.
 #pragma once
 
-#include "norms.hpp"
-#include "workspace.hpp"
+#include "lora.hpp"
 
 constexpr int REPEATED_ROWS = 4;  // up to this many rows, every thread prepares its own copy, which saves a loop
 
@@ -20,16 +19,19 @@ struct Rows {
     float *hidden, *branch;  // the residual stream; what is normalized before it is added
     Word *own, *inputs[3];   // this thread's copies of rows; rows of products' inputs
     float* input_scales;
+    Lora lora;
 
     Rows(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
         : m(m), b(b), member(member), widest(m), width(padded(m.hidden, 32)), hidden((float*)w.hidden.data),
           branch((float*)w.branch.data), own((Word*)w.own_words[member.thread].data),
-          inputs{(Word*)w.normed.data, (Word*)w.attended.data, (Word*)w.activated.data}, input_scales((float*)w.scales.data) {}
+          inputs{(Word*)w.normed.data, (Word*)w.attended.data, (Word*)w.activated.data}, input_scales((float*)w.scales.data),
+          lora(m, w, member) {}
 
     // Allocates the memory, before threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t width = padded(m.hidden, 32);
         const Widest widest(m);
+        Lora::reserve(m, b, w);
         w.hidden.room<float>(b.rows * width);
         w.branch.room<float>(b.rows * width);
         w.scales.room<float>(b.rows * widest.scales);
@@ -89,13 +91,30 @@ struct Rows {
     }
 
     // Adds a product to the residual stream. A norm is that of the product, or of the sum.
-    void residual(const Matrix& w, const Input& x, const NormSpec& norm) {
-        if (norm && !m.norm_sums) {
-            multiply(w, x, b.rows, {branch, width});
-            return add_branch(norm);
-        }
-        multiply(w, x, b.rows, {hidden, width, true, m.residual_scale});
+    void residual(const Matrix& w, const Input& x, const NormSpec& norm, const Added& added = {}) {
+        const bool branches = norm && !m.norm_sums;
+        RowStore store{branches ? branch : hidden, width};
+        store.added = added;
+        if (!branches) store.add = true, store.factor = m.residual_scale;
+        multiply(w, x, b.rows, store);
+        if (branches) return add_branch(norm);
         if (norm) member.each(b.rows, 1, [&](int64_t r) { normalize(m, hidden + r * width, norm, m.hidden, hidden + r * width); });
+    }
+
+    // What adapters add to a product of the residual stream after a norm.
+    Added added_to_normed(int layer, LoraSpec LoraLayer::*product, const NormSpec& norm) {
+        return lora(layer, product, m.hidden, [&](int64_t row, float* to) {
+            normalize(m, hidden + row * width, norm, m.hidden, to);
+        });
+    }
+
+    // What adapters add to a product with `w`, whose input are rows of `count` floats, or of words if `w` is of a float kind.
+    Added added_to(int layer, LoraSpec LoraLayer::*product, const Matrix& w, InputNumber number, const float* from, int64_t count) {
+        return lora(layer, product, count, [&](int64_t row, float* to) {
+            if (!is_float(w)) return (void)std::memcpy(to, from + row * count, sizeof(float) * count);
+            const Word* words = inputs[number] + row * input_stride(w);
+            for (int64_t i = 0; i < count; i += LANES) store(to + i, get_floats(w, words, i));
+        });
     }
 
     // Adds `branch` to the residual stream after a norm.

@@ -135,6 +135,17 @@ struct ModelSpec {
 // Norms of queries and keys: of each head before or after its rotation, or of all heads together before it.
 enum HeadNorm : int32_t { BEFORE_ROTATION = 0, AFTER_ROTATION = 1, ALL_HEADS = 2 };
 
+// A low-rank product that is added to one of a layer's: up (down x), both matrices float32 (LoRA, 2106.09685). `up` has the
+// outputs of the layer's own matrix, in their order. Without data there is none.
+struct LoraSpec {
+    Matrix down, up;
+};
+
+// What an adapter adds to one layer: to the product with the matrix of the same name.
+struct LoraLayer {
+    LoraSpec qkv, out, up, down;
+};
+
 // The steps of recurrent layers in a pass; models/state/replay.py describes the fields.
 struct ReplaySpec {
     const int32_t *first_step, *sources, *targets, *saves, *inputs;
@@ -162,6 +173,7 @@ struct BatchSpec {
     float* const* taps;                            // [tap_count] -> [rows][hidden]
     const float* features;                         // [rows][hidden]; start of the residual stream, or null
     const ReplaySpec* replay;                      // the steps of recurrent layers, or null
+    const LoraLayer* const* adapters;              // [sequences]; the layers of each sequence's adapter, or null; null: none
     Word* const* const* source_pages;              // [sequences]; keys and values of an encoder's states, or null
     const int32_t* source_lengths;                 // [sequences]
     int32_t rows, sequences, output_count, tap_count, reach;

@@ -63,6 +63,36 @@ struct ExpertRoom {
     std::vector<int32_t>* active = nullptr;  // of the pass that runs
 };
 
+// Rows of one adapter beside each other, at most `Adapted::TILE_ROWS` of them.
+struct AdapterRows {
+    const LoraLayer* layers;
+    int32_t first, last;
+};
+
+// The rows of a pass that have an adapter, those of each adapter beside each other.
+struct Adapted {
+    static constexpr int TILE_ROWS = 16;
+    std::vector<AdapterRows> tiles;
+    std::vector<int32_t> rows;          // of the pass
+    std::vector<const float*> added;    // [rows of the pass]; see `Added`
+
+    void plan(const BatchSpec& b) {
+        tiles.clear(), rows.clear(), added.assign(b.adapters ? b.rows : 0, nullptr);
+        for (int s = 0; b.adapters && s < b.sequences; s++)
+            if (b.adapters[s] && std::find(b.adapters, b.adapters + s, b.adapters[s]) == b.adapters + s) gather(b, b.adapters[s], s);
+    }
+
+   private:
+    // Adds the rows of all sequences with an adapter. sequence: the first of them.
+    void gather(const BatchSpec& b, const LoraLayer* adapter, int sequence) {
+        const int start = (int)rows.size();
+        for (int s = sequence; s < b.sequences; s++)
+            for (int row = b.sequence_from[s]; b.adapters[s] == adapter && row < b.sequence_from[s + 1]; row++) rows.push_back(row);
+        for (int first = start; first < (int)rows.size(); first += TILE_ROWS)
+            tiles.push_back({adapter, first, std::min(first + TILE_ROWS, (int)rows.size())});
+    }
+};
+
 // Buffers of one model. The names are those of the pass and its blocks.
 struct Workspace {
     Buffer hidden, embedded, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
@@ -72,4 +102,6 @@ struct Workspace {
     SourcePlan sources, answered_sources;
     std::vector<QueryTile> tiles, answered_tiles;
     ExpertRoom experts;
+    Adapted adapted, answered_adapted;
+    Buffer lora_inputs, lora_inner, lora_added;
 };

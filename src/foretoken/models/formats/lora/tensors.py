@@ -1,0 +1,171 @@
+"""The matrices of an adapter, in the order of the runtime's products."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.formats.checkpoint import PICKLES
+from foretoken.models.formats.finite import check_finite
+from foretoken.models.formats.lora.modules import PRODUCTS, LinearModule, Product, linear_modules
+from foretoken.models.formats.lora.settings import LoraSettings, read_settings
+from foretoken.models.formats.quantize import Matrix
+from foretoken.models.formats.reader import BASES
+from foretoken.models.formats.weights import in_runtime_order
+
+TENSORS = "adapter_model.safetensors"
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A low-rank product that is added to one of a layer's: up (down x).
+
+    Attributes:
+        down: float32 [rank, in]; the rank is the sum of those of the product's modules.
+        up: float32 [out, rank] in parts, as the matrices of the product; the scale is in it.
+    """
+
+    down: Tensor
+    up: tuple[Matrix, ...]
+
+
+AdapterLayer = dict[Product, LowRank]
+"""What an adapter adds to the products of one layer."""
+
+
+def read_adapter(folder: Path, architecture: Architecture) -> list[AdapterLayer]:
+    """Reads an adapter in PEFT's format for a decoder. Returns what it adds to each layer.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged, its weights are pickles, or they do not fit the model. Nothing
+            that the adapter has is left out.
+    """
+    settings = read_settings(folder)
+    with _opened(folder) as file:
+        return _Reader(folder, settings, file, architecture).layers()
+
+
+class _Reader:
+    """Reads the matrices of one adapter.
+
+    Args:
+        folder: the adapter.
+        settings: its settings.
+        file: its open tensors.
+        a: the decoder.
+    """
+
+    def __init__(self, folder: Path, settings: LoraSettings, file: Any, a: Architecture) -> None:
+        self._folder, self._settings, self._file, self._a = folder, settings, file, a
+        self._products = [dict(linear_modules(a, layer)) for layer in range(a.layers)]
+        self._known = {m.name for layer in self._products for modules in layer.values() for m in modules}
+        self._prefix = ""
+        self._check_names(file.keys())
+
+    def layers(self) -> list[AdapterLayer]:
+        """Returns what the adapter adds to each layer."""
+        return [
+            {kind: product for kind in PRODUCTS if (product := self._product(kind, layer.get(kind, []))) is not None}
+            for layer in self._products
+        ]
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Finds the prefix of the modules' names.
+
+        Raises:
+            ModelLoadError: the tensors are not those that the settings name.
+        """
+        found: dict[str, set[str]] = {}
+        for name in sorted(names):
+            if (parsed := _NAME.fullmatch(name)) is None:
+                raise self._wrong(f"the tensor {name!r}, which is not supported: LoRA is computed on linear layers")
+            found.setdefault(parsed["module"], set()).add(parsed["part"])
+        if not found:
+            raise self._wrong("no tensors")
+        for module, parts in found.items():
+            self._prefix = self._prefix_of(module)
+            if len(parts) < 2:
+                raise self._wrong(f"only one of the two matrices of {module!r}")
+        wanted = set(found)
+        if self._settings.target_modules is not None:
+            wanted = self._settings.targets(self._prefix + name for name in self._known)
+        if missing := sorted(wanted - found.keys()):
+            raise self._wrong(f"no tensors of {missing[0]!r}, which target_modules names; is it complete?")
+        if extra := sorted(found.keys() - wanted):
+            raise self._wrong(f"tensors of {extra[0]!r}, which target_modules does not name")
+
+    def _prefix_of(self, module: str) -> str:
+        """Returns the prefix of a module's name. Raises ModelLoadError for a module that no adapter may change."""
+        for base in sorted({self._a.names.base, *BASES}, key=len, reverse=True):
+            if module.startswith(base) and module.removeprefix(base) in self._known:
+                return base
+        raise self._wrong(
+            f"the module {module!r}, and adapters may only change linear layers of attention and dense MLPs of this "
+            f"model (type {self._a.family!r}), such as {min(self._known, default='none')!r}"
+        )
+
+    def _product(self, kind: Product, modules: Sequence[LinearModule]) -> LowRank | None:
+        pairs = [self._pair(module) for module in modules]
+        ranks = [0 if pair is None else len(pair[0]) for pair in pairs]
+        if not sum(ranks):
+            return None
+        down = torch.cat([pair[0] for pair in pairs if pair is not None])
+        parts, first = [], 0
+        for module, pair, rank in zip(modules, pairs, ranks, strict=True):
+            up = torch.zeros(module.rows, sum(ranks))
+            if pair is not None:
+                up[:, first : first + rank] = pair[1]
+            parts.append(up)
+            first += rank
+        up_parts: tuple[Matrix, ...] = tuple(parts)
+        return LowRank(down, in_runtime_order(self._a, up_parts, torch.float32) if kind == "qkv" else up_parts)
+
+    def _pair(self, module: LinearModule) -> tuple[Tensor, Tensor] | None:
+        """Returns a module's matrices [rank, in] and [out, rank], the second one scaled; None if it has none."""
+        name = self._prefix + module.name
+        rank = self._settings.rank(name)
+        down = self._matrix(f"base_model.model.{name}.lora_A.weight", (rank, module.columns))
+        up = self._matrix(f"base_model.model.{name}.lora_B.weight", (module.rows, rank))
+        return None if down is None or up is None else (down, up * self._settings.scale(name))
+
+    def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor | None:
+        if name not in self._file.keys():  # noqa: SIM118 (not a mapping)
+            return None
+        stored = tuple(self._file.get_slice(name).get_shape())
+        if stored != shape:
+            raise self._wrong(f"{name!r} of the shape {stored}; model and adapter_config.json say {shape}")
+        tensor: Tensor = self._file.get_tensor(name)
+        if not tensor.is_floating_point():
+            raise self._wrong(f"{name!r} of {tensor.dtype}; expected floats")
+        check_finite(name, tensor, str(self._folder))
+        return tensor.float()
+
+    def _wrong(self, what: str) -> ModelLoadError:
+        return ModelLoadError(f"the adapter in {self._folder} has {what}")
+
+
+def _opened(folder: Path) -> Any:
+    """Opens an adapter's tensors. Raises ModelLoadError."""
+    from safetensors import safe_open
+
+    file = folder / TENSORS
+    if not file.is_file():
+        if pickles := sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)):
+            raise ModelLoadError(
+                f"{folder} has its weights only as a pickle ({pickles[0]}), which can run code when it is read; where "
+                "you trust it, save the adapter again: PeftModel.from_pretrained(MODEL, SRC).save_pretrained(DST)"
+            )
+        raise ModelLoadError(f"{folder} has no {TENSORS}; expected the folder of a PEFT adapter")
+    try:
+        return safe_open(str(file), framework="pt")
+    except Exception as error:  # safetensors raises its own and OSError kinds
+        raise ModelLoadError(f"{file} is truncated or not a safetensors file ({error}); save it again") from error

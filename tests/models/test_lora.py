@@ -1,0 +1,291 @@
+"""LoRA adapters: logits equal PEFT's, bits depend on no neighbour, and what does not fit is refused whole."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretoken.core.draft import Draft
+from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.models.base import Model
+from foretoken.models.loading import load_model
+from foretoken.models.state.pages import PAGE
+
+from . import dense
+from .adapters import ATTENTION, MLP, merge, save_adapter
+from .tiny import ARCHITECTURES, GROUPED, Tiny, only_runner
+from .trees import repeating
+
+DRAFTS = [Draft.chain([7, 8, 9]), Draft.empty(), repeating([-1, -1, 0, 0, 1], 20), Draft.chain([5])]
+# By family: the modules, and PEFT's further settings.
+FAMILIES: dict[str, tuple[list[str] | str, dict[str, Any]]] = {
+    "llama": ("all-linear", {"use_rslora": True, "rank_pattern": {"gate_proj": 3}, "alpha_pattern": {"o_proj": 5}}),
+    "qwen2": (r".*\.layers\.1\.(self_attn|mlp)\.(q|v|down)_proj", {"r": 40}),
+    "gemma2": (["q_proj", "v_proj", "down_proj"], {"layers_to_transform": [1], "layers_pattern": "layers"}),
+    "phi3": (["qkv_proj", "gate_up_proj"], {}),
+    "dense: gpt2": (["c_attn", "mlp.c_proj"], {"fan_in_fan_out": True}),
+    "dense: gpt_neox": (["query_key_value", "dense", "dense_h_to_4h"], {}),
+    "dense: falcon, two norms": (["query_key_value", "dense_4h_to_h"], {}),
+    "dense: cohere": (["q_proj", "o_proj", "gate_proj"], {"exclude_modules": ["layers.0.mlp.gate_proj"]}),
+    "qwen3-next": (["q_proj", "v_proj", "o_proj"], {}),
+}
+
+
+def text(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, 101) for _ in range(length)]
+
+
+def logits(model: Model, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> list[Tensor]:
+    """Logits of one pass over all prompts with their drafts."""
+    handles = [model.open(prompt, adapter=adapter) for prompt, adapter in zip(prompts, adapters, strict=True)]
+    try:
+        return [scores.logits.clone() for scores in model.score(handles, DRAFTS[: len(handles)])]
+    finally:
+        for handle in handles:
+            model.close(handle)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose widths need padding, with heads of keys that fill half a unit."""
+    sizes = {"num_key_value_heads": 1, "head_dim": 16, "hidden_size": 72, "intermediate_size": 44}
+    return Tiny("Llama", {**GROUPED, **sizes}).save(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters of several ranks on several modules."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "attention": save_adapter(folder / "attention", llama, ATTENTION, rank=4, seed=1),
+        "mlp": save_adapter(folder / "mlp", llama, MLP, rank=33, seed=2),
+        "all": save_adapter(folder / "all", llama, ATTENTION + MLP, rank=1, seed=3),
+        "queries": save_adapter(folder / "queries", llama, ["q_proj"], rank=8, seed=4),
+    }
+
+
+def load(path: Path, adapters: dict[str, Path], dtype: str = "float32", **options: Any) -> Model:
+    with only_runner("compiled"):
+        model = load_model(path, dtype, "cpu", "native", **options)
+    for name, folder in adapters.items():
+        model.load_adapter(name, folder)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_greedy_tokens_equal_pefts(family: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    targets, settings = FAMILIES[family]
+    base = dense.module(family[7:]) if family.startswith("dense: ") else ARCHITECTURES[family].build()
+    base.save_pretrained(tmp_path / "model")
+    model = load(tmp_path / "model", {})
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": targets, **settings})
+    module = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    module.save_pretrained(tmp_path / "adapter")
+    model.load_adapter("x", tmp_path / "adapter")
+    prompts = [text(9, 0), text(30, 1), text(1, 2)]
+    for prompt, draft, scores in zip(prompts, DRAFTS, logits(model, prompts, ["x"] * 3), strict=False):
+        paths = [[*prompt, *(draft.ids[node] for node in draft.path(end))] for end in range(-1, len(draft))]
+        with torch.no_grad():
+            expected = torch.stack([module(torch.tensor([path])).logits[0, -1] for path in paths])
+        assert (scores - expected).abs().max() < 1e-4
+        assert torch.equal(scores.argmax(-1), expected.argmax(-1))
+    plain = logits(model, prompts, [None] * 3)
+    assert min(float((a - b).abs().max()) for a, b in zip(plain, logits(model, prompts, ["x"] * 3), strict=True)) > 0.01
+
+
+def test_logits_equal_those_of_a_merged_checkpoint(llama: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    model, prompts = load(llama, adapters), [text(5, 0), text(300, 1), text(1, 2), text(7, 3)]
+    for (name, folder), prompt in zip(adapters.items(), prompts, strict=True):
+        merged = load(merge(llama, folder, tmp_path / name), {})
+        assert (logits(model, [prompt], [name])[0] - logits(merged, [prompt], [None])[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "packed", "int8", "int4"])
+def test_no_bit_depends_on_the_other_rows_and_their_adapters(
+    llama: Path, adapters: dict[str, Path], numbers: str
+) -> None:
+    torch.set_num_threads(2)
+    options: dict[str, Any] = {}
+    if numbers.startswith("int"):
+        options = {"quantization": numbers}
+    elif numbers == "packed":
+        options = {"weight_format": numbers}
+    model = load(llama, {}, "float32" if numbers == "float32" else "bfloat16", **options)
+    prompts = [text(5, 0), text(40, 1), text(1, 2), text(270, 3)]
+    before = logits(model, prompts, [None] * 4)
+    for name, folder in adapters.items():
+        model.load_adapter(name, folder)
+    batches: list[list[str | None]] = [
+        ["attention", "mlp", None, "all"],
+        ["queries", None, "queries", "attention"],
+        [None, "all", "all", None],
+    ]
+    for names in batches:
+        together = logits(model, prompts, names)
+        for i, name in enumerate(names):
+            assert torch.equal(together[i], before[i]) == (name is None)
+            handle = model.open(prompts[i], adapter=name)
+            (alone,) = model.score([handle], [DRAFTS[i]])
+            model.close(handle)
+            assert torch.equal(together[i], alone.logits), (i, name)
+
+
+def test_a_slot_forgets_its_adapter(llama: Path, adapters: dict[str, Path]) -> None:
+    model = load(llama, adapters)
+    plain = logits(model, [text(9, 0)], [None])
+    logits(model, [text(9, 0)], ["all"])
+    assert torch.equal(logits(model, [text(9, 0)], [None])[0], plain[0])
+
+
+def test_pages_are_shared_within_an_adapter_only(llama: Path, adapters: dict[str, Path]) -> None:
+    model, prompt = load(llama, adapters), text(2 * PAGE + 5, 0)
+    assert model.enable_prefix_cache(2**24)
+    names = [None, "all", "mlp"]
+    expected: dict[str | None, Tensor] = {}
+    for cached, salt in ((0, None), (2 * PAGE, None), (0, "salt")):
+        for name in names:
+            handle = model.open(prompt, cache_salt=salt, adapter=name)
+            assert handle.cached == cached
+            (scores,) = model.score([handle], [DRAFTS[0]])
+            assert torch.equal(scores.logits, expected.setdefault(name, scores.logits))
+            model.commit([handle], [[5]])
+            model.close(handle)
+    model.check()
+
+
+def test_an_early_exit_has_the_adapters_of_its_model(llama: Path, adapters: dict[str, Path]) -> None:
+    from foretoken.models.decoder import Decoder
+    from foretoken.models.early_exit import EarlyExit, Exit
+
+    whole = load(llama, {})
+    assert isinstance(whole, Decoder)
+    half = EarlyExit(whole, Exit(1, None, None))
+    for name, folder in adapters.items():
+        whole.load_adapter(name, folder)
+    assert half.adapters == tuple(adapters)
+    prompts = [text(5, 0), text(9, 1)]
+    plain, adapted = logits(half, prompts, [None, None]), logits(half, prompts, [None, "all"])
+    assert torch.equal(plain[0], adapted[0]) and not torch.equal(plain[1], adapted[1])
+
+
+def test_unknown_and_taken_names_are_refused(llama: Path, adapters: dict[str, Path]) -> None:
+    model = load(llama, adapters)
+    with pytest.raises(InvalidRequest, match="'other' is not loaded; loaded: attention, mlp, all, queries"):
+        model.open([1, 2], adapter="other")
+    with pytest.raises(InvalidRequest, match="a LoRA adapter 'mlp' already"):
+        model.load_adapter("mlp", adapters["all"])
+
+
+def test_other_runtimes_refuse_adapters_with_the_reason(llama: Path, adapters: dict[str, Path]) -> None:
+    with only_runner("torch"):
+        model = load_model(llama, "float32", "cpu", "native")
+    with pytest.raises(InvalidRequest, match="compiled kernels alone, and torch operators compute this model"):
+        model.load_adapter("x", adapters["all"])
+    with pytest.raises(InvalidRequest, match="runs through transformers' modules"):
+        load_model(llama, "float32", "cpu", "hf").load_adapter("x", adapters["all"])
+
+
+Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
+LAYER = "base_model.model.model.layers.0"
+
+
+def renamed(old: str, new: str) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[f"{LAYER}.{new}"] = tensors.pop(f"{LAYER}.{old}")
+
+    return change
+
+
+def setting(**values: Any) -> Change:
+    return lambda config, tensors: config.update(values)
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "DoRA": (setting(use_dora=True), "asks for DoRA, which is not supported; merge it"),
+    "whole modules": (setting(modules_to_save=["lm_head"]), "modules that were trained whole"),
+    "biases": (setting(bias="all"), r"trained biases \(bias='all'\)"),
+    "experts": (setting(target_parameters=["experts.down_proj"]), "such as those of experts"),
+    "another method": (setting(peft_type="IA3"), "an adapter of the type 'IA3'"),
+    "changed weights": (setting(init_lora_weights="pissa_niter_4"), "has changed"),
+    "rank": (setting(r=0), "r = 0, which should be greater"),
+    "other rank": (setting(r=5), r"lora_A.weight' of the shape \(4, 72\); model and adapter_config.json say \(5, 72\)"),
+    "pattern": (setting(target_modules="(q_proj"), "no regular expression"),
+    "missing": (setting(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]), "no tensors of .*up_proj"),
+    "unnamed": (setting(target_modules=["q_proj", "k_proj", "v_proj"]), "tensors of .*o_proj.*does not name"),
+    "half": (lambda config, tensors: tensors.pop(f"{LAYER}.self_attn.q_proj.lora_B.weight"), "only one of the two"),
+    "embedding": (renamed("self_attn.q_proj.lora_A.weight", "embed.lora_embedding_A"), "lora_embedding_A'.*linear"),
+    "magnitudes": (renamed("self_attn.q_proj.lora_A.weight", "self_attn.lora_magnitude_vector"), "linear layers"),
+    "head": (
+        lambda config, tensors: tensors.update(
+            {f"base_model.model.lm_head.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
+        ),
+        "the module 'lm_head', and adapters may only change",
+    ),
+    "integers": (
+        lambda config, tensors: tensors.update(
+            {f"{LAYER}.self_attn.q_proj.lora_A.weight": torch.ones(4, 72, dtype=torch.int32)}
+        ),
+        "expected floats",
+    ),
+    "infinite": (
+        lambda config, tensors: tensors[f"{LAYER}.self_attn.q_proj.lora_A.weight"].fill_(torch.inf),
+        "NaN or infinite",
+    ),
+    "nothing": (lambda config, tensors: tensors.clear(), "has no tensors"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_does_not_fit_is_refused_whole(llama: Path, adapters: dict[str, Path], tmp_path: Path, case: str) -> None:
+    change, message = BROKEN[case]
+    config = json.loads((adapters["attention"] / "adapter_config.json").read_text())
+    tensors = load_file(adapters["attention"] / "adapter_model.safetensors")
+    change(config, tensors)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    model = load(llama, {})
+    with pytest.raises(ModelLoadError, match=message):
+        model.load_adapter("x", tmp_path)
+    assert model.adapters == ()
+
+
+def test_files_that_cannot_be_read_are_refused(llama: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    model = load(llama, {})
+    with pytest.raises(ModelLoadError, match=r"adapter_config\.json"):
+        model.load_adapter("x", tmp_path)
+    (tmp_path / "adapter_config.json").write_bytes((adapters["all"] / "adapter_config.json").read_bytes())
+    with pytest.raises(ModelLoadError, match=r"has no adapter_model\.safetensors"):
+        model.load_adapter("x", tmp_path)
+    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ModelLoadError, match="only as a pickle"):
+        model.load_adapter("x", tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ModelLoadError, match="truncated"):
+        model.load_adapter("x", tmp_path)
+
+
+def test_layers_of_experts_are_refused_and_attention_beside_them_is_not(tmp_path: Path) -> None:
+    path = ARCHITECTURES["qwen3-moe"].save(tmp_path / "model")
+    model = load(path, {"x": save_adapter(tmp_path / "attention", path, ["q_proj", "v_proj"])})
+    plain, adapted = (logits(model, [text(9, 0)], [name])[0] for name in (None, "x"))
+    assert not torch.equal(plain, adapted)
+    tensors = {f"{LAYER}.mlp.experts.0.up_proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
+    save_file(tensors, tmp_path / "attention" / "adapter_model.safetensors")
+    with pytest.raises(ModelLoadError, match="may only change linear layers of attention and dense MLPs"):
+        model.load_adapter("y", tmp_path / "attention")
