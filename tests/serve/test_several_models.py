@@ -36,7 +36,17 @@ def small(tiny_pair: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def several(spare: LLM, small: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, str]]:
+def texts(spare: LLM, small: LLM) -> dict[str, str]:
+    """What each model writes by itself, taken before the server has it: an engine belongs to one thread."""
+    params = SamplingParams(max_tokens=8, temperature=0)
+    own = {llm: llm.generate("x = ", params)[0].outputs[0].text for llm in (spare, small)}
+    return {"stdlib": own[spare], "usual": own[spare], "tiny": own[small]}
+
+
+@pytest.fixture(scope="module")
+def several(
+    spare: LLM, small: LLM, texts: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Running, str]]:
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     settings = ServerSettings(
         model_names=("stdlib", "usual", "tiny"), key_file=keys, api_keys=("k",), allow_admin=True, stored_responses=4
@@ -64,11 +74,10 @@ def client(several: tuple[Running, str]) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def test_each_name_is_answered_by_its_model(client: openai.OpenAI, spare: LLM, small: LLM) -> None:
-    params = SamplingParams(max_tokens=8, temperature=0)
-    for name, llm in (("stdlib", spare), ("usual", spare), ("tiny", small)):
+def test_each_name_is_answered_by_its_model(client: openai.OpenAI, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
         answer = client.completions.create(model=name, **BODY)
-        assert answer.model == name and answer.choices[0].text == llm.generate("x = ", params)[0].outputs[0].text
+        assert answer.model == name and answer.choices[0].text == text
         chunks = client.completions.create(model=name, stream=True, **BODY)
         assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == answer.choices[0].text
 
