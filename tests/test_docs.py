@@ -23,6 +23,8 @@ from foretoken.propose import methods
 from foretoken.propose.methods import METHODS
 from foretoken.speculation import find
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<marker>[\w: ]+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
@@ -84,7 +86,6 @@ def test_python_runs(block, capsys):
 
 
 @pytest.mark.parametrize("line", [c for c in commands() if re.search(r"(^|\| )foretoken ", c)])
-@pytest.mark.slow
 def test_foretoken_commands_run(line, monkeypatch, capsys):
     *before, command = line.split(" | ")
     if before:

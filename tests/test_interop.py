@@ -23,6 +23,8 @@ from transformers import (
 import foretoken
 from foretoken.core.errors import InvalidRequest
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 60
 PROMPT = torch.tensor([[5, 9, 13, 9, 5, 20]])
 PADDED = {
@@ -240,7 +242,6 @@ def histogram(samples: Sequence[Tensor], width: int) -> dict[tuple[int, ...], in
     return counts
 
 
-@pytest.mark.slow
 def test_sampled_law_is_the_models_own(target: Any, draft: Any) -> None:
     """Pairs of tokens after one prompt, 800 draws, against the law computed from the logits (chi-square)."""
     torch.manual_seed(11)
@@ -349,7 +350,6 @@ def longrope(original: int) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.slow
 def test_longrope_takes_the_factors_of_the_calls_maximum_length(draft: Any) -> None:
     short = longrope(original=64)
     plain, ours = both(short, draft, inputs=PROMPT, max_new_tokens=40, do_sample=False, eos_token_id=None)

@@ -10,6 +10,8 @@ import pytest
 from foretoken.train.data import Corpus, train_tokenizer
 from foretoken.train.target import Shape, new_model, save
 
+pytestmark = pytest.mark.slow
+
 LENGTH = ("--max-tokens", "12", "--dtype", "float32")
 
 

@@ -12,6 +12,8 @@ from tests.models.tiny import ARCHITECTURES, Tiny, only_runner
 
 from foretoken import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 TARGETS = ("qwen3.5", "lfm2")
 PREFIX = "def read(path):\n    with open(path) as file:\n        return file.read()\n" * 6
 PROMPTS = [PREFIX + "for i in range", "x = 1", PREFIX + "print(", "a b a b a b a b", PREFIX[:200], "import os\n" * 9]
@@ -99,7 +101,6 @@ def test_preemption_and_prefix_hits(target: Path) -> None:
     llm.target.check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype, quantization", [("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4")])
 def test_every_number_format(dtype: str, quantization: str | None, target: Path) -> None:
     options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "max_model_len": 512}

@@ -27,6 +27,8 @@ from .enumerate import Branching, Text, outcomes, total_variation
 from .gtest import draws_needed, g_test
 from .test_engine import LAWS, LIMIT, PROMPT, generate, reference
 
+pytestmark = pytest.mark.slow
+
 VOCAB, LENGTH, DELTA = 3, 4, 0.1
 TARGET = ToyModel(VOCAB, order=2, seed=9, sharpness=1.0)
 
@@ -91,7 +93,6 @@ def texts(proposer: Proposer, grade: Exactness, count: int, batch: int, law: str
 
 
 @pytest.mark.parametrize("proposer", ["shared tokens", "mixture"])
-@pytest.mark.slow
 def test_texts_follow_the_targets_law(proposer: str) -> None:
     draws = draws_needed(DELTA, cells=VOCAB**LENGTH)
     drawn = Counter(texts(PROPOSERS[proposer](), Exactness.DISTRIBUTION, draws, batch=64))
@@ -102,7 +103,6 @@ def test_texts_follow_the_targets_law(proposer: str) -> None:
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.slow
 def test_one_text_per_seed(proposer: str, law: str) -> None:
     plain = texts(Proposer(), Exactness.TRAJECTORY, 10, 1, law)
     for batch in (1, 8):

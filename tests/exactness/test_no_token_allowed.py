@@ -30,6 +30,8 @@ from .enumerate import Branching, Text, outcomes, total_variation
 from .enumerate import Law as TextLaw
 from .test_engine import PROMPT, PROPOSERS
 
+pytestmark = pytest.mark.slow
+
 LIMIT, ERROR, LENGTH = 1e-12, -1, 3
 
 
@@ -119,7 +121,6 @@ def test_dropping_the_draft_is_caught(rejection, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.slow
 def test_one_text_per_seed_up_to_the_error(case):
     target, law = CASES[case]
 

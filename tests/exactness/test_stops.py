@@ -29,6 +29,8 @@ from .decode_step import Pair, drawn, table
 from .enumerate import Branching, Text, outcomes, total_variation
 from .test_engine import LAWS, PROMPT, generate, reference
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1e-12
 # Confident after some tokens and not after others, so that the rules have something to choose.
 TWO = ToyModel(2, order=1, seed=32, sharpness=1.5)

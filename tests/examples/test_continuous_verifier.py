@@ -19,6 +19,8 @@ from foretoken.core.streams import Purpose, Streams, random_seed_from
 
 from .quadrature import STEPS, Scripted, Step, Verify, rows
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1e-9
 ALPHA = 1e-3  # of each KS test; seeds are fixed, so that a pass stays one
 GRID = np.linspace(-4.3, 4.9, 47)
@@ -222,7 +224,6 @@ def p_values(series: np.ndarray) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.slow
 def test_trajectories_follow_the_targets_law(name):
     drawn = [sample(DRAFTS[name], random_seed_from(5, i)) for i in range(DRAWS)]
     result = p_values(np.array([series for series, _ in drawn]))
@@ -273,13 +274,11 @@ def test_the_quadrature_finds_a_wrong_mirror_and_an_upside_down_ratio(upside_dow
 
 
 @pytest.mark.parametrize("rule", [wrong_point, not_reflected])
-@pytest.mark.slow
 def test_the_trajectories_find_it_too(rule):
     series = np.array([sample(DRAFTS["equal scales"], random_seed_from(5, i), rule)[0] for i in range(DRAWS)])
     assert min(p_values(series).values()) < ALPHA
 
 
-@pytest.mark.slow
 def test_the_trajectories_find_an_upside_down_ratio(upside_down):
     series = np.array([sample(DRAFTS["equal scales"], random_seed_from(5, i), upside_down)[0] for i in range(DRAWS)])
     assert min(p_values(series).values()) < ALPHA

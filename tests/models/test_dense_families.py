@@ -25,6 +25,8 @@ from .dense import CASES, saved
 from .tiny import ARCHITECTURES, only_runner
 from .trees import repeating
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 LENGTHS = (3, 12, 40)
 TREE = repeating((-1, 0, -1, 0, 2, 4))

@@ -41,6 +41,8 @@ from .test_native import needs_kernels
 from .tiny import ARCHITECTURES, VOCAB
 from .trees import repeating
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 KINDS = {
     "float32": (torch.float32, None, "raw"),

@@ -17,6 +17,8 @@ from foretoken.models.hf.model import HFModel
 
 from .families import difference, tiny
 
+pytestmark = pytest.mark.slow
+
 # Every way of attending that transformers 5.23 has among served families; the others are run by benchmarks/families.py.
 SERVED = [
     "bert",
@@ -68,7 +70,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", SERVED)
-@pytest.mark.slow
 def test_served_modules_equal_the_module_alone(family: str) -> None:
     module = tiny(family)
     assert difference(HFModel(module), module) < 1e-3

@@ -33,6 +33,8 @@ from foretoken.models.student import Student
 from .gguf_files import FAMILIES, random_blocks, tiny_checkpoint, write_both
 from .test_native import needs_kernels
 
+pytestmark = pytest.mark.slow
+
 IDS = [3 + (17 * at) % 300 for at in range(40)]
 MIXED = {"token_embd.weight": K.Q6_K, "attn_v.weight": K.Q6_K, "ffn_down.weight": K.Q6_K, "weight": K.Q4_K}
 
@@ -84,7 +86,6 @@ def test_logits_equal_those_of_the_dequantized_checkpoint(
 
 @needs_kernels
 @pytest.mark.parametrize("architecture", FAMILIES)
-@pytest.mark.slow
 def test_compiled_logits_are_near_those_of_the_dequantized_checkpoint(architecture: str, tmp_path: Path) -> None:
     # Rounded activations may choose other experts, so all are chosen.
     more = {"num_experts_per_tok": 4} if "num_experts_per_tok" in FAMILIES[architecture][1] else {}
@@ -208,7 +209,6 @@ def test_weights_are_not_kept_in_memory_twice(tmp_path: Path) -> None:
     assert np.prod(grouped.shape) // block * size < file.stat().st_size
 
 
-@pytest.mark.slow
 def test_the_bundled_pair_writes_the_same_text_from_files(tmp_path: Path) -> None:
     """Files of bfloat16 hold the checkpoints' own weights and tokenizer, so every token is the same."""
     files = []

@@ -29,6 +29,8 @@ from .test_conformance import text, tree
 from .tiny import ARCHITECTURES, only_runner
 from .trees import repeating
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NATIVE = [name for name, tiny in ARCHITECTURES.items() if tiny.native and tiny.torch]
 META = torch.device("meta")  # no data: reading a value fails, as in a capture

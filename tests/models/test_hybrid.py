@@ -21,6 +21,8 @@ from .plain import one_by_one
 from .tiny import ARCHITECTURES, VOCAB, only_runner
 from .trees import repeating
 
+pytestmark = pytest.mark.slow
+
 HYBRID = ("qwen3.5", "qwen3-next", "lfm2", "bamba", "qwen3.5-experts")
 NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
 CASES = [(name, numbers) for name in HYBRID for numbers in NUMBERS]

@@ -23,6 +23,8 @@ from foretoken.models.runners.native.build import packs_groups
 from .test_native import needs_kernels
 from .tiny import ARCHITECTURES
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 HIDDEN, INNER, VOCAB, LAYERS = 512, 2048, 4096, 36
 LOAD = """
@@ -77,7 +79,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure")
 @pytest.mark.parametrize("quantization", ["", "int8"])
 @pytest.mark.parametrize("native", ["0", "1"], ids=["torch", "compiled"])
-@pytest.mark.slow
 def test_peak_memory_while_loading_is_near_the_weights(
     large: Path, tmp_path: Path, quantization: str, native: str
 ) -> None:

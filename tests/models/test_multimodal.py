@@ -21,6 +21,8 @@ from foretoken.models.loading import load_model, report_language_model_alone
 
 from .trees import repeating
 
+pytestmark = pytest.mark.slow
+
 TREE = repeating((-1, 0, -1, 0, 2, 4))
 # What published models have where a configuration's defaults do not fit together, and smaller images.
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -18,6 +18,8 @@ from foretoken.models.state.slots import Placement
 from .families import difference, tiny
 from .tiny import GROUPED, Tiny
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (40, 5, 2)
 ORIGINAL = 60  # longer than the texts of the check, shorter than a tiny module's maximum length
 LONGROPE: dict[str, Any] = {

@@ -19,6 +19,8 @@ from foretoken.models.state.pages import PAGE
 from foretoken.models.state.recurrent import FLOAT, StateShape
 from foretoken.models.state.replay import NOTHING, NOWHERE, OWN, ZEROS, ReplayPlan
 
+pytestmark = pytest.mark.slow
+
 LAYERS, WINDOW = 2, 2
 SHAPE = StateShape(LAYERS, 1, 1, WINDOW)
 PAGE_BYTES = 64

@@ -20,6 +20,8 @@ from foretoken import zoo
 from foretoken.models.formats.checkpoint import load_tokenizer
 from foretoken.models.formats.tokenizer import PlainTokenizer
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [
     "",
     "def f(x):\n    return x",
@@ -71,7 +73,6 @@ PIECES = [
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.slow
 def test_long_texts_have_the_same_ids(role: str) -> None:
     """Long texts are encoded without the GIL: the ids are those of ``Tokenizer.encode`` on the whole text."""
     plain = load_tokenizer(zoo.path(role))
@@ -84,7 +85,6 @@ def test_long_texts_have_the_same_ids(role: str) -> None:
             assert plain.encode(text, special) == plain(text, add_special_tokens=special)["input_ids"] == ids
 
 
-@pytest.mark.slow
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     plain = load_tokenizer(zoo.path("target"))
     text = "".join(f"def f{i}(x): return x + {i}\n" for i in range(60_000))

@@ -30,7 +30,7 @@ from .gguf_files import K, tiny_checkpoint, write_both
 from .test_native import CONFIG, weights
 from .tiny import ARCHITECTURES
 
-pytestmark = pytest.mark.skipif(not packs_groups(torch.bfloat16), reason="no compiled kernels here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not packs_groups(torch.bfloat16), reason="no compiled kernels here")]
 PROMPT = list(range(1, 30))
 
 
@@ -176,7 +176,6 @@ def test_a_damaged_file_is_made_again(
     assert len(packed) == 2 and file.read_bytes() == whole and "damaged" in caplog.text
 
 
-@pytest.mark.slow
 def test_every_changed_byte_is_noticed(gguf: Path, own_cache: Path) -> None:
     from foretoken.models.runners.native.image import DamagedImage, open_image
 

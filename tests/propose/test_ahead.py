@@ -31,6 +31,8 @@ from foretoken.propose.remote_proposer import Remote
 from foretoken.propose.suffix import Suffix
 from foretoken.propose.transports import ThreadTransport, WorkerEndpoint, WorkerLost
 
+pytestmark = pytest.mark.slow
+
 TARGET = TrackedToy(vocab_size=7, order=2, seed=3, sharpness=2.5)
 DISTRIBUTION, TRAJECTORY = Exactness.DISTRIBUTION, Exactness.TRAJECTORY
 

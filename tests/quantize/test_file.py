@@ -30,6 +30,8 @@ from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.loading import load_model
 from foretoken.quantize import quantize_checkpoint
 
+pytestmark = pytest.mark.slow
+
 IDS = [3 + (17 * at) % 300 for at in range(40)]
 # Mistral's and Qwen 2's sliding windows have no form in llama.cpp.
 SETTINGS: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}, "phi3": {"sliding_window": None}}
@@ -60,7 +62,6 @@ def test_models_with_experts_are_not_written(architecture: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("architecture", sorted(set(FAMILIES) - WITH_EXPERTS))
-@pytest.mark.slow
 def test_every_architecture_is_the_same_model(architecture: str, tmp_path: Path) -> None:
     """F32 files hold all numbers, and quantized ones what the gguf package reads from them."""
     source, file = checkpoint(architecture, tmp_path / "source"), tmp_path / "model.gguf"
@@ -111,7 +112,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.slow
 def test_every_scheme_is_near_the_model(mixture: str, llama: Llama, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     result = quantize_checkpoint(llama.folder, file, mixture)
@@ -159,7 +159,6 @@ def test_a_tied_embedding_gets_the_type_of_the_output() -> None:
 
 
 @pytest.mark.parametrize("pre", sorted({rule: name for name, rule in PRE_TOKENIZERS.items()}.values()))
-@pytest.mark.slow
 def test_byte_level_tokenizers_come_back_equal(pre: str, tmp_path: Path) -> None:
     original = byte_level(pre).from_str(byte_level(pre).to_str())
     begin, end = (original.token_to_id(token) for token in ("<|begin|>", "<|end|>"))
@@ -178,7 +177,6 @@ def test_byte_level_tokenizers_come_back_equal(pre: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.slow
 def test_sentencepiece_tokenizers_come_back_equal(prefix: bool, tmp_path: Path) -> None:
     from tests.models.test_gguf_tokenizer import sentencepiece, written
 
@@ -198,7 +196,6 @@ def test_sentencepiece_tokenizers_come_back_equal(prefix: bool, tmp_path: Path) 
     check_equal(load_tokenizer(tmp_path / "model.gguf"), original)
 
 
-@pytest.mark.slow
 def test_the_bundled_target_comes_back_whole(tmp_path: Path) -> None:
     source = zoo.path("target")
     quantize_checkpoint(source, tmp_path / "model.gguf", "BF16")

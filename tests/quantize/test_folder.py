@@ -30,6 +30,8 @@ from foretoken.quantize import folder, quantize_checkpoint
 from foretoken.quantize.rounding import Rounding
 from foretoken.quantize.schemes import Scheme
 
+pytestmark = pytest.mark.slow
+
 IDS = [3 + (17 * at) % 90 for at in range(40)]
 INT4 = ("int4", "int4-g64", "int4-g128")
 

@@ -13,6 +13,8 @@ from tests.serve.conftest import PATIENCE, Running, running
 from foretoken import LLM
 from foretoken.serve.limits import ServerSettings, effective_salt
 
+pytestmark = pytest.mark.slow
+
 LONG = "class Ünïcode:\n    x = 1  # größe 🙂\n" * 12
 SECRET = "def greet(name):\n    return '日本語 17 i * i'\n"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -92,7 +94,6 @@ def say(server: Running, key: str | None = None, **extra: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["suffix", "recycling"])
-@pytest.mark.slow
 def test_streamed_steps_never_show_the_text_of_another_salt(open_server: Running, method: str) -> None:
     own = {"speculative_method": method, "prompt": f"{method} = "}
     say(open_server, **own, cache_salt="mine")
@@ -135,7 +136,6 @@ def test_a_salt_divides_a_keys_scope_and_joins_no_other(keyed: Running) -> None:
     assert all(cached(keyed, prompt, key, cache_salt="s") >= 64 for key in (mine, yours))
 
 
-@pytest.mark.slow
 def test_keys_may_share_where_the_operator_says_so(shared: Running) -> None:
     mine, yours = KEYS
     say(shared, mine)

@@ -11,6 +11,8 @@ from tests.serve.conftest import Running
 
 from foretoken import LLM
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def main(args):"}]
 DRAFTING = {"speculative_tokens": 4}  # whether or not that pays on this machine
 GREEDY: dict[str, Any] = {"model": "stdlib", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 24}

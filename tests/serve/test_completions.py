@@ -12,6 +12,8 @@ from tests.serve.conftest import PATIENCE, Running, running
 
 from foretoken import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "def main(args):\n"
 GREEDY = {"model": "stdlib", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
 

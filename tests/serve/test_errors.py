@@ -14,6 +14,8 @@ from tests.serve.conftest import PATIENCE, Running, running
 from foretoken import LLM
 from foretoken.serve.limits import ServerSettings
 
+pytestmark = pytest.mark.slow
+
 OK = {"prompt": "x = ", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
@@ -174,7 +176,6 @@ def test_bodies_that_cannot_be_read(server: Running, content: bytes, words: str)
         assert words in error["message"]
 
 
-@pytest.mark.slow
 def test_brackets_and_escapes_in_text_are_text(server: Running) -> None:
     """What looks deep and wide within a string, and characters beyond 16 bits as pairs of escapes."""
     text = ('[{"\\' * 400 + "🙂") * 3
@@ -325,7 +326,6 @@ def test_full_queue(limited: Running) -> None:
 LONG = {"prompt": "x = ", "max_tokens": 8000, "ignore_eos": True, "speculative_tokens": 0}
 
 
-@pytest.mark.slow
 def test_a_request_beyond_its_time_ends_with_an_error(limited: Running) -> None:
     assert error_of(limited.post(LONG, headers=KEY), 504)["code"] == "timeout"
     events = limited.post({**LONG, "stream": True}, headers=KEY).text.strip().split("\n\n")

@@ -26,6 +26,8 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.serve.errors import Overloaded, RequestFailed, ServerUnavailable
 from foretoken.serve.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 LONG = {"prompt": "x = ", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": "def f(x):\n", "max_tokens": 16, "temperature": 1, "seed": 7}
 
@@ -53,7 +55,6 @@ def test_client_gone_before_the_answer(server: Running) -> None:
     assert 'finished_reason="abort"' in httpx.get(f"{server.url}/metrics").text
 
 
-@pytest.mark.slow
 def test_slow_reader(server: Running, text_alone: str) -> None:
     """Its request ends and others are served while it does not read; what it reads at last is whole."""
     large = {"n": 8, "max_tokens": 250, "logprobs": 20, "return_steps": True, "speculative_tokens": 0}
@@ -149,7 +150,6 @@ def test_a_dead_engine_is_told(spare: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     spare.engine.clear()
 
 
-@pytest.mark.slow
 def test_a_draining_server_finishes_its_requests_and_refuses_new_ones(spare: LLM) -> None:
     """Running ones finish, new ones are refused."""
     body = {**LONG, "stream": True}
@@ -225,7 +225,6 @@ def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
         started.kill()
 
 
-@pytest.mark.slow
 def test_sigterm_mid_stream(process: tuple[subprocess.Popen[str], str]) -> None:
     """The stream goes on to its end, new requests get a 503, and the process ends well."""
     server, url = process

@@ -13,6 +13,8 @@ from tests.serve.conftest import Running
 from foretoken.engine.grammar_process import GrammarLimits
 from foretoken.engine.structured import IsolatedGrammars
 
+pytestmark = pytest.mark.slow
+
 SHORT = {"prompt": "def f(x):\n", "max_tokens": 4, "temperature": 0}
 SLOW_TO_COMPILE = {"json": {"type": "integer", "multipleOf": 1234567}}
 OVERFLOWING = {"grammar": "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(20_000)) + '\nr20000: "b"'}

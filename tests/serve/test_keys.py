@@ -26,6 +26,8 @@ from foretoken.serve.access.records import KeyRecord, digest, new_key, read_keys
 from foretoken.serve.errors import ApiError
 from foretoken.serve.limits import ServerSettings
 
+pytestmark = pytest.mark.slow
+
 
 def made(file: Path, name: str, **limits: Any) -> str:
     key = new_key()
@@ -118,7 +120,6 @@ def test_requests_at_once(keyed: tuple[Running, dict[str, str], Path]) -> None:
     server.until(lambda: server.post(OK, headers=headers).status_code == 200)
 
 
-@pytest.mark.slow
 def test_keys_come_and_go_while_the_server_runs(
     keyed: tuple[Running, dict[str, str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,7 +208,6 @@ def test_buckets_fill_evenly() -> None:
     assert (duration(0.0), duration(0.5), duration(1.2), duration(360)) == ("0ms", "500ms", "2s", "6m0s")
 
 
-@pytest.mark.slow
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.json"
 

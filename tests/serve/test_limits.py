@@ -21,6 +21,8 @@ from foretoken.serve.errors import ApiError
 from foretoken.serve.limits import MAX_HEADERS, ServerSettings
 from foretoken.serve.protocol import HttpProtocol
 
+pytestmark = pytest.mark.slow
+
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({**OK, "prompt": "é" * 10}).encode()
 

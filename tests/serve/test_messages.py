@@ -14,6 +14,8 @@ from tests.serve.conftest import PATIENCE, Running, events_of, running
 from foretoken import LLM
 from foretoken.serve.limits import ServerSettings
 
+pytestmark = pytest.mark.slow
+
 anthropic = pytest.importorskip("anthropic")
 
 USER = [{"role": "user", "content": "def main(args):"}]
@@ -117,7 +119,6 @@ def test_stop_sequences(claude: Any) -> None:
     assert (got.stop_reason, got.stop_sequence, got.content[0].text) == ("end_turn", None, "abcSTOPdef")
 
 
-@pytest.mark.slow
 def test_the_context_ends_what_is_longer() -> None:
     """Coding agents ask for 32,000 tokens whatever the model."""
     names = ServerSettings(model_names=("stdlib",))

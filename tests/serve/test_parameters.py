@@ -18,6 +18,8 @@ from foretoken import LLM
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fill_in import FORMATS, fill_in_prompt
 
+pytestmark = pytest.mark.slow
+
 PROMPT: dict[str, Any] = {"prompt": "def main(args):\n    x = ", "temperature": 0, "max_tokens": 12}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "def f(x):"}], "temperature": 0, "max_tokens": 12}
 
@@ -71,7 +73,6 @@ def test_prompt_logprobs(server: Running) -> None:
     assert "streamed" in error_of(server.post({**PROMPT, "prompt_logprobs": 1, "stream": True}), 400)["message"]
 
 
-@pytest.mark.slow
 def test_truncate_prompt_tokens(server: Running, llm: LLM) -> None:
     ids = llm.tokenizer(PROMPT["prompt"])["input_ids"]
     got = server.post({**PROMPT, "truncate_prompt_tokens": 3, "return_token_ids": True, "echo": True}).json()
@@ -98,7 +99,6 @@ def test_the_last_message_is_continued(server: Running, llm: LLM) -> None:
     assert bare["prompt_token_ids"] == llm.tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.slow
 def test_cache_prompt() -> None:
     asked = {**PROMPT, "prompt": "def again(x):\n    return x\n" * 30, "max_tokens": 2}
     with running(LLM(dtype="float32", enable_prefix_caching=True)) as server:

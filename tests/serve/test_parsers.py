@@ -16,6 +16,8 @@ from foretoken.serve.parsers.expected import ExpectedOutput
 from foretoken.serve.parsers.formats import CALL_FORMATS, OutputFormat, check_parsers, chosen_format
 from foretoken.serve.parsers.values import typed
 
+pytestmark = pytest.mark.slow
+
 SCHEMAS: dict[str, Any] = {
     "get_weather": {
         "type": "object",
@@ -333,7 +335,6 @@ def test_values_take_the_type_of_the_schema(text: str, schema: Any, value: Any) 
     )
 )
 @example({"a": '}"\\'})
-@pytest.mark.slow
 def test_json_arguments_come_out_as_they_went_in(value: Any) -> None:
     text = json.dumps({"name": "now", "arguments": {"value": value}}, ensure_ascii=False)
     for parts in ([text], list(text)):
@@ -341,7 +342,6 @@ def test_json_arguments_come_out_as_they_went_in(value: Any) -> None:
         assert json.loads(call[1]) == {"value": value}
 
 
-@pytest.mark.slow
 def test_long_arguments_take_linear_time() -> None:
     text = '{"name": "now", "arguments": {"a": "' + "x" * 200_000 + '"}}'
     assert len(parsed("hermes", ["<tool_call>", *text])[2][0][1]) > 200_000

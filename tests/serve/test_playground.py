@@ -11,7 +11,10 @@ import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install Debian's chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install Debian's chromium"),
+]
 
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
 WAIT = 30_000  # milliseconds, on a busy machine
@@ -80,7 +83,6 @@ def overflow(page: Any) -> int:
 
 
 @pytest.mark.parametrize("sight", [{"reduced_motion": "no-preference"}], indirect=True)
-@pytest.mark.slow
 def test_two_lanes_race_and_are_replayed_on_one_clock(sight):
     page = sight.page
     page.fill("#prompt", PROMPT)
@@ -130,7 +132,6 @@ def test_each_lane_asks_for_what_the_form_says(sight):
     assert ours["seed"] == plain["seed"] == 3
 
 
-@pytest.mark.slow
 def test_tokens_tell_p_and_q_and_why(sight):
     page = sight.page
     for _ in range(5):  # without a seed a text may be over at once, all of it drafted or none of it

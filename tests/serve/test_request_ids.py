@@ -16,6 +16,8 @@ from foretoken import LLM
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.unknown_fields import header
 
+pytestmark = pytest.mark.slow
+
 MESSAGE = {**CHAT, "max_tokens": 4}
 RESPONSE = {"input": "x", "max_output_tokens": 4}
 

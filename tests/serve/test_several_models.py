@@ -27,6 +27,8 @@ from foretoken.serve.run import Server, bind
 from foretoken.serve.several import WorkerGroup, create_several
 from foretoken.serve.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 BODY = {"prompt": "x = ", "max_tokens": 8, "temperature": 0}
 
 
@@ -178,7 +180,6 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     assert two.names == ("b",) and two.draft_model == "c" and two.max_waiting == 3 and one.max_waiting is None
 
 
-@pytest.mark.slow
 def test_the_command(tiny_pair: Any, tmp_path: Path) -> None:
     file = tmp_path / "models.json"
     names = {"served_model_name": "tiny", "draft_model": str(tiny_pair.draft)}

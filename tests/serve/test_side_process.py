@@ -20,6 +20,8 @@ from foretoken.serve.intake import PreparedRequest
 from foretoken.serve.schema import CompletionRequest
 from foretoken.serve.side_process import LARGE_BODY, SideProcess, SideProcessLimits
 
+pytestmark = pytest.mark.slow
+
 OK = {"prompt": "def f(x):\n", "max_tokens": 8, "seed": 5}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 5}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -180,7 +182,6 @@ def test_a_server_starts_it_before_the_first_large_body(spare: LLM) -> None:
         server.until(lambda: server.app.state.service.side_process.process.pid is not None)
 
 
-@pytest.mark.slow
 def test_a_process_that_died_is_started_again(side_process: SideProcess) -> None:
     assert prepared(side_process) is not None
     process = side_process.process.pid
@@ -190,7 +191,6 @@ def test_a_process_that_died_is_started_again(side_process: SideProcess) -> None
     assert side_process.process.pid != process
 
 
-@pytest.mark.slow
 def test_time_has_a_limit(server: Running) -> None:
     limited = SideProcess(server.app.state.service.intake, SideProcessLimits(cpu_seconds=0.02))
     with pytest.raises(ApiError, match=r"the body takes more than 0.02 s or 1024 MiB to read") as caught:
@@ -199,7 +199,6 @@ def test_time_has_a_limit(server: Running) -> None:
     limited.close()
 
 
-@pytest.mark.slow
 def test_memory_has_a_limit(server: Running) -> None:
     limited = SideProcess(server.app.state.service.intake, SideProcessLimits(memory_bytes=2**25))
     with pytest.raises(ApiError):
@@ -207,7 +206,6 @@ def test_memory_has_a_limit(server: Running) -> None:
     limited.close()
 
 
-@pytest.mark.slow
 def test_waiting_bodies_are_bounded(side_process: SideProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.serve.side_process._MAX_WAITING", 2)
 

@@ -21,6 +21,8 @@ from foretoken.control.limited import Limited
 from foretoken.serve.errors import ServerUnavailable
 from foretoken.serve.limits import ServerSettings
 
+pytestmark = pytest.mark.slow
+
 BODY = {"prompt": "def read_lines(path):\n", "max_tokens": 60, "ignore_eos": True}
 RESET = {"enabled": True, "method": "draft_model", "max_draft_tokens": None}
 
@@ -74,7 +76,6 @@ def test_an_order_that_came_too_late_is_not_carried_out(open_server: Running, mo
     assert done == ["next"]
 
 
-@pytest.mark.slow
 def test_what_a_measuring_controller_tells() -> None:
     with running(LLM(dtype="float32", max_num_seqs=4, isolate_failures=True)) as server:
         text(server, temperature=0)
@@ -89,7 +90,6 @@ def test_what_a_measuring_controller_tells() -> None:
 
 
 @pytest.mark.parametrize("more", [{"temperature": 0}, {"seed": 5}, {"seed": 7, "temperature": 0.7, "top_p": 0.9}])
-@pytest.mark.slow
 def test_no_change_shows_in_a_text(open_server: Running, more: dict[str, Any]) -> None:
     """Before, after, and in the middle of it."""
     before, record = text(open_server, **more)
@@ -137,7 +137,6 @@ def test_a_bound_holds_whatever_requests_ask_for(open_server: Running) -> None:
     assert "7" in record_lengths(text(open_server, speculative_tokens=7, temperature=0)[1])
 
 
-@pytest.mark.slow
 def test_switching_off_and_on(open_server: Running) -> None:
     off = change(open_server, {"enabled": False}).json()
     assert off["paused"] == "switched off" and off["enabled"] is False
