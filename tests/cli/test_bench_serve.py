@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 from foretoken.bench.http_load import LoadedServer, LoadResult, Percentiles, Streamed
 from foretoken.bench.http_page import load_page, load_table, speedup_lines
 from foretoken.bench.http_workloads import filler, own
+from foretoken.bench.public_load import VllmLoadedServer
+from foretoken.core.errors import ForetokenError, InvalidRequest
 
 
 def answered(began: float, arrivals: list[float], tokens: int, **more: int) -> Streamed:
@@ -54,6 +58,47 @@ def test_an_event_that_is_not_openais_is_an_error_of_its_request(line: str, monk
     assert (result.requests, result.failed) == (2, 2) and result.error
 
 
+PROGRAM = """#!{python}
+import json, sys
+words = sys.argv[1:]
+value = lambda name: words[words.index(name) + 1]
+prompts = [json.loads(line)["prompt"] for line in open(value("--dataset-path"), encoding="utf-8")]
+if "fail" in prompts:
+    sys.exit("cannot reach the server")
+assert words[:2] == ["bench", "serve"] and value("--num-prompts") == str(len(prompts)) and "--ignore-eos" in words
+record = {{"duration": 4.0, "ttfts": [1.0, 0.0], "itls": [[0.5, 0.5], []], "input_lens": [10, 10],
+           "output_lens": [6, 0], "errors": ["", "refused"]}}
+json.dump(record, open(value("--result-dir") + "/" + value("--result-filename"), "w"))
+"""
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path) -> VllmLoadedServer:
+    """A server that a program in the place of vLLM's loads."""
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(LoadedServer, "_models", lambda self: ["m"])
+    return VllmLoadedServer("http://x", None, None, {"max_tokens": 6, "temperature": 0.0}, "tokenizer")
+
+
+def test_figures_of_vllms_load_generator(loaded: VllmLoadedServer) -> None:
+    result = loaded.run("short", ["a", "b"], 2)
+    assert (result.requests, result.failed, result.error) == (2, 1, "refused")
+    assert result.output_tokens_per_second == 1.5 and result.ttft is not None and result.ttft.p50 == 1
+    assert result.itl is not None and result.itl.p99 == 0.5 and result.prompt_tokens == 10
+
+
+def test_a_generator_that_fails_or_is_missing(loaded: VllmLoadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ForetokenError, match="vllm bench serve failed: cannot reach the server"):
+        loaded.run("short", ["fail"], 1)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(InvalidRequest, match="no vllm program"):
+        VllmLoadedServer("http://x", None, None, {}, "tokenizer")
+
+
 @pytest.mark.slow
 def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
     files = tmp_path / "load.json", tmp_path / "load.html"
@@ -77,6 +122,7 @@ def test_a_server_of_ours_under_load(run, tiny_pair, tmp_path: Path) -> None:
     "arguments, words",
     [
         (("--workloads", "tiny"), "unknown workload 'tiny'; known: short"),
+        (("--generator", "wrk"), "unknown --generator 'wrk'; known: foretoken, vllm"),
         (("--concurrency", "0"), "--concurrency must be positive integers"),
         (("--url", "http://127.0.0.1:1"), "does not answer as OpenAI's API does"),
         (("--url", "http://x", "--server-options", "-h"), "leave out --url"),

@@ -42,6 +42,12 @@ def bench_serve(
     shared_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shared beginning, about.")] = 2000,
     agents: Annotated[int, typer.Option(min=1, help="Agents on one beginning.")] = 8,
     temperature: Annotated[float, typer.Option(min=0, help="Of every request.")] = 0.0,
+    generator: Annotated[
+        str, typer.Option(help="What makes the load: foretoken, or vllm for `vllm bench serve` where it is installed.")
+    ] = "foretoken",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer with which vllm counts tokens. [the bundled target's]")
+    ] = None,
     as_json: Json = False,
     output: Output = None,
     html_file: Html = None,
@@ -50,19 +56,27 @@ def bench_serve(
     """Load a server with concurrent requests: throughput, TTFT and ITL percentiles, and the gain of shared prefixes."""
     from dataclasses import asdict
 
+    from foretoken import zoo
     from foretoken.bench.http_load import LoadedServer
     from foretoken.bench.http_page import load_page, load_table, speedup_lines
     from foretoken.bench.http_workloads import LoadPlan, run_workload
+    from foretoken.bench.public_load import GENERATORS, VllmLoadedServer
     from foretoken.bench.setting import setting
 
     check_places(output=output, html=html_file)
     if url is not None and server_options:
         raise InvalidRequest("--server-options are for a server that is started; leave out --url or them")
+    if generator not in GENERATORS:
+        raise InvalidRequest(f"unknown --generator {generator!r}; known: {', '.join(GENERATORS)}")
     chosen, plan = _chosen(workloads), LoadPlan(_counts(concurrency), requests, long_tokens, shared_tokens, agents)
     notes, results = wide_console(color, stderr=True), []
     with contextlib.nullcontext(url) if url is not None else started(server_options, api_key) as address:
         options = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
-        server = LoadedServer(address, api_key, model, options)
+        server = (
+            VllmLoadedServer(address, api_key, model, options, tokenizer or str(zoo.path("target")))
+            if generator == "vllm"
+            else LoadedServer(address, api_key, model, options)
+        )
         server.run("warm-up", ["import os\n"] * 2, 1)
         for name in chosen:
             for result in run_workload(name, server, plan):
@@ -73,6 +87,7 @@ def bench_serve(
                     markup=False,
                 )
     facts = setting() | {"server": url or "foretoken serve", "model": server.model, "max_tokens": max_tokens}
+    facts["generator"] = generator
 
     def show() -> None:
         console = wide_console(color)

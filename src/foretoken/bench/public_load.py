@@ -1,0 +1,90 @@
+"""Load made by a public generator in place of ours: ``vllm bench serve``, for figures that others can check."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from foretoken.bench.http_load import LoadedServer, LoadResult, Streamed
+from foretoken.bench.peers.registry import PEERS
+from foretoken.core.errors import ForetokenError, InvalidRequest
+
+GENERATORS = ("foretoken", "vllm")
+_RESULT = "result.json"
+
+
+class VllmLoadedServer(LoadedServer):
+    """A server under the load of ``vllm bench serve``, which sends the same prompts and does its own timing.
+
+    Args:
+        url: Its address, with or without ``/v1``.
+        key: An API key, if it asks for one.
+        model: Name of the model; None takes the first that the server lists.
+        options: ``max_tokens`` and ``temperature`` of every request.
+        tokenizer: Folder of the model's tokenizer, with which the generator counts tokens.
+
+    Raises:
+        ForetokenError: The server does not answer, or does not list the model.
+        InvalidRequest: vLLM is not installed here.
+    """
+
+    def __init__(self, url: str, key: str | None, model: str | None, options: dict[str, Any], tokenizer: str) -> None:
+        super().__init__(url, key, model, options)
+        own = PEERS["vllm"].place / "bin" / "vllm"
+        program = str(own) if own.exists() else shutil.which("vllm")
+        if program is None:
+            raise InvalidRequest("no vllm program here; install vLLM, or take --generator foretoken")
+        self._program, self._key, self._tokenizer = program, key, tokenizer
+
+    def run(self, workload: str, prompts: Sequence[str], concurrency: int) -> LoadResult:
+        """Sends all prompts, ``concurrency`` at a time, and returns what the generator measured.
+
+        Raises:
+            ForetokenError: The generator failed; with its last words.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "prompts.jsonl"
+            file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+            command = [self._program, "bench", "serve", *self._words(file, len(prompts), concurrency)]
+            environment = os.environ | ({"OPENAI_API_KEY": self._key} if self._key else {})
+            ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            result = Path(folder) / _RESULT
+            if ran.returncode or not result.exists():
+                words = (ran.stderr or ran.stdout).strip().splitlines()[-1:] or ["it printed nothing"]
+                raise ForetokenError(f"vllm bench serve failed: {words[0]}")
+            record = json.loads(result.read_text(encoding="utf-8"))
+        return LoadResult.of(workload, concurrency, answers_of(record), record["duration"])
+
+    def _words(self, file: Path, count: int, concurrency: int) -> list[str]:
+        options = {
+            "--backend": "openai",
+            "--base-url": self.url,
+            "--model": self.model,
+            "--tokenizer": self._tokenizer,
+            "--dataset-name": "custom",
+            "--dataset-path": str(file),
+            "--custom-output-len": str(self._options["max_tokens"]),
+            "--num-prompts": str(count),
+            "--max-concurrency": str(concurrency),
+            "--temperature": str(self._options["temperature"]),
+            "--result-dir": str(file.parent),
+            "--result-filename": _RESULT,
+        }
+        flags = ("skip-chat-template", "disable-shuffle", "disable-tqdm", "ignore-eos", "save-result", "save-detailed")
+        return [word for pair in options.items() for word in pair] + [f"--{flag}" for flag in flags]
+
+
+def answers_of(record: dict[str, Any]) -> list[Streamed]:
+    """Returns the requests of a detailed result of ``vllm bench serve``."""
+    fields = ("ttfts", "itls", "input_lens", "output_lens", "errors")
+    return [
+        Streamed(0.0, list(accumulate([first, *gaps])) if tokens else [], prompt, 0, tokens, error or None)
+        for first, gaps, prompt, tokens, error in zip(*(record[name] for name in fields), strict=True)
+    ]
