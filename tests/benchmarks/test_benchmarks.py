@@ -148,7 +148,7 @@ def test_mutants_are_listed():
     "name, words",
     [
         *(("vllm_heads", "--count 1 --max-tokens 2"), ("vllm_plan", "--count 4"), ("vllm_proposer", "--count 1")),
-        ("serving_vllm", "--concurrency 1"),
+        *(("serving_vllm", "--concurrency 1"), ("vllm_folders", "--count 1")),
     ],
 )
 def test_benchmarks_of_vllm_say_that_it_is_missing(name, words):

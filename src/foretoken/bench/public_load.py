@@ -18,6 +18,14 @@ from foretoken.core.errors import ForetokenError, InvalidRequest
 
 GENERATORS = ("foretoken", "vllm")
 _RESULT = "result.json"
+# vLLM's CPU build is a package of another name, with which its command line does not start.
+_PROGRAM = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 
 
 class VllmLoadedServer(LoadedServer):
@@ -37,11 +45,7 @@ class VllmLoadedServer(LoadedServer):
 
     def __init__(self, url: str, key: str | None, model: str | None, options: dict[str, Any], tokenizer: str) -> None:
         super().__init__(url, key, model, options)
-        own = PEERS["vllm"].place / "bin" / "vllm"
-        program = str(own) if own.exists() else shutil.which("vllm")
-        if program is None:
-            raise InvalidRequest("no vllm program here; install vLLM, or take --generator foretoken")
-        self._program, self._key, self._tokenizer = program, key, tokenizer
+        self._command, self._key, self._tokenizer = _command(), key, tokenizer
 
     def run(self, workload: str, prompts: Sequence[str], concurrency: int) -> LoadResult:
         """Sends all prompts, ``concurrency`` at a time, and returns what the generator measured.
@@ -52,7 +56,7 @@ class VllmLoadedServer(LoadedServer):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompts.jsonl"
             file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
-            command = [self._program, "bench", "serve", *self._words(file, len(prompts), concurrency)]
+            command = [*self._command, *self._words(file, len(prompts), concurrency)]
             environment = os.environ | ({"OPENAI_API_KEY": self._key} if self._key else {})
             ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             result = Path(folder) / _RESULT
@@ -79,6 +83,14 @@ class VllmLoadedServer(LoadedServer):
         }
         flags = ("skip-chat-template", "disable-shuffle", "disable-tqdm", "ignore-eos", "save-result", "save-detailed")
         return [word for pair in options.items() for word in pair] + [f"--{flag}" for flag in flags]
+
+
+def _command() -> list[str]:
+    if not PEERS["vllm"].missing:
+        return [str(PEERS["vllm"].python), "-c", _PROGRAM]
+    if (program := shutil.which("vllm")) is not None:
+        return [program, "bench", "serve"]
+    raise InvalidRequest("no vllm program here; install vLLM, or take --generator foretoken")
 
 
 def answers_of(record: dict[str, Any]) -> list[Streamed]:

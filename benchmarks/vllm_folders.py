@@ -1,0 +1,97 @@
+"""Does vLLM load the quantized folders that are written here, and write the text that we write?
+
+    python benchmarks/vllm_folders.py --scheme int8 --scheme int4-g64 --output folders.json
+
+`foretoken quantize` writes the bundled target, widened to 0.7b unless ``--small``; vLLM's CPU build (`make peers`) and
+Foretoken load the same folder and continue the same prompts greedily. Both round activations, each in its own way, so
+texts part where two tokens are nearly equal; bf16, where nothing is quantized, shows how often that is.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from foretoken import zoo
+from foretoken.bench.peers.protocol import PeerRequest, Setup
+from foretoken.bench.peers.registry import OURS, PEERS, Peer, folder
+from foretoken.bench.peers.worker import PeerError, PeerWorker
+from foretoken.bench.setting import cores, setting, wide_console
+from foretoken.bench.workloads import FUNCTIONS
+from foretoken.models.formats.checkpoint import load_tokenizer
+from foretoken.quantize import quantize_checkpoint
+from foretoken.train.widen.checkpoint import scaled
+
+BF16 = "bf16"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Texts of one folder. agreed: mean tokens before the two differ. equal: texts that never do."""
+
+    scheme: str
+    texts: int
+    equal: int
+    agreed: float
+    error: str = ""
+
+
+def written(peer: Peer, target: str, prompts: Sequence[list[int]], max_tokens: int, name: str) -> list[list[int]]:
+    """Returns the greedy text of each prompt, one at a time. Raises PeerError where the peer cannot load it."""
+    setup = Setup(peer.name, "plain", target, threads=cores())
+    with PeerWorker(peer.command, setup, folder() / "logs" / f"folders-{peer.name}-{name}.log") as worker:
+        return [worker.answer(PeerRequest([ids], max_tokens)).tokens[0] for ids in prompts]
+
+
+def agreed(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the number of leading tokens that are equal."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+def main(
+    scheme: Annotated[list[str], typer.Option(help="May be repeated.")] = ["int8", "int4-g32", "int4-g64", "int4-g128"],
+    count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 12,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    small: Annotated[bool, typer.Option("--small", help="The bundled target without widening.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--output", help="Write setting and rows here.")] = None,
+) -> None:
+    """Prints a row for each folder; exits with 1 where vLLM cannot load one."""
+    if PEERS["vllm"].missing:
+        raise SystemExit("vLLM is not set up; `make peers PEERS=vllm` does it")
+    source = zoo.path("target") if small else scaled()
+    tokenizer = load_tokenizer(source)
+    prompts = [list(tokenizer.encode(text)) for text in FUNCTIONS[:count]]
+    rows = []
+    for name in [BF16, *scheme]:
+        with tempfile.TemporaryDirectory() as temporary:
+            place = source if name == BF16 else Path(temporary) / name
+            if name != BF16:
+                quantize_checkpoint(str(source), place, name)
+            ours = written(OURS, str(place), prompts, max_tokens, name)
+            try:
+                theirs = written(PEERS["vllm"], str(place), prompts, max_tokens, name)
+            except PeerError as error:
+                rows.append(Row(name, len(prompts), 0, 0.0, str(error).strip().splitlines()[-1]))
+                continue
+        lengths = [agreed(*pair) for pair in zip(ours, theirs, strict=True)]
+        rows.append(Row(name, len(prompts), lengths.count(max_tokens), sum(lengths) / len(lengths)))
+    table = Table("weights", "texts", "equal", "mean equal tokens", "error", box=box.MARKDOWN)
+    for row in rows:
+        table.add_row(row.scheme, str(row.texts), str(row.equal), f"{row.agreed:.1f} of {max_tokens}", row.error)
+    wide_console().print(table)
+    if json_file is not None:
+        record = {"setting": setting(), "rows": [asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(1 if any(row.error for row in rows) else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
