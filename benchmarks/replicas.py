@@ -22,7 +22,7 @@ import typer
 
 from clients import Answer, ask, serving, talking
 from foretoken import LLM, SamplingParams
-from foretoken.bench.http_load import at_once
+from foretoken.bench.http_client import at_once
 from foretoken.bench.setting import wide_console
 from serving import mixed, save
 

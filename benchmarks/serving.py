@@ -31,7 +31,7 @@ from rich.table import Table
 
 from clients import Answer, ask, serving, talking
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.bench.http_load import at_once
+from foretoken.bench.http_client import at_once
 from foretoken.bench.setting import setting, wide_console
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.train.widen.checkpoint import scaled

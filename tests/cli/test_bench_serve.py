@@ -51,7 +51,7 @@ def test_no_prompt_repeats_another() -> None:
 
 @pytest.mark.parametrize("line", ["data: {", 'data: {"usage": {}}', "data: 3"])
 def test_an_event_that_is_not_openais_is_an_error_of_its_request(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoadedServer, "_models", lambda self: ["m"])
+    monkeypatch.setattr("foretoken.bench.http_load.listed_models", lambda url, key: [{"id": "m"}])
     answering = httpx.MockTransport(lambda request: httpx.Response(200, text=f"{line}\n\n"))
     monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=answering))
     result = LoadedServer("http://x", None, None, {}).run("short", ["a", "b"], 2)

@@ -8,14 +8,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import numpy as np
 
+from foretoken.bench.http_client import at_once, auth_headers, base_url, listed_models
 from foretoken.core.errors import ForetokenError
-
-T = TypeVar("T")
 
 _SHOWN = 200  # characters of an error
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # an event that is not one of OpenAI's API
@@ -146,10 +145,10 @@ class LoadedServer:
     """
 
     def __init__(self, url: str, key: str | None, model: str | None, options: dict[str, Any]) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.url = base_url(url)
+        self._headers = auth_headers(key)
         self._options = options
-        listed = self._models()
+        listed = [str(entry["id"]) for entry in listed_models(self.url, key)]
         if model is not None and model not in listed:
             raise ForetokenError(f"{self.url} serves no model {model!r}; it serves {', '.join(listed)}")
         self.model = model or listed[0]
@@ -188,17 +187,6 @@ class LoadedServer:
                 if line.startswith("data:") and line[5:].strip() != "[DONE]":
                     _note(answer, json.loads(line[5:]))
 
-    def _models(self) -> list[str]:
-        try:
-            answer = httpx.get(f"{self.url}/v1/models", headers=self._headers, timeout=30.0)
-            answer.raise_for_status()
-            listed = [str(model["id"]) for model in answer.json()["data"]]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            raise ForetokenError(f"{self.url}/v1/models does not answer as OpenAI's API does: {error}") from error
-        if not listed:
-            raise ForetokenError(f"{self.url} serves no model")
-        return listed
-
 
 def _note(answer: Streamed, event: Any) -> None:
     """Notes an event of a stream."""
@@ -209,15 +197,3 @@ def _note(answer: Streamed, event: Any) -> None:
     if usage := event.get("usage"):
         answer.tokens, answer.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-
-async def at_once(count: int, jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Runs all jobs, ``count`` at a time. Returns their results in the order of the jobs."""
-    left, results = iter(enumerate(jobs)), dict[int, T]()
-
-    async def one() -> None:
-        for number, job in left:
-            results[number] = await job()
-
-    await asyncio.gather(*(one() for _ in range(count)))
-    return [results[number] for number in range(len(jobs))]
