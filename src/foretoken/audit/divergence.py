@@ -42,7 +42,7 @@ class Divergence:
         return f"{where}, {kind}: the best two lie {self.margin:.3g} apart and the passes {self.moved:.3g}"
 
 
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
     """Returns the first position at which two texts differ, in a token or in length; None if they are equal."""
     for position, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -36,6 +37,11 @@ def negative(work: AuditTask, max_tokens: int = MAX_TOKENS) -> Check:
     for index, (error, subject) in enumerate(plants.items()):
         share = (work.deadline - monotonic()) / (len(plants) - index)
         results.append(find_error(replace(work, deadline=monotonic() + share), error, subject, max_tokens))
+    return control_check(results)
+
+
+def control_check(results: Sequence[Plant]) -> Check:
+    """Returns the check that every planted error was found, at least one."""
     numbers = {
         "plants": [
             {
@@ -59,7 +65,12 @@ def negative(work: AuditTask, max_tokens: int = MAX_TOKENS) -> Check:
 def find_error(work: AuditTask, error: str, subject: Audited, max_tokens: int) -> Plant:
     """Samples from ``subject`` until its error is found, ``max_tokens`` are reached, or the deadline has passed."""
     tally = drawn(work, subject, Exactness.DISTRIBUTION, max_tokens, partial(_caught, level=work.level))
-    statistics, level = leveled(tally, work.level)
+    return plant_of(error, tally, work.level)
+
+
+def plant_of(error: str, tally: TokenTally, level: float) -> Plant:
+    """Returns what the tests, together at ``level``, found of an error in sampled tokens."""
+    statistics, level = leveled(tally, level)
     significant = tuple(one for one in statistics if one.p_value < level)
     return Plant(
         error, tally.tokens, significant, tally.impossible, None if significant else _needed(statistics, tally, level)

@@ -58,7 +58,7 @@ class Audit:
                 return f"not exact: {named[CheckOutcome.FAILED]} failed"
             case CheckOutcome.INCONCLUSIVE:
                 doubtful = named[CheckOutcome.INCONCLUSIVE] or f"{CONTROL} (not run)"
-                return f"no error was found, but the data are too few: {doubtful} inconclusive"
+                return f"no error was found, but not enough was seen: {doubtful} inconclusive"
             case _:
                 ran = sum(check.outcome is CheckOutcome.PASSED for check in self.checks)
                 return f"no error found by {ran} checks, which did find the errors planted to test them"

@@ -31,7 +31,7 @@ def sampled(
     if grade is Exactness.TRAJECTORY and not work.subject.seeded:
         return Check(name, CheckOutcome.SKIPPED, "it does not promise one text for one seed"), TokenTally()
     tally = drawn(work, work.subject, grade, max_tokens, lambda _: False)
-    return sampling_check(name, tally, work), tally
+    return sampling_check(name, tally, work.level, work.subject.open), tally
 
 
 def drawn(
@@ -74,9 +74,12 @@ def text_distributions(
     return probs, int(impossible.sum())
 
 
-def sampling_check(name: str, tally: TokenTally, work: AuditTask) -> Check:
-    """Returns the outcome of all tests, which share ``work.level``. A token of probability 0 is an error by itself."""
-    statistics, level = leveled(tally, work.level)
+def sampling_check(name: str, tally: TokenTally, level: float, steps_visible: bool = False) -> Check:
+    """Returns the outcome of all tests, which share ``level``. A token of probability 0 is an error by itself.
+
+    steps_visible: Whether ``tally.steps`` counts the steps that drafted. Without any there is nothing to test.
+    """
+    statistics, level = leveled(tally, level)
     wrong = [one for one in statistics if one.p_value < level]
     numbers = {
         "tokens": tally.tokens,
@@ -93,7 +96,7 @@ def sampling_check(name: str, tally: TokenTally, work: AuditTask) -> Check:
     if wrong:
         evidence = f"{tally.tokens:,} tokens do not follow the target's distribution: {most_significant(wrong)}"
         return Check(name, CheckOutcome.FAILED, evidence, numbers)
-    if not statistics or (work.subject.open and not tally.steps):
+    if not statistics or (steps_visible and not tally.steps):
         why = "nothing was drafted" if statistics else f"{tally.tokens} tokens are too few"
         return Check(name, CheckOutcome.INCONCLUSIVE, why, numbers)
     worst = min(statistics, key=lambda one: one.p_value)

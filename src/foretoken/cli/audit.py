@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken.cli.audit_endpoint import EndpointOptions, duration, run_endpoint_audit
 from foretoken.cli.files import check_places, publish, write_text
 from foretoken.cli.options import DraftModel, Dtype, Html, Json, Output, Speculation, Target
-from foretoken.cli.theme import ColorMode
+from foretoken.cli.theme import ColorMode, staged, waiting, wide_console
+from foretoken.core.errors import InvalidRequest
 from foretoken.models.options import check_dtype
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 CODES = {"passed": 0, "failed": 1, "inconclusive": 3}
 STYLES = {"passed": "green", "failed": "bold red", "inconclusive": "yellow", "skipped": "dim"}
 MARKS = {"passed": "✓", "failed": "✗", "inconclusive": "?", "skipped": "-"}
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Implementation(StrEnum):
@@ -45,11 +45,36 @@ def audit(
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help='JSON lines with a "prompt" each. [our own functions]')
     ] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="As 90s, 5m or 1h; more finds smaller errors.")] = "2m",
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="As 90s, 5m or 1h, for an endpoint also as 60ktokens; more finds smaller errors."
+        ),
+    ] = "2m",
     temperature: Annotated[float, typer.Option(help="Of the sampled texts; above 0.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of all sampling.")] = 0,
     dtype: Dtype = "auto",
     float32: Annotated[bool, typer.Option(help="Compare seeded texts in float32 as well.")] = True,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Audit this OpenAI-compatible server; --model is its name for the model."),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The same model served without speculation. [switched off per request]"),
+    ] = None,
+    server: Annotated[
+        str, typer.Option(help="Kind of the endpoint: auto, foretoken, vllm, llamacpp, sglang or openai.")
+    ] = "auto",
+    api_key: Annotated[str | None, typer.Option(envvar="FORETOKEN_API_KEY", help="API key of the endpoint.")] = None,
+    baseline_api_key: Annotated[str | None, typer.Option(help="That of the baseline. [the same]")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Compute the endpoint's target distribution here, from this model.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests to the endpoint at a time.")] = 8,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one answer of the endpoint.")] = 120.0,
+    retries: Annotated[int, typer.Option(min=0, help="Further tries of a request to the endpoint.")] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what auditing the endpoint costs.")] = False,
     as_json: Json = False,
     output: Output = None,
     html_file: Html = None,
@@ -57,21 +82,36 @@ def audit(
 ) -> None:
     """Test whether speculation changes the output (greedy, sampled, seeded), and whether the test would notice.
 
+    With --endpoint, of any OpenAI-compatible server, from outside. The answers are kept beside --output until there
+    is a verdict, so that an interrupted audit goes on where it stopped.
+
     Exit code: 0 passed, 1 failed, 3 inconclusive (no error was seen, but the test was too weak to see one).
     """
-    seconds = _seconds(budget)
     check_places(output=output, html=html_file)
-    check_dtype(dtype)
-    from foretoken.audit.run import audit as run
-    from foretoken.bench.workloads import load_prompts
-    from foretoken.cli.theme import staged, waiting, wide_console
-
-    texts = load_prompts(prompts) if prompts is not None else None
     out, notes = wide_console(color), wide_console(color, stderr=True)
-    with waiting(notes, f"loading {model or 'the bundled pair'}"):
-        subject = _subject(engine, model, draft_model, speculative_config, dtype, seed)
-    with staged(notes) as watch:
-        result = run(subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch)
+    if endpoint is not None:
+        _check_server(server, draft_model, speculative_config)
+        given = EndpointOptions(
+            *(endpoint, model, baseline, server, api_key, baseline_api_key, budget, concurrency, checkpoint, seed),
+            *(timeout, retries, dry_run, prompts, output),
+        )
+        result = run_endpoint_audit(given, notes)
+        if dry_run:
+            publish(result.subject, lambda: None, as_json, output)
+            return
+    else:
+        seconds = duration(budget)
+        check_dtype(dtype)
+        from foretoken.audit.run import audit as run
+        from foretoken.bench.workloads import load_prompts
+
+        texts = load_prompts(prompts) if prompts is not None else None
+        with waiting(notes, f"loading {model or 'the bundled pair'}"):
+            subject = _subject(engine, model, draft_model, speculative_config, dtype, seed)
+        with staged(notes) as watch:
+            result = run(
+                subject, texts, budget=seconds, temperature=temperature, seed=seed, float32=float32, watch=watch
+            )
     record = result.to_dict()
     if html_file is not None:
         from foretoken.report.audit import page
@@ -79,6 +119,15 @@ def audit(
         write_text(html_file, page(record))
     publish(record, lambda: _show(result, out), as_json, output)
     raise typer.Exit(CODES[result.outcome])
+
+
+def _check_server(server: str, draft: str | None, config: str | None) -> None:
+    from foretoken.audit.endpoint.dialects import ServerKind
+
+    if server not in list(ServerKind):
+        raise InvalidRequest(f"--server must be {', '.join(ServerKind)}, got {server!r}")
+    if draft is not None or config is not None:
+        raise InvalidRequest("the endpoint chooses its own draft; leave out --draft-model and --speculative-config")
 
 
 def _subject(
@@ -101,24 +150,20 @@ def _subject(
     return Assisted(model or zoo.path("target"), with_draft(speculation, draft), dtype)
 
 
-def _seconds(text: str) -> float:
-    from foretoken.core.errors import InvalidRequest
-
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if match is None or float(match[1]) == 0.0:
-        raise InvalidRequest(f"--budget must be a time such as 90s, 5m or 1h, got {text!r}")
-    return float(match[1]) * UNITS[match[2]]
-
-
 def _show(result: Audit, out: Console) -> None:
     """Prints the subject, a line for each check, and the verdict."""
     from rich.text import Text
 
-    facts = (f"{key} {value}" for key, value in result.subject.items() if value is not None)
+    facts = (f"{key} {value}" for key, value in result.subject.items() if _short(value))
     out.print(Text(", ".join(facts), style="dim"), soft_wrap=True)
     out.print(_table(result))
     word = str(result.outcome)
     out.print(Text(f"{word.upper()} in {result.seconds:.0f} s: {result.summary}", style=STYLES[word]), soft_wrap=True)
+
+
+def _short(value: object) -> bool:
+    """Returns whether a fact fits into a line. Plans and counts are in the record."""
+    return value is not None and not isinstance(value, dict)
 
 
 def _table(result: Audit) -> Table:

@@ -187,7 +187,7 @@ def _divergences(numbers: Mapping[str, Any]) -> Html:
             int(number(one.get("position")) or 0) + 1,
             figure(number(one.get("margin"))),
             figure(number(one.get("moved"))),
-            "a tie" if one.get("tie") else "not a tie",
+            one.get("kind") or ("a tie" if one.get("tie") else "not a tie"),
         )
         for one in divergences
     ]
@@ -228,9 +228,27 @@ def _fits(numbers: Mapping[str, Any]) -> Html:
     return table(("prompt", "G", "degrees of freedom", "p", "would find, moved"), rows, names=0) if rows else Html()
 
 
+def _parameters(numbers: Mapping[str, Any]) -> Html:
+    """What an endpoint does with each parameter, without speculation and with it."""
+    rows = [
+        (one.get("parameter", ""), _treatment(one.get("plain")), _treatment(one.get("speculative")), wrapped(how))
+        for one in mappings(numbers.get("parameters"))
+        for how in [str(one.get("how", ""))]
+    ]
+    heads = ("parameter", "plain", "with speculation", "seen")
+    return table(heads, rows, names=4, stack=True) if rows else Html()
+
+
+def _treatment(word: Any) -> Html:
+    tones = {"honoured": "good", "ignored": "bad", "something else": "bad"}
+    named = "–" if word is None else str(word)
+    return element("td", badge(tones.get(named, "open"), named), class_="name")
+
+
 _DRAWN: Mapping[str, Callable[[Mapping[str, Any]], Html]] = {
     "statistics": _surprises,
     "fits": _fits,
     "plants": _plants,
     "divergences": _divergences,
+    "parameters": _parameters,
 }

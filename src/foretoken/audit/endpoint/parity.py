@@ -1,0 +1,225 @@
+"""Greedy parity: the same text with and without speculation, alone and in a crowd; and the same log-probabilities.
+
+Every prompt is completed alone by plain decoding twice, by plain decoding in a crowd, and with speculation alone and in
+a crowd. The plain texts say how far apart two passes of this server are, which is the noise that may excuse a
+divergence, and what a batch changes without any speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from foretoken.audit.divergence import first_difference
+from foretoken.audit.endpoint.answers import Answer, Place
+from foretoken.audit.endpoint.cells import Tuning
+from foretoken.audit.endpoint.side import Side
+from foretoken.audit.endpoint.work import AGAIN, ALONE, CROWD, PENALIZED, PENALTIES, EndpointTask, because, missing
+from foretoken.audit.result import Check, CheckOutcome
+
+NAME = "greedy parity"
+LOGPROBS = "log-probabilities"
+TIE = 1e-3  # log-probabilities that are equal but for rounding
+_MOST_NOISE = 0.1  # difference, in nats, that passes over one and over several rows may have without being wrong
+_LIKELY = -4.0  # log-probability of tokens that are compared
+
+
+@dataclass(frozen=True, slots=True)
+class TextDivergence:
+    """The first token of a text that differs from the plain text.
+
+    Attributes:
+        prompt: Index of the prompt.
+        position: Number of tokens before it.
+        way: How the differing text was generated.
+        margin: How much less likely its token is than the plain one, in nats, None if the server does not say.
+        kind: "tie", "numeric noise", "bug", or "unexplained" without log-probabilities.
+        plain: The plain text.
+        speculative: The other text.
+    """
+
+    prompt: int
+    position: int
+    way: str
+    margin: float | None
+    kind: str
+    plain: str
+    speculative: str
+
+    def __str__(self) -> str:
+        where = f"prompt {self.prompt + 1}, token {self.position + 1}, {self.way}: {self.kind}"
+        return where if self.margin is None else f"{where}, {self.margin:.3g} nats below the likeliest"
+
+
+@dataclass(slots=True)
+class _Noise:
+    """How far apart plain passes over one text are. gap: between the best two tokens. logprob: of likely tokens."""
+
+    gap: float = 0.0
+    logprob: float = 0.0
+
+    @classmethod
+    def between(cls, plain: Sequence[Answer], *others: Sequence[Answer]) -> _Noise:
+        noise = cls()
+        for here, there in (pair for texts in others for pair in zip(plain, texts, strict=True)):
+            for a, b in common(here, there):
+                noise.gap = max(noise.gap, _gap_change(a, b))
+                noise.logprob = max(noise.logprob, _apart(a, b))
+        return noise
+
+
+def parity(task: EndpointTask) -> list[Check]:
+    """Compares greedy texts and their log-probabilities."""
+    if task.plain is None:
+        why = "inconclusive, because there is nothing to compare with; name a server without speculation by --baseline"
+        return [Check(NAME, CheckOutcome.INCONCLUSIVE, why)]
+    texts = {
+        "plain, alone": task.greedy(task.plain),
+        "plain, again": task.greedy(task.plain, AGAIN),
+        "plain, in a crowd": task.greedy(task.plain, CROWD),
+        ALONE: task.greedy(task.speculative),
+        CROWD: task.greedy(task.speculative, CROWD),
+    }
+    every = [reply for replies in texts.values() for reply in replies]
+    if unanswered := missing(every):
+        return [because(NAME, unanswered, len(every))]
+    known = {way: [reply for reply in replies if isinstance(reply, Answer)] for way, replies in texts.items()}
+    plain = known.pop("plain, alone")
+    noise = _Noise.between(plain, known["plain, again"], known["plain, in a crowd"])
+    noise.gap = max(noise.gap, min(_Noise.between(plain, known[ALONE]).gap, _MOST_NOISE))
+    found = [one for way, others in known.items() for one in _divergences(plain, others, way, noise)]
+    found += _penalized(task, task.plain, noise)
+    return [_verdict(plain, found, noise, task), _logprobs(plain, known[ALONE], noise)]
+
+
+def _penalized(task: EndpointTask, plain: Side, noise: _Noise) -> list[TextDivergence]:
+    """Compares texts with penalties, whose tokens depend on those before them in the same step.
+
+    Servers that refuse or ignore penalties are none of its business: the check of parameters names them.
+    """
+    presence, frequency = PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
+    tuning = Tuning(presence_penalty=presence, frequency_penalty=frequency, window=plain.dialect.window)
+    sides = [task.greedy(side, PENALIZED) for side in (plain, task.speculative)]
+    here, there = ([reply for reply in replies if isinstance(reply, Answer)] for replies in sides)
+    if len(here) < task.sizes.parity_prompts or len(there) < len(here):
+        return []
+    return list(_divergences(here, there, PENALIZED, noise, tuning))
+
+
+def common(here: Answer, there: Answer) -> Iterator[tuple[Place, Place]]:
+    """Yields the places of two texts that have one history, up to their first difference."""
+    for a, b in zip(here.places, there.places, strict=False):
+        if a.top and b.top:
+            yield a, b
+        if a.token != b.token:
+            return
+
+
+def _gap_change(here: Place, there: Place) -> float:
+    """Returns by how much the distance between the best two tokens changes."""
+    if len(here.top) < 2:
+        return 0.0
+    (best, one), (second, two) = here.top[:2]
+    other = dict(there.top)
+    return abs((one - two) - (other[best] - other[second])) if best in other and second in other else 0.0
+
+
+def _apart(here: Place, there: Place) -> float:
+    """Returns the largest difference of a likely token's log-probability."""
+    other = dict(there.top)
+    return max((abs(value - other[name]) for name, value in here.top if value > _LIKELY and name in other), default=0.0)
+
+
+def _divergences(
+    plain: Sequence[Answer], others: Sequence[Answer], way: str, noise: _Noise, tuning: Tuning | None = None
+) -> Iterator[TextDivergence]:
+    for index, (here, there) in enumerate(zip(plain, others, strict=True)):
+        told = bool(here.places and there.places)
+        at = first_difference(here.names, there.names) if told else first_difference(here.text, there.text)
+        if at is None and (here.text, here.finish) == (there.text, there.finish):
+            continue
+        at = len(here.names) if at is None else at
+        margin = _margin(here, there, at, tuning) if told else None
+        yield TextDivergence(index, at, way, margin, _kind(margin, noise, told), here.text, there.text)
+
+
+def _margin(here: Answer, there: Answer, at: int, tuning: Tuning | None) -> float | None:
+    """Returns how far the other text's token is below the likeliest one, in the plain pass under ``tuning``."""
+    if at >= len(here.places) or not here.places[at].top:
+        return None
+    top, before = here.places[at].top, [place.token for place in here.places[:at]]
+    scores = [value for _, value in top]
+    if tuning is not None:
+        scores = tuning.scores(top, tuple(map(str, here.prompt_ids)), before)
+    named = there.places[at].token if at < len(there.places) else None
+    own = next((score for (name, _), score in zip(top, scores, strict=True) if name == named), min(scores))
+    return max(scores) - own
+
+
+def _kind(margin: float | None, noise: _Noise, told: bool) -> str:
+    if margin is None:
+        return "bug" if told else "unexplained"
+    if margin <= TIE:
+        return "tie"
+    return "numeric noise" if margin <= 2.0 * noise.gap else "bug"
+
+
+def _verdict(plain: Sequence[Answer], found: Sequence[TextDivergence], noise: _Noise, task: EndpointTask) -> Check:
+    own = [one for one in found if not one.way.startswith("plain")]
+    batch = [one for one in found if one.way.startswith("plain")]
+    tokens = sum(len(text.names) for text in plain)
+    numbers = {
+        "texts": len(plain),
+        "tokens": tokens,
+        "noise": noise.gap,
+        "divergences": [asdict(one) | {"tie": one.kind != "bug"} for one in own[:20]],
+        "plain_divergences": len(batch),
+    }
+    alike = f"{len(plain)} prompts, {tokens:,} tokens, alone and {task.concurrency} at a time"
+    bugs = [one for one in own if one.kind == "bug"]
+    unstable = [one for one in batch if one.kind == "bug"]
+    unknown = [one for one in own if one.kind == "unexplained"]
+    apart = f"; two passes lie up to {noise.gap:.2g} nats apart"
+    alone_wrong = any(one.way == ALONE for one in bugs) and all(one.way == "plain, in a crowd" for one in unstable)
+    if bugs and (alone_wrong or not unstable):
+        evidence = f"{len(bugs)} texts differ from the plain ones by more than noise ({alike}); first: {bugs[0]}{apart}"
+        return Check(NAME, CheckOutcome.FAILED, evidence, numbers)
+    if bugs:
+        evidence = f"inconclusive, because plain decoding differs from itself as well; first: {unstable[0]}"
+        return Check(NAME, CheckOutcome.INCONCLUSIVE, evidence, numbers)
+    if unknown:
+        evidence = (
+            f"inconclusive, because {len(unknown)} texts differ and the server gives no log-probabilities to say why"
+        )
+        return Check(NAME, CheckOutcome.INCONCLUSIVE, f"{evidence}; first: {unknown[0]}", numbers)
+    differing = ", ".join(
+        f"{sum(one.way == way for one in found)} {way}" for way in dict.fromkeys(o.way for o in found)
+    )
+    kinds = " and ".join(dict.fromkeys(one.kind for one in found))
+    evidence = (
+        f"the plain text: {alike}" if not found else f"{alike}; texts that differ, by {kinds}: {differing}{apart}"
+    )
+    return Check(NAME, CheckOutcome.PASSED, evidence, numbers)
+
+
+def _logprobs(plain: Sequence[Answer], others: Sequence[Answer], noise: _Noise) -> Check:
+    """Compares the log-probabilities that come with plain and with speculative texts."""
+    told = sum(bool(place.top) for text in plain for place in text.places)
+    if not told:
+        return Check(LOGPROBS, CheckOutcome.SKIPPED, "the server gives none")
+    silent = sum(not place.top for text in others for place in text.places)
+    silent += sum(not text.places for text in others)
+    tolerance = max(_MOST_NOISE, 3.0 * noise.logprob)
+    pairs = [pair for here, there in zip(plain, others, strict=True) for pair in common(here, there)]
+    largest = max((_apart(a, b) for a, b in pairs), default=0.0)
+    numbers = {"tokens": len(pairs), "largest": largest, "tolerance": tolerance, "without": silent}
+    if silent:
+        evidence = f"with speculation {silent} tokens or texts have none, without it {told} tokens do"
+        return Check(LOGPROBS, CheckOutcome.FAILED, evidence, numbers)
+    outcome = CheckOutcome.FAILED if largest > tolerance else CheckOutcome.PASSED
+    return Check(
+        LOGPROBS,
+        outcome,
+        f"up to {largest:.2g} nats apart with and without speculation, {tolerance:.2g} allowed",
+        numbers,
+    )

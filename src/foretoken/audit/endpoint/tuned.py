@@ -1,0 +1,153 @@
+"""Parameters that change the sampling distribution: do samples follow the changed one, or the unchanged one?"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretoken.audit.chance import normal_tail
+from foretoken.audit.endpoint.answers import Answer, Failed, Place, Refused, Reply
+from foretoken.audit.endpoint.cells import Tuning, tuned
+from foretoken.audit.endpoint.findings import ParameterFinding, Treatment
+from foretoken.audit.endpoint.side import Reference, Side, Wish
+from foretoken.audit.endpoint.work import EndpointTask
+from foretoken.audit.tally import Sum
+
+_SEEN = 0.01  # level at which the unchanged distribution is ruled out
+_SPREAD = 1.0  # variance from which a sum of scores is about normal
+_BIASED, _BIAS = 12, -4.0  # tokens that are made less likely, and by how much
+_WITHOUT = frozenset({Reference.INLINE, Reference.NONE})
+
+TUNINGS: Mapping[str, Tuning] = {
+    "temperature": Tuning(temperature=0.5),
+    "top_k": Tuning(top_k=3),
+    "top_p": Tuning(top_p=0.6),
+    "min_p": Tuning(min_p=0.15),
+    "presence_penalty": Tuning(presence_penalty=2.0),
+    "frequency_penalty": Tuning(frequency_penalty=2.0),
+    "logit_bias": Tuning(),
+}
+
+
+@dataclass(slots=True)
+class Rivals:
+    """Samples under two hypotheses: the parameter is honoured, or ignored.
+
+    The score is h/(h+o), h and o the probabilities of the sampled token under the two: bounded, and the most powerful
+    against a small admixture of the other.
+    """
+
+    honoured: Sum = field(default_factory=Sum)
+    ignored: Sum = field(default_factory=Sum)
+    impossible: int = 0
+    tokens: int = 0
+
+    def add(self, changed: Sequence[float], unchanged: Sequence[float], at: int) -> None:
+        """Adds a token. changed, unchanged: probabilities of the same cells."""
+        scores = [h / (h + o) if h + o > 0.0 else 0.0 for h, o in zip(changed, unchanged, strict=True)]
+        self.tokens += 1
+        self.impossible += changed[at] <= 0.0
+        for total, probs in ((self.honoured, changed), (self.ignored, unchanged)):
+            mean = sum(p * s for p, s in zip(probs, scores, strict=True))
+            total.excess += scores[at] - mean
+            total.variance += sum(p * s * s for p, s in zip(probs, scores, strict=True)) - mean * mean
+
+    def treatment(self, level: float) -> Treatment:
+        """Returns which hypothesis holds. level: at which an honoured parameter is called something else."""
+        wrong = self.impossible > 0 or _bound(self.honoured) < level
+        seen = self.ignored.variance >= _SPREAD and normal_tail(self.ignored.z) < _SEEN
+        if wrong:
+            return Treatment.OTHER if seen else Treatment.IGNORED
+        return Treatment.HONOURED if seen else Treatment.UNDECIDED
+
+    def __str__(self) -> str:
+        far = [f"{one.z:+.1f}" if one.variance >= _SPREAD else "no" for one in (self.honoured, self.ignored)]
+        against = f"{far[0]} standard errors from it, {far[1]} from the unchanged one"
+        outside = f", {self.impossible} tokens that it forbids" if self.impossible else ""
+        return f"{self.tokens} tokens: {against}{outside}"
+
+
+def _bound(total: Sum) -> float:
+    """Returns a bound on the p-value of a sum of scores in [0, 1] (Freedman 1975), which few tokens do not break."""
+    far = abs(total.excess)
+    return min(1.0, 2.0 * math.exp(-(far**2) / (2.0 * total.variance + 2.0 * far / 3.0))) if far else 1.0
+
+
+def tuned_findings(task: EndpointTask) -> list[ParameterFinding]:
+    """Samples under one parameter after the other on both sides, and compares with both distributions."""
+    found, level = [], task.level / (2 * len(TUNINGS))
+    for parameter in TUNINGS:
+        rows = [_treated(task, side, parameter, level) for side in task.sides]
+        plain = rows[0][0] if len(rows) == 2 else None
+        how = "; ".join(f"{side.name}: {row[1]}" for side, row in zip(task.sides, rows, strict=True))
+        found.append(ParameterFinding(parameter, plain, rows[-1][0], how))
+    return found
+
+
+def _treated(task: EndpointTask, side: Side, parameter: str, level: float) -> tuple[Treatment, str]:
+    if parameter in side.dialect.unknown:
+        return Treatment.ABSENT, f"{side.dialect.kind} has no {parameter}"
+    if task.reference in _WITHOUT:
+        return Treatment.UNDECIDED, "it takes log-probabilities of texts that the server is given"
+    tuning, options = _asked(task, side, parameter)
+    if not options:
+        return Treatment.UNDECIDED, "the server tells no token ids"
+    temperature = 1.0 if parameter != "temperature" else None
+    wishes = [
+        Wish(task.prompt(i), task.sizes.tuned_tokens, f"{parameter}/{i}", temperature, False, options)
+        for i in range(task.sizes.tuned)
+    ]
+    replies = task.ask(side, wishes)
+    if stopped := _stopped(replies):
+        return stopped
+    texts = [(text, f"{parameter}/{i}") for i, text in enumerate(replies) if isinstance(text, Answer)]
+    rivals = Rivals()
+    for (text, _), places in zip(texts, task.places(side, texts), strict=True):
+        if isinstance(places, Failed):
+            return Treatment.UNANSWERED, places.why
+        _add(rivals, text, places, tuning)
+    return rivals.treatment(level), str(rivals)
+
+
+def _stopped(replies: Sequence[Reply]) -> tuple[Treatment, str] | None:
+    for reply in replies:
+        if isinstance(reply, Refused):
+            return Treatment.REFUSED, reply.why
+        if isinstance(reply, Failed):
+            return Treatment.UNANSWERED, reply.why
+    return None
+
+
+def _asked(task: EndpointTask, side: Side, parameter: str) -> tuple[Tuning, dict[str, Any]]:
+    """Returns the law to expect, and the fields to send."""
+    if parameter != "logit_bias":
+        tuning = TUNINGS[parameter]
+        window = side.dialect.window
+        return Tuning(**{parameter: getattr(tuning, parameter)}, window=window), {parameter: getattr(tuning, parameter)}
+    common = _common(task)
+    return Tuning(bias={str(token): _BIAS for token in common}), (
+        {"logit_bias": {str(token): _BIAS for token in common}} if common else {}
+    )
+
+
+def _common(task: EndpointTask) -> list[int]:
+    """Returns the most frequent token ids of the plain greedy texts, every other one."""
+    counts = Counter(token for text in task.greedy(task.judge) if isinstance(text, Answer) for token in text.ids)
+    return [token for token, _ in counts.most_common(2 * _BIASED)][::2]
+
+
+def _add(rivals: Rivals, text: Answer, places: Sequence[Place], tuning: Tuning) -> None:
+    """Adds the tokens of a text: over all cells if the parameter is a filter, else given that a token is among them."""
+    prompt, names = tuple(map(str, text.prompt_ids)), tuple(place.token for place in places)
+    for at, place in enumerate(places):
+        changed = tuned(place, tuning, prompt, names[:at])
+        if changed is None:
+            continue
+        unchanged = [math.exp(value) for _, value in place.top]
+        filtered = any(p == 0.0 for p in changed.probs[:-1])
+        total = 1.0 if filtered else sum(unchanged)
+        rest = max(0.0, 1.0 - sum(unchanged)) if filtered else 0.0
+        rivals.add(changed.probs, [*(p / total for p in unchanged), rest], changed.at)
