@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from tests.audit.endpoint.fake import Behaviour
+from tests.audit.endpoint.fake import serving as fake_server
 from typer.testing import CliRunner
 
 from foretoken import zoo
@@ -92,6 +94,13 @@ def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder):
     words = [models.get(word, word) for word in shlex.split(COMMANDS[name])]
     assert call(name, [*words, "--output", "result.json"])
     assert json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_endpoint_alarms_counts_outcomes():
+    with fake_server(Behaviour()) as url:
+        printed = call("endpoint_alarms", ["--endpoint", url, "--audits", "1", "--budget", "4000"])
+    assert "0 of 1 audits failed" in printed and "greedy parity" in printed
 
 
 @pytest.mark.slow
