@@ -50,10 +50,8 @@ def distribution(task: EndpointTask) -> list[Check]:
 
 def _tested(task: EndpointTask, side: Side, name: str, count: int) -> tuple[Check, list[list[Cells]]]:
     """Samples texts and tests them. Returns the cells of every text as well."""
-    wishes = [
-        Wish(task.prompt(i), task.sizes.sampled_tokens, f"sample/{i}", 1.0, task.reference is Reference.INLINE)
-        for i in range(count)
-    ]
+    top = side.needs_logprobs or task.reference is Reference.INLINE
+    wishes = [Wish(task.prompt(i), task.sizes.sampled_tokens, f"sample/{i}", 1.0, top) for i in range(count)]
     replies = task.ask(side, wishes)
     told = [(reply, f"sample/{i}") for i, reply in enumerate(replies) if isinstance(reply, Answer)]
     places = task.places(side, told)

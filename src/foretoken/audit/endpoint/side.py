@@ -84,6 +84,11 @@ class Side:
     switch: Mapping[str, Any] = field(default_factory=dict)
     abilities: Abilities = field(default_factory=Abilities)
 
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether tokens and their ids are told with log-probabilities alone, as by llama.cpp."""
+        return not self.dialect.told
+
     def complete(self, wishes: Sequence[Wish], concurrency: int) -> list[Reply]:
         """Returns a reply to each wish, ``concurrency`` at a time."""
         top = self.abilities.top

@@ -97,7 +97,7 @@ def _treated(task: EndpointTask, side: Side, parameter: str, level: float) -> tu
         return Treatment.UNDECIDED, "the server tells no token ids"
     temperature = 1.0 if parameter != "temperature" else None
     wishes = [
-        Wish(task.prompt(i), task.sizes.tuned_tokens, f"{parameter}/{i}", temperature, False, options)
+        Wish(task.prompt(i), task.sizes.tuned_tokens, f"{parameter}/{i}", temperature, side.needs_logprobs, options)
         for i in range(task.sizes.tuned)
     ]
     replies = task.ask(side, wishes)
