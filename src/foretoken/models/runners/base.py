@@ -35,7 +35,7 @@ class WithoutAdapters:
         not_compiled: why the compiled kernels do not compute the model.
     """
 
-    not_compiled = "they are not asked to"
+    not_compiled = "the kernels run on CPUs"
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -61,11 +61,9 @@ def build_runner(
     if architecture.recurrence is not None:
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
     captured = entry is None and architecture.alibi is None and not architecture.has_experts and not architecture.sinks
-    runner: TorchRunner
     if device.type == "cuda" and captured:
-        runner = GraphRunner(architecture, layers, ends, dtype, device)
-    else:
-        runner = TorchRunner(architecture, layers, ends, dtype, device, entry)
+        return GraphRunner(architecture, layers, ends, dtype, device)
+    runner = TorchRunner(architecture, layers, ends, dtype, device, entry)
     runner.not_compiled = not_compiled
     return runner
 
