@@ -54,23 +54,33 @@ def logits(model: Model, prompts: Sequence[Sequence[int]], adapters: Sequence[st
             model.close(handle)
 
 
+# Widths that need padding, with heads of keys that fill half a unit of 32 outputs; and widths of whole units.
+PADDED = {"num_key_value_heads": 1, "head_dim": 16, "hidden_size": 72, "intermediate_size": 44}
+WHOLE = {"num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64, "intermediate_size": 96}
+
+
+def saved_llama(folder: Path, sizes: dict[str, int]) -> Path:
+    return Tiny("Llama", {**GROUPED, **sizes}).save(folder)
+
+
+def saved_adapters(folder: Path, model: Path) -> dict[str, Path]:
+    """Adapters of several ranks on several modules."""
+    return {
+        "attention": save_adapter(folder / "attention", model, ATTENTION, rank=4, seed=1),
+        "mlp": save_adapter(folder / "mlp", model, MLP, rank=33, seed=2),
+        "all": save_adapter(folder / "all", model, ATTENTION + MLP, rank=20, seed=3),
+        "some": save_adapter(folder / "some", model, ["q_proj", "v_proj", "up_proj"], rank=1, seed=4),
+    }
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose widths need padding, with heads of keys that fill half a unit."""
-    sizes = {"num_key_value_heads": 1, "head_dim": 16, "hidden_size": 72, "intermediate_size": 44}
-    return Tiny("Llama", {**GROUPED, **sizes}).save(tmp_path_factory.mktemp("llama"))
+    return saved_llama(tmp_path_factory.mktemp("llama"), PADDED)
 
 
 @pytest.fixture(scope="module")
 def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters of several ranks on several modules."""
-    folder = tmp_path_factory.mktemp("adapters")
-    return {
-        "attention": save_adapter(folder / "attention", llama, ATTENTION, rank=4, seed=1),
-        "mlp": save_adapter(folder / "mlp", llama, MLP, rank=33, seed=2),
-        "all": save_adapter(folder / "all", llama, ATTENTION + MLP, rank=1, seed=3),
-        "queries": save_adapter(folder / "queries", llama, ["q_proj"], rank=8, seed=4),
-    }
+    return saved_adapters(tmp_path_factory.mktemp("adapters"), llama)
 
 
 def load(path: Path, adapters: dict[str, Path], dtype: str = "float32", **options: Any) -> Model:
@@ -109,10 +119,13 @@ def test_logits_and_greedy_tokens_equal_pefts(family: str, tmp_path: Path) -> No
     assert min(float((a - b).abs().max()) for a, b in zip(plain, logits(model, prompts, ["x"] * 3), strict=True)) > 0.01
 
 
-def test_logits_equal_those_of_a_merged_checkpoint(llama: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
-    model, prompts = load(llama, adapters), [text(5, 0), text(300, 1), text(1, 2), text(7, 3)]
+@pytest.mark.parametrize("sizes", [PADDED, WHOLE], ids=["padded", "whole units"])
+def test_logits_equal_those_of_a_merged_checkpoint(sizes: dict[str, int], tmp_path: Path) -> None:
+    path = saved_llama(tmp_path / "model", sizes)
+    adapters = saved_adapters(tmp_path / "adapters", path)
+    model, prompts = load(path, adapters), [text(5, 0), text(300, 1), text(1, 2), text(7, 3)]
     for (name, folder), prompt in zip(adapters.items(), prompts, strict=True):
-        merged = load(merge(llama, folder, tmp_path / name), {})
+        merged = load(merge(path, folder, tmp_path / name), {})
         assert (logits(model, [prompt], [name])[0] - logits(merged, [prompt], [None])[0]).abs().max() < 1e-4
 
 
@@ -133,7 +146,7 @@ def test_no_bit_depends_on_the_other_rows_and_their_adapters(
         model.load_adapter(name, folder)
     batches: list[list[str | None]] = [
         ["attention", "mlp", None, "all"],
-        ["queries", None, "queries", "attention"],
+        ["some", None, "some", "attention"],
         [None, "all", "all", None],
     ]
     for names in batches:
@@ -186,7 +199,7 @@ def test_an_early_exit_has_the_adapters_of_its_model(llama: Path, adapters: dict
 
 def test_unknown_and_taken_names_are_refused(llama: Path, adapters: dict[str, Path]) -> None:
     model = load(llama, adapters)
-    with pytest.raises(InvalidRequest, match="'other' is not loaded; loaded: attention, mlp, all, queries"):
+    with pytest.raises(InvalidRequest, match="'other' is not loaded; loaded: attention, mlp, all, some"):
         model.open([1, 2], adapter="other")
     with pytest.raises(InvalidRequest, match="a LoRA adapter 'mlp' already"):
         model.load_adapter("mlp", adapters["all"])

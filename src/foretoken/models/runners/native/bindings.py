@@ -8,6 +8,7 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_uint8, c_uin
 LANES = 16
 UNIT = 32  # outputs of one unit of work; every width is padded to it
 TILE_STEPS = 16
+LORA_PARTS = 3  # matrices of the second half of a low-rank product
 
 
 class Matrix(Structure):
@@ -161,10 +162,16 @@ class ModelSpec(Structure):
     ]
 
 
+class LoraPart(Structure):
+    """A matrix of a low-rank product, and where its input and result lie in their rows."""
+
+    _fields_ = [("matrix", Matrix), *((name, c_int32) for name in ("from_", "to", "step"))]
+
+
 class LoraSpec(Structure):
     """A low-rank product; without matrices there is none."""
 
-    _fields_ = [("down", Matrix), ("up", Matrix)]
+    _fields_ = [("down", LoraPart), ("up", LoraPart * LORA_PARTS)]
 
 
 class LoraLayer(Structure):

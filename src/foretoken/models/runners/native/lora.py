@@ -5,10 +5,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import torch
+import torch.nn.functional as F
+
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.lora.modules import Product
 from foretoken.models.formats.lora.tensors import AdapterLayer, LowRank
-from foretoken.models.runners.native.bindings import LoraLayer, LoraSpec
+from foretoken.models.formats.quantize import Matrix as AnyMatrix
+from foretoken.models.formats.quantize import floats
+from foretoken.models.runners.native.bindings import LANES, LORA_PARTS, UNIT, LoraLayer, LoraPart, LoraSpec
 from foretoken.models.runners.native.build import packing_library
 from foretoken.models.runners.native.describe import halves
 from foretoken.models.runners.native.memory import Arena, pack
@@ -35,7 +40,21 @@ class PackedAdapter:
 
     def _pack(self, kind: Product, product: LowRank, gated: bool) -> LoraSpec:
         interleave = kind == "up" and gated
-        up = halves(product.up) if interleave else product.up
-        return LoraSpec(
-            down=pack(self._arena, [product.down]).matrix, up=pack(self._arena, up, interleave=interleave).matrix
-        )
+        matrices = halves(product.up) if interleave else product.up
+        up = self._parts(matrices, interleave)
+        rank = max(part.from_ + part.matrix.steps for part in up)  # numbers that are read of down x
+        down = F.pad(product.down, (0, 0, 0, max(0, rank - len(product.down))))
+        return LoraSpec(LoraPart(pack(self._arena, [down]).matrix, 0, 0, 1), (LoraPart * LORA_PARTS)(*up))
+
+    def _parts(self, matrices: Sequence[AnyMatrix], interleave: bool) -> list[LoraPart]:
+        """Packs each matrix [out, rank] by itself, without the zeros beside its own rank, if units do not overlap."""
+        if len(matrices) > LORA_PARTS or any(matrix.shape[0] % UNIT for matrix in matrices):
+            return [LoraPart(pack(self._arena, matrices, interleave=interleave).matrix, 0, 0, 1)]
+        parts, block = [], 0
+        for number, matrix in enumerate(matrices):
+            columns = floats(matrix, torch.float32)
+            used = columns.any(0).nonzero().flatten().tolist() or [0]
+            own = pack(self._arena, [columns[:, used[0] : used[-1] + 1].contiguous()]).matrix
+            parts.append(LoraPart(own, used[0], *((number, len(matrices)) if interleave else (block, 1))))
+            block += matrix.shape[0] // LANES
+        return parts

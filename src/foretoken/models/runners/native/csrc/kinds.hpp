@@ -59,6 +59,7 @@ struct RowStore {
     int64_t unit_stride = BLOCKS * LANES;
     int64_t first_unit = 0;  // whose numbers are the first of a row
     Added added{};
+    int64_t block_stride = LANES;  // between the two blocks
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
         added(row, unit, low, high);
@@ -66,11 +67,11 @@ struct RowStore {
         low = low * floats(factor), high = high * floats(factor);
         if (add) {
             low = low + load(at);
-            high = high + load(at + LANES);
+            high = high + load(at + block_stride);
         }
         if (cap != 0.0f) low = soft(low), high = soft(high);
         store(at, low);
-        store(at + LANES, high);
+        store(at + block_stride, high);
     }
     Floats soft(Floats v) const {
         return floats(cap) * hyperbolic_tangent(v / floats(cap));

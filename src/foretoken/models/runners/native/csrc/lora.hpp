@@ -36,16 +36,19 @@ struct Lora {
     Added operator()(int layer, LoraSpec LoraLayer::*product, int64_t count, Fill fill) {
         auto spec = [&](const AdapterRows& tile) -> const LoraSpec& { return tile.layers[layer].*product; };
         int64_t steps = 0;
-        for (const AdapterRows& tile : adapted->tiles) steps = std::max(steps, spec(tile).down.steps);
+        for (const AdapterRows& tile : adapted->tiles) steps = std::max(steps, spec(tile).down.matrix.steps);
         if (!steps) return {};
         member.each((int64_t)adapted->rows.size(), 1, [&](int64_t r) {
             float* to = inputs + r * input_width;
             fill(adapted->rows[r], to);
             std::fill(to + count, to + std::max(steps, count), 0.0f);
-            adapted->added[adapted->rows[r]] = spec(tile_of(r)).up.data ? added + r * added_width : nullptr;
+            adapted->added[adapted->rows[r]] = spec(tile_of(r)).down.matrix.data ? added + r * added_width : nullptr;
         });
-        multiply([&](const AdapterRows& tile) -> const Matrix& { return spec(tile).down; }, inputs, input_width, inner, inner_width);
-        multiply([&](const AdapterRows& tile) -> const Matrix& { return spec(tile).up; }, inner, inner_width, added, added_width);
+        multiply([&](const AdapterRows& tile, auto f) { f(spec(tile).down); }, inputs, input_width, inner, inner_width);
+        auto up = [&](const AdapterRows& tile, auto f) {
+            for (const LoraPart& part : spec(tile).up) f(part);
+        };
+        multiply(up, inner, inner_width, added, added_width);
         return {adapted->added.data()};
     }
 
@@ -57,10 +60,14 @@ struct Lora {
             for (const AdapterRows& tile : adapted.tiles)
                 for (int i = 0; i < m.layer_count; i++)
                     for (const LoraSpec* s : {&tile.layers[i].qkv, &tile.layers[i].out, &tile.layers[i].up, &tile.layers[i].down}) {
-                        input = std::max(input, s->down.steps);
-                        inner = std::max({inner, s->down.units * BLOCKS * LANES, s->up.steps});
-                        added = std::max(added, s->up.units * BLOCKS * LANES);
+                        input = std::max(input, s->down.matrix.steps);
+                        inner = std::max(inner, width(s->down));
+                        for (const LoraPart& part : s->up) added = std::max(added, width(part));
                     }
+        }
+        // Numbers of a result row up to the end of a part.
+        static int64_t width(const LoraPart& part) {
+            return part.matrix.units ? (part.to + (part.matrix.units * BLOCKS - 1) * part.step + 1) * LANES : 0;
         }
     };
 
@@ -73,22 +80,25 @@ struct Lora {
         return *std::find_if(adapted->tiles.begin(), adapted->tiles.end(), [&](const AdapterRows& tile) { return r < tile.last; });
     }
 
-    // Multiplies each tile's rows of x with its adapter's matrix.
-    template <class Of>
-    void multiply(Of matrix, const float* x, int64_t x_width, float* to, int64_t width) {
+    // Multiplies each tile's rows of x with parts of its adapter. parts(tile, f) calls f with each.
+    template <class Parts>
+    void multiply(Parts parts, const float* x, int64_t x_width, float* to, int64_t width) {
         int64_t units = 0;
-        for (const AdapterRows& tile : adapted->tiles) units += matrix(tile).units;
+        for (const AdapterRows& tile : adapted->tiles) parts(tile, [&](const LoraPart& part) { units += part.matrix.units; });
         Loop loop = member.begin(units, std::max<int64_t>(1, std::min<int64_t>(8, units / (4 * member.threads))));
         for (Share items(0, 0); loop.next(items);) {
-            int64_t begin = 0;  // of a tile's units
-            for (const AdapterRows& tile : adapted->tiles) {
-                const Matrix& w = matrix(tile);
-                const Share mine(std::max(items.first, begin) - begin, std::min(items.last, begin + w.units) - begin);
-                begin += w.units;
-                if (mine.first >= mine.last) continue;
-                const Input rows{(Word*)(x + tile.first * x_width), nullptr, x_width, 0};
-                functions(w).rows(w, rows, tile.last - tile.first, Units(mine), {to + tile.first * width, width});
-            }
+            int64_t begin = 0;  // of a part's units
+            for (const AdapterRows& tile : adapted->tiles)
+                parts(tile, [&](const LoraPart& part) {
+                    const Matrix& w = part.matrix;
+                    const Share mine(std::max(items.first, begin) - begin, std::min(items.last, begin + w.units) - begin);
+                    begin += w.units;
+                    if (mine.first >= mine.last) return;
+                    const Input rows{(Word*)(x + tile.first * x_width + part.from), nullptr, x_width, 0};
+                    RowStore store{to + tile.first * width + part.to * LANES, width};
+                    store.unit_stride = part.step * BLOCKS * LANES, store.block_stride = part.step * LANES;
+                    functions(w).rows(w, rows, tile.last - tile.first, Units(mine), store);
+                });
         }
         member.end(loop);
     }

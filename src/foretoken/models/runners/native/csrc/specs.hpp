@@ -135,10 +135,19 @@ struct ModelSpec {
 // Norms of queries and keys: of each head before or after its rotation, or of all heads together before it.
 enum HeadNorm : int32_t { BEFORE_ROTATION = 0, AFTER_ROTATION = 1, ALL_HEADS = 2 };
 
-// A low-rank product that is added to one of a layer's: up (down x), both matrices float32 (LoRA, 2106.09685). `up` has the
-// outputs of the layer's own matrix, in their order. Without data there is none.
+constexpr int LORA_PARTS = 3;  // of a product; bindings.py has the same number
+
+// A float32 matrix of a low-rank product, from a part of its input rows to a part of the result.
+struct LoraPart {
+    Matrix matrix;
+    int32_t from;      // first number of an input row
+    int32_t to, step;  // block of sixteen numbers of the result where the first one goes, and the distance between blocks
+};
+
+// A low-rank product that is added to one of a layer's: up (down x) (LoRA, 2106.09685). The result has the outputs of the
+// layer's own matrix, in their order. Without data in `down` there is none.
 struct LoraSpec {
-    Matrix down, up;
+    LoraPart down, up[LORA_PARTS];
 };
 
 // What an adapter adds to one layer: to the product with the matrix of the same name.
