@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+if sys.platform != "win32":
+    import resource
 
 _GIB = 2**30
 _LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # version 2, version 1
@@ -56,6 +59,8 @@ class FreeMemory:
 
     def _address_space(self) -> Memory | None:
         """Returns what ``ulimit -v`` or the like leaves."""
+        if sys.platform == "win32":
+            return None
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit == resource.RLIM_INFINITY:
             return None

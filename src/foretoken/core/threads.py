@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from foretoken.core.sysctl import sysctl
+
 VARIABLE = "OMP_NUM_THREADS"
 _log = logging.getLogger(__name__)
 
@@ -25,7 +27,8 @@ def usable_threads(root: Path = Path("/")) -> int:
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted)
     processors = _allowed()
-    count = len(processors & _performance_cores(root)) or len(processors)
+    fast = len(processors & _performance_cores(root)) or sysctl("hw.perflevel0.logicalcpu") or len(processors)
+    count = min(fast, len(processors))
     return max(1, min([count, *(round(quota) for quota in quotas(root))]))
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from pathlib import Path
 from typing import NamedTuple
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.native.processor import ARM, X86, read_features
 
 VARIABLE = "FORETOKEN_CPU"  # takes a lower level by hand
-_X86, _ARM = ("x86_64", "AMD64"), ("aarch64",)  # macOS, where it is "arm64", has not been tested
 
 
 class Level(NamedTuple):
@@ -20,7 +19,7 @@ class Level(NamedTuple):
     Attributes:
         name: its name in FORETOKEN_CPU.
         machines: names of the architecture in ``platform.machine``.
-        features: what the processor must have, by the names in /proc/cpuinfo.
+        features: what the processor must have, by the names that Linux has for it.
         flags: compiler flags.
     """
 
@@ -33,7 +32,7 @@ class Level(NamedTuple):
 def _x86(name: str, features: str) -> Level:
     """Returns a level of x86-64, whose features are named almost as the compiler's flags."""
     flags = (feature.replace("avx_", "avx").replace("avx512_", "avx512") for feature in features.split())
-    return Level(name, _X86, frozenset(features.split()), tuple(f"-m{flag.replace('_', '-')}" for flag in flags))
+    return Level(name, X86, frozenset(features.split()), tuple(f"-m{flag.replace('_', '-')}" for flag in flags))
 
 
 _AVX2 = "avx2 fma f16c"
@@ -47,21 +46,16 @@ LEVELS = (  # of each architecture, best first
     _x86("avx512", _AVX512),
     _x86("avx2-vnni", f"{_AVX2} avx_vnni"),
     _x86("avx2", _AVX2),
-    Level("generic", _X86, frozenset(), ()),  # what every x86-64 has
-    Level("neon-dotprod", _ARM, frozenset({"asimd", "asimddp"}), ("-mcpu=generic+dotprod",)),
-    Level("neon", _ARM, frozenset({"asimd"}), ("-mcpu=generic",)),
+    Level("generic", X86, frozenset(), ()),  # what every x86-64 has
+    Level("neon-dotprod", ARM, frozenset({"asimd", "asimddp"}), ("-mcpu=generic+dotprod",)),
+    Level("neon", ARM, frozenset({"asimd"}), ("-mcpu=generic",)),
 )
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Returns the processor's features by their names in /proc/cpuinfo; empty where that cannot be read."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    wanted = "flags" if platform.machine() in _X86 else "Features"
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith(wanted)), "").split())
+    """Returns the processor's features by the names that Linux has for them; empty where the system does not say."""
+    return read_features()
 
 
 def available() -> list[Level]:

@@ -17,20 +17,24 @@ class Platform(NamedTuple):
         machine: its processor's name, as ``platform.machine`` gives it there.
         tag: its name in the wheel's file name.
         suffix: how the names of its libraries end.
+        without: instruction-set levels that no such machine takes.
     """
 
     target: str
     machine: str
     tag: str
     suffix: str = ".so"
+    without: tuple[str, ...] = ()
 
+
+_NO_MAC = ("amx", "avx512-bf16", "avx512-vnni", "avx2-vnni")  # macOS does not report VNNI, which few Macs have
 
 PLATFORMS = {
     "linux-x86_64": Platform("x86_64-linux-gnu.2.28", "x86_64", "manylinux_2_28_x86_64"),
     "linux-aarch64": Platform("aarch64-linux-gnu.2.28", "aarch64", "manylinux_2_28_aarch64"),
     "macos-arm64": Platform("aarch64-macos.11.0", "arm64", "macosx_11_0_arm64", ".dylib"),
-    "macos-x86_64": Platform("x86_64-macos.11.0", "x86_64", "macosx_11_0_x86_64", ".dylib"),
-    "windows-x86_64": Platform("x86_64-windows-gnu", "AMD64", "win_amd64", ".dll"),
+    "macos-x86_64": Platform("x86_64-macos.11.0", "x86_64", "macosx_11_0_x86_64", ".dylib", _NO_MAC),
+    "windows-x86_64": Platform("x86_64-windows-gnu", "AMD64", "win_amd64", ".dll", ("amx",)),
 }
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -75,7 +76,7 @@ class WeightCache:
     def open(self) -> OpenImage | None:
         """Returns the packed weights; None if they are not there. A damaged file is deleted."""
         try:
-            if self.path.stat().st_uid != os.geteuid():
+            if hasattr(os, "geteuid") and self.path.stat().st_uid != os.geteuid():
                 return None
             image = open_image(self.path)
             os.utime(self.path)
@@ -104,7 +105,8 @@ class WeightCache:
         if held is None:
             return
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread: requests go first
+            if sys.platform == "linux":  # which alone has priorities of threads: requests go first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if shutil.disk_usage(folder).free < 2 * image.nbytes:
                 _log.info("the disk has too little space to keep packed weights in %s", folder)

@@ -143,7 +143,7 @@ def open_image(path: Path) -> OpenImage:
         if size < ALIGNMENT:
             raise DamagedImage(f"it has {size} bytes")
         _read_ahead(file, size)
-        mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     view = np.frombuffer(mapped, np.uint8)
     places, pointers = _directory(mapped)
     base, threads = view.ctypes.data, torch.get_num_threads()
@@ -169,10 +169,10 @@ def _read_ahead(file: BinaryIO, size: int) -> None:
 
     What is in the page cache already is not read again.
     """
-    buffer = bytearray(_AT_ONCE)
     for at in range(0, size, _AT_ONCE):
         if not all(_in_memory(file, place) for place in (at, min(at + _AT_ONCE, size) - 1)):
-            os.preadv(file.fileno(), [buffer], at)
+            file.seek(at)
+            file.read(_AT_ONCE)
 
 
 def _in_memory(file: BinaryIO, at: int) -> bool:

@@ -35,7 +35,8 @@ def build_wheel_kernels(name: str, names: Sequence[str] = ()) -> tuple[str, dict
         KernelsUnavailable: There is no compiler, or it fails.
     """
     toolchain, machine, tag = _target(name)
-    known = {level.name: level for level in LEVELS if not level.machines or machine in level.machines}
+    without = PLATFORMS[name].without if name in PLATFORMS else ()
+    known = {level.name: level for level in LEVELS if machine in level.machines and level.name not in without}
     if unknown := [each for each in names if each not in known]:
         raise ValueError(f"no level {', '.join(unknown)} on {machine}; there are {', '.join(known) or 'none'}")
     if not known:

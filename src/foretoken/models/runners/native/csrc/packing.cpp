@@ -1,7 +1,9 @@
 // Functions for Python that allocate memory and pack weights. They do not depend on the kinds that a model has.
 #if defined(_WIN32)
 #define NOMINMAX
+#define INT8 WINDOWS_INT8  // a kind of weights has the name
 #include <windows.h>
+#undef INT8
 #else
 #include <sys/mman.h>
 #endif
