@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.native import cpu
+from foretoken.core.native import cpu, processor
 from foretoken.core.native.build import KernelsUnavailable, require
 
 
@@ -72,7 +72,7 @@ def test_levels_of_aarch64(features: str, name: str, why: str, monkeypatch: pyte
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nFeatures\t: {features}\nCPU implementer\t: 0x41\n", encoding="utf-8")
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(cpu, "Path", lambda _: info)
+    monkeypatch.setattr(processor, "Path", lambda _: info)
     monkeypatch.setattr(cpu, "features", cpu.features.__wrapped__)
     monkeypatch.delenv(cpu.VARIABLE, raising=False)
     assert require().name == name

@@ -86,3 +86,8 @@ def test_torch_is_limited_once_and_never_raised(monkeypatch):
     monkeypatch.setattr(threads, "usable_threads", lambda: 8)
     respect_limits()
     assert torch.get_num_threads() == 2
+
+
+def test_performance_cores_of_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(threads, "sysctl", {"hw.perflevel0.logicalcpu": 4}.get)
+    assert usable_threads(tmp_path) == 4

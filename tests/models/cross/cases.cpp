@@ -1,4 +1,4 @@
-// The kernels' libraries, on a processor that this machine may emulate, for tests/models/test_aarch64.py.
+// The kernels' libraries, on a processor that this machine may emulate, for tests/models/emulated.py.
 //
 // Checks results, and prints a checksum of each, to compare with those of another processor.
 #include "decoder.hpp"

@@ -1,7 +1,14 @@
 // What all cases use: checks, checksums, random numbers, and the libraries.
 #pragma once
 
+#if defined(_WIN32)
+#define NOMINMAX
+#define INT8 WINDOWS_INT8  // a kind of weights has the name
+#include <windows.h>
+#undef INT8
+#else
 #include <dlfcn.h>
+#endif
 
 #include <cstdio>
 #include <cstdlib>
@@ -36,12 +43,20 @@ struct Random {
 
 struct Library {
     void* handle;
+#if defined(_WIN32)
+    explicit Library(const char* path) : handle(LoadLibraryA(path)) {
+        if (!handle) std::printf("%s: error %lu\n", path, GetLastError()), std::exit(2);
+    }
+    void* symbol(const char* name) const { return (void*)GetProcAddress((HMODULE)handle, name); }
+#else
     explicit Library(const char* path) : handle(dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
         if (!handle) std::printf("%s\n", dlerror()), std::exit(2);
     }
+    void* symbol(const char* name) const { return dlsym(handle, name); }
+#endif
     template <class F>
     F* of(const char* name) const {
-        void* found = dlsym(handle, name);
+        void* found = symbol(name);
         if (!found) std::printf("no %s\n", name), std::exit(2);
         return (F*)found;
     }

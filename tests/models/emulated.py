@@ -1,0 +1,57 @@
+"""Runs the kernels of another processor or system on cases in C++ (``cross/``), in an emulator."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from foretoken.core.native import build, cpu
+from foretoken.core.native.toolchain import Toolchain
+from foretoken.models.runners.native.build import CACHES, Kind, ScaleKind, decoder_sources, grouped_kind
+
+from .products import PRODUCTS, SOURCES
+
+HERE = Path(__file__).parent
+KINDS = (  # those that cases.cpp has
+    Kind.FLOAT32,
+    Kind.BFLOAT16,
+    Kind.INT8,
+    Kind.PACKED,
+    grouped_kind(4, False, ScaleKind.HALF),
+    grouped_kind(8, False, ScaleKind.HALF),
+    grouped_kind(4, True, ScaleKind.SINGLE),
+    grouped_kind(6, False, ScaleKind.TWO_LEVELS),
+    grouped_kind(4, True, ScaleKind.TWO_LEVELS),
+    grouped_kind(6, True, ScaleKind.TWO_LEVELS),
+)
+FLOATS = (Kind.FLOAT32, Kind.BFLOAT16)
+
+
+def level_of(name: str) -> cpu.Level:
+    return next(level for level in cpu.LEVELS if level.name == name)
+
+
+def output(level: cpu.Level, folder: Path, tools: Toolchain | None = None, emulator: Sequence[str] = ()) -> str:
+    """Returns what the cases print with kernels of a level. ``tools``, ``emulator``: None and () for this machine."""
+    own = tools or build.toolchain()
+    products = [
+        PRODUCTS,
+        *((SOURCES / "kind.cpp", (f"-DFORETOKEN_KIND={kind:d}",)) for kind in KINDS),
+    ]
+    libraries = (
+        build.linked("pool", [(build.SHARED / "pool.cpp", ())], build.ANY, tools=tools),
+        build.linked("cases", [(HERE.parent / "core" / "pool_cases.cpp", ())], build.ANY, tools=tools),
+        build.linked("packing", [(SOURCES / "packing.cpp", ())], level, tools=tools),
+        build.linked("products", products, level, tools=tools),
+        build.linked("decoder", decoder_sources(FLOATS, CACHES), level, tools=tools),
+        build.linked("sampling", [(build.SHARED / "sampling.cpp", ())], level, tools=tools),
+    )
+    program = folder / f"{level.name}{'.exe' if own.suffix == '.dll' else ''}"
+    flags = ("-O1", "-std=c++17", "-w", "-ffp-contract=off", f"-I{build.SHARED}", f"-I{SOURCES}")
+    loading = ["-ldl"] if own.suffix == ".so" else []
+    source = str(HERE / "cross" / "cases.cpp")
+    subprocess.run([*own.command, *own.linking, *flags, source, "-o", str(program), *loading], check=True)
+    done = subprocess.run([*emulator, str(program), *map(str, libraries)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
