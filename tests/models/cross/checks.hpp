@@ -2,10 +2,10 @@
 #pragma once
 
 #if defined(_WIN32)
-#define NOMINMAX
-#define INT8 WINDOWS_INT8  // a kind of weights has the name
-#include <windows.h>
-#undef INT8
+// As windows.h declares them, which also defines names that kernels use.
+extern "C" __declspec(dllimport) void* LoadLibraryA(const char* path);
+extern "C" __declspec(dllimport) void* GetProcAddress(void* library, const char* name);
+extern "C" __declspec(dllimport) unsigned long GetLastError();
 #else
 #include <dlfcn.h>
 #endif
@@ -47,7 +47,7 @@ struct Library {
     explicit Library(const char* path) : handle(LoadLibraryA(path)) {
         if (!handle) std::printf("%s: error %lu\n", path, GetLastError()), std::exit(2);
     }
-    void* symbol(const char* name) const { return (void*)GetProcAddress((HMODULE)handle, name); }
+    void* symbol(const char* name) const { return GetProcAddress(handle, name); }
 #else
     explicit Library(const char* path) : handle(dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
         if (!handle) std::printf("%s\n", dlerror()), std::exit(2);

@@ -38,6 +38,15 @@ PLATFORMS = {
 }
 
 
+# Flags by how the names of libraries end. Of an inline function in several libraries macOS takes one for all, unless it is
+# hidden; those of the kernels refer to their own library's table of kinds.
+_COMPILING: dict[str, tuple[str, ...]] = {
+    ".so": ("-fPIC",),
+    ".dylib": ("-fPIC", "-fvisibility-inlines-hidden"),
+    ".dll": (),
+}
+
+
 class Toolchain(NamedTuple):
     """A compiler and what it compiles for.
 
@@ -64,7 +73,7 @@ def local_suffix() -> str:
 def local() -> Toolchain | None:
     """Returns this machine's compiler: c++, g++ or clang++ on PATH, else Zig's if it is installed; None if none is."""
     suffix = local_suffix()
-    compiling = () if sys.platform == "win32" else ("-fPIC",)
+    compiling = _COMPILING[suffix]
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return Toolchain((path,), suffix, compiling)
@@ -75,7 +84,7 @@ def local() -> Toolchain | None:
 def cross(platform: Platform) -> Toolchain | None:
     """Returns Zig's compiler for a platform; None where it is not installed."""
     target = ("-target", platform.target)
-    compiling = (*target, "-g0", *(() if platform.suffix == ".dll" else ("-fPIC",)))
+    compiling = (*target, "-g0", *_COMPILING[platform.suffix])
     zig = _zig()
     return Toolchain(zig, platform.suffix, compiling, (*target, "-s"), platform.tag) if zig else None
 

@@ -1,4 +1,4 @@
-"""The encoder of either runtime, with a cache of its outputs."""
+"""What both runtimes of encoder-decoders share: a cache of the encoder's outputs, and the sources of slots."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import NO_SOURCE, check_source
 
 MAX_SOURCES = 32  # cached outputs, for other completions of a request and for a draft that shares the encoder
 
@@ -29,3 +32,40 @@ class Encoder:
         while len(self._cached) > MAX_SOURCES:
             self._cached.popitem(last=False)
         return states
+
+
+class SourceSlots:
+    """The source of each slot, which is encoded before the slot's first pass.
+
+    Args:
+        longest: tokens that the encoder reads.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.lengths: dict[int, int] = {}
+        self._longest = longest
+        self._pending: dict[int, tuple[int, ...]] = {}
+
+    def attach(self, slot: int, source: Sequence[int]) -> None:
+        """Sets a slot's source. Raises InvalidRequest if it is too long."""
+        check_source(source, self._longest)
+        self._pending[slot], self.lengths[slot] = tuple(source), len(source)
+
+    def pending(self, slot: int) -> tuple[int, ...] | None:
+        """Returns the slot's source if it is not encoded yet. Raises InvalidRequest if it has none."""
+        if slot not in self.lengths:
+            raise InvalidRequest(NO_SOURCE)
+        return self._pending.get(slot)
+
+    def encoded(self, slot: int) -> None:
+        """Records that the slot's source is encoded."""
+        del self._pending[slot]
+
+    def release(self, slot: int) -> None:
+        """Forgets a slot's source."""
+        self._pending.pop(slot, None)
+        self.lengths.pop(slot, None)
+
+    def check(self) -> None:
+        """Raises AssertionError if the bookkeeping is inconsistent."""
+        assert set(self._pending) <= set(self.lengths), "a pending source has no slot"

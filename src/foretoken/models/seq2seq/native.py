@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from foretoken.core.draft import Draft
-from foretoken.core.errors import InvalidRequest
-from foretoken.models.base import NO_SOURCE, check_source
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.weights import Ends, LayerWeights
 from foretoken.models.runners.base import Pass
 from foretoken.models.runners.native.describe import Description
 from foretoken.models.runners.native.runner import NativeRunner
 from foretoken.models.runners.pass_plan import Part, PassPlan
-from foretoken.models.seq2seq.encoder import Encoder
+from foretoken.models.seq2seq.encoder import Encoder, SourceSlots
 from foretoken.models.seq2seq.weights import Seq2SeqWeights, StackEnds
 from foretoken.models.state.pages import PAGE, Pages
 
@@ -46,7 +44,7 @@ class NativeSeq2SeqRunner(NativeRunner):
         stack = self.stack(encoder, weights.layers("encoder"), weights.ends("encoder"), dtype, compress)
         self.encoder = Encoder(stack.states)
         self.fingerprint = weights.fingerprint()
-        self.source_length = a.source_length
+        self._longest = a.source_length
         self._forget_sources()
 
     def stack(
@@ -63,8 +61,7 @@ class NativeSeq2SeqRunner(NativeRunner):
 
     def _forget_sources(self) -> None:
         self._sources = Pages(self._arena.allocate, PAGE * self.kv_bytes_per_token)
-        self._pending: dict[int, tuple[int, ...]] = {}  # sources that are not encoded yet, by slot
-        self._lengths: dict[int, int] = {}  # tokens of sources, by slot
+        self._slots = SourceSlots(self._longest)
 
     def first(self, architecture: Any, norm: Tensor | None) -> Self:
         view = super().first(self._architecture.first(architecture.layers), norm)
@@ -80,12 +77,10 @@ class NativeSeq2SeqRunner(NativeRunner):
         return slot, 0
 
     def attach(self, slot: int, source: Sequence[int]) -> None:
-        check_source(source, self.source_length)
-        self._pending[slot], self._lengths[slot] = tuple(source), len(source)
+        self._slots.attach(slot, source)
 
     def release(self, slot: int) -> None:
-        self._pending.pop(slot, None)
-        self._lengths.pop(slot, None)
+        self._slots.release(slot)
         self._sources.release(slot)
         super().release(slot)
 
@@ -95,7 +90,7 @@ class NativeSeq2SeqRunner(NativeRunner):
     def check(self) -> None:
         super().check()
         self._sources.check()
-        assert set(self._pending) <= set(self._lengths), "a pending source has no slot"
+        self._slots.check()
 
     def nbytes(self) -> int:
         return super().nbytes() + self._sources.nbytes()
@@ -109,22 +104,20 @@ class NativeSeq2SeqRunner(NativeRunner):
         slots = [part.slot for part in plan.parts]
         return {
             "source_pages": array("Q", [self._sources.addresses(slot) for slot in slots]),
-            "source_lengths": array("i", [self._lengths[slot] for slot in slots]),
+            "source_lengths": array("i", [self._slots.lengths[slot] for slot in slots]),
         }
 
     def _encode(self, slot: int) -> None:
         """Encodes the slot's source if it is pending, and keeps its keys and values for all layers."""
-        source = self._pending.get(slot)
+        source = self._slots.pending(slot)
         if source is None:
-            if slot not in self._lengths:
-                raise InvalidRequest(NO_SOURCE)
             return
         states, count = self.encoder.states(source), len(source)
         pages = self._sources.reserve(slot, 0, count)
         passed = (self._spec, states.data_ptr(), count, pages, self._workspace, self.threads)
         if self._library.foretoken_remember(*passed):
             raise MemoryError(f"no memory for the keys and values of a source of {count} tokens")
-        del self._pending[slot]
+        self._slots.encoded(slot)
 
 
 class StackRunner(NativeRunner):

@@ -14,15 +14,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import InvalidRequest
-from foretoken.models.base import NO_SOURCE, check_source
 from foretoken.models.families.seq2seq import Stack
 from foretoken.models.formats.weights import NormWeight
 from foretoken.models.runners.attention import KEY_MULTIPLE, Geometry, attend, look_up
 from foretoken.models.runners.base import Pass, WithoutAdapters
 from foretoken.models.runners.linear import can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
-from foretoken.models.seq2seq.encoder import Encoder
+from foretoken.models.seq2seq.encoder import Encoder, SourceSlots
 from foretoken.models.seq2seq.layers import (
     Attention,
     EncoderStack,
@@ -89,8 +87,7 @@ class Seq2SeqRunner(WithoutAdapters):
         dtype = torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype  # attention.py
         sizes = (stack.layers, stack.heads, stack.head_dim, dtype, self._device)
         self._cache, self._sources = KVCache(*sizes), KVCache(*sizes)
-        self._pending: dict[int, tuple[int, ...]] = {}  # sources that are not encoded yet, by slot
-        self._lengths: dict[int, int] = {}  # tokens of sources, by slot
+        self._slots = SourceSlots(self._architecture.source_length)
 
     def first(self, architecture: Any, norm: Tensor | None) -> Self:
         view = copy(self)
@@ -115,12 +112,10 @@ class Seq2SeqRunner(WithoutAdapters):
         return slot, 0
 
     def attach(self, slot: int, source: Sequence[int]) -> None:
-        check_source(source, self._architecture.source_length)
-        self._pending[slot], self._lengths[slot] = tuple(source), len(source)
+        self._slots.attach(slot, source)
 
     def release(self, slot: int) -> None:
-        self._pending.pop(slot, None)
-        self._lengths.pop(slot, None)
+        self._slots.release(slot)
         self._cache.release(slot)
         self._sources.release(slot)
 
@@ -131,7 +126,7 @@ class Seq2SeqRunner(WithoutAdapters):
         return False
 
     def check(self) -> None:
-        assert set(self._pending) <= set(self._lengths), "a pending source has no slot"
+        self._slots.check()
 
     @property
     def state_bytes(self) -> int:
@@ -210,7 +205,7 @@ class Seq2SeqRunner(WithoutAdapters):
 
     def _masks(self, plan: PassPlan, g: Geometry) -> AttentionMasks:
         """Returns the masks of a pass. Slots between its sequences, whose rows are not used, see all keys."""
-        lengths = [self._lengths.get(slot, 0) for slot in range(g.low, g.high)]
+        lengths = [self._slots.lengths.get(slot, 0) for slot in range(g.low, g.high)]
         keys = padded(max(lengths), KEY_MULTIPLE)
         ends = torch.tensor([length or keys for length in lengths])[:, None]
         source_mask = torch.zeros(len(lengths), keys).masked_fill_(torch.arange(keys) >= ends, -torch.inf)
@@ -223,10 +218,8 @@ class Seq2SeqRunner(WithoutAdapters):
 
     def _encode(self, slot: int) -> None:
         """Encodes the slot's source if it is pending, and writes its keys and values by layer."""
-        source = self._pending.get(slot)
+        source = self._slots.pending(slot)
         if source is None:
-            if slot not in self._lengths:
-                raise InvalidRequest(NO_SOURCE)
             return
         states, count = self.encoder.states(source), len(source)
         rows = states if count > 1 else states.repeat(2, 1)
@@ -236,4 +229,4 @@ class Seq2SeqRunner(WithoutAdapters):
             made = block.cross_attention.keys_values(rows, True)[:count].view(count, 2, self._stack.heads, -1)
             for kept, part in zip((self._sources.keys, self._sources.values), made.unbind(1), strict=True):
                 kept[number][slot, :, :count] = finite(part.transpose(0, 1))
-        del self._pending[slot]
+        self._slots.encoded(slot)

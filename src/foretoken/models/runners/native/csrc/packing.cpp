@@ -1,9 +1,9 @@
 // Functions for Python that allocate memory and pack weights. They do not depend on the kinds that a model has.
 #if defined(_WIN32)
-#define NOMINMAX
-#define INT8 WINDOWS_INT8  // a kind of weights has the name
-#include <windows.h>
-#undef INT8
+#include <cstddef>
+// As windows.h declares them, which also defines INT8, near and other names that kernels use.
+extern "C" __declspec(dllimport) void* VirtualAlloc(void* at, size_t bytes, unsigned long type, unsigned long access);
+extern "C" __declspec(dllimport) int VirtualFree(void* at, size_t bytes, unsigned long type);
 #else
 #include <sys/mman.h>
 #endif
@@ -144,7 +144,8 @@ uint64_t foretoken_checksum(const uint8_t* data, int64_t bytes, int threads) {
 // Allocates weights and cache pages: zeroed, aligned, in huge pages if the system has them.
 void* foretoken_allocate(int64_t bytes) {
 #if defined(_WIN32)
-    return VirtualAlloc(nullptr, (size_t)bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+    constexpr unsigned long reserved_and_committed = 0x3000, read_and_write = 0x04;
+    return VirtualAlloc(nullptr, (size_t)bytes, reserved_and_committed, read_and_write);
 #else
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return nullptr;
@@ -158,7 +159,8 @@ void* foretoken_allocate(int64_t bytes) {
 void foretoken_free(void* data, int64_t bytes) {
 #if defined(_WIN32)
     (void)bytes;
-    VirtualFree(data, 0, MEM_RELEASE);
+    constexpr unsigned long released = 0x8000;
+    VirtualFree(data, 0, released);
 #else
     munmap(data, bytes);
 #endif
