@@ -99,6 +99,12 @@ def test_a_compiler_for_windows_is_not_given_flags_of_unix(monkeypatch: pytest.M
     assert [name for name, tools in flags.items() if tools and "-fPIC" not in tools.compiling] == ["windows-x86_64"]
 
 
+@pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
+def test_every_platform_of_wheels_has_levels(platform: toolchain.Platform) -> None:
+    levels = {level.name for level in LEVELS if platform.machine in level.machines}
+    assert set(platform.without) < levels
+
+
 @pytest.mark.parametrize("name, levels, message", [("amiga", (), "no platform"), ("here", ("mmx",), "no level mmx")])
 def test_unknown_platforms_and_levels_of_wheels_are_refused(name: str, levels: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

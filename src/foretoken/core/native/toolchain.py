@@ -38,8 +38,8 @@ PLATFORMS = {
 }
 
 
-# Flags by how the names of libraries end. Of an inline function in several libraries macOS takes one for all, unless it is
-# hidden; those of the kernels refer to their own library's table of kinds.
+# Flags by the ends of libraries' names. Of an inline function in several libraries macOS takes one for all, unless it
+# is hidden; those of the kernels refer to their own library's table of kinds.
 _COMPILING: dict[str, tuple[str, ...]] = {
     ".so": ("-fPIC",),
     ".dylib": ("-fPIC", "-fvisibility-inlines-hidden"),
