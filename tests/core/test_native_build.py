@@ -12,6 +12,7 @@ import pytest
 
 from foretoken.core.native import build, toolchain
 from foretoken.core.native.build import linked, shipped_name
+from foretoken.core.native.cpu import LEVELS
 from foretoken.core.native.toolchain import PLATFORMS
 from foretoken.models.runners.native.wheel import build_wheel_kernels, newest_glibc
 
