@@ -63,7 +63,7 @@ def read_features() -> frozenset[str]:
     if sys.platform == "darwin":
         return from_sysctl(sysctl)
     if sys.platform == "win32":
-        return _on_windows()
+        return _on_windows() if platform.machine() in X86 else frozenset()
     try:
         return from_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
     except OSError:
@@ -136,20 +136,20 @@ def cpuid_at(memory: int) -> Cpuid:
     return cpuid
 
 
-def _on_windows() -> frozenset[str]:
-    """Returns the features by ``cpuid``; none where the system grants no executable memory or is not for x86."""
-    if sys.platform != "win32" or platform.machine() not in X86:
-        return frozenset()
-    kernel = ctypes.WinDLL("kernel32")
-    kernel.VirtualAlloc.restype = ctypes.c_void_p
-    kernel.VirtualAlloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_uint32]
-    kernel.VirtualFree.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32]
-    kernel.GetEnabledXStateFeatures.restype = ctypes.c_uint64
-    commit, release, executable, size = 0x3000, 0x8000, 0x40, 4096
-    memory = kernel.VirtualAlloc(None, size, commit, executable)
-    if not memory:
-        return frozenset()
-    try:
-        return from_cpuid(cpuid_at(memory), kernel.GetEnabledXStateFeatures())
-    finally:
-        kernel.VirtualFree(memory, 0, release)
+if sys.platform == "win32":
+
+    def _on_windows() -> frozenset[str]:
+        """Returns the features by ``cpuid``; none where the system grants no executable memory."""
+        kernel = ctypes.WinDLL("kernel32")
+        kernel.VirtualAlloc.restype = ctypes.c_void_p
+        kernel.VirtualAlloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_uint32]
+        kernel.VirtualFree.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32]
+        kernel.GetEnabledXStateFeatures.restype = ctypes.c_uint64
+        commit, release, executable, size = 0x3000, 0x8000, 0x40, 4096
+        memory = kernel.VirtualAlloc(None, size, commit, executable)
+        if not memory:
+            return frozenset()
+        try:
+            return from_cpuid(cpuid_at(memory), kernel.GetEnabledXStateFeatures())
+        finally:
+            kernel.VirtualFree(memory, 0, release)
