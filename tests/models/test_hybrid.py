@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 HYBRID = ("qwen3.5", "qwen3-next", "lfm2", "bamba", "qwen3.5-experts")
 NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
 CASES = [(name, numbers) for name in HYBRID for numbers in NUMBERS]
+CASES += [("falcon-h1", "float32"), ("granite-hybrid", "bfloat16"), ("nemotron-h", "int8")]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: "-".join(case))

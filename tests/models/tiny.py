@@ -154,6 +154,55 @@ YARN: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS: dict[str, Any] = {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
+}
+MAMBA: dict[str, Any] = {
+    **GROUPED,
+    "initializer_range": 0.1,  # larger states would magnify the rounding of transformers' own float32
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_proj_bias": True,
+}
+FALCON_H1: dict[str, Any] = {
+    **MAMBA,
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 64,
+    "projectors_bias": True,
+    "mlp_bias": True,
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.7, 0.6],
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.9, 0.8, 1.2, 1.1, 0.7],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+}
+NEMOTRON_H: dict[str, Any] = {
+    **{k: v for k, v in GROUPED.items() if k != "num_hidden_layers"},
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"],
+    "head_dim": 32,
+    "layer_norm_epsilon": 1e-2,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "time_step_min": 1e-9,  # transformers bounds steps in prompts alone
+    "use_bias": True,
+    "mlp_bias": True,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 1.8,
+}
 
 ARCHITECTURES: dict[str, Tiny] = {
     "llama": Tiny("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}, native=True),
@@ -215,19 +264,45 @@ ARCHITECTURES: dict[str, Tiny] = {
     ),
     "bamba": Tiny(
         "Bamba",
+        {**MAMBA, "attn_layer_indices": [1]},
+        native=True,
+        torch=False,
+    ),
+    "granite-hybrid": Tiny(
+        "GraniteMoeHybrid",
         {
-            **GROUPED,
-            "rms_norm_eps": 1e-2,
-            "num_hidden_layers": 3,
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 4,
-            "mamba_n_groups": 2,
-            "mamba_d_state": 16,
-            "mamba_proj_bias": True,
+            **MAMBA,
+            **GRANITE,
+            "num_local_experts": 6,
+            "shared_intermediate_size": 40,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
         native=True,
         torch=False,
     ),
+    "granite-hybrid-dense": Tiny(
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            **GRANITE,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 72,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+        native=True,
+        torch=False,
+    ),
+    "falcon-h1": Tiny(
+        "FalconH1", {**FALCON_H1, "mamba_rms_norm": False, "attention_bias": True}, native=True, torch=False
+    ),
+    "falcon-h1-norms": Tiny(
+        "FalconH1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None},
+        native=True,
+        torch=False,
+    ),
+    "nemotron-h": Tiny("NemotronH", NEMOTRON_H, native=True, torch=False),
     "lfm2": Tiny(
         "Lfm2",
         {**GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
@@ -244,16 +319,11 @@ ARCHITECTURES: dict[str, Tiny] = {
     "olmoe": Tiny("Olmoe", {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.5}, native=True),
     "granitemoe": Tiny(
         "GraniteMoe",
-        {
-            **GROUPED,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 2.0,
-        },
+        {**GROUPED, **GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2},
         native=True,
+    ),
+    "granitemoeshared": Tiny(
+        "GraniteMoeShared", {**GROUPED, **GRANITE, "num_local_experts": 6, "shared_intermediate_size": 40}, native=True
     ),
     "gpt-oss": Tiny(
         "GptOss",

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.layers import BranchFactors
 from foretoken.models.formats.quantize import floats, stacked
 from foretoken.models.formats.weights import (
     DenseMlpWeights,
     LayerWeights,
-    SelfAttentionWeights,
     Source,
     read_ends,
     read_layer,
@@ -125,7 +125,7 @@ def calibrates(config: Mapping[str, Any]) -> bool:
     """Returns whether a decoder's layers are computed here: those of Llama, Gemma and others of their form."""
     a = Architecture.of(config)
     sequential = not any(layer.parallel for layer in a.stack)
-    plain = (a.residual_scale, a.logit_scale, a.clip) == (1.0, 1.0, 0.0) and a.query_growth is None
+    plain = (a.factors, a.logit_scale, a.clip) == (BranchFactors(), 1.0, 0.0) and a.query_growth is None
     return sequential and plain and a.head_norms in (None, "before") and a.alibi is None and a.names.positions is None
 
 
@@ -142,8 +142,8 @@ def _step(a: Architecture, layer: int, w: LayerWeights, x: Tensor, record: Recor
             record(site, inputs)
         return F.linear(inputs, floats(stacked(matrices), torch.float32), bias)  # type: ignore[arg-type]
 
-    attention, mlp, kind = w.mixer, w.mlp, a.stack[layer]
-    assert isinstance(attention, SelfAttentionWeights)  # checkpoints with other layers are refused when they are opened
+    attention, mlp, kind = w.attention, w.mlp, a.stack[layer]
+    assert attention is not None  # checkpoints with other layers are refused when they are opened
     assert isinstance(mlp, DenseMlpWeights)
     heads = multiply("qkv", normalize(a, x, w.norm), *attention.qkv, bias=attention.qkv_bias)
     heads = heads.unflatten(-1, (-1, a.head_dim))

@@ -22,6 +22,7 @@ class TinyDecoder {
         for (LayerSpec& layer : layers) {
             layer = {};
             AttentionSpec& attention = layer.attention;
+            layer.attends = 1;
             attention.qkv = matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), attention.out = matrix(HIDDEN, HEADS * HEAD);
             layer.dense.up = matrix(2 * INNER, HIDDEN), layer.dense.down = matrix(HIDDEN, INNER);
             layer.norm = {norm(HIDDEN)}, layer.mlp_norm = {norm(HIDDEN)};
@@ -36,7 +37,7 @@ class TinyDecoder {
         ropes[0] = {turns, HEAD / 2, 0};
         m.layers = layers, m.embedding = (const Word*)numbers(VOCAB * HIDDEN), m.norm = {norm(HIDDEN)}, m.head = matrix(VOCAB, HIDDEN);
         m.ropes = ropes, m.layer_count = LAYERS, m.hidden = HIDDEN, m.heads = HEADS, m.kv_heads = KV_HEADS, m.head_dim = HEAD;
-        m.inner = INNER, m.vocab = VOCAB, m.eps = 1e-6f, m.scale = 0.25f, m.embedding_scale = m.residual_scale = m.logit_scale = 1.0f;
+        m.inner = INNER, m.vocab = VOCAB, m.eps = 1e-6f, m.scale = 0.25f, m.embedding_scale = m.attention_factor = m.mlp_factor = m.gate_factor = m.logit_scale = 1.0f;
         m.logit_cap = 30.0f;
     }
 

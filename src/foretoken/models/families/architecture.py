@@ -14,8 +14,8 @@ from foretoken.core.schema import parse
 from foretoken.models.families import facts
 from foretoken.models.families.experts import experts_of
 from foretoken.models.families.family import FULL, SLIDING, Family, HeadNorms, TensorNames
-from foretoken.models.families.layers import Layer
-from foretoken.models.families.recurrence import Recurrence
+from foretoken.models.families.layers import WITH_ATTENTION, BranchFactors, Layer
+from foretoken.models.families.recurrence import LINEAR, Recurrence
 from foretoken.models.families.rope import computes_rope, inverse_frequencies, rope_settings, rotary_scale
 from foretoken.models.families.schema import CausalConfig
 from foretoken.models.families.table import FAMILIES
@@ -34,6 +34,7 @@ NAMED_ACTIVATIONS: dict[str, Activation] = {  # by their names in config.json
     "relu": "relu",
     "relu2": "relu2",
 }
+_OLDER_KINDS = {"mamba": LINEAR, "attention": FULL}  # names of kinds of layers in older files
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,9 @@ class Architecture:
         centered: whether norms subtract the mean (layer norm); otherwise RMS norms.
         head_norms: where queries and keys are normed, if at all: each head before or after its rotation, or all heads
             as one row before it.
-        residual_scale: factor of what mixers and MLPs add to the residual stream.
+        factors: of what mixers and MLPs add to the residual stream.
+        attention_input: factor of attention's input. Scores and ``factors`` include it, so biases are divided by it.
+        gate_factor: factor of an MLP's gate before its activation.
         logit_scale: factor of the logits, before their cap.
         clip: queries, keys and values are clipped to [-clip, clip]; 0 for no bound.
         paired: whether numbers 2i and 2i + 1 of a head are rotated together; otherwise i and i + half.
@@ -122,7 +125,9 @@ class Architecture:
     tied: bool
     centered: bool = False
     head_norms: HeadNorms | None = None
-    residual_scale: float = 1.0
+    factors: BranchFactors = field(default_factory=BranchFactors)
+    attention_input: float = 1.0
+    gate_factor: float = 1.0
     logit_scale: float = 1.0
     clip: float = 0.0
     paired: bool = False
@@ -141,7 +146,12 @@ class Architecture:
     @property
     def attention_layers(self) -> int:
         """Number of layers with attention, which have a KV cache."""
-        return sum(layer.mixer == "attention" for layer in self.stack)
+        return sum(layer.attention for layer in self.stack)
+
+    @property
+    def recurrent_layers(self) -> int:
+        """Number of layers with a recurrent mixer, which have a state."""
+        return sum(layer.recurrent is not None for layer in self.stack)
 
     @property
     def layers(self) -> int:
@@ -241,7 +251,7 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     family, c, _ = _read(config)
     if (activation := c.get("hidden_act") or "silu") not in NAMED_ACTIVATIONS:
         return f"activation {activation!r}"
-    if other := sorted(set(c["layer_types"]) - {FULL, SLIDING, *family.mixers}):
+    if other := sorted(set(c["layer_types"]) - {FULL, SLIDING, *family.layers}):
         return f"layers of the type {other[0]!r}"
     for kind in (FULL, SLIDING) if family.rotary else ():
         if not computes_rope(settings := rope_settings(c, kind), facts.head_dim(c)):
@@ -261,9 +271,10 @@ def _read(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any], dict[str, 
     c = {**family.defaults, **config, **replaced, **own}
     if c.get("intermediate_size") is None and isinstance(c.get("hidden_size"), int) and "mlp_ratio" in family.defaults:
         c["intermediate_size"] = family.defaults["mlp_ratio"] * c["hidden_size"]
+    c |= family.derives(c)
     names = {name: alias for name, alias in family.aliases.items() if name not in config}
     parse(CausalConfig, c, "config.json", names)
-    c["layer_types"] = list(c.get("layer_types") or family.kinds(c))
+    c["layer_types"] = [_OLDER_KINDS.get(kind, kind) for kind in c.get("layer_types") or family.kinds(c)]
     stated = family.facts(c)
     c |= {name: stated[name] for name in ("hidden_act", "partial_rotary_factor") if name in stated}
     return family, c, stated
@@ -273,20 +284,19 @@ def _stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rota
     """Returns the layers."""
     window = (c.get("sliding_window") or 0) if c.get("use_sliding_window") else 0
     ropes = stated.get("rope", [0] * c["num_hidden_layers"])
-    layer = Layer(
-        mlp="gated" if family.gated else "ungated",
-        norms=stated.get("norms", family.norms),
-        parallel=stated.get("parallel", family.parallel),
-    )
-    layers = [
-        replace(
-            layer,
-            mixer=family.mixers.get(kind, "attention"),
-            window=window if kind == SLIDING else 0,
+    norms, layers = stated.get("norms", family.norms), []
+    for name, rope in zip(c["layer_types"], ropes, strict=True):
+        kind = family.layers.get(name, WITH_ATTENTION)
+        layer = Layer(
+            attention=kind.attention,
+            recurrent=kind.recurrent,
+            mlp=("gated" if family.gated else "ungated") if kind.mlp else None,
+            norms=norms.of(kind.mixes, kind.mlp),
+            parallel=stated.get("parallel", family.parallel),
+            window=window if name == SLIDING else 0,
             rope=rope if rotary else -1,
         )
-        for kind, rope in zip(c["layer_types"], ropes, strict=True)
-    ]
+        layers.append(layer)
     return tuple(
         layer if experts is None else replace(layer, mlp="experts", experts=experts)
         for layer, experts in zip(layers, experts_of(c), strict=True)

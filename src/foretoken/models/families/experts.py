@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -23,15 +23,21 @@ class ExpertNames:
 
     Attributes:
         router: the router.
-        experts: the experts; below it a number, then gate, up and down.
-        parts: gate, up and down.
-        shared: the shared expert.
+        experts: the experts; below it a number, then ``up`` and ``down``.
+        up: gate and up, or up alone if experts are not gated.
+        down: down.
+        shared: the shared expert; below it ``shared_up`` and ``shared_down``.
+        shared_up: its gate and up, one matrix of both, or up alone.
+        shared_down: its down.
     """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
     shared: str = "mlp.shared_experts"
+    shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Experts:
         shared: inner size of the shared expert, whose output every row adds; 0 for none.
         shared_gate: whether that output is multiplied by the sigmoid of a product of the row.
         biased: whether router and experts have biases.
+        gated: whether experts and the shared expert are gated MLPs; otherwise down(activation(up)).
         clamp: bound of gate and up in gpt-oss's activation, ``(up + 1) * gate * sigmoid(slope * gate)``; 0 for
             activation(gate) * up.
         slope: see ``clamp``.
@@ -74,6 +81,7 @@ class Experts:
     shared: int = 0
     shared_gate: bool = False
     biased: bool = False
+    gated: bool = True
     clamp: float = 0.0
     slope: float = 1.0
     names: ExpertNames = field(default_factory=ExpertNames)
@@ -88,6 +96,8 @@ class ExpertsConfig(Schema):
     num_experts_per_tok: Count
     moe_intermediate_size: Size | None = None
     shared_expert_intermediate_size: Size | None = None
+    moe_shared_expert_intermediate_size: Size | None = None
+    shared_intermediate_size: Annotated[int, Field(ge=0)] | None = None
     n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
     norm_topk_prob: bool | None = None
     routed_scaling_factor: Positive | None = None
@@ -108,20 +118,37 @@ class ExpertFamily:
     Attributes:
         defaults: what transformers takes for missing fields of config.json.
         names: see ``Experts``.
-        corrected: whether scores are sigmoids, a bias is added to them, and groups count their best two (DeepSeek-V3,
-            2412.19437).
+        scoring: see ``Experts``.
+        correction: see ``Experts``.
+        best_two: see ``Experts``.
         shared_gate: see ``Experts``.
         biased: see ``Experts``.
+        gated: see ``Experts``.
+        kind: kind of the layers with experts, by its name in ``layer_types``; None for layers of all kinds.
     """
 
     defaults: Mapping[str, Any]
     names: ExpertNames = field(default_factory=ExpertNames)
-    corrected: bool = False
+    scoring: Scoring = "softmax"
+    correction: bool = False
+    best_two: bool = False
     shared_gate: bool = False
     biased: bool = False
+    gated: bool = True
+    kind: str | None = None
 
 
 _SHARED = ExpertNames(shared="mlp.shared_expert")
+_GRANITE = ExpertFamily(
+    {"num_local_experts": 8, "num_experts_per_tok": 2},
+    ExpertNames(
+        "block_sparse_moe.router.layer",
+        "block_sparse_moe",
+        shared="shared_mlp",
+        shared_up=("input_linear",),
+        shared_down="output_linear",
+    ),
+)
 _QWEN: dict[str, Any] = {"norm_topk_prob": False, "decoder_sparse_step": 1}
 _QWEN_512 = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 # The families with experts that the runtime computes.
@@ -152,13 +179,12 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     ),
     "mixtral": ExpertFamily(
         {"num_local_experts": 8, "num_experts_per_tok": 2},
-        ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+        ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2"),
     ),
     "olmoe": ExpertFamily({"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}),
-    "granitemoe": ExpertFamily(
-        {"num_local_experts": 8, "num_experts_per_tok": 2},
-        ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe"),
-    ),
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "granitemoehybrid": replace(_GRANITE, defaults={**_GRANITE.defaults, "shared_intermediate_size": 1024}),
     "gpt_oss": ExpertFamily(
         {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         ExpertNames("mlp.router"),
@@ -173,7 +199,23 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "norm_topk_prob": True,
             "first_k_dense_replace": 1,
         },
-        corrected=True,
+        scoring="sigmoid",
+        correction=True,
+        best_two=True,
+    ),
+    "nemotron_h": ExpertFamily(
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+        },
+        ExpertNames("mixer.gate", "mixer.experts", ("up_proj",), shared="mixer.shared_experts", shared_up=("up_proj",)),
+        scoring="sigmoid",
+        correction=True,
+        best_two=True,
+        gated=False,
+        kind="moe",
     ),
 }
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names for the number of experts
@@ -189,12 +231,13 @@ def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
         ModelLoadError: a field is missing or wrong.
     """
     family, layers = EXPERT_FAMILIES.get(c["model_type"]), range(c["num_hidden_layers"])
-    if family is None or c.get("num_experts") == 0:  # without experts a Qwen3-Next is dense
-        return (None,) * len(layers)
+    own = [family is not None and family.kind in (None, kind) for kind in c.get("layer_types") or [None] * len(layers)]
+    if family is None or _count(c) == 0 or not any(own):
+        return (None,) * len(layers)  # without experts a Qwen3-Next or Granite is dense
     filled = {**family.defaults, **{key: value for key, value in c.items() if value is not None}}
     parsed = parse(ExpertsConfig, filled, "config.json")
     experts = _checked(_experts(family, parsed, c))
-    return tuple(experts if _sparse(parsed, layer) else None for layer in layers)
+    return tuple(experts if own[layer] and _sparse(parsed, layer) else None for layer in layers)
 
 
 def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -> Experts:
@@ -203,16 +246,20 @@ def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -
         count=_count(whole) or _count(family.defaults) or 1,
         chosen=c.num_experts_per_tok,
         intermediate=inner,
-        scoring="sigmoid" if family.corrected else "softmax",
+        scoring=family.scoring,
         normalized=c.norm_topk_prob is not False,
         scale=c.routed_scaling_factor or 1.0,
-        correction=family.corrected,
+        correction=family.correction,
         groups=c.n_group or 1,
         chosen_groups=c.topk_group or 1,
-        best_two=family.corrected,
-        shared=c.shared_expert_intermediate_size or inner * (c.n_shared_experts or 0),
+        best_two=family.best_two,
+        shared=c.shared_expert_intermediate_size
+        or c.moe_shared_expert_intermediate_size
+        or c.shared_intermediate_size
+        or inner * (c.n_shared_experts or 0),
         shared_gate=family.shared_gate,
         biased=family.biased,
+        gated=family.gated,
         clamp=c.swiglu_limit or 0.0,
         slope=c.swiglu_alpha or 1.0,
         names=family.names,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foretoken.models.families.family import FULL, SLIDING, Config
-from foretoken.models.families.layers import PRE, SANDWICH
+from foretoken.models.families.layers import PRE, SANDWICH, BranchFactors
 
 _MPT = {"attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8}  # defaults of its attn_config
 
@@ -278,9 +278,10 @@ def _caps(c: Config) -> dict[str, Any]:
 
 
 def _multipliers(c: Config) -> dict[str, Any]:
+    factor = c["residual_multiplier"] or 1.0
     return {
         "embedding_scale": c["embedding_multiplier"] or 1.0,
-        "residual_scale": c["residual_multiplier"] or 1.0,
+        "factors": BranchFactors(factor, factor, factor),
         "scale": c["attention_multiplier"] or head_dim(c) ** -0.5,
     }
 

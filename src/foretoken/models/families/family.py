@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from foretoken.models.families.layers import PRE, Mixer, NormPlaces
+from foretoken.models.families.layers import PRE, LayerKind, NormPlaces
 
 Config = Mapping[str, Any]
 HeadNorms = Literal["before", "after", "all"]
@@ -85,8 +85,9 @@ class Family:
         head_norms: where queries and keys are normed; None for nowhere.
         rotary: whether positions are rotary.
         position_offset: row of the first position in the table of learned positions.
-        mixers: token mixers by kind of layer, beside attention.
+        layers: kinds of layers by name, where they are not attention and an MLP.
         kinds: returns the kind of each layer for a config.json that does not list them.
+        derives: returns fields of config.json, by Llama's names, that follow from others.
         facts: returns what else config.json says: values for fields of ``Architecture``, for those of this class, and
             ``rope``, the index of each layer's rotary frequencies.
         refuses: returns why a config.json is not computed here; None if it is.
@@ -105,7 +106,8 @@ class Family:
     head_norms: HeadNorms | None = None
     rotary: bool = True
     position_offset: int = 0
-    mixers: Mapping[str, Mixer] = field(default_factory=dict)
+    layers: Mapping[str, LayerKind] = field(default_factory=dict)
     kinds: Callable[[Config], list[str]] = all_full
+    derives: Callable[[Config], dict[str, Any]] = no_facts
     facts: Callable[[Config], dict[str, Any]] = no_facts
     refuses: Callable[[Config], str | None] = supported

@@ -1,4 +1,4 @@
-"""What one decoder layer computes, as data: its token mixer, its MLP, and the norms around them."""
+"""What one decoder layer computes, as data: its token mixers, its MLP, and the norms around them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from typing import Literal
 
 from foretoken.models.families.experts import Experts
 
-Mixer = Literal["attention", "delta", "convolution", "mamba"]
+RecurrentMixer = Literal["delta", "convolution", "mamba"]
 Mlp = Literal["gated", "ungated", "experts"]
 
 
 @dataclass(frozen=True, slots=True)
 class NormPlaces:
-    """Where a layer has norms: before and after its mixer, before and after its MLP."""
+    """Where a layer has norms: before and after its mixers, before and after its MLP."""
 
     mixer: bool = True
     after_mixer: bool = False
     mlp: bool = True
     after_mlp: bool = False
+
+    def of(self, mixer: bool, mlp: bool) -> NormPlaces:
+        """Returns the norms of a layer that may lack its mixers or its MLP."""
+        return NormPlaces(self.mixer and mixer, self.after_mixer and mixer, self.mlp and mlp, self.after_mlp and mlp)
 
 
 PRE = NormPlaces()
@@ -27,15 +31,49 @@ SANDWICH = NormPlaces(after_mixer=True, after_mlp=True)
 
 
 @dataclass(frozen=True, slots=True)
+class BranchFactors:
+    """Factors of what the parts of a layer add to the residual stream: attention, a recurrent mixer, and the MLP."""
+
+    attention: float = 1.0
+    recurrent: float = 1.0
+    mlp: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What a kind of layer is made of, by its name in ``layer_types``.
+
+    Attributes:
+        attention: whether attention is a token mixer.
+        recurrent: kind of the recurrent token mixer; None for none.
+        mlp: whether there is an MLP.
+    """
+
+    attention: bool = False
+    recurrent: RecurrentMixer | None = None
+    mlp: bool = True
+
+    @property
+    def mixes(self) -> bool:
+        """Whether there is a token mixer."""
+        return self.attention or self.recurrent is not None
+
+
+WITH_ATTENTION = LayerKind(attention=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer.
 
     x += after_mixer(mixer(norm(x))); x += after_mlp(mlp(mlp_norm(x))). In a parallel layer both read the same x. A
-    gated MLP is down(activation(gate) * up), an ungated one down(activation(up)).
+    gated MLP is down(activation(gate) * up), an ungated one down(activation(up)). What several mixers compute of the
+    same input is added up (Falcon-H1), and a layer may have no mixer or no MLP (Nemotron-H).
 
     Attributes:
-        mixer: kind of the token mixer.
-        mlp: kind of the MLP.
+        attention: whether attention is a token mixer.
+        recurrent: kind of the recurrent token mixer; None for none.
+        mlp: kind of the MLP; None for none.
         norms: which of the four norms there are.
         parallel: whether the MLP reads what the mixer reads, instead of the mixer's result.
         window: length of the attention window, the row itself included; 0 for no window.
@@ -43,8 +81,9 @@ class Layer:
         experts: the MLP if its kind is "experts".
     """
 
-    mixer: Mixer = "attention"
-    mlp: Mlp = "gated"
+    attention: bool = True
+    recurrent: RecurrentMixer | None = None
+    mlp: Mlp | None = "gated"
     norms: NormPlaces = PRE
     parallel: bool = False
     window: int = 0

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from foretoken.models.families import facts
+from foretoken.models.families.layers import BranchFactors
+
 LINEAR, CONVOLUTION = "linear_attention", "conv"  # kinds of layers
+_NEMOTRON_PATTERN = {"M": LINEAR, "*": "full_attention", "-": "mlp", "E": "moe"}
 GATE_UNIT = 32  # the gates of a row are padded to a multiple of this; csrc/mixer_recurrent.hpp has the same number
+
+
+@dataclass(frozen=True, slots=True)
+class MambaFactors:
+    """Factors of a Mamba-2 mixer's input, and of the parts of its first product."""
+
+    input: float = 1.0
+    gate: float = 1.0
+    values: float = 1.0
+    keys: float = 1.0
+    queries: float = 1.0
+    step: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +43,9 @@ class Recurrence:
         value_heads: heads of values; each head of keys serves ``value_heads / key_heads`` of them in a row.
         key_dim: width of a head of keys.
         value_dim: width of a head of values.
+        normed: whether outputs are normed: each head's in DeltaNet, each group's in Mamba-2.
+        norm_first: whether that is before they are multiplied by their gate.
+        factors: of what enters the mixer (Falcon-H1).
     """
 
     window: int
@@ -38,6 +57,19 @@ class Recurrence:
     value_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    normed: bool = True
+    norm_first: bool = False
+    factors: MambaFactors = MambaFactors()
+
+    @property
+    def gate_factor(self) -> float:
+        """Factor of the output's gate."""
+        return self.factors.input * self.factors.gate
+
+    @property
+    def step_factor(self) -> float:
+        """Factor of a head's step, before its bias is added."""
+        return self.factors.input * self.factors.step
 
     @property
     def inputs(self) -> int:
@@ -63,6 +95,7 @@ def delta(c: Mapping[str, Any]) -> Recurrence:
         value_heads=values,
         key_dim=key_dim,
         value_dim=value_dim,
+        norm_first=True,
     )
 
 
@@ -74,7 +107,7 @@ def short_convolution(c: Mapping[str, Any]) -> Recurrence:
 def mamba(c: Mapping[str, Any]) -> Recurrence:
     """Returns the sizes of Mamba-2 (2405.21060) in a Bamba. C and B are its queries and keys, x its values."""
     heads, groups, width = c["mamba_n_heads"], c["mamba_n_groups"], c["mamba_d_state"]
-    out = c["mamba_expand"] * c["hidden_size"]
+    out = c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
     return Recurrence(
         window=c["mamba_d_conv"] - 1,
         channels=out + 2 * groups * width,
@@ -87,6 +120,16 @@ def mamba(c: Mapping[str, Any]) -> Recurrence:
     )
 
 
+def all_linear(c: Mapping[str, Any]) -> list[str]:
+    """Returns a recurrent mixer for each layer (Granite 4)."""
+    return [LINEAR] * c["num_hidden_layers"]
+
+
+def all_hybrid(c: Mapping[str, Any]) -> list[str]:
+    """Returns both mixers for each layer (Falcon-H1)."""
+    return ["hybrid"] * c["num_hidden_layers"]
+
+
 def bamba_kinds(c: Mapping[str, Any]) -> list[str]:
     """Returns the kinds of Bamba's layers, which lists those with attention."""
     full = c.get("attn_layer_indices") or ()
@@ -96,6 +139,61 @@ def bamba_kinds(c: Mapping[str, Any]) -> list[str]:
 def bamba(c: Mapping[str, Any]) -> dict[str, Any]:
     """Bamba."""
     return {"recurrence": mamba(c)} if LINEAR in c["layer_types"] else {}
+
+
+def granite(c: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite 4, whose MLPs without experts have the names and the width of the shared expert."""
+    stated = facts.granite(c) | {"intermediate": c["shared_intermediate_size"]}
+    return stated | bamba(c) | {"rotary": c.get("position_embedding_type") == "rope"}
+
+
+def falcon_h1(c: Mapping[str, Any]) -> dict[str, Any]:
+    """Falcon-H1: attention and Mamba-2 in each layer, and factors of muP nearly everywhere."""
+    gate, values, keys, queries, step = c.get("ssm_multipliers") or (1.0,) * 5
+    gate_factor, down = c.get("mlp_multipliers") or (1.0, 1.0)
+    into = c.get("attention_in_multiplier") or 1.0
+    factors = MambaFactors(c.get("ssm_in_multiplier") or 1.0, gate, values, keys, queries, step)
+    normed, first = bool(c["mamba_rms_norm"]), bool(c["mamba_norm_before_gate"])
+    return {
+        "recurrence": replace(mamba(c), normed=normed, norm_first=first, factors=factors),
+        "factors": BranchFactors(
+            attention=into * (c.get("attention_out_multiplier") or 1.0),
+            recurrent=c.get("ssm_out_multiplier") or 1.0,
+            mlp=down,
+        ),
+        "attention_input": into,
+        "scale": facts.head_dim(c) ** -0.5 * into**2 * (c.get("key_multiplier") or 1.0),
+        "gate_factor": gate_factor,
+        "embedding_scale": c.get("embedding_multiplier") or 1.0,
+        "logit_scale": c.get("lm_head_multiplier") or 1.0,
+    }
+
+
+def nemotron_derives(c: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the kinds of Nemotron-H's layers, which older files have as a pattern, and their number."""
+    kinds, pattern = c.get("layer_types"), c.get("hybrid_override_pattern")
+    if kinds is None and isinstance(pattern, str):
+        kinds = [_NEMOTRON_PATTERN.get(letter, letter) for letter in pattern]
+    if kinds is None and pattern is None:
+        kinds = [LINEAR, "moe", "full_attention", "mlp"]  # transformers' default
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)} if isinstance(kinds, list) else {}
+
+
+def nemotron(c: Mapping[str, Any]) -> dict[str, Any]:
+    """Nemotron-H."""
+    return bamba({**c, "mamba_d_ssm": c["mamba_n_heads"] * c["mamba_head_dim"]})
+
+
+def nemotron_refuses(c: Mapping[str, Any]) -> str | None:
+    """Refuses experts that work on a projection of the row, other activations of Mamba-2, and bounds of its steps."""
+    if c.get("moe_latent_size") is not None:
+        return "moe_latent_size"
+    return "mamba_hidden_act" if c.get("mamba_hidden_act") not in (None, "silu", "swish") else bounded_steps(c)
+
+
+def falcon_refuses(c: Mapping[str, Any]) -> str | None:
+    """Refuses activations of Mamba-2 other than SiLU, and bounds of its steps."""
+    return "hidden_act" if c.get("hidden_act") not in (None, "silu", "swish") else bounded_steps(c)
 
 
 def bounded_steps(c: Mapping[str, Any]) -> str | None:

@@ -134,6 +134,21 @@ class CausalConfig(Schema):
     mamba_d_state: Heads | None = None
     mamba_d_conv: Taps | None = None
     mamba_expand: Annotated[int, Field(ge=1, le=16)] | None = None
+    mamba_d_ssm: Size | None = None
+    mamba_head_dim: Heads | None = None
+    mamba_rms_norm: bool | None = None
+    mamba_norm_before_gate: bool | None = None
+    mamba_hidden_act: str | None = None
+    shared_intermediate_size: Annotated[int, Field(ge=0)] | None = None
+    moe_latent_size: Size | None = None
+    lm_head_multiplier: Positive | None = None
+    key_multiplier: Positive | None = None
+    attention_in_multiplier: Positive | None = None
+    attention_out_multiplier: Positive | None = None
+    ssm_in_multiplier: Positive | None = None
+    ssm_out_multiplier: Positive | None = None
+    ssm_multipliers: Annotated[list[Positive], Field(min_length=5, max_length=5)] | None = None
+    mlp_multipliers: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
     attn_layer_indices: list[Annotated[int, Field(ge=0)]] | None = None
     time_step_limit: Annotated[list[Any], Field(min_length=2, max_length=2)] | None = None  # a number may be infinite
     block_multiple_of: Size | None = None
@@ -165,7 +180,9 @@ class CausalConfig(Schema):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        inner = (self.mamba_expand or 1) * self.hidden_size
+        inner = self.mamba_d_ssm or (self.mamba_expand or 1) * self.hidden_size
+        if self.mamba_head_dim:
+            inner = self.mamba_head_dim * (self.mamba_n_heads or 1)
         for name, part, whole in (
             ("mamba_n_heads", self.mamba_n_heads, inner),
             ("mamba_n_groups", self.mamba_n_groups, self.mamba_n_heads),

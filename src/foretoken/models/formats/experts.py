@@ -46,10 +46,12 @@ class ExpertWeights:
         router: [experts, H], float32 or bfloat16.
         router_bias: float32 [experts], or None.
         correction: float32 [experts], added to the scores that choose experts; or None.
-        up: gate and up of each expert.
+        up: gate and up of each expert, or up alone.
         down: down of each expert.
-        shared_up: gate and up of the shared expert; empty if there is none.
+        shared_up: the same of the shared expert; empty if there is none.
+        shared_up_bias: their biases, in the model's dtype; or None.
         shared_down: its down, or None.
+        shared_down_bias: its bias; or None.
         shared_gate: float32 [H], or None.
     """
 
@@ -60,7 +62,9 @@ class ExpertWeights:
     up: ExpertStack
     down: ExpertStack
     shared_up: tuple[Matrix, ...] = ()
+    shared_up_bias: Tensor | None = None
     shared_down: Matrix | None = None
+    shared_down_bias: Tensor | None = None
     shared_gate: Tensor | None = None
 
 
@@ -71,6 +75,8 @@ def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> Expe
         ModelLoadError: a tensor is missing or has the wrong shape.
     """
     router, shared = f"{at}.{e.names.router}", f"{at}.{e.names.shared}"
+    shared_up, shared_down = tuple(f"{shared}.{part}" for part in e.names.shared_up), f"{shared}.{e.names.shared_down}"
+    shared_rows = (1 + e.gated) * e.shared
     stored = reader.shaped(f"{router}.weight", (e.count, hidden))
     up, down = _stacks(reader, f"{at}.{e.names.experts}", e, hidden)
     return ExpertWeights(
@@ -80,8 +86,10 @@ def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> Expe
         correction=reader.floats(f"{router}.e_score_correction_bias", (e.count,)) if e.correction else None,
         up=up,
         down=down,
-        shared_up=reader.parts((f"{shared}.gate_proj", f"{shared}.up_proj"), 2 * e.shared, hidden) if e.shared else (),
-        shared_down=reader.matrix(f"{shared}.down_proj", hidden, e.shared) if e.shared else None,
+        shared_up=reader.parts(shared_up, shared_rows, hidden) if e.shared else (),
+        shared_up_bias=reader.bias(shared_up, shared_rows),
+        shared_down=reader.matrix(shared_down, hidden, e.shared) if e.shared else None,
+        shared_down_bias=reader.bias((shared_down,), hidden),
         shared_gate=_shared_gate(reader, f"{shared}_gate.weight", hidden) if e.shared_gate else None,
     )
 
@@ -97,15 +105,15 @@ def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[Exp
     for joined, last in (("gate_up_proj", "down_proj"), ("input_linear.weight", "output_linear.weight")):
         if f"{at}.{joined}" in reader.weights:
             return _joined(reader, f"{at}.{joined}", f"{at}.{last}", e, hidden)
-    gate, up, down = e.names.parts
-    if f"{at}.{gate}.weight" in reader.weights:
+    if f"{at}.{e.names.down}.weight" in reader.weights:
         return _apart(reader, at, e, hidden)
 
     def up_parts(expert: int) -> tuple[Matrix, ...]:
-        return reader.parts((f"{at}.{expert}.{gate}", f"{at}.{expert}.{up}"), 2 * e.intermediate, hidden)
+        names = tuple(f"{at}.{expert}.{part}" for part in e.names.up)
+        return reader.parts(names, (1 + e.gated) * e.intermediate, hidden)
 
     def down_parts(expert: int) -> tuple[Matrix, ...]:
-        return (reader.matrix(f"{at}.{expert}.{down}", hidden, e.intermediate),)
+        return (reader.matrix(f"{at}.{expert}.{e.names.down}", hidden, e.intermediate),)
 
     quantized = reader.quantize is not None
     return ExpertStack(e.count, up_parts, (), quantized), ExpertStack(e.count, down_parts, (), quantized)
@@ -128,19 +136,19 @@ def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -
 
 
 def _apart(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[ExpertStack, ExpertStack]:
-    """Reads a stack of all experts for each of gate, up and down."""
-    sizes = ((e.intermediate, hidden), (e.intermediate, hidden), (hidden, e.intermediate))
-    names = [f"{at}.{part}" for part in e.names.parts]
+    """Reads a stack of all experts for each of gate, up and down, or of up and down."""
+    names = [f"{at}.{part}" for part in (*e.names.up, e.names.down)]
+    sizes = [*[(e.intermediate, hidden)] * len(e.names.up), (hidden, e.intermediate)]
     stacks = [_Stack.of(reader, f"{name}.weight", (e.count, *size)) for name, size in zip(names, sizes, strict=True)]
-    gate, up, down = (stack.stack(slice(None)) for stack in stacks)
+    *up, down = (stack.stack(slice(None)) for stack in stacks)
     biases = _biases(reader, [(f"{name}.bias", size[0]) for name, size in zip(names, sizes, strict=True)], e)
 
-    def both(expert: int) -> tuple[Matrix, ...]:
-        return alike((*gate.read(expert), *up.read(expert)), reader.dtype)
+    def up_parts(expert: int) -> tuple[Matrix, ...]:
+        return alike(tuple(part for stack in up for part in stack.read(expert)), reader.dtype)
 
     return (
-        ExpertStack(e.count, both, biases[:2], gate.quantized),
-        ExpertStack(e.count, down.read, biases[2:], down.quantized),
+        ExpertStack(e.count, up_parts, biases[:-1], down.quantized),
+        ExpertStack(e.count, down.read, biases[-1:], down.quantized),
     )
 
 

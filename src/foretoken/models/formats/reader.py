@@ -16,7 +16,15 @@ from foretoken.models.formats.prequantized import read_int8
 from foretoken.models.formats.quantize import Int8, Matrix, Quantizer, floats
 
 # Prefixes of a decoder's names beside the family's own: in a checkpoint of the bare model, and inside a multimodal one.
-BASES = ("", "model.language_model.", "language_model.model.", "language_model.", "model.text_model.", "text_model.")
+BASES = (
+    "",
+    "model.",
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "model.text_model.",
+    "text_model.",
+)
 
 
 def located(weights: Container[str], names: TensorNames) -> tuple[str, str]:

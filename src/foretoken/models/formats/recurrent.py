@@ -92,9 +92,10 @@ def _by_kind(r: Recurrence) -> list[tuple[int, int]]:
 
 def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> RecurrentWeights:
     """Reads a layer of Mamba-2, whose rows are gates of the output, x, B, C, and steps of heads."""
-    name, exact = f"{at}in_proj", replace(reader, quantize=None)
+    name, exact, f = f"{at}in_proj", replace(reader, quantize=None), r.factors
     whole, keys = r.channels + r.out + r.value_heads, r.key_heads * r.key_dim
     order = [(2 * r.out + keys, 2 * r.out + 2 * keys), (2 * r.out, 2 * r.out + keys), (r.out, 2 * r.out)]
+    of_parts = [f.input * factor for factor in (f.queries, f.keys, f.values)]  # of the channels, taken by their taps
     steps = [(whole - r.value_heads, whole)]
     bias = reader.bias((name,), whole)
     channels = [(first - r.out, last - r.out) for first, last in order]
@@ -103,15 +104,16 @@ def read_mamba(r: Recurrence, reader: TensorReader, at: str, hidden: int) -> Rec
     (gates,) = slices(exact.matrix(name, whole, hidden), steps)
     step_bias = reader.floats(f"{at}dt_bias", (r.value_heads,))
     if bias is not None:
-        step_bias += bias[whole - r.value_heads :].float()
+        step_bias += bias[whole - r.value_heads :].float() * f.step
+        bias = bias if f.input == 1.0 else bias / f.input
     return RecurrentWeights(
         into=tuple(slices(reader.matrix(name, whole, hidden), [*order, (0, r.out)])),
         gates=floats(gates, reader.dtype).contiguous(),
-        conv=torch.cat([taps[:, first:last] for first, last in channels], dim=1).contiguous(),
+        conv=torch.cat([taps[:, a:b] * by for (a, b), by in zip(channels, of_parts, strict=True)], dim=1).contiguous(),
         conv_bias=None if stored is None else torch.cat([stored[first:last] for first, last in channels]),
         decay=reader.floats(f"{at}A_log", (r.value_heads,)).exp_().neg_(),
         step_bias=step_bias,
-        norm=reader.floats(f"{at}norm.weight", (r.out,)),
+        norm=reader.floats(f"{at}norm.weight", (r.out,)) if r.normed else None,
         out=reader.matrix(f"{at}out_proj", hidden, r.out),
         into_bias=None if bias is None else torch.cat([bias[first:last] for first, last in [*order, (0, r.out)]]),
         out_bias=reader.bias((f"{at}out_proj",), hidden),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.layers import Layer, RecurrentMixer
 from foretoken.models.formats.experts import ExpertWeights, read_experts
 from foretoken.models.formats.finite import converted
 from foretoken.models.formats.memory import give_back, reuse_freed
@@ -76,7 +77,7 @@ class DenseMlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one decoder layer, on the CPU: of its mixer, its MLP, and the norms around them.
+    """The weights of one decoder layer, on the CPU: of its mixers, its MLP, and the norms around them.
 
     Matrices are [out, in] row-major in the model's dtype, or quantized. A matrix may be a view of a mapped file, so
     runners copy or pack it; the mapping ends with it. Weights of norms include Gemma's offset of 1. A product of
@@ -84,11 +85,12 @@ class LayerWeights:
     """
 
     norm: NormWeight | None
-    mixer: SelfAttentionWeights | RecurrentWeights
+    attention: SelfAttentionWeights | None
     after_mixer: NormWeight | None
     mlp_norm: NormWeight | None
-    mlp: DenseMlpWeights | ExpertWeights
+    mlp: DenseMlpWeights | ExpertWeights | None
     after_mlp: NormWeight | None
+    recurrent: RecurrentWeights | None = None
     cross: CrossAttentionWeights | None = None
 
 
@@ -155,28 +157,26 @@ class Layers:
 def read_layer(source: Source, index: int) -> LayerWeights:
     """Reads layer ``index``. Raises ModelLoadError if a tensor is missing or has the wrong shape."""
     a, reader = source.architecture, source.reader
-    names, norms, experts = a.names, a.stack[index].norms, a.stack[index].experts
+    names, layer = a.names, a.stack[index]
     at = reader.base + names.layer.format(index)
 
     def norm(name: str, exists: bool) -> NormWeight | None:
         return _norm(a, reader, at + name) if exists else None
 
     return LayerWeights(
-        norm=norm(names.norm, norms.mixer),
-        mixer=_mixer(a, reader, at, index),
-        after_mixer=norm(names.after_mixer, norms.after_mixer),
-        mlp_norm=norm(names.mlp_norm, norms.mlp),
-        mlp=_mlp(a, reader, at, a.stack[index].mlp == "gated")
-        if experts is None
-        else read_experts(reader, at.removesuffix("."), experts, a.hidden),
-        after_mlp=norm(names.after_mlp, norms.after_mlp),
+        norm=norm(names.norm, layer.norms.mixer),
+        attention=_attention(a, reader, at) if layer.attention else None,
+        recurrent=_recurrent(a, reader, at, layer.recurrent),
+        after_mixer=norm(names.after_mixer, layer.norms.after_mixer),
+        mlp_norm=norm(names.mlp_norm, layer.norms.mlp),
+        mlp=_mlp(a, reader, at, layer),
+        after_mlp=norm(names.after_mlp, layer.norms.after_mlp),
     )
 
 
-def _mixer(a: Architecture, reader: TensorReader, at: str, index: int) -> SelfAttentionWeights | RecurrentWeights:
-    mixer = a.stack[index].mixer
-    if mixer == "attention" or a.recurrence is None:
-        return _attention(a, reader, at)
+def _recurrent(a: Architecture, reader: TensorReader, at: str, mixer: RecurrentMixer | None) -> RecurrentWeights | None:
+    if mixer is None or a.recurrence is None:
+        return None
     read = {"delta": read_delta, "mamba": read_mamba, "convolution": read_convolution}[mixer]
     return read(a.recurrence, reader, at + a.names.recurrent, a.hidden)
 
@@ -185,7 +185,7 @@ def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionW
     names, wide, narrow = a.names, a.heads * a.head_dim, a.kv_heads * a.head_dim
     qkv, out = tuple(at + name for name in names.qkv), at + names.out
     rows = (1 + a.gated_attention) * wide + 2 * narrow
-    weights, bias = reader.parts(qkv, rows, a.hidden), reader.bias(qkv, rows)
+    weights, bias = reader.parts(qkv, rows, a.hidden), _attention_bias(a, reader, qkv, rows)
     if bias is not None and a.gated_attention:
         bias = _bias_gates_last(a, bias)
     if bias is not None and names.by_group:
@@ -196,7 +196,7 @@ def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionW
         q_norm=_head_norm(a, reader, at + names.q_norm, a.heads),
         k_norm=_head_norm(a, reader, at + names.k_norm, a.kv_heads),
         out=reader.matrix(out, a.hidden, wide),
-        out_bias=reader.bias((out,), a.hidden),
+        out_bias=_attention_bias(a, reader, (out,), a.hidden),
         sinks=reader.floats(f"{at}self_attn.sinks", (a.heads,)) if a.sinks else None,
     )
 
@@ -212,6 +212,11 @@ def in_runtime_order(a: Architecture, parts: tuple[Matrix, ...], dtype: torch.dt
     if a.gated_attention:
         parts = _gates_last(a, parts)
     return (rows_of(parts[0], _by_group(a), dtype),) if a.names.by_group else parts
+
+
+def _attention_bias(a: Architecture, reader: TensorReader, names: tuple[str, ...], rows: int) -> Tensor | None:
+    bias = reader.bias(names, rows)
+    return bias if bias is None or a.attention_input == 1.0 else bias / a.attention_input
 
 
 def _gates_last(a: Architecture, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
@@ -247,9 +252,13 @@ def _head_norm(a: Architecture, reader: TensorReader, name: str, heads: int) -> 
     return _norm(a, reader, name, a.head_dim if shared else heads * a.head_dim)
 
 
-def _mlp(a: Architecture, reader: TensorReader, at: str, gated: bool) -> DenseMlpWeights:
+def _mlp(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> DenseMlpWeights | ExpertWeights | None:
+    if layer.mlp is None:
+        return None
+    if layer.experts is not None:
+        return read_experts(reader, at.removesuffix("."), layer.experts, a.hidden)
     up, down = tuple(at + name for name in a.names.up), at + a.names.down
-    rows = a.intermediate * (2 if gated else 1)
+    rows = a.intermediate * (2 if layer.mlp == "gated" else 1)
     return DenseMlpWeights(
         up=reader.parts(up, rows, a.hidden),
         up_bias=reader.bias(up, rows),

@@ -281,7 +281,7 @@ def _layer(head: EagleHead, index: int, dtype: torch.dtype) -> LayerWeights:
     )
     return LayerWeights(
         norm=_norm(head, f"{at}input_layernorm"),
-        mixer=attention,
+        attention=attention,
         after_mixer=None,
         mlp_norm=_norm(head, f"{at}post_attention_layernorm"),
         mlp=mlp,

@@ -55,7 +55,7 @@ def activate(a: Architecture, x: Tensor, gated: bool) -> Tensor:
     if not gated:
         return function(x)
     gate, up = x.chunk(2, dim=-1)
-    return function(gate) * up
+    return function(gate if a.gate_factor == 1.0 else gate * a.gate_factor) * up
 
 
 def clamped_gate(x: Tensor, limit: float, slope: float) -> Tensor:

@@ -35,16 +35,17 @@ class TorchExperts:
     @staticmethod
     def of(device: torch.device, w: ExpertWeights) -> TorchExperts:
         """Packs the weights for ``device``."""
-        bias = None if w.router_bias is None else w.router_bias.to(device)
         return TorchExperts(
             experts=w.experts,
-            router=product(w.router.float().to(device), bias),
-            correction=None if w.correction is None else w.correction.to(device),
+            router=product(w.router.float().to(device), _to(w.router_bias, device)),
+            correction=_to(w.correction, device),
             up=_products(w.up, device),
             down=_products(w.down, device),
-            shared_up=product(stacked(w.shared_up).to(device)) if w.shared_up else None,
-            shared_down=None if w.shared_down is None else product(w.shared_down.to(device)),
-            shared_gate=None if w.shared_gate is None else w.shared_gate.to(device),
+            shared_up=product(stacked(w.shared_up).to(device), _to(w.shared_up_bias, device)) if w.shared_up else None,
+            shared_down=None
+            if w.shared_down is None
+            else product(w.shared_down.to(device), _to(w.shared_down_bias, device)),
+            shared_gate=_to(w.shared_gate, device),
         )
 
     def __call__(self, a: Architecture, x: Tensor, alone: bool = False) -> Tensor:
@@ -60,7 +61,7 @@ class TorchExperts:
         for rank in range(1, chosen.shape[1]):
             total += outputs[:, rank].float() * weights[:, rank : rank + 1]
         if self.shared_up is not None and self.shared_down is not None:
-            shared = self.shared_down(activate(a, self.shared_up(x, alone), True), alone).float()
+            shared = self.shared_down(activate(a, self.shared_up(x, alone), self.experts.gated), alone).float()
             if self.shared_gate is not None:
                 shared = shared * (x.float() * self.shared_gate).sum(-1, keepdim=True).sigmoid()
             total += shared
@@ -68,7 +69,7 @@ class TorchExperts:
 
     def _activate(self, a: Architecture, x: Tensor) -> Tensor:
         e = self.experts
-        return clamped_gate(x, e.clamp, e.slope) if e.clamp else activate(a, x, True)
+        return clamped_gate(x, e.clamp, e.slope) if e.clamp else activate(a, x, e.gated)
 
 
 def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -102,6 +103,10 @@ def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tenso
 def _largest(numbers: Tensor, count: int) -> Tensor:
     """Returns the places of the largest numbers of each row in order; of equal ones the lowest place is first."""
     return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _products(stack: ExpertStack, device: torch.device) -> tuple[Product, ...]:

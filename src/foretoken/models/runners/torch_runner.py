@@ -79,10 +79,10 @@ class TorchLayer:
     """The weights of one decoder layer on the device, with packed matrices."""
 
     norm: NormWeight | None
-    mixer: TorchAttention
+    attention: TorchAttention | None
     after_mixer: NormWeight | None
     mlp_norm: NormWeight | None
-    mlp: TorchMlp | TorchExperts
+    mlp: TorchMlp | TorchExperts | None
     after_mlp: NormWeight | None
 
     @staticmethod
@@ -90,7 +90,7 @@ class TorchLayer:
         """Packs a layer's weights for ``device``."""
         return TorchLayer(
             norm=_norm_to(weights.norm, device),
-            mixer=TorchAttention.of(device, _attention_of(weights)),
+            attention=None if weights.attention is None else TorchAttention.of(device, weights.attention),
             after_mixer=_norm_to(weights.after_mixer, device),
             mlp_norm=_norm_to(weights.mlp_norm, device),
             mlp=_mlp(device, weights.mlp),
@@ -98,14 +98,8 @@ class TorchLayer:
         )
 
 
-def _attention_of(weights: LayerWeights) -> SelfAttentionWeights:
-    """Returns the weights of a layer's attention; ``choose`` gives models with recurrent layers to no other runner."""
-    assert isinstance(weights.mixer, SelfAttentionWeights)
-    return weights.mixer
-
-
 class TorchRunner(DecoderOnly):
-    """A runner for every device and dtype that torch supports.
+    """A runner for every device and dtype that torch supports, of models without recurrent layers.
 
     Args:
         architecture: sizes and operations of the decoder.
@@ -250,25 +244,32 @@ class TorchRunner(DecoderOnly):
     def _layer(
         self, number: int, hidden: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Geometry, alone: bool
     ) -> Tensor:
-        a, layer = self._architecture, self._layers[number]
-        mixed = self._attention(number, self._attention_input(number, hidden, g), turns, g, alone)
-        mixed = _scaled(normalize(a, mixed, layer.after_mixer), a.residual_scale)
-        if not a.stack[number].parallel:
-            hidden = hidden + mixed
-        inner = self._mlp(number, normalize(a, hidden, layer.mlp_norm), alone)
-        inner = _scaled(normalize(a, inner, layer.after_mlp), a.residual_scale)
-        return hidden + mixed + inner if a.stack[number].parallel else hidden + inner
+        a, layer, start = self._architecture, self._layers[number], hidden
+        if layer.attention is not None:
+            mixed = self._attention(layer.attention, number, self._attention_input(number, hidden, g), turns, g, alone)
+            hidden = hidden + _scaled(normalize(a, mixed, layer.after_mixer), a.factors.attention)
+        if layer.mlp is None:
+            return hidden
+        inner = normalize(a, start if a.stack[number].parallel else hidden, layer.mlp_norm)
+        inner = self._mlp(layer.mlp, number, inner, alone)
+        return hidden + _scaled(normalize(a, inner, layer.after_mlp), a.factors.mlp)
 
-    def _mlp(self, number: int, x: Tensor, alone: bool) -> Tensor:
-        a, mlp = self._architecture, self._layers[number].mlp
+    def _mlp(self, mlp: TorchMlp | TorchExperts, number: int, x: Tensor, alone: bool) -> Tensor:
+        a = self._architecture
         if isinstance(mlp, TorchExperts):
             return mlp(a, x, alone)
         return mlp.down(activate(a, mlp.up(x, alone), a.stack[number].mlp == "gated"), alone)
 
     def _attention(
-        self, number: int, x: Tensor, turns: Sequence[tuple[Tensor, Tensor]], g: Geometry, alone: bool
+        self,
+        mixer: TorchAttention,
+        number: int,
+        x: Tensor,
+        turns: Sequence[tuple[Tensor, Tensor]],
+        g: Geometry,
+        alone: bool,
     ) -> Tensor:
-        a, mixer, layer = self._architecture, self._layers[number].mixer, self._architecture.stack[number]
+        a, layer = self._architecture, self._architecture.stack[number]
         heads = mixer.qkv(x, alone).view(x.shape[0], -1, a.head_dim)
         queries_keys, values = heads.split((a.heads + a.kv_heads, a.kv_heads), dim=1)
         if a.head_norms != "after":

@@ -118,10 +118,10 @@ class Seq2SeqLayer:
             chosen = before or after
             return unchanged if chosen is None else norm_of(chosen, a.eps, device)
 
-        assert isinstance(w.mixer, SelfAttentionWeights) and isinstance(w.mlp, DenseMlpWeights)
+        assert isinstance(w.attention, SelfAttentionWeights) and isinstance(w.mlp, DenseMlpWeights)
         cross = None if w.cross is None else Attention.across(w.cross, norm(w.cross.norm, w.cross.after), device)
         return Seq2SeqLayer(
-            Attention.of(w.mixer, norm(w.norm, w.after_mixer), device),
+            Attention.of(w.attention, norm(w.norm, w.after_mixer), device),
             cross,
             MLP.of(w.mlp, norm(w.mlp_norm, w.after_mlp), a, device),
         )
@@ -140,9 +140,9 @@ def build(
     tables: list[RelativeBias] = []
     for layer in weights:
         made.append(Seq2SeqLayer.of(a, device, layer))
-        assert isinstance(layer.mixer, SelfAttentionWeights)
-        if layer.mixer.relative is not None and (a.own_bias or not tables):
-            tables.append(RelativeBias(layer.mixer.relative))
+        assert isinstance(layer.attention, SelfAttentionWeights)
+        if layer.attention.relative is not None and (a.own_bias or not tables):
+            tables.append(RelativeBias(layer.attention.relative))
         del layer  # before the next is read
     return made, tables
 

@@ -148,7 +148,7 @@ class Seq2SeqWeights:
         qkv, out = tuple(attention[:3]), attention[3]
         return LayerWeights(
             norm=before[0],
-            mixer=SelfAttentionWeights(
+            attention=SelfAttentionWeights(
                 qkv=reader.parts(qkv, 3 * stack.width, hidden),
                 qkv_bias=reader.bias(qkv, 3 * stack.width),
                 q_norm=None,

@@ -31,11 +31,11 @@ def linear_modules(a: Architecture, layer: int) -> Iterator[tuple[Product, list[
     """Yields the products of a layer that an adapter may change, each with its modules in order."""
     described, names = a.stack[layer], a.names
     at, wide, narrow = names.layer.format(layer), a.heads * a.head_dim, a.kv_heads * a.head_dim
-    if described.mixer == "attention":
+    if described.attention:
         rows = [(1 + a.gated_attention) * wide, narrow, narrow]
         yield "qkv", _modules(at, names.qkv, rows, a.hidden)
         yield "out", [LinearModule(at + names.out, a.hidden, wide)]
-    if described.experts is None:
+    if described.mlp in ("gated", "ungated"):
         rows = [a.intermediate] * (2 if described.mlp == "gated" else 1)
         yield "up", _modules(at, names.up, rows, a.hidden)
         yield "down", [LinearModule(at + names.down, a.hidden, a.intermediate)]

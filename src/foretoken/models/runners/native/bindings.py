@@ -99,17 +99,18 @@ class ExpertsSpec(Structure):
         ("router", RouterSpec),
         *((name, Matrix) for name in ("up", "down", "shared_up", "shared_down")),
         ("shared_gate", c_void_p),
+        *((name, c_int32) for name in ("gated", "inner", "shared_inner")),
         ("limit", c_float),
         ("slope", c_float),
     ]
 
 
 class LayerSpec(Structure):
-    """One decoder layer: a token mixer and an MLP, the norms around them, and their kinds."""
+    """One decoder layer: token mixers and an MLP, the norms around them, and their kinds."""
 
     _fields_ = [
         *((name, NormSpec) for name in ("norm", "after_mixer", "mlp_norm", "after_mlp")),
-        *((name, c_int32) for name in ("mixer", "mlp", "parallel")),
+        *((name, c_int32) for name in ("attends", "recurs", "mlp", "parallel")),
         ("attention", AttentionSpec),
         ("cross", CrossSpec),
         ("recurrent", RecurrentSpec),
@@ -131,9 +132,9 @@ class StateSpec(Structure):
         (name, c_int32)
         for name in (
             *("window", "channels", "out", "gates", "inputs"),
-            *("key_heads", "value_heads", "key_dim", "value_dim"),
+            *("key_heads", "value_heads", "key_dim", "value_dim", "norm_first"),
         )
-    ]
+    ] + [(name, c_float) for name in ("gate_factor", "step_factor")]
 
 
 class ModelSpec(Structure):
@@ -153,7 +154,10 @@ class ModelSpec(Structure):
         *((name, c_int32) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")),
         *((name, c_int32) for name in ("activation", "centered", "norm_heads", "joined", "norm_first")),
         *((name, c_float) for name in ("eps", "scale", "score_cap", "logit_cap", "embedding_scale")),
-        *((name, c_float) for name in ("residual_scale", "logit_scale")),
+        *(
+            (name, c_float)
+            for name in ("attention_factor", "recurrent_factor", "mlp_factor", "gate_factor", "logit_scale")
+        ),
         ("gated_attention", c_int32),
         ("state", StateSpec),
         ("clip", c_float),

@@ -12,7 +12,7 @@ from torch import Tensor
 from foretoken.models.families.architecture import Activation, Architecture
 from foretoken.models.families.experts import Scoring
 from foretoken.models.families.family import HeadNorms
-from foretoken.models.families.layers import Layer, Mixer, Mlp
+from foretoken.models.families.layers import Layer, Mlp, RecurrentMixer
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.grouped import Grouped, joinable
@@ -29,6 +29,7 @@ from foretoken.models.formats.weights import (
     SelfAttentionWeights,
 )
 from foretoken.models.runners.native.bindings import (
+    LANES,
     UNIT,
     AttentionSpec,
     CrossSpec,
@@ -42,11 +43,11 @@ from foretoken.models.runners.native.bindings import (
     RouterSpec,
     StateSpec,
 )
-from foretoken.models.runners.native.memory import Arena, Packed, pack, pack_experts
+from foretoken.models.runners.native.memory import Arena, Packed, pack, pack_experts, padded
 
 # As csrc/specs.hpp and csrc/activations.hpp number them.
-MIXERS: dict[Mixer, int] = {"attention": 0, "delta": 1, "convolution": 2, "mamba": 3}
-MLPS: dict[Mlp, int] = {"gated": 0, "ungated": 1, "experts": 2}
+MIXERS: dict[RecurrentMixer | None, int] = {None: 0, "delta": 1, "convolution": 2, "mamba": 3}
+MLPS: dict[Mlp | None, int] = {"gated": 0, "ungated": 1, "experts": 2, None: 3}
 SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 HEAD_NORMS: dict[HeadNorms, int] = {"before": 0, "after": 1, "all": 2}
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
@@ -124,7 +125,10 @@ class Description:
             score_cap=a.attention_softcap,
             logit_cap=a.final_softcap,
             embedding_scale=float(torch.tensor(a.embedding_scale, dtype=self._dtype)),
-            residual_scale=a.residual_scale,
+            attention_factor=a.factors.attention,
+            recurrent_factor=a.factors.recurrent,
+            mlp_factor=a.factors.mlp,
+            gate_factor=a.gate_factor,
             logit_scale=a.logit_scale,
             clip=a.clip,
             norm_sums=a.norm_sums,
@@ -134,23 +138,26 @@ class Description:
         )
 
     def _layer(self, number: int, weights: LayerWeights) -> LayerSpec:
-        layer = self._architecture.stack[number]
-        mixer, cross = weights.mixer, weights.cross
+        layer, cross = self._architecture.stack[number], weights.cross
+        attention, recurrent = weights.attention, weights.recurrent
         return LayerSpec(
             norm=self._norm(weights.norm),
             after_mixer=self._norm(weights.after_mixer),
             mlp_norm=self._norm(weights.mlp_norm),
             after_mlp=self._norm(weights.after_mlp),
-            mixer=MIXERS[layer.mixer],
+            attends=layer.attention,
+            recurs=MIXERS[layer.recurrent],
             mlp=MLPS[layer.mlp],
             parallel=layer.parallel,
-            attention=self._attention(number, mixer) if isinstance(mixer, SelfAttentionWeights) else AttentionSpec(),
+            attention=AttentionSpec() if attention is None else self._attention(number, attention),
             cross=CrossSpec() if cross is None else self._cross(number, cross),
-            recurrent=self._recurrent(number, mixer) if isinstance(mixer, RecurrentWeights) else RecurrentSpec(),
+            recurrent=RecurrentSpec() if recurrent is None else self._recurrent(number, recurrent),
             **self._mlp(layer, weights.mlp),
         )
 
-    def _mlp(self, layer: Layer, weights: DenseMlpWeights | ExpertWeights) -> dict[str, Structure]:
+    def _mlp(self, layer: Layer, weights: DenseMlpWeights | ExpertWeights | None) -> dict[str, Structure]:
+        if weights is None:
+            return {}
         if isinstance(weights, ExpertWeights):
             return {"experts": self._experts(weights)}
         return {"dense": self._dense(weights, layer.mlp == "gated")}
@@ -194,7 +201,7 @@ class Description:
             step_bias=self._keep(weights.step_bias),
             norm=self._keep(weights.norm),
             skip=self._keep(weights.skip),
-            state_layer=number - self._architecture.first(number).attention_layers,
+            state_layer=self._architecture.first(number).recurrent_layers,
         )
 
     def _dense(self, weights: DenseMlpWeights, gated: bool) -> MlpSpec:
@@ -208,8 +215,9 @@ class Description:
         e = weights.experts
         shared: dict[str, Matrix] = {}
         if weights.shared_down is not None:
-            shared["shared_up"] = self._matrix(halves(weights.shared_up), interleave=True)
-            shared["shared_down"] = self._matrix([weights.shared_down])
+            up = halves(weights.shared_up) if e.gated else weights.shared_up
+            shared["shared_up"] = self._matrix(up, weights.shared_up_bias, interleave=e.gated)
+            shared["shared_down"] = self._matrix([weights.shared_down], weights.shared_down_bias)
         router = RouterSpec(
             weights=self._hold(pack(self._arena, [weights.router], weights.router_bias)),
             correction=self._keep(weights.correction),
@@ -229,6 +237,9 @@ class Description:
             up=self._hold(stacks[0]),
             down=self._hold(stacks[1]),
             shared_gate=self._keep(weights.shared_gate),
+            gated=e.gated,
+            inner=padded(e.intermediate, LANES),
+            shared_inner=padded(e.shared, LANES),
             limit=e.clamp,
             slope=e.slope,
             **shared,

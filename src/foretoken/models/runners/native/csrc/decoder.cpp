@@ -60,7 +60,7 @@ int OF_CACHE(foretoken_remember)(const ModelSpec* m, const float* states, int ro
 void OF_CACHE(foretoken_move)(const ModelSpec* m, Word* const* pages, int destination, const int32_t* sources, int count) {
     const PageLayout layout(*m, CACHE);
     for (int number = 0; number < m->layer_count; number++) {
-        if (m->layers[number].mixer != ATTENTION) continue;
+        if (!m->layers[number].attends) continue;
         const int layer = m->layers[number].attention.cache_layer;
         for (int head = 0; head < m->kv_heads; head++)
             for (int i = 0; i < count; i++) {

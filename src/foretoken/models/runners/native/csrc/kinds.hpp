@@ -91,11 +91,12 @@ struct ActivatedStore {
     float limit = 0.0f;      // of gate and up in gpt-oss's activation; 0: activation(gate) * up
     float slope = 0.0f;
     Added added{};
+    float gate_factor = 1.0f;  // of the gate before its activation
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
         added(row, unit, low, high);
         unit -= first_unit;
-        if (gated) return keep(row, unit * LANES, limit != 0.0f ? clamped_gate(low, high, limit, slope) : activate(low, activation) * high);
+        if (gated) return keep(row, unit * LANES, limit != 0.0f ? clamped_gate(low, high, limit, slope) : activate(low * ::floats(gate_factor), activation) * high);
         keep(row, unit * BLOCKS * LANES, activate(low, activation));
         if (unit * BLOCKS * LANES + LANES < stride) keep(row, unit * BLOCKS * LANES + LANES, activate(high, activation));
     }

@@ -113,7 +113,8 @@ struct AttentionMixer {
     }
 
     void add(const Matrix& out, const NormSpec& norm, const Added& added = {}) {
-        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, heads_width), norm, added);
+        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, heads_width), norm,
+                   m.attention_factor, added);
     }
 
    private:

@@ -43,9 +43,9 @@ struct RecurrentMixer {
     void enter(const LayerSpec& of) {
         const RecurrentSpec& layer = of.recurrent;
         p.multiply(layer.in, p.normed(layer.in, of.norm), p.b.rows, {rows + gates_width(), row_width});
-        if (of.mixer != CONVOLUTION) p.multiply(layer.gates, p.normed(layer.gates, of.norm), p.b.rows, {rows, row_width});
-        prepare(of.mixer, layer);
-        if (of.mixer != CONVOLUTION) recur(of.mixer, layer);
+        if (of.recurs != CONVOLUTION) p.multiply(layer.gates, p.normed(layer.gates, of.norm), p.b.rows, {rows, row_width});
+        prepare(of.recurs, layer);
+        if (of.recurs != CONVOLUTION) recur(of.recurs, layer);
     }
 
     // Moves what was computed of a row, where rows leave the pass.
@@ -58,18 +58,19 @@ struct RecurrentMixer {
     void mix(const LayerSpec& of) {
         const RecurrentSpec& layer = of.recurrent;
         p.clear_tails(layer.out, ATTENDED, out_width);
-        const int64_t groups = of.mixer == DELTA ? shape.value_heads : of.mixer == MAMBA ? shape.key_heads : 1;
+        const int64_t groups = of.recurs == DELTA ? shape.value_heads : of.recurs == MAMBA ? shape.key_heads : 1;
         const int64_t count = out_width / groups;
         p.member.each(p.b.rows * groups, 4, [&](int64_t item) {
             const int64_t row = item / groups, at = item % groups * count;
             float* x = mixed + row * out_width + at;
             const float* gate = rows + row * row_width + shape.inputs + at;
-            if (of.mixer == DELTA) normalize(m, x, {layer.norm, nullptr}, count, x);
+            const NormSpec norm{layer.norm ? layer.norm + (of.recurs == MAMBA ? at : 0) : nullptr, nullptr};
+            if (shape.norm_first) normalize(m, x, norm, count, x);
             for (int64_t i = 0; i < count; i += LANES) {
                 const Floats g = load(gate + i);
-                store(x + i, load(x + i) * (of.mixer == CONVOLUTION ? g : silu(g)));
+                store(x + i, load(x + i) * (of.recurs == CONVOLUTION ? g : silu(g * floats(shape.gate_factor))));
             }
-            if (of.mixer == MAMBA) normalize(m, x, {layer.norm + at, nullptr}, count, x);
+            if (!shape.norm_first) normalize(m, x, norm, count, x);
             for (int64_t i = 0; i < count; i += LANES) {
                 const Floats v = load(x + i);
                 if (is_float(layer.out)) put_floats(layer.out, p.inputs[ATTENDED] + row * input_stride(layer.out), at + i, v);
@@ -80,7 +81,8 @@ struct RecurrentMixer {
     // Adds the output to the residual stream.
     void leave(const LayerSpec& of) {
         const Matrix& out = of.recurrent.out;
-        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, out_width), of.after_mixer);
+        p.residual(out, is_float(out) ? p.input(out, ATTENDED) : p.encoded(out, ATTENDED, mixed, out_width), of.after_mixer,
+                   m.recurrent_factor);
     }
 
    private:
@@ -130,7 +132,7 @@ struct RecurrentMixer {
         if (keyed)
             return unit_length(to + gates_width() + at, count, head < shape.key_heads ? 1.0f / std::sqrt((float)count) : 1.0f);
         const float* gates = taps[0];  // of DeltaNet: beta and the step of each head; of Mamba-2 the step alone
-        const float x = gates[mixer == MAMBA ? value_head : shape.value_heads + value_head] + layer.step_bias[value_head];
+        const float x = gates[mixer == MAMBA ? value_head : shape.value_heads + value_head] * shape.step_factor + layer.step_bias[value_head];
         const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
         to[value_head] = std::exp(layer.decay[value_head] * softplus);
         to[shape.value_heads + value_head] = mixer == MAMBA ? softplus : 1.0f / (1.0f + std::exp(-gates[value_head]));

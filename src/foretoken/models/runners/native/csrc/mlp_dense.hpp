@@ -25,6 +25,7 @@ struct DenseMlp {
         const bool gated = layer.mlp == GATED;
         ActivatedStore store{mlp.down, p.inputs[ACTIVATED], inner, inner_width, p.m.activation, gated};
         store.added = added;
+        store.gate_factor = p.m.gate_factor;
         functions(mlp.up).activated(mlp.up, x, p.b.rows, units, store);
         p.member.end(units);
     }
@@ -34,6 +35,6 @@ struct DenseMlp {
         const Matrix& down = layer.dense.down;
         const Added added = p.added_to(number, &LoraLayer::down, down, ACTIVATED, inner, inner_width);
         const Input x = is_float(down) ? p.input(down, ACTIVATED) : p.encoded(down, ACTIVATED, inner, inner_width);
-        p.residual(down, x, layer.after_mlp, added);
+        p.residual(down, x, layer.after_mlp, p.m.mlp_factor, added);
     }
 };

@@ -14,12 +14,12 @@ constexpr int ROUTED_AT_ONCE = 16;      // register tiles of router rows
 struct ExpertSizes {
     int64_t inputs;         // floats of a row for the router
     int64_t up_units, down_units;       // of one expert
-    int64_t inner, shared_inner;        // numbers between gate and down, padded to sixteen
+    int64_t inner, shared_inner;        // numbers between up and down, padded to sixteen
     bool shared;
 
     explicit ExpertSizes(const ExpertsSpec& s)
         : inputs(s.router.weights.steps * per_word((Kind)s.router.weights.kind)), up_units(s.up.units / s.router.experts),
-          down_units(s.down.units / s.router.experts), inner(up_units * LANES), shared_inner(s.shared_up.units * LANES),
+          down_units(s.down.units / s.router.experts), inner(s.inner), shared_inner(s.shared_inner),
           shared(s.shared_up.units) {}
 };
 
@@ -55,12 +55,12 @@ struct ExpertMlp {
     void leave(const LayerSpec& layer, int number) {
         const Work work(*this, layer.experts, number);
         float* to = layer.after_mlp ? p.branch : p.hidden;
-        const Floats scale = floats(p.m.residual_scale);
+        const Floats scale = floats(p.m.mlp_factor);
         each_sum(work, [&](int64_t r, int64_t i, Floats sum) {
             float* at = to + r * p.width + i;
             store(at, layer.after_mlp ? sum : multiply_add(sum, scale, load(at)));
         });
-        if (layer.after_mlp) p.add_branch(layer.after_mlp);
+        if (layer.after_mlp) p.add_branch(layer.after_mlp, p.m.mlp_factor);
     }
 
     // Multiplies as many experts as the last pass over `rows` rows chose, and nothing else; before one was run, as many as
@@ -239,7 +239,7 @@ struct ExpertMlp {
         return to;
     }
 
-    // activation(gate) * up of every pair.
+    // activation(gate) * up of every pair, or activation(up).
     void multiply_up(const Work& work) {
         const ExpertsSpec& s = work.s;
         int held = -1;
@@ -255,7 +255,7 @@ struct ExpertMlp {
             const int64_t first = shared ? 0 : e.expert * work.sizes.up_units;
             functions(up).activated(up, x, e.last - e.first, range(first, units),
                                     {down, inner_words(work, e.first), inner_floats(work, e.first),
-                                     shared ? work.sizes.shared_inner : work.sizes.inner, p.m.activation, true, first,
+                                     shared ? work.sizes.shared_inner : work.sizes.inner, p.m.activation, s.gated != 0, first,
                                      s.limit, s.slope});
         });
     }

@@ -1,6 +1,6 @@
 // A forward pass of a decoder: one team of threads, and a loop for each of its phases.
 //
-// A layer is a token mixer (mixer_*.hpp) and an MLP (mlp_*.hpp). Both add to the residual stream, in this order:
+// A layer has token mixers (mixer_*.hpp) and an MLP (mlp_*.hpp). They add to the residual stream, in this order:
 //
 //     enter      what needs all rows: a mixer's keys and values
 //     mix        what needs only the rows that stay
@@ -49,12 +49,11 @@ struct Pass {
         for (int number = 0; number < m.layer_count; number++) {
             const LayerSpec& layer = m.layers[number];
             tap(number);
-            enter_mixer(layer, number);
+            enter_mixers(layer, number);
             if (number == m.layer_count - 1 && answered.rows < p.b.rows) drop_rows(layer);
             if (!p.b.rows) break;
-            mixes(layer) ? attention.mix(layer) : recurrent.mix(layer);
             if (layer.parallel) enter_mlp(layer, number);
-            mixes(layer) ? attention.leave(layer, number) : recurrent.leave(layer);
+            leave_mixers(layer, number);
             if (layer.cross.attention.qkv.data) cross.run(layer.cross);
             if (!layer.parallel) enter_mlp(layer, number);
             leave_mlp(layer, number);
@@ -65,24 +64,29 @@ struct Pass {
     }
 
    private:
-    static bool mixes(const LayerSpec& layer) { return layer.mixer == ATTENTION; }
-
     void enter_mlp(const LayerSpec& layer, int number) {
         if (layer.mlp == EXPERTS) experts.enter(layer, number);
-        else dense.enter(layer, number);
+        else if (layer.mlp != NO_MLP) dense.enter(layer, number);
     }
 
     void leave_mlp(const LayerSpec& layer, int number) {
         if (layer.mlp == EXPERTS) experts.leave(layer, number);
-        else dense.leave(layer, number);
+        else if (layer.mlp != NO_MLP) dense.leave(layer, number);
     }
 
-    void enter_mixer(const LayerSpec& layer, int number) {
-        if (!mixes(layer)) return recurrent.enter(layer);
+    // All mixers of a layer read the residual stream before one of them adds to it.
+    void enter_mixers(const LayerSpec& layer, int number) {
+        if (layer.recurs) recurrent.enter(layer);
+        if (!layer.attends) return;
         const Matrix& qkv = layer.attention.qkv;
         const Added added = p.added_to_normed(number, &LoraLayer::qkv, layer.norm);
         const Input x = m.joined && number == 0 ? start.joined(qkv, layer.norm) : p.normed(qkv, layer.norm);
         attention.enter(layer.attention, x, added);
+    }
+
+    void leave_mixers(const LayerSpec& layer, int number) {
+        if (layer.attends) attention.mix(layer), attention.leave(layer, number);
+        if (layer.recurs) recurrent.mix(layer), recurrent.leave(layer);
     }
 
     // Removes the rows without logits; the others move up, in order.
@@ -92,7 +96,8 @@ struct Pass {
                 const int row = p.b.outputs[i];
                 if (row == i) continue;
                 std::memcpy(p.hidden + i * p.width, p.hidden + row * p.width, sizeof(float) * p.width);
-                mixes(layer) ? attention.move_row(i, row) : recurrent.move_row(i, row);
+                if (layer.attends) attention.move_row(i, row);
+                if (layer.recurs) recurrent.move_row(i, row);
             }
         });
         p.b = answered;

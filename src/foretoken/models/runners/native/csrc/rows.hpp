@@ -90,14 +90,14 @@ struct Rows {
         member.end(units);
     }
 
-    // Adds a product to the residual stream. A norm is that of the product, or of the sum.
-    void residual(const Matrix& w, const Input& x, const NormSpec& norm, const Added& added = {}) {
+    // Adds a product times a factor to the residual stream. A norm is that of the product, or of the sum.
+    void residual(const Matrix& w, const Input& x, const NormSpec& norm, float factor, const Added& added = {}) {
         const bool branches = norm && !m.norm_sums;
         RowStore store{branches ? branch : hidden, width};
         store.added = added;
-        if (!branches) store.add = true, store.factor = m.residual_scale;
+        if (!branches) store.add = true, store.factor = factor;
         multiply(w, x, b.rows, store);
-        if (branches) return add_branch(norm);
+        if (branches) return add_branch(norm, factor);
         if (norm) member.each(b.rows, 1, [&](int64_t r) { normalize(m, hidden + r * width, norm, m.hidden, hidden + r * width); });
     }
 
@@ -118,10 +118,10 @@ struct Rows {
     }
 
     // Adds `branch` to the residual stream after a norm.
-    void add_branch(const NormSpec& norm) {
+    void add_branch(const NormSpec& norm, float factor) {
         member.each(b.rows, 1, [&](int64_t r) {
             normalize(m, branch + r * width, norm, m.hidden, branch + r * width);
-            for (int64_t i = 0; i < m.hidden; i++) hidden[r * width + i] += m.residual_scale * branch[r * width + i];
+            for (int64_t i = 0; i < m.hidden; i++) hidden[r * width + i] += factor * branch[r * width + i];
         });
     }
 

@@ -1,14 +1,14 @@
 // The arguments that Python passes: a model once, and the plan of each pass. bindings.py mirrors them field by field.
 //
-// A layer is a token mixer and an MLP, each with its own description; `LayerSpec` says which kinds they are.
+// A layer has token mixers and an MLP, each with its own description; `LayerSpec` says which kinds they are.
 #pragma once
 
 #include "router.hpp"
 
 constexpr int PAGE = 64;  // cache rows of one page; models/state/pages.py has the same number
 
-enum MixerKind : int32_t { ATTENTION = 0, DELTA = 1, CONVOLUTION = 2, MAMBA = 3 };
-enum MlpKind : int32_t { GATED = 0, UNGATED = 1, EXPERTS = 2 };
+enum RecurrentKind : int32_t { NO_RECURRENCE = 0, DELTA = 1, CONVOLUTION = 2, MAMBA = 3 };
+enum MlpKind : int32_t { GATED = 0, UNGATED = 1, EXPERTS = 2, NO_MLP = 3 };
 
 // The weights of a norm; without a weight there is no norm.
 struct NormSpec {
@@ -49,20 +49,23 @@ struct MlpSpec {
     Matrix up, down;  // GATED: blocks of gate and up alternate in `up`
 };
 
-// A mixture of experts, whose MLPs are gated. Expert e has the units from e times their number in `up` and `down`.
+// A mixture of experts. Expert e has the units from e times their number in `up` and `down`.
 struct ExpertsSpec {
     RouterSpec router;
     Matrix up, down;           // of all experts
     Matrix shared_up, shared_down;  // of the shared expert, if there is one
     const float* shared_gate;  // [hidden]; the shared expert's weight is the sigmoid of its product with the row; null: 1
+    int32_t gated;             // experts are gated MLPs; else down(activation(up))
+    int32_t inner, shared_inner;  // numbers between up and down, padded to sixteen
     float limit, slope;        // of gpt-oss's activation; see `ActivatedStore`
 };
 
 struct LayerSpec {
     NormSpec norm, after_mixer, mlp_norm, after_mlp;
-    int32_t mixer;     // a MixerKind
+    int32_t attends;   // attention is a token mixer
+    int32_t recurs;    // a RecurrentKind: the other token mixer
     int32_t mlp;       // an MlpKind
-    int32_t parallel;  // the MLP's input is that of the mixer; else the mixer's output is added before it
+    int32_t parallel;  // the MLP's input is that of the mixers; else their output is added before it
     AttentionSpec attention;
     CrossSpec cross;   // between the mixer and the MLP; without a matrix there is none
     RecurrentSpec recurrent;
@@ -73,11 +76,11 @@ struct LayerSpec {
 // Calls f with each matrix of a layer that all rows take.
 template <class F>
 inline void each_common_matrix(const LayerSpec& layer, F f) {
-    if (layer.mixer == ATTENTION) f(layer.attention.qkv), f(layer.attention.out);
-    else f(layer.recurrent.in), f(layer.recurrent.out);
-    if (layer.mixer == DELTA || layer.mixer == MAMBA) f(layer.recurrent.gates);
+    if (layer.attends) f(layer.attention.qkv), f(layer.attention.out);
+    if (layer.recurs) f(layer.recurrent.in), f(layer.recurrent.out);
+    if (layer.recurs == DELTA || layer.recurs == MAMBA) f(layer.recurrent.gates);
     if (layer.cross.attention.qkv.data) f(layer.cross.attention.qkv), f(layer.cross.attention.out);
-    if (layer.mlp != EXPERTS) f(layer.dense.up), f(layer.dense.down);
+    if (layer.mlp == GATED || layer.mlp == UNGATED) f(layer.dense.up), f(layer.dense.down);
 }
 
 // Calls f with each matrix of a layer, that for the states of an encoder included; those of all its experts are one.
@@ -101,6 +104,8 @@ struct StateSpec {
     int32_t window;      // rows before a row that the convolution reads
     int32_t channels, out, gates, inputs;
     int32_t key_heads, value_heads, key_dim, value_dim;
+    int32_t norm_first;  // Mamba-2 norms its output before it is multiplied by its gate; else after
+    float gate_factor, step_factor;  // of the gate of the output, and of Mamba-2's steps before their bias
 };
 
 struct ModelSpec {
@@ -123,7 +128,8 @@ struct ModelSpec {
     int32_t joined;             // input of layer 0's attention: [norm(embedding), feature_norm(features)] (2503.01840)
     int32_t norm_first;         // the residual stream starts from the normed features
     float eps, scale, score_cap, logit_cap, embedding_scale;
-    float residual_scale;       // factor of what mixers and MLPs add to the residual stream
+    float attention_factor, recurrent_factor, mlp_factor;  // of what they add to the residual stream
+    float gate_factor;          // of an MLP's gate before its activation
     float logit_scale;          // factor of the logits, before the cap
     int32_t gated_attention;    // the rows of `qkv` end with gates of the output
     StateSpec state;
