@@ -40,6 +40,13 @@ LONG: dict[str, Any] = {
     "long_factor": [2.0 + i for i in range(8)],
     "original_max_position_embeddings": 64,
 }
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 64,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
 # By name: the model type, and its config.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {**GROUPED, "head_dim": 16, "rope_parameters": YARN, "mlp_bias": True}),
@@ -117,6 +124,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "original_max_position_embeddings": 16,
             },
         },
+    ),
+    "minicpm3": ("minicpm3", {**PLAIN, **LATENT, "scale_depth": 1.1, "dim_model_base": 32, "rope_parameters": YARN}),
+    "youtu": (  # transformers zeroes the row of the padding token when it loads the module
+        "youtu",
+        {**PLAIN, **LATENT, "rope_interleave": False, "attention_bias": True, "pad_token_id": None},
     ),
     "mpt": ("mpt", {**TOKENS, "d_model": 96, "n_layers": 2, "n_heads": 6, "attn_config": {"clip_qkv": 1.0}}),
     "nanochat": ("nanochat", GROUPED),

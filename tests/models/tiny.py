@@ -70,7 +70,7 @@ class Tiny:
                 elif "conv" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.3)
             for name, buffer in module.named_buffers():
-                if "correction" in name:
+                if "correction" in name or "expert_bias" in name:
                     buffer.add_(torch.randn_like(buffer) * 0.1)
         return module.float().eval()
 
@@ -203,6 +203,22 @@ NEMOTRON_H: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 56,
     "routed_scaling_factor": 1.8,
 }
+LATENT: dict[str, Any] = {
+    **COMMON,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+LATENT_YARN: dict[str, Any] = {**YARN, "mscale": 0.9, "mscale_all_dim": 0.7}
 
 ARCHITECTURES: dict[str, Tiny] = {
     "llama": Tiny("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}, native=True),
@@ -309,6 +325,19 @@ ARCHITECTURES: dict[str, Tiny] = {
         native=True,
         torch=False,
     ),
+    "lfm2-moe": Tiny(
+        "Lfm2Moe",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.3,
+            "tie_word_embeddings": False,
+        },
+        native=True,
+        torch=False,
+    ),
     "qwen3-moe": Tiny(
         "Qwen3Moe",
         {**EXPERTS, "head_dim": 16, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
@@ -325,6 +354,21 @@ ARCHITECTURES: dict[str, Tiny] = {
     "granitemoeshared": Tiny(
         "GraniteMoeShared", {**GROUPED, **GRANITE, "num_local_experts": 6, "shared_intermediate_size": 40}, native=True
     ),
+    "deepseek-v2": Tiny(
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+        },
+        native=True,
+    ),
+    "deepseek-v3": Tiny(
+        "DeepseekV3", {**LATENT, "rope_parameters": LATENT_YARN, "routed_scaling_factor": 1.8}, native=True
+    ),
+    "glm4-moe-lite": Tiny("Glm4MoeLite", {**LATENT, "mlp_layer_types": ["sparse", "dense"]}, native=True),
     "gpt-oss": Tiny(
         "GptOss",
         {

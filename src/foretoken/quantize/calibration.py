@@ -21,6 +21,7 @@ from foretoken.models.formats.quantize import floats, stacked
 from foretoken.models.formats.weights import (
     DenseMlpWeights,
     LayerWeights,
+    SelfAttentionWeights,
     Source,
     read_ends,
     read_layer,
@@ -126,6 +127,7 @@ def calibrates(config: Mapping[str, Any]) -> bool:
     a = Architecture.of(config)
     sequential = not any(layer.parallel for layer in a.stack)
     plain = (a.factors, a.logit_scale, a.clip) == (BranchFactors(), 1.0, 0.0) and a.query_growth is None
+    plain = plain and a.latent is None
     return sequential and plain and a.head_norms in (None, "before") and a.alibi is None and a.names.positions is None
 
 
@@ -143,7 +145,7 @@ def _step(a: Architecture, layer: int, w: LayerWeights, x: Tensor, record: Recor
         return F.linear(inputs, floats(stacked(matrices), torch.float32), bias)  # type: ignore[arg-type]
 
     attention, mlp, kind = w.attention, w.mlp, a.stack[layer]
-    assert attention is not None  # checkpoints with other layers are refused when they are opened
+    assert isinstance(attention, SelfAttentionWeights)  # checkpoints with other layers are refused when they are opened
     assert isinstance(mlp, DenseMlpWeights)
     heads = multiply("qkv", normalize(a, x, w.norm), *attention.qkv, bias=attention.qkv_bias)
     heads = heads.unflatten(-1, (-1, a.head_dim))

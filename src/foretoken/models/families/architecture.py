@@ -14,6 +14,7 @@ from foretoken.core.schema import parse
 from foretoken.models.families import facts
 from foretoken.models.families.experts import experts_of
 from foretoken.models.families.family import FULL, SLIDING, Family, HeadNorms, TensorNames
+from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import WITH_ATTENTION, BranchFactors, Layer
 from foretoken.models.families.recurrence import LINEAR, Recurrence
 from foretoken.models.families.rope import computes_rope, inverse_frequencies, rope_settings, rotary_scale
@@ -99,6 +100,8 @@ class Architecture:
         weightless: whether the checkpoint has no weights of norms, which are then 1.
         gated_attention: whether attention's output is multiplied by the sigmoid of a gate before its last matrix.
         recurrence: sizes of the recurrent layers; None if there are none.
+        latent: sizes of latent attention, in which ``head_dim`` is the width of the one key of all heads; None if
+            attention is not latent.
         sinks: whether each head's softmax counts one more key, without a value (gpt-oss).
         norm_sums: whether norms after mixers and MLPs are those of the residual stream (BART); otherwise of what is
             added to it.
@@ -142,6 +145,12 @@ class Architecture:
     sinks: bool = False
     norm_sums: bool = False
     farthest: int = 0
+    latent: LatentAttention | None = None
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers of one token in the KV cache of one layer."""
+        return self.head_dim if self.latent is not None else 2 * self.kv_heads * self.head_dim
 
     @property
     def attention_layers(self) -> int:

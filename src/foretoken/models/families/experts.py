@@ -23,6 +23,7 @@ class ExpertNames:
 
     Attributes:
         router: the router.
+        correction: what is added to its scores where experts are chosen.
         experts: the experts; below it a number, then ``up`` and ``down``.
         up: gate and up, or up alone if experts are not gated.
         down: down.
@@ -32,6 +33,7 @@ class ExpertNames:
     """
 
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
@@ -54,6 +56,7 @@ class Experts:
         intermediate: inner size of an expert.
         scoring: how router logits become scores.
         normalized: whether weights are divided by their sum.
+        divisor_eps: is added to that sum.
         scale: factor of the weights.
         correction: whether a bias is added to the scores before experts are chosen (2408.15664).
         groups: number of groups of experts; experts are chosen from the best ``chosen_groups`` of them (2405.04434).
@@ -73,6 +76,7 @@ class Experts:
     intermediate: int
     scoring: Scoring = "softmax"
     normalized: bool = True
+    divisor_eps: float = 0.0
     scale: float = 1.0
     correction: bool = False
     groups: int = 1
@@ -105,6 +109,9 @@ class ExpertsConfig(Schema):
     topk_group: Count | None = None
     topk_method: str | None = None
     first_k_dense_replace: Annotated[int, Field(ge=0)] | None = None
+    num_dense_layers: Annotated[int, Field(ge=0)] | None = None
+    use_expert_bias: bool | None = None
+    mlp_layer_types: list[str] | None = None
     decoder_sparse_step: Annotated[int, Field(ge=0)] | None = None
     mlp_only_layers: list[int] | None = None
     swiglu_alpha: Positive | None = None
@@ -119,6 +126,7 @@ class ExpertFamily:
         defaults: what transformers takes for missing fields of config.json.
         names: see ``Experts``.
         scoring: see ``Experts``.
+        divisor_eps: see ``Experts``.
         correction: see ``Experts``.
         best_two: see ``Experts``.
         shared_gate: see ``Experts``.
@@ -130,6 +138,7 @@ class ExpertFamily:
     defaults: Mapping[str, Any]
     names: ExpertNames = field(default_factory=ExpertNames)
     scoring: Scoring = "softmax"
+    divisor_eps: float = 0.0
     correction: bool = False
     best_two: bool = False
     shared_gate: bool = False
@@ -143,7 +152,7 @@ _GRANITE = ExpertFamily(
     {"num_local_experts": 8, "num_experts_per_tok": 2},
     ExpertNames(
         "block_sparse_moe.router.layer",
-        "block_sparse_moe",
+        experts="block_sparse_moe",
         shared="shared_mlp",
         shared_up=("input_linear",),
         shared_down="output_linear",
@@ -179,7 +188,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     ),
     "mixtral": ExpertFamily(
         {"num_local_experts": 8, "num_experts_per_tok": 2},
-        ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2"),
+        ExpertNames("block_sparse_moe.gate", experts="block_sparse_moe.experts", up=("w1", "w3"), down="w2"),
     ),
     "olmoe": ExpertFamily({"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}),
     "granitemoe": _GRANITE,
@@ -200,6 +209,60 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "first_k_dense_replace": 1,
         },
         scoring="sigmoid",
+        divisor_eps=1e-20,
+        correction=True,
+        best_two=True,
+    ),
+    "lfm2_moe": ExpertFamily(
+        {
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "use_expert_bias": True,
+        },
+        ExpertNames("feed_forward.gate", "feed_forward.expert_bias", "feed_forward.experts", ("w1", "w3"), "w2"),
+        scoring="sigmoid",
+        divisor_eps=1e-6,
+        correction=True,
+    ),
+    "deepseek_v2": ExpertFamily(
+        {
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1407,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "topk_method": "greedy",
+        },
+    ),
+    "deepseek_v3": ExpertFamily(
+        {
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+        },
+        scoring="sigmoid",
+        divisor_eps=1e-20,
+        correction=True,
+        best_two=True,
+    ),
+    "glm4_moe_lite": ExpertFamily(
+        {
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        },
+        scoring="sigmoid",
+        divisor_eps=1e-20,
         correction=True,
         best_two=True,
     ),
@@ -210,8 +273,16 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
             "moe_intermediate_size": 7688,
             "moe_shared_expert_intermediate_size": 7688,
         },
-        ExpertNames("mixer.gate", "mixer.experts", ("up_proj",), shared="mixer.shared_experts", shared_up=("up_proj",)),
+        ExpertNames(
+            "mixer.gate",
+            "mixer.gate.e_score_correction_bias",
+            "mixer.experts",
+            ("up_proj",),
+            shared="mixer.shared_experts",
+            shared_up=("up_proj",),
+        ),
         scoring="sigmoid",
+        divisor_eps=1e-20,
         correction=True,
         best_two=True,
         gated=False,
@@ -249,9 +320,10 @@ def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -
         scoring=family.scoring,
         normalized=c.norm_topk_prob is not False,
         scale=c.routed_scaling_factor or 1.0,
-        correction=family.correction,
-        groups=c.n_group or 1,
-        chosen_groups=c.topk_group or 1,
+        divisor_eps=family.divisor_eps,
+        correction=family.correction and c.use_expert_bias is not False,
+        groups=1 if c.topk_method == "greedy" else c.n_group or 1,
+        chosen_groups=1 if c.topk_method == "greedy" else c.topk_group or 1,
         best_two=family.best_two,
         shared=c.shared_expert_intermediate_size
         or c.moe_shared_expert_intermediate_size
@@ -273,7 +345,9 @@ def _count(c: Mapping[str, Any]) -> int | None:
 
 def _sparse(c: ExpertsConfig, layer: int) -> bool:
     """Returns whether a layer has experts."""
-    if layer < (c.first_k_dense_replace or 0) or layer in (c.mlp_only_layers or ()):
+    if c.mlp_layer_types is not None:
+        return c.mlp_layer_types[layer : layer + 1] == ["sparse"]
+    if layer < (c.first_k_dense_replace or c.num_dense_layers or 0) or layer in (c.mlp_only_layers or ()):
         return False
     return c.decoder_sparse_step is None or (c.decoder_sparse_step > 0 and (layer + 1) % c.decoder_sparse_step == 0)
 

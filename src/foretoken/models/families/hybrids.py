@@ -35,6 +35,34 @@ _QWEN_HYBRID = Family(
     kinds=recurrence.qwen_kinds,
     facts=recurrence.qwen,
 )
+_LFM2 = Family(
+    names=replace(
+        LLAMA,
+        last_norm="embedding_norm",
+        norm="operator_norm",
+        mlp_norm="ffn_norm",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+        out="self_attn.out_proj",
+        up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        recurrent="conv.",
+    ),
+    aliases={"rms_norm_eps": "norm_eps"},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+    },
+    head_norms="before",
+    layers={recurrence.CONVOLUTION: LayerKind(recurrent="convolution")},
+    kinds=recurrence.lfm2_kinds,
+    facts=recurrence.lfm2,
+)
 
 HYBRID: dict[str, Family] = {
     "qwen3_5_text": _QWEN_HYBRID,
@@ -134,32 +162,16 @@ HYBRID: dict[str, Family] = {
         facts=recurrence.nemotron,
         refuses=recurrence.nemotron_refuses,
     ),
-    "lfm2": Family(
-        names=replace(
-            LLAMA,
-            last_norm="embedding_norm",
-            norm="operator_norm",
-            mlp_norm="ffn_norm",
-            q_norm="self_attn.q_layernorm",
-            k_norm="self_attn.k_layernorm",
-            out="self_attn.out_proj",
-            up=("feed_forward.w1", "feed_forward.w3"),
-            down="feed_forward.w2",
-            recurrent="conv.",
-        ),
-        aliases={"rms_norm_eps": "norm_eps"},
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
         defaults={
+            "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
             "tie_word_embeddings": True,
             "conv_L_cache": 3,
-            "block_multiple_of": 256,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_auto_adjust_ff_dim": True,
         },
-        head_norms="before",
-        layers={recurrence.CONVOLUTION: LayerKind(recurrent="convolution")},
-        kinds=recurrence.lfm2_kinds,
-        facts=recurrence.lfm2,
+        facts=recurrence.lfm2_moe,
     ),
 }

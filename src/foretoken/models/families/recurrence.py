@@ -211,8 +211,8 @@ def qwen_kinds(c: Mapping[str, Any]) -> list[str]:
 
 def qwen(c: Mapping[str, Any]) -> dict[str, Any]:
     """Qwen3-Next and Qwen3.5, whose attention has a gate for its output."""
-    facts: dict[str, Any] = {"gated_attention": True}
-    return facts | ({"recurrence": delta(c)} if LINEAR in c["layer_types"] else {})
+    stated: dict[str, Any] = {"gated_attention": True}
+    return stated | ({"recurrence": delta(c)} if LINEAR in c["layer_types"] else {})
 
 
 def lfm2_kinds(c: Mapping[str, Any]) -> list[str]:
@@ -229,6 +229,10 @@ def lfm2(c: Mapping[str, Any]) -> dict[str, Any]:
         width, unit = int(2 * width / 3), c["block_multiple_of"]
         if c.get("block_ffn_dim_multiplier") is not None:
             width = -(-int(c["block_ffn_dim_multiplier"] * width) // unit) * unit
-    tied = c.get("tie_embedding", c.get("tie_word_embeddings"))
-    facts: dict[str, Any] = {"intermediate": width, "tied": bool(tied)}
-    return facts | ({"recurrence": short_convolution(c)} if CONVOLUTION in c["layer_types"] else {})
+    return {"intermediate": width} | lfm2_moe(c)
+
+
+def lfm2_moe(c: Mapping[str, Any]) -> dict[str, Any]:
+    """LFM2 with experts."""
+    stated: dict[str, Any] = {"tied": bool(c.get("tie_embedding", c.get("tie_word_embeddings")))}
+    return stated | ({"recurrence": short_convolution(c)} if CONVOLUTION in c["layer_types"] else {})

@@ -116,6 +116,16 @@ class CausalConfig(Schema):
     use_parallel_residual: bool | None = None
     original_max_position_embeddings: Size | None = None
     partial_rotary_factor: Share | None = None
+    # of latent attention
+    kv_lora_rank: Heads | None = None
+    q_lora_rank: Size | None = None
+    qk_nope_head_dim: Heads | None = None
+    qk_rope_head_dim: Heads | None = None
+    v_head_dim: Heads | None = None
+    rope_interleave: bool | None = None
+    scale_emb: Positive | None = None
+    scale_depth: Positive | None = None
+    dim_model_base: Size | None = None
     rope_theta: Base | None = None
     rope_local_base_freq: Base | None = None
     rope_parameters: Rope | None = None

@@ -9,6 +9,7 @@ from foretoken.models.families import facts
 from foretoken.models.families.classic import CLASSIC, LAYER_NORM_EPS
 from foretoken.models.families.family import Family
 from foretoken.models.families.hybrids import HYBRID, LLAMA, MULTIPLIERS
+from foretoken.models.families.latent import LATENT
 from foretoken.models.families.layers import POST, SANDWICH
 
 _WINDOWS: dict[str, Any] = {"use_sliding_window": True}
@@ -33,196 +34,194 @@ _GPT_OSS = {  # rotary settings
     "original_max_position_embeddings": 4096,
 }
 
-FAMILIES: dict[str, Family] = (
-    CLASSIC
-    | HYBRID
-    | {
-        "llama": Family(),
-        "mistral": Family(defaults=_WINDOW, kinds=facts.sliding_if_set),
-        "phi3": Family(
-            names=replace(_FUSED_MLP, qkv=("self_attn.qkv_proj",)), defaults=_WINDOWS, kinds=facts.sliding_if_set
-        ),
-        "qwen2": Family(kinds=facts.qwen_kinds),
-        "qwen3": Family(defaults={"head_dim": 128}, kinds=facts.qwen_kinds, head_norms="before"),
-        "qwen3_moe": Family(defaults={"sliding_window": 4096}, kinds=facts.sliding_if_set, head_norms="before"),
-        "qwen2_moe": Family(defaults={"sliding_window": 4096}, kinds=facts.qwen2_moe_kinds),
-        "mixtral": Family(defaults=_WINDOWS | {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, kinds=facts.sliding_if_set),
-        "olmoe": Family(defaults={"rms_norm_eps": 1e-5}, head_norms="all", facts=facts.olmo),
-        "granitemoe": Family(defaults=MULTIPLIERS, facts=facts.granite),
-        "granitemoeshared": Family(defaults=MULTIPLIERS, facts=facts.granite),
-        "gpt_oss": Family(
-            defaults=_WINDOWS
-            | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rope_scaling": _GPT_OSS},
-            kinds=facts.every(2),
-            facts=facts.gpt_oss,
-        ),
-        "glm4_moe": Family(
-            defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}, head_norms="before", facts=facts.glm4_moe
-        ),
-        "smollm3": Family(
-            defaults={"rope_theta": 2e6, "tie_word_embeddings": True}, kinds=facts.smollm3_kinds, facts=facts.smollm3
-        ),
-        "gemma": Family(defaults=_GEMMA, norm_offset=1.0, facts=facts.gemma),
-        "gemma2": Family(
-            names=_SANDWICH_NAMES,
-            aliases=_GEMMA_ACTIVATION,
-            defaults=_GEMMA2 | _CAPPED,
-            norms=SANDWICH,
-            norm_offset=1.0,
-            kinds=facts.every(2),
-            facts=facts.gemma2,
-        ),
-        "gemma3_text": Family(
-            names=_SANDWICH_NAMES,
-            aliases=_GEMMA_ACTIVATION,
-            defaults=_GEMMA2 | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-            norms=SANDWICH,
-            norm_offset=1.0,
-            head_norms="before",
-            kinds=facts.every(6),
-            facts=facts.gemma3,
-            refuses=facts.bidirectional,
-        ),
-        "vaultgemma": Family(
-            names=_SANDWICH_NAMES,
-            aliases=_GEMMA_ACTIVATION,
-            defaults=_GEMMA2 | _CAPPED,
-            norm_offset=1.0,
-            kinds=facts.every(2),
-            facts=facts.gemma2,
-        ),
-        "ministral": Family(defaults=_WINDOW, kinds=facts.sliding_if_set),
-        "ministral3": Family(defaults=_WINDOWS | {"head_dim": 128}, kinds=facts.sliding_if_set, facts=facts.ministral3),
-        "olmo": Family(defaults={"rms_norm_eps": 1e-5}, centered=True, weightless=True, facts=facts.olmo),
-        "olmo2": Family(norms=POST, head_norms="all"),
-        "olmo3": Family(
-            defaults=_WINDOW | {"rope_theta": 5e5},
-            norms=POST,
-            head_norms="all",
-            kinds=facts.every(4),
-            facts=facts.own_frequencies,
-        ),
-        "granite": Family(defaults=MULTIPLIERS, facts=facts.granite),
-        "hyperclovax": Family(
-            names=replace(LLAMA, after_mixer="post_norm1", after_mlp="post_norm2"),
-            defaults=MULTIPLIERS | {"attention_multiplier": None, "use_post_norm": True},
-            facts=facts.hyperclovax,
-        ),
-        "cohere": Family(
-            names=_SHARED_NORM,
-            aliases=LAYER_NORM_EPS,
-            defaults=_COHERE | {"rope_theta": 5e5},
-            centered=True,
-            parallel=True,
-            paired=True,
-            facts=facts.cohere,
-        ),
-        "cohere2": Family(
-            names=_SHARED_NORM,
-            aliases=LAYER_NORM_EPS,
-            defaults=_COHERE | _WINDOW,
-            centered=True,
-            parallel=True,
-            paired=True,
-            kinds=facts.every(4),
-            facts=facts.cohere2,
-        ),
-        "glm": Family(names=_FUSED_MLP, defaults=_GLM, paired=True),
-        "glm4": Family(
-            names=replace(_FUSED_MLP, after_mixer="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
-            defaults=_GLM,
-            norms=SANDWICH,
-            paired=True,
-        ),
-        "ernie4_5": Family(defaults={"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True}, paired=True),
-        "exaone4": Family(
-            defaults=_WINDOW,
-            norms=POST,
-            head_norms="before",
-            kinds=facts.every(4),
-            facts=facts.only_sliding_rotate,
-        ),
-        "seed_oss": Family(defaults={"head_dim": 128}),
-        "hunyuan_v1_dense": Family(
-            names=replace(LLAMA, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
-            head_norms="after",
-        ),
-        "cwm": Family(
-            defaults=_WINDOWS
-            | {
-                "head_dim": 128,
-                "sliding_window": 8192,
+FAMILIES: dict[str, Family] = {
+    **CLASSIC,
+    **HYBRID,
+    **LATENT,
+    "llama": Family(),
+    "mistral": Family(defaults=_WINDOW, kinds=facts.sliding_if_set),
+    "phi3": Family(
+        names=replace(_FUSED_MLP, qkv=("self_attn.qkv_proj",)), defaults=_WINDOWS, kinds=facts.sliding_if_set
+    ),
+    "qwen2": Family(kinds=facts.qwen_kinds),
+    "qwen3": Family(defaults={"head_dim": 128}, kinds=facts.qwen_kinds, head_norms="before"),
+    "qwen3_moe": Family(defaults={"sliding_window": 4096}, kinds=facts.sliding_if_set, head_norms="before"),
+    "qwen2_moe": Family(defaults={"sliding_window": 4096}, kinds=facts.qwen2_moe_kinds),
+    "mixtral": Family(defaults=_WINDOWS | {"rope_theta": 1e6, "rms_norm_eps": 1e-5}, kinds=facts.sliding_if_set),
+    "olmoe": Family(defaults={"rms_norm_eps": 1e-5}, head_norms="all", facts=facts.olmo),
+    "granitemoe": Family(defaults=MULTIPLIERS, facts=facts.granite),
+    "granitemoeshared": Family(defaults=MULTIPLIERS, facts=facts.granite),
+    "gpt_oss": Family(
+        defaults=_WINDOWS | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rope_scaling": _GPT_OSS},
+        kinds=facts.every(2),
+        facts=facts.gpt_oss,
+    ),
+    "glm4_moe": Family(
+        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}, head_norms="before", facts=facts.glm4_moe
+    ),
+    "smollm3": Family(
+        defaults={"rope_theta": 2e6, "tie_word_embeddings": True}, kinds=facts.smollm3_kinds, facts=facts.smollm3
+    ),
+    "gemma": Family(defaults=_GEMMA, norm_offset=1.0, facts=facts.gemma),
+    "gemma2": Family(
+        names=_SANDWICH_NAMES,
+        aliases=_GEMMA_ACTIVATION,
+        defaults=_GEMMA2 | _CAPPED,
+        norms=SANDWICH,
+        norm_offset=1.0,
+        kinds=facts.every(2),
+        facts=facts.gemma2,
+    ),
+    "gemma3_text": Family(
+        names=_SANDWICH_NAMES,
+        aliases=_GEMMA_ACTIVATION,
+        defaults=_GEMMA2 | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        norms=SANDWICH,
+        norm_offset=1.0,
+        head_norms="before",
+        kinds=facts.every(6),
+        facts=facts.gemma3,
+        refuses=facts.bidirectional,
+    ),
+    "vaultgemma": Family(
+        names=_SANDWICH_NAMES,
+        aliases=_GEMMA_ACTIVATION,
+        defaults=_GEMMA2 | _CAPPED,
+        norm_offset=1.0,
+        kinds=facts.every(2),
+        facts=facts.gemma2,
+    ),
+    "ministral": Family(defaults=_WINDOW, kinds=facts.sliding_if_set),
+    "ministral3": Family(defaults=_WINDOWS | {"head_dim": 128}, kinds=facts.sliding_if_set, facts=facts.ministral3),
+    "olmo": Family(defaults={"rms_norm_eps": 1e-5}, centered=True, weightless=True, facts=facts.olmo),
+    "olmo2": Family(norms=POST, head_norms="all"),
+    "olmo3": Family(
+        defaults=_WINDOW | {"rope_theta": 5e5},
+        norms=POST,
+        head_norms="all",
+        kinds=facts.every(4),
+        facts=facts.own_frequencies,
+    ),
+    "granite": Family(defaults=MULTIPLIERS, facts=facts.granite),
+    "hyperclovax": Family(
+        names=replace(LLAMA, after_mixer="post_norm1", after_mlp="post_norm2"),
+        defaults=MULTIPLIERS | {"attention_multiplier": None, "use_post_norm": True},
+        facts=facts.hyperclovax,
+    ),
+    "cohere": Family(
+        names=_SHARED_NORM,
+        aliases=LAYER_NORM_EPS,
+        defaults=_COHERE | {"rope_theta": 5e5},
+        centered=True,
+        parallel=True,
+        paired=True,
+        facts=facts.cohere,
+    ),
+    "cohere2": Family(
+        names=_SHARED_NORM,
+        aliases=LAYER_NORM_EPS,
+        defaults=_COHERE | _WINDOW,
+        centered=True,
+        parallel=True,
+        paired=True,
+        kinds=facts.every(4),
+        facts=facts.cohere2,
+    ),
+    "glm": Family(names=_FUSED_MLP, defaults=_GLM, paired=True),
+    "glm4": Family(
+        names=replace(_FUSED_MLP, after_mixer="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+        defaults=_GLM,
+        norms=SANDWICH,
+        paired=True,
+    ),
+    "ernie4_5": Family(defaults={"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True}, paired=True),
+    "exaone4": Family(
+        defaults=_WINDOW,
+        norms=POST,
+        head_norms="before",
+        kinds=facts.every(4),
+        facts=facts.only_sliding_rotate,
+    ),
+    "seed_oss": Family(defaults={"head_dim": 128}),
+    "hunyuan_v1_dense": Family(
+        names=replace(LLAMA, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
+        head_norms="after",
+    ),
+    "cwm": Family(
+        defaults=_WINDOWS
+        | {
+            "head_dim": 128,
+            "sliding_window": 8192,
+            "rope_theta": 1e6,
+            "rope_parameters": {
                 "rope_theta": 1e6,
-                "rope_parameters": {
-                    "rope_theta": 1e6,
-                    "rope_type": "llama3",
-                    "factor": 16.0,
-                    "high_freq_factor": 4.0,
-                    "low_freq_factor": 1.0,
-                    "original_max_position_embeddings": 8192,
-                },
+                "rope_type": "llama3",
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
             },
-            kinds=facts.full_first,
+        },
+        kinds=facts.full_first,
+    ),
+    "helium": Family(defaults={"head_dim": 128, "rope_theta": 1e5}, paired=True),
+    "internlm3": Family(defaults={"head_dim": 128}),
+    "iquestcoder": Family(defaults={"head_dim": 128}),
+    "arcee": Family(names=_UNGATED, defaults={"hidden_act": "relu2"}, gated=False),
+    "jais2": Family(
+        names=_UNGATED,
+        aliases=LAYER_NORM_EPS,
+        defaults={"hidden_act": "relu2"},
+        centered=True,
+        gated=False,
+    ),
+    "nemotron": Family(
+        names=_UNGATED,
+        aliases={"rms_norm_eps": "norm_eps"},
+        defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        centered=True,
+        norm_offset=1.0,
+        gated=False,
+    ),
+    "nanochat": Family(
+        names=replace(LLAMA, up=("mlp.fc1",), down="mlp.fc2", embedding_norm="norm"),
+        defaults={"hidden_act": "relu2", "final_logit_softcapping": 15.0},
+        weightless=True,
+        gated=False,
+        head_norms="after",
+        facts=facts.nanochat,
+    ),
+    "starcoder2": Family(
+        names=replace(LLAMA, up=("mlp.c_fc",), down="mlp.c_proj"),
+        aliases={"rms_norm_eps": "norm_epsilon"},
+        defaults=_WINDOWS | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        centered=True,
+        gated=False,
+        kinds=facts.sliding_if_set,
+    ),
+    "stablelm": Family(
+        names=replace(LLAMA, q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"),
+        aliases=LAYER_NORM_EPS,
+        defaults={"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-5},
+        centered=True,
+        facts=facts.stablelm,
+    ),
+    "phi": Family(
+        names=replace(
+            _FC,
+            mlp_norm="input_layernorm",
+            last_norm="final_layernorm",
+            q_norm="self_attn.q_layernorm",
+            k_norm="self_attn.k_layernorm",
         ),
-        "helium": Family(defaults={"head_dim": 128, "rope_theta": 1e5}, paired=True),
-        "internlm3": Family(defaults={"head_dim": 128}),
-        "iquestcoder": Family(defaults={"head_dim": 128}),
-        "arcee": Family(names=_UNGATED, defaults={"hidden_act": "relu2"}, gated=False),
-        "jais2": Family(
-            names=_UNGATED,
-            aliases=LAYER_NORM_EPS,
-            defaults={"hidden_act": "relu2"},
-            centered=True,
-            gated=False,
-        ),
-        "nemotron": Family(
-            names=_UNGATED,
-            aliases={"rms_norm_eps": "norm_eps"},
-            defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5},
-            centered=True,
-            norm_offset=1.0,
-            gated=False,
-        ),
-        "nanochat": Family(
-            names=replace(LLAMA, up=("mlp.fc1",), down="mlp.fc2", embedding_norm="norm"),
-            defaults={"hidden_act": "relu2", "final_logit_softcapping": 15.0},
-            weightless=True,
-            gated=False,
-            head_norms="after",
-            facts=facts.nanochat,
-        ),
-        "starcoder2": Family(
-            names=replace(LLAMA, up=("mlp.c_fc",), down="mlp.c_proj"),
-            aliases={"rms_norm_eps": "norm_epsilon"},
-            defaults=_WINDOWS | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-            centered=True,
-            gated=False,
-            kinds=facts.sliding_if_set,
-        ),
-        "stablelm": Family(
-            names=replace(LLAMA, q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"),
-            aliases=LAYER_NORM_EPS,
-            defaults={"partial_rotary_factor": 0.25, "rms_norm_eps": 1e-5},
-            centered=True,
-            facts=facts.stablelm,
-        ),
-        "phi": Family(
-            names=replace(
-                _FC,
-                mlp_norm="input_layernorm",
-                last_norm="final_layernorm",
-                q_norm="self_attn.q_layernorm",
-                k_norm="self_attn.k_layernorm",
-            ),
-            aliases=LAYER_NORM_EPS,
-            defaults={"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
-            centered=True,
-            parallel=True,
-            gated=False,
-            facts=facts.head_norms_if_set,
-        ),
-    }
-)
+        aliases=LAYER_NORM_EPS,
+        defaults={"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+        centered=True,
+        parallel=True,
+        gated=False,
+        facts=facts.head_norms_if_set,
+    ),
+}
 # Language models of multimodal checkpoints, whose rotary positions are plain where there is text alone.
 FAMILIES["qwen2_vl_text"] = FAMILIES["qwen2_5_vl_text"] = replace(
     FAMILIES["qwen2"], defaults={"rope_theta": 1e6, "max_window_layers": 80, "sliding_window": 4096}

@@ -21,8 +21,8 @@ from foretoken.models.formats.reader import TensorReader, alike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpertStack:
-    """Matrices of all experts that are one product each: gate and up, or down.
+class MatrixStack:
+    """Matrices of all experts, or heads, that are one product each: for instance gate and up, or down.
 
     Attributes:
         count: number of experts.
@@ -59,8 +59,8 @@ class ExpertWeights:
     router: Tensor
     router_bias: Tensor | None
     correction: Tensor | None
-    up: ExpertStack
-    down: ExpertStack
+    up: MatrixStack
+    down: MatrixStack
     shared_up: tuple[Matrix, ...] = ()
     shared_up_bias: Tensor | None = None
     shared_down: Matrix | None = None
@@ -83,7 +83,7 @@ def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> Expe
         experts=e,
         router=stored.clone() if stored.dtype == torch.bfloat16 else stored.float(),
         router_bias=reader.floats(f"{router}.bias", (e.count,)) if e.biased else None,
-        correction=reader.floats(f"{router}.e_score_correction_bias", (e.count,)) if e.correction else None,
+        correction=reader.floats(f"{at}.{e.names.correction}", (e.count,)) if e.correction else None,
         up=up,
         down=down,
         shared_up=reader.parts(shared_up, shared_rows, hidden) if e.shared else (),
@@ -100,7 +100,7 @@ def _shared_gate(reader: TensorReader, name: str, hidden: int) -> Tensor:
     return reader.floats(name, shape).flatten()
 
 
-def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[ExpertStack, ExpertStack]:
+def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[MatrixStack, MatrixStack]:
     """Returns gate and up, and down, of all experts, in the first layout whose tensors are there."""
     for joined, last in (("gate_up_proj", "down_proj"), ("input_linear.weight", "output_linear.weight")):
         if f"{at}.{joined}" in reader.weights:
@@ -116,10 +116,10 @@ def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[Exp
         return (reader.matrix(f"{at}.{expert}.{e.names.down}", hidden, e.intermediate),)
 
     quantized = reader.quantize is not None
-    return ExpertStack(e.count, up_parts, (), quantized), ExpertStack(e.count, down_parts, (), quantized)
+    return MatrixStack(e.count, up_parts, (), quantized), MatrixStack(e.count, down_parts, (), quantized)
 
 
-def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -> tuple[ExpertStack, ExpertStack]:
+def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -> tuple[MatrixStack, MatrixStack]:
     """Reads stacks of all experts with gate and up in one: below each other, or, with biases, in turns."""
     both = _Stack.of(reader, up, (e.count, 2 * e.intermediate, hidden), e.biased)
     one = _Stack.of(reader, down, (e.count, hidden, e.intermediate), e.biased)
@@ -135,7 +135,7 @@ def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -
     )
 
 
-def _apart(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[ExpertStack, ExpertStack]:
+def _apart(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[MatrixStack, MatrixStack]:
     """Reads a stack of all experts for each of gate, up and down, or of up and down."""
     names = [f"{at}.{part}" for part in (*e.names.up, e.names.down)]
     sizes = [*[(e.intermediate, hidden)] * len(e.names.up), (hidden, e.intermediate)]
@@ -147,8 +147,8 @@ def _apart(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[Expe
         return alike(tuple(part for stack in up for part in stack.read(expert)), reader.dtype)
 
     return (
-        ExpertStack(e.count, up_parts, biases[:-1], down.quantized),
-        ExpertStack(e.count, down.read, biases[-1:], down.quantized),
+        MatrixStack(e.count, up_parts, biases[:-1], down.quantized),
+        MatrixStack(e.count, down.read, biases[-1:], down.quantized),
     )
 
 
@@ -205,14 +205,14 @@ class _Stack:
             raise _misshapen(name, tuple(stored.shape), shape)
         return _Stack(reader, name, stored, None, shape)
 
-    def stack(self, *rows: slice, biases: tuple[Tensor, ...] = ()) -> ExpertStack:
+    def stack(self, *rows: slice, biases: tuple[Tensor, ...] = ()) -> MatrixStack:
         """Returns the experts, each in as many parts as there are ranges of outputs."""
         experts = self.shape[0]
 
         def read(expert: int) -> tuple[Matrix, ...]:
             return tuple(self._part(expert, part) for part in rows)
 
-        return ExpertStack(experts, read, biases, self.reader.quantize is not None)
+        return MatrixStack(experts, read, biases, self.reader.quantize is not None)
 
     def _part(self, expert: int, rows: slice) -> Matrix:
         out = self.shape[1]

@@ -13,6 +13,7 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.layers import Layer, RecurrentMixer
 from foretoken.models.formats.experts import ExpertWeights, read_experts
 from foretoken.models.formats.finite import converted
+from foretoken.models.formats.latent import LatentWeights, read_latent
 from foretoken.models.formats.memory import give_back, reuse_freed
 from foretoken.models.formats.quantize import Matrix, Quantizer
 from foretoken.models.formats.reader import TensorReader, located, rows_of
@@ -85,7 +86,7 @@ class LayerWeights:
     """
 
     norm: NormWeight | None
-    attention: SelfAttentionWeights | None
+    attention: SelfAttentionWeights | LatentWeights | None
     after_mixer: NormWeight | None
     mlp_norm: NormWeight | None
     mlp: DenseMlpWeights | ExpertWeights | None
@@ -181,7 +182,9 @@ def _recurrent(a: Architecture, reader: TensorReader, at: str, mixer: RecurrentM
     return read(a.recurrence, reader, at + a.names.recurrent, a.hidden)
 
 
-def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionWeights:
+def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionWeights | LatentWeights:
+    if a.latent is not None:
+        return read_latent(a.latent, a.heads, reader, f"{at}self_attn.", a.hidden)
     names, wide, narrow = a.names, a.heads * a.head_dim, a.kv_heads * a.head_dim
     qkv, out = tuple(at + name for name in names.qkv), at + names.out
     rows = (1 + a.gated_attention) * wide + 2 * narrow

@@ -60,7 +60,8 @@ def build_runner(
             not_compiled = str(reason)
     if architecture.recurrence is not None:
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
-    captured = entry is None and architecture.alibi is None and not architecture.has_experts and not architecture.sinks
+    a = architecture
+    captured = entry is None and a.alibi is None and a.latent is None and not a.has_experts and not a.sinks
     if device.type == "cuda" and captured:
         return GraphRunner(architecture, layers, ends, dtype, device)
     runner = TorchRunner(architecture, layers, ends, dtype, device, entry)

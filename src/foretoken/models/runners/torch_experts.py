@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.experts import Experts
-from foretoken.models.formats.experts import ExpertStack, ExpertWeights
+from foretoken.models.formats.experts import ExpertWeights, MatrixStack
 from foretoken.models.formats.quantize import stacked
 from foretoken.models.runners.functional import activate, clamped_gate
 from foretoken.models.runners.linear import Product, product
@@ -96,7 +96,7 @@ def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tenso
     chosen = _largest(ranked, e.chosen)
     weights = scores.gather(-1, chosen)
     if e.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if e.scoring == "sigmoid" else 0.0))
+        weights = weights / (weights.sum(-1, keepdim=True) + e.divisor_eps)
     return chosen, weights * e.scale
 
 
@@ -109,7 +109,7 @@ def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device)
 
 
-def _products(stack: ExpertStack, device: torch.device) -> tuple[Product, ...]:
+def _products(stack: MatrixStack, device: torch.device) -> tuple[Product, ...]:
     def bias(expert: int) -> Tensor | None:
         return torch.cat([part[expert] for part in stack.biases]).to(device) if stack.biases else None
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.experts import ExpertWeights
+from foretoken.models.formats.latent import LatentWeights
 from foretoken.models.formats.quantize import floats, stacked
 from foretoken.models.formats.weights import (
     DenseMlpWeights,
@@ -33,6 +34,7 @@ from foretoken.models.runners.functional import activate, normalize, rotary_tabl
 from foretoken.models.runners.linear import Product, can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_experts import TorchExperts
+from foretoken.models.runners.torch_latent import TorchLatent
 from foretoken.models.state.kv import KVCache
 
 
@@ -79,18 +81,18 @@ class TorchLayer:
     """The weights of one decoder layer on the device, with packed matrices."""
 
     norm: NormWeight | None
-    attention: TorchAttention | None
+    attention: TorchAttention | TorchLatent | None
     after_mixer: NormWeight | None
     mlp_norm: NormWeight | None
     mlp: TorchMlp | TorchExperts | None
     after_mlp: NormWeight | None
 
     @staticmethod
-    def of(device: torch.device, weights: LayerWeights) -> TorchLayer:
+    def of(device: torch.device, a: Architecture, weights: LayerWeights) -> TorchLayer:
         """Packs a layer's weights for ``device``."""
         return TorchLayer(
             norm=_norm_to(weights.norm, device),
-            attention=None if weights.attention is None else TorchAttention.of(device, weights.attention),
+            attention=_attention(device, a, weights.attention),
             after_mixer=_norm_to(weights.after_mixer, device),
             mlp_norm=_norm_to(weights.mlp_norm, device),
             mlp=_mlp(device, weights.mlp),
@@ -129,7 +131,7 @@ class TorchRunner(DecoderOnly):
         self.batch_invariant = can_pack(dtype, device)
         self._embedding = floats(ends.embedding, dtype).to(device)
         self._layers = list(
-            map(partial(TorchLayer.of, device), layers)
+            map(partial(TorchLayer.of, device, a), layers)
         )  # no variable holds a layer while the next is read
         self._norm = _norm_to(ends.norm, device)
         self._head = product(ends.head.to(device), _to(ends.head_bias, device))
@@ -262,7 +264,7 @@ class TorchRunner(DecoderOnly):
 
     def _attention(
         self,
-        mixer: TorchAttention,
+        mixer: TorchAttention | TorchLatent,
         number: int,
         x: Tensor,
         turns: Sequence[tuple[Tensor, Tensor]],
@@ -270,6 +272,8 @@ class TorchRunner(DecoderOnly):
         alone: bool,
     ) -> Tensor:
         a, layer = self._architecture, self._architecture.stack[number]
+        if isinstance(mixer, TorchLatent):
+            return mixer(a, self.cache, number, x, turns, g, alone)
         heads = mixer.qkv(x, alone).view(x.shape[0], -1, a.head_dim)
         queries_keys, values = heads.split((a.heads + a.kv_heads, a.kv_heads), dim=1)
         if a.head_norms != "after":
@@ -317,10 +321,19 @@ class TorchRunner(DecoderOnly):
         return cos.to(self._device, self._dtype)[:, None], sin.to(self._device, self._dtype)[:, None]
 
 
-def _mlp(device: torch.device, weights: DenseMlpWeights | ExpertWeights) -> TorchMlp | TorchExperts:
+def _attention(
+    device: torch.device, a: Architecture, weights: SelfAttentionWeights | LatentWeights | None
+) -> TorchAttention | TorchLatent | None:
+    if isinstance(weights, LatentWeights):
+        assert a.latent is not None
+        return TorchLatent.of(device, weights, a.latent)
+    return None if weights is None else TorchAttention.of(device, weights)
+
+
+def _mlp(device: torch.device, weights: DenseMlpWeights | ExpertWeights | None) -> TorchMlp | TorchExperts | None:
     if isinstance(weights, ExpertWeights):
         return TorchExperts.of(device, weights)
-    return TorchMlp.of(device, weights)
+    return None if weights is None else TorchMlp.of(device, weights)
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -31,7 +31,7 @@ def linear_modules(a: Architecture, layer: int) -> Iterator[tuple[Product, list[
     """Yields the products of a layer that an adapter may change, each with its modules in order."""
     described, names = a.stack[layer], a.names
     at, wide, narrow = names.layer.format(layer), a.heads * a.head_dim, a.kv_heads * a.head_dim
-    if described.attention:
+    if described.attention and a.latent is None:
         rows = [(1 + a.gated_attention) * wide, narrow, narrow]
         yield "qkv", _modules(at, names.qkv, rows, a.hidden)
         yield "out", [LinearModule(at + names.out, a.hidden, wide)]

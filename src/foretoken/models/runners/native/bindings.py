@@ -9,6 +9,7 @@ LANES = 16
 UNIT = 32  # outputs of one unit of work; every width is padded to it
 TILE_STEPS = 16
 LORA_PARTS = 3  # matrices of the second half of a low-rank product
+MAX_LATENT = 1024  # of csrc/specs.hpp
 
 
 class Matrix(Structure):
@@ -43,8 +44,7 @@ class AttentionSpec(Structure):
     """The weights of a layer's attention."""
 
     _fields_ = [
-        ("qkv", Matrix),
-        ("out", Matrix),
+        *((name, Matrix) for name in ("qkv", "out", "query_up", "absorb", "expand")),
         ("q_norm", NormSpec),
         ("k_norm", NormSpec),
         ("sinks", c_void_p),
@@ -88,7 +88,7 @@ class RouterSpec(Structure):
         ("correction", c_void_p),
         *((name, c_int32) for name in ("experts", "chosen", "scoring", "normalized")),
         *((name, c_int32) for name in ("groups", "chosen_groups", "group_score")),
-        ("scale", c_float),
+        *((name, c_float) for name in ("scale", "divisor_eps")),
     ]
 
 
@@ -137,6 +137,15 @@ class StateSpec(Structure):
     ] + [(name, c_float) for name in ("gate_factor", "step_factor")]
 
 
+class LatentSpec(Structure):
+    """Sizes of latent attention."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("rank", "rotated", "plain", "value", "query_rank")),
+        ("eps", c_float),
+    ]
+
+
 class ModelSpec(Structure):
     """The weights and options of a model, for ``foretoken_run``."""
 
@@ -160,6 +169,7 @@ class ModelSpec(Structure):
         ),
         ("gated_attention", c_int32),
         ("state", StateSpec),
+        ("latent", LatentSpec),
         ("clip", c_float),
         ("norm_sums", c_int32),
         ("farthest", c_int32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from ctypes import Structure
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,12 @@ from torch import Tensor
 from foretoken.models.families.architecture import Activation, Architecture
 from foretoken.models.families.experts import Scoring
 from foretoken.models.families.family import HeadNorms
+from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import Layer, Mlp, RecurrentMixer
 from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.grouped import Grouped, joinable
+from foretoken.models.formats.latent import LatentWeights
 from foretoken.models.formats.quantize import Int8, floats
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.formats.recurrent import RecurrentWeights
@@ -34,6 +37,7 @@ from foretoken.models.runners.native.bindings import (
     AttentionSpec,
     CrossSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     Matrix,
     MlpSpec,
@@ -43,7 +47,9 @@ from foretoken.models.runners.native.bindings import (
     RouterSpec,
     StateSpec,
 )
-from foretoken.models.runners.native.memory import Arena, Packed, pack, pack_experts, padded
+from foretoken.models.runners.native.memory import Arena, Packed, pack, pack_stack, padded
+
+_Spec = TypeVar("_Spec", bound=Structure)
 
 # As csrc/specs.hpp and csrc/activations.hpp number them.
 MIXERS: dict[RecurrentMixer | None, int] = {None: 0, "delta": 1, "convolution": 2, "mamba": 3}
@@ -134,7 +140,8 @@ class Description:
             norm_sums=a.norm_sums,
             farthest=a.farthest,
             gated_attention=a.gated_attention,
-            state=_state(a.recurrence),
+            state=_sizes(a.recurrence, StateSpec),
+            latent=_sizes(a.latent, LatentSpec),
         )
 
     def _layer(self, number: int, weights: LayerWeights) -> LayerSpec:
@@ -149,7 +156,7 @@ class Description:
             recurs=MIXERS[layer.recurrent],
             mlp=MLPS[layer.mlp],
             parallel=layer.parallel,
-            attention=AttentionSpec() if attention is None else self._attention(number, attention),
+            attention=self._attention(number, attention),
             cross=CrossSpec() if cross is None else self._cross(number, cross),
             recurrent=RecurrentSpec() if recurrent is None else self._recurrent(number, recurrent),
             **self._mlp(layer, weights.mlp),
@@ -162,7 +169,11 @@ class Description:
             return {"experts": self._experts(weights)}
         return {"dense": self._dense(weights, layer.mlp == "gated")}
 
-    def _attention(self, number: int, weights: SelfAttentionWeights) -> AttentionSpec:
+    def _attention(self, number: int, weights: SelfAttentionWeights | LatentWeights | None) -> AttentionSpec:
+        if weights is None:
+            return AttentionSpec()
+        if isinstance(weights, LatentWeights):
+            return self._latent(number, weights)
         layer, dim = self._architecture.stack[number], self._architecture.head_dim
         own = weights.q_norm is not None and len(weights.q_norm.weight) > dim  # a norm for each head
         return AttentionSpec(
@@ -189,6 +200,22 @@ class Description:
         keys_values = self._matrix(weights.keys_values, weights.keys_values_bias)
         self._inactive += self.weight_bytes - before
         return CrossSpec(self._norm(weights.norm), self._norm(weights.after), attention, keys_values)
+
+    def _latent(self, number: int, weights: LatentWeights) -> AttentionSpec:
+        layer = self._architecture.stack[number]
+        query_norm = None if weights.query_norm is None else NormWeight(weights.query_norm)
+        return AttentionSpec(
+            qkv=self._matrix(weights.into, weights.into_bias),
+            out=self._matrix([weights.out], weights.out_bias),
+            query_up=Matrix() if weights.query_up is None else self._matrix([weights.query_up]),
+            absorb=self._hold(pack_stack(self._arena, weights.absorb, self._compress)),
+            expand=self._hold(pack_stack(self._arena, weights.expand, self._compress)),
+            q_norm=self._norm(query_norm),
+            k_norm=self._norm(NormWeight(weights.latent_norm)),
+            window=layer.window,
+            rope=layer.rope,
+            cache_layer=self._architecture.first(number).attention_layers,
+        )
 
     def _recurrent(self, number: int, weights: RecurrentWeights) -> RecurrentSpec:
         return RecurrentSpec(
@@ -229,8 +256,9 @@ class Description:
             chosen_groups=e.chosen_groups,
             group_score=e.best_two,
             scale=e.scale,
+            divisor_eps=e.divisor_eps,
         )
-        stacks = [pack_experts(self._arena, stack, self._compress) for stack in (weights.up, weights.down)]
+        stacks = [pack_stack(self._arena, stack, self._compress) for stack in (weights.up, weights.down)]
         self._inactive += sum(stack.nbytes for stack in stacks) * (1 - e.chosen / e.count)
         return ExpertsSpec(
             router=router,
@@ -265,9 +293,9 @@ class Description:
         return tensor.data_ptr()
 
 
-def _state(r: Recurrence | None) -> StateSpec:
-    names = [field[0] for field in StateSpec._fields_]
-    return StateSpec() if r is None else StateSpec(*(getattr(r, name) for name in names))
+def _sizes(sizes: Recurrence | LatentAttention | None, kind: type[_Spec]) -> _Spec:
+    """Returns the structure with the attributes of ``sizes`` that have its fields' names; zeros without ``sizes``."""
+    return kind() if sizes is None else kind(*(getattr(sizes, field[0]) for field in kind._fields_))
 
 
 def _wide(embedding: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.models.formats.experts import ExpertStack
+from foretoken.models.formats.experts import MatrixStack
 from foretoken.models.formats.grouped import Grouped, TwoLevels, joinable, strips
 from foretoken.models.formats.quantize import Int8
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
@@ -112,7 +112,7 @@ def pack(
     return _packed(arena, placed, outputs, vectors, compress)
 
 
-def pack_experts(arena: Arena, stack: ExpertStack, compress: bool = False) -> Packed:
+def pack_stack(arena: Arena, stack: MatrixStack, compress: bool = False) -> Packed:
     """Packs the matrices of all experts into one, an expert's behind each other.
 
     Args:
@@ -148,7 +148,7 @@ def pack_experts(arena: Arena, stack: ExpertStack, compress: bool = False) -> Pa
     return _packed(arena, placed(), stack.count * blocks * LANES, vectors, compress)
 
 
-def _experts(stack: ExpertStack, first: tuple[AnyMatrix, ...]) -> Iterator[Sequence[AnyMatrix]]:
+def _experts(stack: MatrixStack, first: tuple[AnyMatrix, ...]) -> Iterator[Sequence[AnyMatrix]]:
     """Yields the parts of each expert, all in one layout. ``first``: those of the first one."""
     grouped = [part for part in first if isinstance(part, Grouped)]
     if not grouped or stack.quantized:

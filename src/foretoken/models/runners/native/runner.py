@@ -15,11 +15,13 @@ from torch import Tensor
 
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.latent import LatentAttention
 from foretoken.models.formats.lora.tensors import AdapterLayer
 from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass
 from foretoken.models.runners.native.bindings import (
     LANES,
+    MAX_LATENT,
     UNIT,
     BatchSpec,
     Matrix,
@@ -104,7 +106,9 @@ class NativeRunner(DecoderOnly):
         self._adapted: dict[int, str] = {}  # the adapter of each slot that has one
         if dtype not in (torch.float32, torch.bfloat16):
             raise KernelsUnavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
-        if a.head_dim % LANES or a.head_dim > 512:
+        if a.latent is not None:
+            _check_latent(a.latent)
+        elif a.head_dim % LANES or a.head_dim > 512:
             raise KernelsUnavailable(
                 f"the kernels need heads of a multiple of {LANES} and at most 512, not {a.head_dim}"
             )
@@ -130,7 +134,7 @@ class NativeRunner(DecoderOnly):
         self.kinds = _kinds(self._spec)
         self._library = library(self.kinds, KINDS[self._dtype])
         self._workspace = self._library.foretoken_open()
-        self._row_bytes = 2 * a.kv_heads * a.head_dim * self._dtype.itemsize  # of one layer's keys and values
+        self._row_bytes = a.kv_numbers * self._dtype.itemsize  # of one layer's keys and values
         self._pages = self._new_pages()
         self._reach = 0
         self.threads = torch.get_num_threads()
@@ -313,6 +317,17 @@ class NativeRunner(DecoderOnly):
         if a.query_growth is not None:
             self._tables.append(a.query_factors(positions))
             self._spec.query_scales = self._tables[-1].data_ptr()
+
+
+def _check_latent(s: LatentAttention) -> None:
+    """Raises KernelsUnavailable for sizes of latent attention that the kernels do not support."""
+    parts = {"kv_lora_rank": (s.rank, UNIT), "v_head_dim": (s.value, UNIT), "qk_rope_head_dim": (s.rotated, LANES)}
+    parts |= {"qk_nope_head_dim": (s.plain, LANES), "q_lora_rank": (s.query_rank, LANES)}
+    for name, (size, unit) in parts.items():
+        if size % unit:
+            raise KernelsUnavailable(f"the kernels need {name} to be a multiple of {unit}, not {size}")
+    if s.rank + s.rotated > MAX_LATENT:
+        raise KernelsUnavailable(f"the kernels need keys of at most {MAX_LATENT} numbers, not {s.rank + s.rotated}")
 
 
 def _kinds(spec: ModelSpec) -> set[int]:

@@ -45,6 +45,13 @@ def packing_pays(architecture: Architecture, dtype: torch.dtype) -> bool:
 def matrix_bytes(a: Architecture, dtype: torch.dtype) -> int:
     """Returns the bytes of the matrices that a pass over one row reads, as they are stored raw."""
     attention = 2 * (a.heads + a.kv_heads) * a.head_dim * a.hidden
+    if a.latent is not None:
+        s = a.latent
+        queries = (
+            s.query_rank * (a.hidden + a.heads * (s.plain + s.rotated)) or a.heads * (s.plain + s.rotated) * a.hidden
+        )
+        per_head = s.rank * (s.plain + s.value) + s.value * a.hidden
+        attention = queries + (s.rank + s.rotated) * a.hidden + a.heads * per_head
     mlps = sum(_mlp_width(a, layer) for layer in a.stack) * a.hidden
     return (a.layers * attention + mlps + a.vocab * a.hidden) * dtype.itemsize
 

@@ -65,17 +65,20 @@ struct Attention {
             const float sink = layer.sinks ? layer.sinks[first_head + q % group] : -INFINITY;
             scale[q] = soften(scores + q * length, start(row), keys_of(row), first_key, end_key, sink);
         }
-        for (int at = 0; at < m.head_dim; at += MIX_VECTORS * LANES)
+        for (int at = 0; layout.latent && at < layout.value_dim; at += MIX_VECTORS)
+            for (int q = 0; q < count; q += MIX_QUERIES)
+                pick_latents<MIX_QUERIES>(std::min(count - q, MIX_QUERIES), pages, first, group, q, at, end_key);
+        for (int at = 0; !layout.latent && at < m.head_dim; at += MIX_VECTORS * LANES)
             for (int q = 0; q < count; q += MIX_QUERIES)
                 pick_vectors<MIX_VECTORS>(std::min((m.head_dim - at) / LANES, MIX_VECTORS), std::min(count - q, MIX_QUERIES),
                                           pages, kv_head, q, at, first_key, end_key);
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
             float* out = mixed + q * m.head_dim;
-            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++)
+            for (int j = b.branch_from[row]; j < b.branch_from[row + 1] && !layout.latent; j++)
                 add(out, scores[q * length + b.prefix[row] + j - b.branch_from[row]],
                     layout.value(pages, layer.cache_layer, kv_head, b.branches[j]));
-            for (int i = 0; i < m.head_dim; i += LANES)
+            for (int i = 0; i < layout.value_dim; i += LANES)
                 ::store(out + i, load(out + i) * floats(scale[q]));
             store(row, first_head + q % group, out);
         }
@@ -192,6 +195,76 @@ struct Attention {
         for (int i = 0; i < m.head_dim; i += LANES) {
             Floats sum = multiply_add(floats(weight), get<kv>(value, i), load(out + i));
             store(out + i, sum);
+        }
+    }
+
+    template <int Q>
+    void pick_latents(int count, Word* const* pages, int first, int group, int q, int at, int end_key) {
+        if (count == Q) mix_latents<Q>(pages, first, group, q, at, end_key);
+        else if constexpr (Q > 1) pick_latents<Q - 1>(count, pages, first, group, q, at, end_key);
+    }
+
+    // Weighted sums of numbers [at, at + MIX_VECTORS) of the keys of Q queries, from the layout of keys: lane r of a sum adds up
+    // keys r, r + 16, ..., in that order, and the lanes are added up at the end. A key after the prefix is added to the
+    // lane that it has in plain decoding.
+    template <int Q>
+    void mix_latents(Word* const* pages, int first, int group, int q, int at, int end_key) {
+        constexpr int D = MIX_VECTORS;
+        Floats sums[Q][D];
+        for (auto& row : sums)
+            for (Floats& sum : row) sum = floats(0.0f);
+        const float* weights = scores + q * length;
+        auto add = [&](const Word* words, auto weight) __attribute__((always_inline)) {
+            Floats parts[D];
+            numbers_of(words, parts);
+            for (int i = 0; i < Q; i++) {
+                const Floats w = weight(i);
+                for (int d = 0; d < D; d++) sums[i][d] = multiply_add(w, parts[d], sums[i][d]);
+            }
+        };
+        const int64_t word = at / per_word(kv), whole = end_key / LANES;
+        for (int64_t block = 0; block < whole; block++)
+            add(layout.keys(pages, layer.cache_layer, 0, block) + word * LANES,
+                [&](int i) { return load(weights + i * length + block * LANES); });
+        if (end_key % LANES)  // scores after the prefix are those of a branch
+            add(layout.keys(pages, layer.cache_layer, 0, whole) + word * LANES, [&](int i) {
+                alignas(64) float lanes[LANES] = {};
+                std::memcpy(lanes, weights + i * length + whole * LANES, sizeof(float) * (end_key % LANES));
+                return load(lanes);
+            });
+        for (int i = 0; i < Q; i++) {
+            const int row = first + (q + i) / group;
+            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) {
+                const int key = b.prefix[row] + j - b.branch_from[row];
+                alignas(64) float lanes[LANES] = {}, numbers[D];
+                lanes[key % LANES] = weights[i * length + key];
+                latent_of(pages, b.branches[j], at, numbers);
+                for (int d = 0; d < D; d++) sums[i][d] = multiply_add(load(lanes), floats(numbers[d]), sums[i][d]);
+            }
+            for (int d = 0; d < D; d++) mixed[(q + i) * m.head_dim + at + d] = sum_of(sums[i][d]);
+        }
+    }
+
+    // The numbers of sixteen keys, from words of a block: vectors of one number of all keys.
+    static void numbers_of(const Word* words, Floats* to) {
+        for (int d = 0; d < MIX_VECTORS; d += per_word(kv)) {
+            const Ints word = load_ints(words + d / per_word(kv) * LANES);
+            if constexpr (kv == F32) {
+                to[d] = as_floats(word);
+            } else {
+                to[d] = as_floats(shift_left<16>(word));
+                to[d + 1] = as_floats(and_bits(word, ints((int)0xffff0000)));
+            }
+        }
+    }
+
+    // MIX_VECTORS numbers of one key.
+    void latent_of(Word* const* pages, int64_t place, int at, float* to) const {
+        const Word* words = layout.keys(pages, layer.cache_layer, 0, place / LANES) + place % LANES;
+        for (int d = 0; d < MIX_VECTORS; d++) {
+            const Word word = words[(at + d) / per_word(kv) * LANES];
+            const Word bits = kv == F32 ? word : (at + d) % 2 ? word & 0xffff0000 : word << 16;
+            std::memcpy(to + d, &bits, sizeof(float));
         }
     }
 };

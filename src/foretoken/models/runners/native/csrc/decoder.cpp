@@ -66,8 +66,9 @@ void OF_CACHE(foretoken_move)(const ModelSpec* m, Word* const* pages, int destin
             for (int i = 0; i < count; i++) {
                 const int from = sources[i], to = destination + i;
                 if (from == to) continue;
-                std::memcpy(layout.value(pages, layer, head, to), layout.value(pages, layer, head, from),
-                            sizeof(Word) * layout.key_words);
+                if (!layout.latent)
+                    std::memcpy(layout.value(pages, layer, head, to), layout.value(pages, layer, head, from),
+                                sizeof(Word) * layout.key_words);
                 const Word* source = layout.keys(pages, layer, head, from / LANES) + from % LANES;
                 Word* target = layout.keys(pages, layer, head, to / LANES) + to % LANES;
                 for (int64_t k = 0; k < layout.key_words; k++) target[k * LANES] = source[k * LANES];

@@ -4,6 +4,21 @@
 #include "attention.hpp"
 #include "rows.hpp"
 
+// Rotates the first numbers of a head in place (RoFormer, 2104.09864).
+inline void rotate(float* head, const RopeSpec& rope, int position) {
+    const int half = rope.half;
+    const float *cosines = rope.table + (int64_t)position * 2 * half, *sines = cosines + half;
+    auto turn = [&](int i, float& a, float& c) {
+        const float first = a, second = c;
+        a = first * cosines[i] - second * sines[i];
+        c = second * cosines[i] + first * sines[i];
+    };
+    if (rope.paired)
+        for (int i = 0; i < half; i++) turn(i, head[2 * i], head[2 * i + 1]);
+    else
+        for (int i = 0; i < half; i++) turn(i, head[i], head[i + half]);
+}
+
 template <Kind kv>
 struct AttentionMixer {
     Rows<kv>& p;
@@ -138,7 +153,7 @@ struct AttentionMixer {
                 return keep_query(row, head, x);
             }
             if (kv_head < m.kv_heads) turn(x, layer.k_norm, layer, kv_head, position);
-            remember(layer, p.b.pages[sequence_of(row)], p.b.places[row], kv_head, x);
+            remember(layer, p.b.pages[p.sequence_of(row)], p.b.places[row], kv_head, x);
         });
     }
 
@@ -151,7 +166,7 @@ struct AttentionMixer {
         for (int i = 0; i < m.head_dim; i += LANES) put<kv>(to, i, load(x + i));
     }
 
-    // In place: the norm of each head (Qwen3, Gemma 3), and the rotary embedding (RoFormer, 2104.09864).
+    // In place: the norm of each head (Qwen3, Gemma 3), and the rotary embedding.
     void turn(float* head, NormSpec norm, const AttentionSpec& layer, int number, int position) const {
         if (norm.weight) norm.weight += (int64_t)number * layer.norm_stride;
         if (norm.bias) norm.bias += (int64_t)number * layer.norm_stride;
@@ -160,30 +175,12 @@ struct AttentionMixer {
         if (m.norm_heads == AFTER_ROTATION) normalize(m, head, norm, m.head_dim, head);
     }
 
-    static void rotate(float* head, const RopeSpec& rope, int position) {
-        const int half = rope.half;
-        const float *cosines = rope.table + (int64_t)position * 2 * half, *sines = cosines + half;
-        auto turn = [&](int i, float& a, float& c) {
-            const float first = a, second = c;
-            a = first * cosines[i] - second * sines[i];
-            c = second * cosines[i] + first * sines[i];
-        };
-        if (rope.paired)
-            for (int i = 0; i < half; i++) turn(i, head[2 * i], head[2 * i + 1]);
-        else
-            for (int i = 0; i < half; i++) turn(i, head[i], head[i + half]);
-    }
-
     void clip(float* x) const {
         for (int i = 0; i < m.head_dim; i++) x[i] = std::min(std::max(x[i], -m.clip), m.clip);
     }
 
     void scale(float* x, float factor) const {
         for (int i = 0; i < m.head_dim; i++) x[i] *= factor;
-    }
-
-    int sequence_of(int row) const {
-        return int(std::upper_bound(p.b.sequence_from, p.b.sequence_from + p.b.sequences + 1, row) - p.b.sequence_from) - 1;
     }
 
     float* gates(int64_t row) const { return qkv + row * qkv_width + heads_width + 2 * m.kv_heads * m.head_dim; }

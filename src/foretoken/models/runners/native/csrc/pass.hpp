@@ -12,6 +12,7 @@
 #pragma once
 
 #include "mixer_cross.hpp"
+#include "mixer_latent.hpp"
 #include "mixer_recurrent.hpp"
 #include "mlp_dense.hpp"
 #include "mlp_experts.hpp"
@@ -25,12 +26,14 @@ struct Pass {
     Start<kv> start;
     AttentionMixer<kv> attention;
     CrossAttention<kv> cross;
+    LatentMixer<kv> latent;
     RecurrentMixer<kv> recurrent;
     DenseMlp<kv> dense;
     ExpertMlp<kv> experts;
 
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
-        : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), cross(attention, w), recurrent(p, w), dense(p, w), experts(p, w) {}
+        : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), cross(attention, w), latent(p, w),
+          recurrent(p, w), dense(p, w), experts(p, w) {}
 
     // Allocates the memory of a pass, before its threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
@@ -38,7 +41,8 @@ struct Pass {
         CrossAttention<kv>::reserve(b, w);
         Rows<kv>::reserve(m, b, w, threads);
         Start<kv>::reserve(m, b, w);
-        AttentionMixer<kv>::reserve(m, b, w, threads);
+        if (m.latent.rank) LatentMixer<kv>::reserve(m, b, w, threads);
+        else AttentionMixer<kv>::reserve(m, b, w, threads);
         RecurrentMixer<kv>::reserve(m, b, w, threads);
         DenseMlp<kv>::reserve(m, b, w);
         ExpertMlp<kv>::reserve(m, b, w, threads);
@@ -79,13 +83,15 @@ struct Pass {
         if (layer.recurs) recurrent.enter(layer);
         if (!layer.attends) return;
         const Matrix& qkv = layer.attention.qkv;
+        if (m.latent.rank) return latent.enter(layer.attention, p.normed(qkv, layer.norm));
         const Added added = p.added_to_normed(number, &LoraLayer::qkv, layer.norm);
         const Input x = m.joined && number == 0 ? start.joined(qkv, layer.norm) : p.normed(qkv, layer.norm);
         attention.enter(layer.attention, x, added);
     }
 
     void leave_mixers(const LayerSpec& layer, int number) {
-        if (layer.attends) attention.mix(layer), attention.leave(layer, number);
+        if (layer.attends && m.latent.rank) latent.mix(layer), latent.leave(layer);
+        else if (layer.attends) attention.mix(layer), attention.leave(layer, number);
         if (layer.recurs) recurrent.mix(layer), recurrent.leave(layer);
     }
 
@@ -96,14 +102,12 @@ struct Pass {
                 const int row = p.b.outputs[i];
                 if (row == i) continue;
                 std::memcpy(p.hidden + i * p.width, p.hidden + row * p.width, sizeof(float) * p.width);
-                if (layer.attends) attention.move_row(i, row);
+                if (layer.attends) m.latent.rank ? latent.move_row(i, row) : attention.move_row(i, row);
                 if (layer.recurs) recurrent.move_row(i, row);
             }
         });
         p.b = answered;
-        attention.rows_left();
-        cross.rows_left();
-        p.lora.rows_left();
+        attention.rows_left(), latent.rows_left(), cross.rows_left(), p.lora.rows_left();
     }
 
     void tap(int number) {

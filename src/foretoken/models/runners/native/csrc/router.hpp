@@ -25,6 +25,7 @@ struct RouterSpec {
     int32_t normalized;       // weights are divided by their sum
     int32_t groups, chosen_groups, group_score;  // only experts of the best groups are taken; groups is 0 or 1 for none
     float scale;              // factor of the weights
+    float divisor_eps;        // is added to their sum
 
     int64_t width() const { return weights.units * BLOCKS * LANES; }  // floats of a row of logits
 };
@@ -125,7 +126,7 @@ inline void choose_experts(const RouterSpec& s, float* logits, int32_t* experts,
     largest_places(numbers, s.experts, s.chosen, experts);
     float total = 0.0f;
     for (int i = 0; i < s.chosen; i++) total += weights[i] = scores[experts[i]];
-    const float divisor = !s.normalized ? whole : s.scoring == SIGMOID ? total + 1e-20f : total;
+    const float divisor = s.normalized ? total + s.divisor_eps : whole;
     for (int i = 0; i < s.chosen; i++) weights[i] = weights[i] / divisor * s.scale;
 }
 

@@ -38,7 +38,12 @@ struct Rows {
         for (Buffer* input : {&w.normed, &w.attended, &w.activated}) input->room<Word>(b.rows * widest.words);
         if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_scores.resize(threads);
         for (int t = 0; t < threads; t++)
-            w.own_words[t].room<Word>(REPEATED_ROWS * (widest.words + widest.scales) + (m.joined ? 2 : 1) * width);
+            w.own_words[t].room<Word>(REPEATED_ROWS * (widest.words + widest.scales) +
+                                      std::max((m.joined ? 2 : 1) * width, padded(m.latent.query_rank, LANES)));
+    }
+
+    int sequence_of(int row) const {
+        return int(std::upper_bound(b.sequence_from, b.sequence_from + b.sequences + 1, row) - b.sequence_from) - 1;
     }
 
     // The rows of a product's input.
@@ -81,7 +86,7 @@ struct Rows {
         functions(w).encode(w, row, padded(m.hidden, LANES), words, scales);
     }
 
-    // Memory of this thread for a row, or for two of an EAGLE-3 head.
+    // Memory of this thread for a row or a latent of queries, or for two rows of an EAGLE-3 head.
     float* own_row() const { return (float*)(own + REPEATED_ROWS * (widest.words + widest.scales)); }
 
     void multiply(const Matrix& w, const Input& x, int rows, const RowStore& store) const {

@@ -18,7 +18,8 @@ struct NormSpec {
 
 struct AttentionSpec {
     Matrix qkv, out;
-    NormSpec q_norm, k_norm;
+    Matrix query_up, absorb, expand;  // of latent attention (mixer_latent.hpp); those of all heads, one behind the other
+    NormSpec q_norm, k_norm;          // of latent attention: of the latents of queries, and of keys and values
     const float* sinks;   // [heads]; scores of a key without a value, which takes a share of each softmax; null: none
     const float* relative;  // [heads][2 * reach + 1], reach of `ModelSpec::farthest`: scores += the number of the key's position - the row's (T5); null: none
     int32_t norm_stride;  // numbers between the weights of two heads in q_norm and k_norm; 0: all heads share them
@@ -77,6 +78,8 @@ struct LayerSpec {
 template <class F>
 inline void each_common_matrix(const LayerSpec& layer, F f) {
     if (layer.attends) f(layer.attention.qkv), f(layer.attention.out);
+    for (const Matrix* w : {&layer.attention.query_up, &layer.attention.absorb, &layer.attention.expand})
+        if (w->units) f(*w);
     if (layer.recurs) f(layer.recurrent.in), f(layer.recurrent.out);
     if (layer.recurs == DELTA || layer.recurs == MAMBA) f(layer.recurrent.gates);
     if (layer.cross.attention.qkv.data) f(layer.cross.attention.qkv), f(layer.cross.attention.out);
@@ -108,6 +111,16 @@ struct StateSpec {
     float gate_factor, step_factor;  // of the gate of the output, and of Mamba-2's steps before their bias
 };
 
+// Sizes of latent attention. The cache has one head of keys for all, of `rank` + `rotated` numbers; values are its first `rank`.
+struct LatentSpec {
+    int32_t rank, rotated;       // numbers of the latent and of the rotary key; rank 0: attention is not latent
+    int32_t plain, value;        // of each head: numbers of a query that are not rotated, and of a value
+    int32_t query_rank;          // numbers of the queries' latent; 0: queries are a product of the row
+    float eps;                   // of the norms of latents
+};
+
+constexpr int MAX_LATENT = 1024;  // rank + rotated
+
 struct ModelSpec {
     const LayerSpec* layers;
     const Word* embedding;      // [vocab][hidden padded to 32] in the cache's type; null: unpack rows of `table`
@@ -133,6 +146,7 @@ struct ModelSpec {
     float logit_scale;          // factor of the logits, before the cap
     int32_t gated_attention;    // the rows of `qkv` end with gates of the output
     StateSpec state;
+    LatentSpec latent;
     float clip;                 // queries, keys and values are clipped to [-clip, clip]; 0: no bound
     int32_t norm_sums;          // norms after mixers and MLPs are those of the residual stream (BART); else of what is added to it
     int32_t farthest;           // distance from which on all relative positions are one
@@ -197,14 +211,17 @@ struct BatchSpec {
 
 // The place of a sequence's keys and values of one layer and head inside a page.
 //
-// The keys of sixteen rows form a block as in a packed matrix: [block][words of a head][16 rows]. Values: [row][head_dim].
+// The keys of sixteen rows form a block as in a packed matrix: [block][words of a head][16 rows]. Values: [row][head_dim]; those
+// of latent attention are part of the keys.
 struct PageLayout {
     int64_t key_words, query_words;  // words of one row, and of a query
     int64_t half_words;              // words of all keys (or all values) of one head in one page
+    bool latent;                     // values are the first numbers of keys
+    int value_dim;                   // numbers of a value
     PageLayout(const ModelSpec& m, Kind kind)
         : key_words(m.head_dim / per_word(kind)), query_words(key_words * input_words(kind)), half_words(PAGE * key_words),
-          kv_heads(m.kv_heads) {}
-    int64_t at(int layer, int head) const { return ((int64_t)layer * kv_heads + head) * 2 * half_words; }
+          latent(m.latent.rank), value_dim(latent ? m.latent.rank : m.head_dim), kv_heads(m.kv_heads) {}
+    int64_t at(int layer, int head) const { return ((int64_t)layer * kv_heads + head) * (latent ? 1 : 2) * half_words; }
     Word* keys(Word* const* pages, int layer, int head, int64_t block) const {
         return pages[block / (PAGE / LANES)] + at(layer, head) + block % (PAGE / LANES) * LANES * key_words;
     }

@@ -97,6 +97,7 @@ struct Adapted {
 struct Workspace {
     Buffer hidden, embedded, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
     Buffer recurrent, prepared, recurrent_mixed;
+    Buffer latent_queries, absorbed, head_words, head_scales;
     std::vector<Buffer> own_words, own_scores, own_states;
     Answered answered;
     SourcePlan sources, answered_sources;

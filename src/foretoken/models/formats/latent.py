@@ -1,0 +1,85 @@
+"""Reads the weights of latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foretoken.models.families.latent import LatentAttention
+from foretoken.models.formats.experts import MatrixStack
+from foretoken.models.formats.quantize import Matrix, floats
+from foretoken.models.formats.reader import TensorReader
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """The weights of a layer of latent attention.
+
+    Attributes:
+        into: rows of the queries, or of their latent, then of the latent of keys and values, and of the rotary key.
+        into_bias: [out], or None.
+        query_norm: weight of the norm of the queries' latent, float32; None if they have none.
+        query_up: rows of the queries, of their latent; or None.
+        latent_norm: weight of the norm of the latent, float32 [rank].
+        absorb: of each head, a query's plain part to what is multiplied by latents, [rank, plain].
+        expand: of each head, a mix of latents to a value, [value, rank].
+        out: the last matrix.
+        out_bias: [H], or None.
+    """
+
+    into: tuple[Matrix, ...]
+    into_bias: Tensor | None
+    query_norm: Tensor | None
+    query_up: Matrix | None
+    latent_norm: Tensor
+    absorb: MatrixStack
+    expand: MatrixStack
+    out: Matrix
+    out_bias: Tensor | None
+
+
+def read_latent(s: LatentAttention, heads: int, reader: TensorReader, at: str, hidden: int) -> LatentWeights:
+    """Reads the layer whose attention has names below ``at``.
+
+    The matrix that makes keys and values of latents is taken apart by head, and its part for keys transposed. So one
+    that is stored quantized is dequantized.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has the wrong shape.
+    """
+    wide, narrow = heads * (s.plain + s.rotated), s.rank + s.rotated
+    first, last, out = f"{at}q_a_proj" if s.query_rank else f"{at}q_proj", f"{at}kv_a_proj_with_mqa", f"{at}o_proj"
+    name, exact = f"{at}kv_b_proj", replace(reader, quantize=None)
+    whole = floats(exact.matrix(name, heads * (s.plain + s.value), s.rank), reader.dtype).unflatten(0, (heads, -1))
+
+    def absorb(head: int) -> tuple[Matrix, ...]:
+        return (reader.made(name, whole[head, : s.plain].t().contiguous()),)
+
+    def expand(head: int) -> tuple[Matrix, ...]:
+        return (reader.made(name, whole[head, s.plain :].contiguous()),)
+
+    quantized = reader.quantize is not None
+    return LatentWeights(
+        into=reader.parts((first, last), (s.query_rank or wide) + narrow, hidden),
+        into_bias=_bias(reader, first, s.query_rank or wide, last, narrow),
+        query_norm=reader.norm(f"{at}q_a_layernorm", s.query_rank) if s.query_rank else None,
+        query_up=reader.matrix(f"{at}q_b_proj", wide, s.query_rank) if s.query_rank else None,
+        latent_norm=reader.norm(f"{at}kv_a_layernorm", s.rank),
+        absorb=MatrixStack(heads, absorb, (), quantized),
+        expand=MatrixStack(heads, expand, (), quantized),
+        out=reader.matrix(out, hidden, heads * s.value),
+        out_bias=reader.bias((out,), hidden),
+    )
+
+
+def _bias(reader: TensorReader, first: str, first_rows: int, last: str, last_rows: int) -> Tensor | None:
+    """Returns the bias of the first product, of whose matrices one may have none."""
+    biases = reader.bias((first,), first_rows), reader.bias((last,), last_rows)
+    if biases[0] is None and biases[1] is None:
+        return None
+    sizes = first_rows, last_rows
+    return torch.cat(
+        [torch.zeros(n, dtype=reader.dtype) if b is None else b for b, n in zip(biases, sizes, strict=True)]
+    )

@@ -1,0 +1,125 @@
+"""Latent attention: the cache is as small as it should be, and rows have the bits of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.core.draft import Draft
+from foretoken.models.decoder import Decoder
+from foretoken.models.formats.checkpoint import load_config, open_weights
+from foretoken.models.runners.native.runner import NativeRunner
+from foretoken.models.runners.torch_runner import TorchRunner
+
+from .plain import one_by_one
+from .test_native import needs_kernels
+from .tiny import ARCHITECTURES, LATENT, VOCAB
+from .trees import repeating
+
+CPU = torch.device("cpu")
+KINDS = {
+    "float32": (torch.float32, None, "raw"),
+    "bfloat16": (torch.bfloat16, None, "raw"),
+    "packed": (torch.bfloat16, None, "packed"),
+    "int8": (torch.bfloat16, "int8", "raw"),
+    "int4": (torch.float32, "int4", "raw"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ARCHITECTURES["deepseek-v3"].save(tmp_path_factory.mktemp("deepseek"))
+
+
+def loaded(path: Path, kind: str) -> Decoder:
+    dtype, quantization, weight_format = KINDS[kind]
+    return Decoder(load_config(path), open_weights(path), dtype, CPU, None, quantization, weight_format)
+
+
+def text(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, VOCAB) for _ in range(length)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_do_not_depend_on_what_shares_their_pass(kind: str, checkpoint: Path) -> None:
+    """Chains, alone and beside sequences of other lengths, and a prompt in parts, have the bits of plain decoding."""
+    model = loaded(checkpoint, kind)
+    assert isinstance(model.runner, NativeRunner)
+    prompt, continuation = text(150, 1), text(20, 2)
+    expected = one_by_one(model, prompt, continuation)
+    others = [model.open(text(length, length)) for length in (1, 15, 63, 64, 200)]
+    for depth in (1, 3, 19):
+        for beside in ([], others):
+            handle = model.open(prompt)
+            drafts = [Draft.chain(text(i, i)) if i else Draft.empty() for i in range(len(beside))]
+            scores = model.score([*beside, handle], [*drafts, Draft.chain(continuation[:depth])])[-1].logits
+            model.commit(beside, [()] * len(beside))
+            model.close(handle)
+            for row in range(depth + 1):
+                assert torch.equal(scores[row], expected[row]), (depth, len(beside), row)
+    parts = model.open(prompt[:70])
+    model.score([parts], [Draft.empty()])
+    model.commit([parts], [prompt[70:]])
+    assert torch.equal(model.score([parts], [Draft.empty()])[0].logits[0], expected[0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [9, 61, 64, 79])
+def test_nodes_of_trees_have_the_bits_of_chains(kind: str, length: int, checkpoint: Path) -> None:
+    """Branches begin and cross at every place of a block of sixteen keys, and accepted ones move."""
+    model, prompt = loaded(checkpoint, kind), text(length, 3)
+    draft = repeating((-1, 0, -1, 2, 1, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18))
+    handle = model.open(prompt)
+    scores = model.score([handle], [draft])[0].logits
+    for node in range(len(draft)):
+        other = model.open([*prompt, *(draft.ids[i] for i in draft.path(node))])
+        assert torch.equal(model.score([other], [Draft.empty()])[0].logits[0], scores[node + 1]), node
+        model.close(other)
+    path = [draft.ids[i] for i in draft.path(19)]
+    model.commit([handle], [[*path, 7]])
+    again = model.score([handle], [Draft.empty()])[0].logits[0]
+    assert torch.equal(again, one_by_one(model, [*prompt, *path, 7], [3])[0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_prefix_cache_hits_give_the_same_bits(kind: str, checkpoint: Path) -> None:
+    model, prompt = loaded(checkpoint, kind), text(300, 4)
+    first = model.open(prompt)
+    expected = model.score([first], [Draft.empty()])[0].logits
+    model.commit([first], [()])
+    model.close(first)
+    assert model.enable_prefix_cache(2**24)
+    for _ in range(2):
+        handle = model.open(prompt)
+        assert torch.equal(model.score([handle], [Draft.empty()])[0].logits, expected)
+        model.commit([handle], [()])
+        found = handle.cached
+        model.close(handle)
+    assert found
+    model.check()
+
+
+@needs_kernels
+def test_the_cache_has_one_latent_and_one_key_for_all_heads(checkpoint: Path) -> None:
+    numbers = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
+    for kind, size in (("float32", 4), ("bfloat16", 2)):
+        assert loaded(checkpoint, kind).kv_bytes_per_token == 2 * numbers * size
+
+
+def test_sizes_that_kernels_do_not_have_are_computed_by_torch_operators(tmp_path: Path) -> None:
+    tiny = ARCHITECTURES["deepseek-v2"]
+    odd = replace(tiny, config={**tiny.config, "v_head_dim": 24, "kv_lora_rank": 40})
+    path = odd.save(tmp_path)
+    model, tokens = Decoder(load_config(path), open_weights(path), torch.float32, CPU), text(20, 5)
+    assert isinstance(model.runner, TorchRunner)
+    with torch.no_grad():
+        expected = odd.build()(torch.tensor([tokens])).logits[0, -1]
+    assert (model.score([model.open(tokens)], [Draft.empty()])[0].logits[0] - expected).abs().max() < 1e-4
