@@ -28,7 +28,8 @@ NATIVE = [
 ]
 # The variants of one native family differ in nothing that transformers does not compute itself.
 VARIANTS = ("llama-tied", "qwen2", "qwen2-sliding")
-ALL = NATIVE + [(name, "hf") for name, tiny in ARCHITECTURES.items() if name not in VARIANTS and tiny.torch]
+WRAPPED = [name for name, tiny in ARCHITECTURES.items() if tiny.torch and name not in (*VARIANTS, "llama4")]  # refused
+ALL = NATIVE + [(name, "hf") for name in WRAPPED]
 
 
 @dataclass

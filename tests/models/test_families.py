@@ -62,7 +62,6 @@ REFUSED = {
     "doge": CACHE,
     "recurrent_gemma": STATE,
     "qwen3_next": STATE,
-    "llama4_text": "chunked_attention",
     "deepseek_v32": "indexed_attention",
     "lfm3": "conv",
     "openai-gpt": "does not take an explicit mask, positions and cache",

@@ -219,6 +219,20 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 LATENT_YARN: dict[str, Any] = {**YARN, "mscale": 0.9, "mscale_all_dim": 0.7}
+LLAMA4: dict[str, Any] = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 56,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_layers": [1, 3],
+    "no_rope_layers": [1, 1, 1, 0],
+    "attention_chunk_size": 7,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
 
 ARCHITECTURES: dict[str, Tiny] = {
     "llama": Tiny("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}, native=True),
@@ -369,6 +383,7 @@ ARCHITECTURES: dict[str, Tiny] = {
         "DeepseekV3", {**LATENT, "rope_parameters": LATENT_YARN, "routed_scaling_factor": 1.8}, native=True
     ),
     "glm4-moe-lite": Tiny("Glm4MoeLite", {**LATENT, "mlp_layer_types": ["sparse", "dense"]}, native=True),
+    "llama4": Tiny("Llama4Text", LLAMA4, native=True),
     "gpt-oss": Tiny(
         "GptOss",
         {

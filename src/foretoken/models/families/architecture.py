@@ -12,8 +12,8 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import parse
 from foretoken.models.families import facts
-from foretoken.models.families.experts import experts_of
-from foretoken.models.families.family import FULL, SLIDING, Family, HeadNorms, TensorNames
+from foretoken.models.families.expert_families import experts_of
+from foretoken.models.families.family import CHUNKED, FULL, SLIDING, Family, HeadNorms, TensorNames
 from foretoken.models.families.latent import LatentAttention
 from foretoken.models.families.layers import WITH_ATTENTION, BranchFactors, Layer
 from foretoken.models.families.recurrence import LINEAR, Recurrence
@@ -60,6 +60,20 @@ class Alibi:
         return torch.tensor(self.slopes)[:, None] * at * self.factor
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries are multiplied by 1 + factor * log(1 + floor((position + ahead) / length)).
+
+    Attributes:
+        unrotated: whether that holds only in layers without rotation.
+    """
+
+    factor: float
+    length: int
+    ahead: int = 0
+    unrotated: bool = False
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Architecture:
     """A decoder: a stack of layers (``Layer``), and what all of them share.
@@ -94,10 +108,11 @@ class Architecture:
         paired: whether numbers 2i and 2i + 1 of a head are rotated together; otherwise i and i + half.
         rotary_scales: factor of cosines and sines, by index in ``frequencies``; empty for 1.
         alibi: attention biases by distance; None for none.
-        query_growth: beta and length, where queries are multiplied by 1 + beta * log(1 + floor(position / length)).
+        query_growth: by what queries are multiplied; None for nothing.
         learned_positions: row of the first position in the table of learned positions; None without a table.
         names: names of the checkpoint's tensors.
         weightless: whether the checkpoint has no weights of norms, which are then 1.
+        unit_heads: whether norms of heads have no weights, and are only in layers with rotation (Llama 4).
         gated_attention: whether attention's output is multiplied by the sigmoid of a gate before its last matrix.
         recurrence: sizes of the recurrent layers; None if there are none.
         latent: sizes of latent attention, in which ``head_dim`` is the width of the one key of all heads; None if
@@ -136,10 +151,11 @@ class Architecture:
     paired: bool = False
     rotary_scales: tuple[float, ...] = ()
     alibi: Alibi | None = None
-    query_growth: tuple[float, int] | None = None
+    query_growth: QueryGrowth | None = None
     learned_positions: int | None = None
     names: TensorNames = field(default_factory=TensorNames)
     weightless: bool = False
+    unit_heads: bool = False
     gated_attention: bool = False
     recurrence: Recurrence | None = None
     sinks: bool = False
@@ -174,7 +190,7 @@ class Architecture:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Length of the attention window by layer; 0 for no window."""
+        """Length of the attention window by layer, as in ``Layer.window``."""
         return tuple(layer.window for layer in self.stack)
 
     @property
@@ -186,8 +202,8 @@ class Architecture:
         """Returns by what queries at these positions are multiplied, float32; see ``query_growth``."""
         if self.query_growth is None:
             return torch.ones(len(positions))
-        beta, length = self.query_growth
-        return 1 + beta * torch.log(1 + torch.floor(positions.float() / length))
+        g = self.query_growth
+        return 1 + g.factor * torch.log(1 + torch.floor((positions.float() + g.ahead) / g.length))
 
     def first(self, layers: int) -> Architecture:
         """Returns the architecture of the first ``layers`` layers."""
@@ -237,6 +253,8 @@ class Architecture:
         }
         known = {field.name for field in fields(Architecture)} - {"names", "alibi"}
         described |= {name: value for name, value in stated.items() if name in known}
+        if stated.get("query_growth") is not None:
+            described["query_growth"] = QueryGrowth(*stated["query_growth"])
         return Architecture(**described, names=names, alibi=Alibi(*stated["alibi"]) if "alibi" in stated else None)
 
 
@@ -293,6 +311,7 @@ def _stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rota
     """Returns the layers."""
     window = (c.get("sliding_window") or 0) if c.get("use_sliding_window") else 0
     ropes = stated.get("rope", [0] * c["num_hidden_layers"])
+    chunk = c.get("attention_chunk_size") or 0
     norms, layers = stated.get("norms", family.norms), []
     for name, rope in zip(c["layer_types"], ropes, strict=True):
         kind = family.layers.get(name, WITH_ATTENTION)
@@ -302,7 +321,7 @@ def _stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rota
             mlp=("gated" if family.gated else "ungated") if kind.mlp else None,
             norms=norms.of(kind.mixes, kind.mlp),
             parallel=stated.get("parallel", family.parallel),
-            window=window if name == SLIDING else 0,
+            window=window if name == SLIDING else -chunk if name == CHUNKED else 0,
             rope=rope if rotary else -1,
         )
         layers.append(layer)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from foretoken.models.families.family import FULL, SLIDING, Config
+from foretoken.models.families.family import CHUNKED, FULL, SLIDING, Config
 from foretoken.models.families.layers import PRE, SANDWICH, BranchFactors
 
 _MPT = {"attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8}  # defaults of its attn_config
@@ -163,6 +163,23 @@ def ministral3(c: Config) -> dict[str, Any]:
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
     beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return {"query_growth": (float(beta), int(length)) if beta and length else None}
+
+
+def llama4_kinds(c: Config) -> list[str]:
+    """Returns chunks in the layers with rotation (Llama 4)."""
+    return [CHUNKED if rotates else FULL for rotates in _rotating(c)]
+
+
+def llama4(c: Config) -> dict[str, Any]:
+    """Llama 4: layers without rotation, in which queries grow with their position (2501.19399)."""
+    growth = (float(c["attn_scale"]), int(c["floor_scale"]), 1, True)
+    return {
+        "rope": [0 if rotates else -1 for rotates in _rotating(c)],
+        "intermediate": c["intermediate_size_mlp"],
+        "head_norms": "after" if c["use_qk_norm"] else None,
+        "unit_heads": True,
+        "query_growth": growth if c["attn_temperature_tuning"] else None,
+    }
 
 
 def nanochat(c: Config) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from foretoken.models.families.layers import PRE, LayerKind, NormPlaces
 
 Config = Mapping[str, Any]
 HeadNorms = Literal["before", "after", "all"]
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,8 @@ class Layer:
         mlp: kind of the MLP; None for none.
         norms: which of the four norms there are.
         parallel: whether the MLP reads what the mixer reads, instead of the mixer's result.
-        window: length of the attention window, the row itself included; 0 for no window.
+        window: length of the attention window, the row itself included; 0 for no window. Negative for chunks of that
+            length: a row sees those of its own chunk.
         rope: index in ``Architecture.frequencies``; -1 for no rotation.
         experts: the MLP if its kind is "experts".
     """

@@ -15,6 +15,7 @@ LANGUAGE_MODELS = {
     "got_ocr2": "qwen2",
     "idefics3": "llama",
     "internvl": "qwen2",
+    "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",
     "llava_onevision": "qwen2",

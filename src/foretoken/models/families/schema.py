@@ -99,6 +99,11 @@ class CausalConfig(Schema):
     max_window_layers: Annotated[int, Field(ge=0)] = 28
     no_rope_layers: list[Annotated[int, Field(ge=0, le=1)]] | None = None
     no_rope_layer_interval: Layers = 4
+    attention_chunk_size: Size | None = None
+    intermediate_size_mlp: Size | None = None
+    attn_temperature_tuning: bool | None = None
+    floor_scale: Size | None = None
+    attn_scale: NotNegative | None = None
     query_pre_attn_scalar: Positive | None = None
     attn_logit_softcapping: NotNegative | None = None
     final_logit_softcapping: NotNegative | None = None

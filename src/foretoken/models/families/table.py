@@ -7,10 +7,10 @@ from typing import Any
 
 from foretoken.models.families import facts
 from foretoken.models.families.classic import CLASSIC, LAYER_NORM_EPS
-from foretoken.models.families.family import Family
+from foretoken.models.families.family import CHUNKED, Family
 from foretoken.models.families.hybrids import HYBRID, LLAMA, MULTIPLIERS
 from foretoken.models.families.latent import LATENT
-from foretoken.models.families.layers import POST, SANDWICH
+from foretoken.models.families.layers import POST, SANDWICH, WITH_ATTENTION
 
 _WINDOWS: dict[str, Any] = {"use_sliding_window": True}
 _WINDOW = _WINDOWS | {"sliding_window": 4096}
@@ -58,6 +58,30 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}, head_norms="before", facts=facts.glm4_moe
+    ),
+    "llama4_text": Family(
+        names=replace(
+            LLAMA,
+            up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "use_qk_norm": True,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        paired=True,
+        layers={CHUNKED: WITH_ATTENTION},
+        kinds=facts.llama4_kinds,
+        facts=facts.llama4,
     ),
     "smollm3": Family(
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True}, kinds=facts.smollm3_kinds, facts=facts.smollm3

@@ -121,8 +121,8 @@ def _stacks(reader: TensorReader, at: str, e: Experts, hidden: int) -> tuple[Mat
 
 def _joined(reader: TensorReader, up: str, down: str, e: Experts, hidden: int) -> tuple[MatrixStack, MatrixStack]:
     """Reads stacks of all experts with gate and up in one: below each other, or, with biases, in turns."""
-    both = _Stack.of(reader, up, (e.count, 2 * e.intermediate, hidden), e.biased)
-    one = _Stack.of(reader, down, (e.count, hidden, e.intermediate), e.biased)
+    both = _Stack.of(reader, up, (e.count, 2 * e.intermediate, hidden), e.inputs_first)
+    one = _Stack.of(reader, down, (e.count, hidden, e.intermediate), e.inputs_first)
     inner = e.intermediate
     rows = (slice(0, None, 2), slice(1, None, 2)) if e.biased else (slice(0, inner), slice(inner, None))
     biases: tuple[Tensor, ...] = ()

@@ -166,7 +166,7 @@ def read_layer(source: Source, index: int) -> LayerWeights:
 
     return LayerWeights(
         norm=norm(names.norm, layer.norms.mixer),
-        attention=_attention(a, reader, at) if layer.attention else None,
+        attention=_attention(a, reader, at, layer) if layer.attention else None,
         recurrent=_recurrent(a, reader, at, layer.recurrent),
         after_mixer=norm(names.after_mixer, layer.norms.after_mixer),
         mlp_norm=norm(names.mlp_norm, layer.norms.mlp),
@@ -182,7 +182,7 @@ def _recurrent(a: Architecture, reader: TensorReader, at: str, mixer: RecurrentM
     return read(a.recurrence, reader, at + a.names.recurrent, a.hidden)
 
 
-def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionWeights | LatentWeights:
+def _attention(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> SelfAttentionWeights | LatentWeights:
     if a.latent is not None:
         return read_latent(a.latent, a.heads, reader, f"{at}self_attn.", a.hidden)
     names, wide, narrow = a.names, a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -196,8 +196,8 @@ def _attention(a: Architecture, reader: TensorReader, at: str) -> SelfAttentionW
     return SelfAttentionWeights(
         qkv=in_runtime_order(a, weights, reader.dtype),
         qkv_bias=bias,
-        q_norm=_head_norm(a, reader, at + names.q_norm, a.heads),
-        k_norm=_head_norm(a, reader, at + names.k_norm, a.kv_heads),
+        q_norm=_head_norm(a, reader, at + names.q_norm, a.heads, layer),
+        k_norm=_head_norm(a, reader, at + names.k_norm, a.kv_heads, layer),
         out=reader.matrix(out, a.hidden, wide),
         out_bias=_attention_bias(a, reader, (out,), a.hidden),
         sinks=reader.floats(f"{at}self_attn.sinks", (a.heads,)) if a.sinks else None,
@@ -242,11 +242,11 @@ def _by_group(a: Architecture) -> Tensor:
     return torch.cat([part.flatten() for part in (rows[:, :group], rows[:, group], rows[:, group + 1])])
 
 
-def _head_norm(a: Architecture, reader: TensorReader, name: str, heads: int) -> NormWeight | None:
+def _head_norm(a: Architecture, reader: TensorReader, name: str, heads: int, layer: Layer) -> NormWeight | None:
     """Returns the norm of queries or keys: one for all heads, one for each, or one of all of them together."""
-    if a.head_norms is None:
+    if a.head_norms is None or (a.unit_heads and layer.rope < 0):
         return None
-    if a.weightless:
+    if a.weightless or a.unit_heads:
         return NormWeight(torch.ones(a.head_dim))
     listed = [f"{name}.norms.{head}" for head in range(heads)]
     if f"{listed[0]}.weight" in reader.weights:  # StableLM has a module for each head

@@ -39,7 +39,7 @@ class Geometry:
         width: rows per sequence, padding included.
         keys: number of cache rows that are read.
         single: slot, first row and row count of the only sequence; None for several.
-        masks: by window (0 for none), 0 or -inf, float32 [S, 1, width, 1, keys].
+        masks: by window (as in ``Layer.window``), 0 or -inf, float32 [S, 1, width, 1, keys].
     """
 
     tokens: Tensor
@@ -119,13 +119,14 @@ def _mask(
         if count and not part.draft.is_chain:
             tail = visible[part.nodes_at + first_node - part.first :][: count - first_node]
             tail[:, part.nodes_at : part.nodes_at + count] = part.draft.ancestors[first_node:]
-        if window:
+        if window:  # negative for chunks
             key_positions = torch.arange(keys)
             key_positions[part.nodes_at : part.nodes_at + count] = torch.tensor(
                 [part.nodes_at - 1 + d for d in part.draft.depths], dtype=torch.int64
             )
             own = torch.tensor(positions[at : at + part.count])
-            visible &= key_positions > own[:, None] - window
+            first = own + 1 - window if window > 0 else own // -window * -window
+            visible &= key_positions >= first[:, None]
         seen[part.slot - low, : part.count] = visible
         at += part.count
     mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)

@@ -61,8 +61,9 @@ def build_runner(
     if architecture.recurrence is not None:
         raise InvalidRequest(_no_kernels(architecture, not_compiled))
     a = architecture
+    chunked = min(architecture.windows, default=0) < 0
     captured = entry is None and a.alibi is None and a.latent is None and not a.has_experts and not a.sinks
-    if device.type == "cuda" and captured:
+    if device.type == "cuda" and captured and not chunked:
         return GraphRunner(architecture, layers, ends, dtype, device)
     runner = TorchRunner(architecture, layers, ends, dtype, device, entry)
     runner.not_compiled = not_compiled

@@ -55,8 +55,13 @@ class TorchExperts:
         for expert in chosen.unique().tolist():
             rows, ranks = (chosen == expert).nonzero(as_tuple=True)
             taken = rows if len(rows) > 1 else rows.repeat(2)  # a single row may take another kernel
-            inner = self._activate(a, self.up[expert](x[taken], alone))
+            inputs = x[taken]
+            if self.experts.scaled_inputs:
+                inputs = inputs * weights[taken, ranks if len(rows) > 1 else ranks.repeat(2), None].to(x.dtype)
+            inner = self._activate(a, self.up[expert](inputs, alone))
             outputs[rows, ranks] = self.down[expert](inner, alone)[: len(rows)]
+        if self.experts.scaled_inputs:
+            weights = torch.ones_like(weights)
         total = outputs[:, 0].float() * weights[:, :1]
         for rank in range(1, chosen.shape[1]):
             total += outputs[:, rank].float() * weights[:, rank : rank + 1]
@@ -84,9 +89,7 @@ def choose(e: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tenso
         Numbers of experts [R, chosen], the best first, and their weights, float32 [R, chosen].
     """
     scores = logits.softmax(-1) if e.scoring == "softmax" else logits.sigmoid()
-    ranked = logits if correction is None and e.scoring == "softmax" else scores
-    if correction is not None:
-        ranked = ranked + correction
+    ranked = logits if correction is None else scores + correction
     if e.groups > 1:
         groups = ranked.unflatten(-1, (e.groups, -1))
         best = groups.topk(min(2, groups.shape[-1]) if e.best_two else 1).values.sum(-1)

@@ -284,7 +284,7 @@ class TorchRunner(DecoderOnly):
             queries_keys = rotate(queries_keys, *turns[layer.rope], a.paired)
         if a.head_norms == "after":
             queries_keys = self._norm_heads(queries_keys, mixer)
-        if a.query_growth is not None:
+        if a.query_growth is not None and not (a.query_growth.unrotated and layer.rope >= 0):
             queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
         mask = g.masks[layer.window]
         return mixer.out(attend(self.cache, number, queries_keys, values, g, a, mask, mixer.sinks), alone)

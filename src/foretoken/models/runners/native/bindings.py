@@ -49,7 +49,7 @@ class AttentionSpec(Structure):
         ("k_norm", NormSpec),
         ("sinks", c_void_p),
         ("relative", c_void_p),
-        *((name, c_int32) for name in ("norm_stride", "window", "rope", "cache_layer")),
+        *((name, c_int32) for name in ("norm_stride", "window", "rope", "cache_layer", "grows")),
     ]
 
 
@@ -99,7 +99,7 @@ class ExpertsSpec(Structure):
         ("router", RouterSpec),
         *((name, Matrix) for name in ("up", "down", "shared_up", "shared_down")),
         ("shared_gate", c_void_p),
-        *((name, c_int32) for name in ("gated", "inner", "shared_inner")),
+        *((name, c_int32) for name in ("gated", "scaled_inputs", "inner", "shared_inner")),
         ("limit", c_float),
         ("slope", c_float),
     ]

@@ -187,6 +187,7 @@ class Description:
             window=layer.window,
             rope=layer.rope,
             cache_layer=self._architecture.first(number).attention_layers,
+            grows=self._grows(layer),
         )
 
     def _cross(self, number: int, weights: CrossAttentionWeights) -> CrossSpec:
@@ -200,6 +201,10 @@ class Description:
         keys_values = self._matrix(weights.keys_values, weights.keys_values_bias)
         self._inactive += self.weight_bytes - before
         return CrossSpec(self._norm(weights.norm), self._norm(weights.after), attention, keys_values)
+
+    def _grows(self, layer: Layer) -> bool:
+        growth = self._architecture.query_growth
+        return growth is not None and not (growth.unrotated and layer.rope >= 0)
 
     def _latent(self, number: int, weights: LatentWeights) -> AttentionSpec:
         layer = self._architecture.stack[number]
@@ -215,6 +220,7 @@ class Description:
             window=layer.window,
             rope=layer.rope,
             cache_layer=self._architecture.first(number).attention_layers,
+            grows=self._grows(layer),
         )
 
     def _recurrent(self, number: int, weights: RecurrentWeights) -> RecurrentSpec:
@@ -266,6 +272,7 @@ class Description:
             down=self._hold(stacks[1]),
             shared_gate=self._keep(weights.shared_gate),
             gated=e.gated,
+            scaled_inputs=e.scaled_inputs,
             inner=padded(e.intermediate, LANES),
             shared_inner=padded(e.shared, LANES),
             limit=e.clamp,

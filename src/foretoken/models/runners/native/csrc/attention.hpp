@@ -89,6 +89,7 @@ struct Attention {
 
     int start(int row) const {
         const int window = layer.window, from = b.positions[row] + 1 - window;
+        if (window < 0) return b.positions[row] / -window * -window;
         return window && from > 0 ? from : 0;
     }
 

@@ -92,10 +92,12 @@ struct ActivatedStore {
     float slope = 0.0f;
     Added added{};
     float gate_factor = 1.0f;  // of the gate before its activation
+    const float* row_factors = nullptr;  // of the product of each row, before the activation; null: 1
 
     void operator()(int row, int64_t unit, Floats low, Floats high) const {
         added(row, unit, low, high);
         unit -= first_unit;
+        if (row_factors) low = low * ::floats(row_factors[row]), high = high * ::floats(row_factors[row]);
         if (gated) return keep(row, unit * LANES, limit != 0.0f ? clamped_gate(low, high, limit, slope) : activate(low * ::floats(gate_factor), activation) * high);
         keep(row, unit * BLOCKS * LANES, activate(low, activation));
         if (unit * BLOCKS * LANES + LANES < stride) keep(row, unit * BLOCKS * LANES + LANES, activate(high, activation));

@@ -149,7 +149,7 @@ struct AttentionMixer {
             if (m.clip != 0.0f) clip(x);
             if (kv_head < 0) {
                 turn(x, layer.q_norm, layer, head, position);
-                if (m.query_scales) scale(x, m.query_scales[position]);
+                if (layer.grows) scale(x, m.query_scales[position]);
                 return keep_query(row, head, x);
             }
             if (kv_head < m.kv_heads) turn(x, layer.k_norm, layer, kv_head, position);

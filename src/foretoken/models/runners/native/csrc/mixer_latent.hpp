@@ -79,7 +79,7 @@ struct LatentMixer {
             float *query = absorbed + item * head_dim, *turned = query + shape.rank;
             std::memcpy(turned, of_heads + row * stride + head * per_head + shape.plain, sizeof(float) * shape.rotated);
             if (layer.rope >= 0) rotate(turned, m.ropes[layer.rope], p.b.positions[row]);
-            if (m.query_scales)
+            if (layer.grows)
                 for (int64_t i = 0; i < head_dim; i++) query[i] *= m.query_scales[p.b.positions[row]];
             encode<kv>(query, head_dim, queries + item * layout.query_words);
         });

@@ -253,10 +253,11 @@ struct ExpertMlp {
             held = number;
             const Matrix &up = shared ? s.shared_up : s.up, &down = shared ? s.shared_down : s.down;
             const int64_t first = shared ? 0 : e.expert * work.sizes.up_units;
-            functions(up).activated(up, x, e.last - e.first, range(first, units),
-                                    {down, inner_words(work, e.first), inner_floats(work, e.first),
-                                     shared ? work.sizes.shared_inner : work.sizes.inner, p.m.activation, s.gated != 0, first,
-                                     s.limit, s.slope});
+            ActivatedStore store{down, inner_words(work, e.first), inner_floats(work, e.first),
+                                 shared ? work.sizes.shared_inner : work.sizes.inner, p.m.activation, s.gated != 0, first,
+                                 s.limit, s.slope};
+            if (s.scaled_inputs && !shared) store.row_factors = &work.routing.weight_of[e.first];
+            functions(up).activated(up, x, e.last - e.first, range(first, units), store);
         });
     }
 
@@ -297,9 +298,11 @@ struct ExpertMlp {
             const int64_t r = item / chunks, from = item % chunks * ADDED_AT_ONCE;
             const int32_t* pairs = &work.routing.pairs[r * chosen];
             const float* weights = &work.routing.weights[r * chosen];
+            const bool weighted = !work.s.scaled_inputs;
             for (int64_t i = from; i < std::min(width, from + ADDED_AT_ONCE); i += LANES) {
-                Floats sum = floats(weights[0]) * load(outputs + pairs[0] * width + i);
-                for (int j = 1; j < chosen; j++) sum = multiply_add(floats(weights[j]), load(outputs + pairs[j] * width + i), sum);
+                Floats sum = floats(weighted ? weights[0] : 1.0f) * load(outputs + pairs[0] * width + i);
+                for (int j = 1; j < chosen; j++)
+                    sum = multiply_add(floats(weighted ? weights[j] : 1.0f), load(outputs + pairs[j] * width + i), sum);
                 if (work.sizes.shared)
                     sum = multiply_add(floats(((float*)room.shared_weights.data)[r]), load(shared + r * width + i), sum);
                 f(r, i, sum);

@@ -120,8 +120,8 @@ inline void choose_experts(const RouterSpec& s, float* logits, int32_t* experts,
     }
     // The total of a softmax counts only where weights are not normalized.
     const float whole = s.scoring == SOFTMAX ? sum_of(sum) : 1.0f;
-    if (s.scoring == SIGMOID || s.correction)
-        for (int e = 0; e < s.experts; e++) numbers[e] = scores[e] / whole + (s.correction ? s.correction[e] : 0.0f);
+    if (s.correction)
+        for (int e = 0; e < s.experts; e++) numbers[e] = scores[e] / whole + s.correction[e];
     if (s.groups > 1) keep_best_groups(s, numbers);
     largest_places(numbers, s.experts, s.chosen, experts);
     float total = 0.0f;
@@ -141,6 +141,7 @@ struct Routing {
     std::vector<float> weights;    // [rows][chosen]
     std::vector<int32_t> pairs;    // [rows][chosen]; the place of each pair in the order of experts
     std::vector<int32_t> row_of;   // [pairs]
+    std::vector<float> weight_of;  // [pairs]
     std::vector<int32_t> starts;   // [experts + 1]
     std::vector<ExpertRows> active;  // experts that any row chose, in order
     int count = 0;                  // of `active`
@@ -148,7 +149,7 @@ struct Routing {
     void reserve(const RouterSpec& s, int rows) {
         const size_t all = (size_t)rows * s.chosen;
         for (auto* list : {&experts, &pairs, &row_of}) list->resize(std::max(list->size(), all));
-        weights.resize(std::max(weights.size(), all));
+        for (auto* list : {&weights, &weight_of}) list->resize(std::max(list->size(), all));
         starts.resize(std::max(starts.size(), (size_t)s.experts + 1));
         active.resize(std::max(active.size(), (size_t)max_active(s, rows)));
     }
@@ -168,7 +169,7 @@ struct Routing {
         }
         for (int p = 0; p < all; p++) {
             const int32_t at = starts[experts[p]]++;
-            pairs[p] = at, row_of[at] = p / s.chosen;
+            pairs[p] = at, row_of[at] = p / s.chosen, weight_of[at] = weights[p];
         }
     }
 };

@@ -23,9 +23,11 @@ struct AttentionSpec {
     const float* sinks;   // [heads]; scores of a key without a value, which takes a share of each softmax; null: none
     const float* relative;  // [heads][2 * reach + 1], reach of `ModelSpec::farthest`: scores += the number of the key's position - the row's (T5); null: none
     int32_t norm_stride;  // numbers between the weights of two heads in q_norm and k_norm; 0: all heads share them
-    int32_t window;       // length of the attention window, the row itself included; 0: no window
+    int32_t window;       // length of the attention window, the row itself included; 0: none; negative: rows see those of
+                          // their chunk of that length
     int32_t rope;         // index of the rotary table; -1: no rotation
     int32_t cache_layer;  // place of the keys and values in a page of the cache
+    int32_t grows;        // queries are multiplied by `query_scales`
 };
 
 // Attention over the states of an encoder (mixer_cross.hpp).
@@ -57,6 +59,7 @@ struct ExpertsSpec {
     Matrix shared_up, shared_down;  // of the shared expert, if there is one
     const float* shared_gate;  // [hidden]; the shared expert's weight is the sigmoid of its product with the row; null: 1
     int32_t gated;             // experts are gated MLPs; else down(activation(up))
+    int32_t scaled_inputs;     // a weight multiplies the expert's input, not its output
     int32_t inner, shared_inner;  // numbers between up and down, padded to sixteen
     float limit, slope;        // of gpt-oss's activation; see `ActivatedStore`
 };
