@@ -92,8 +92,21 @@ def audit(
     if endpoint is not None:
         _check_server(server, draft_model, speculative_config)
         given = EndpointOptions(
-            *(endpoint, model, baseline, server, api_key, baseline_api_key, budget, concurrency, checkpoint, seed),
-            *(timeout, retries, dry_run, prompts, output),
+            url=endpoint,
+            model=model,
+            baseline=baseline,
+            server=server,
+            api_key=api_key,
+            baseline_api_key=baseline_api_key,
+            budget=budget,
+            concurrency=concurrency,
+            checkpoint=checkpoint,
+            seed=seed,
+            timeout=timeout,
+            retries=retries,
+            dry_run=dry_run,
+            prompts=prompts,
+            output=output,
         )
         result = run_endpoint_audit(given, notes)
         if dry_run:
