@@ -233,8 +233,8 @@ def _checked(task: EndpointTask, plan: Mapping[str, Any], watch: Watch) -> list[
     stages: dict[str, Callable[[], list[Check]]] = {
         "greedy parity": lambda: parity(task),
         "sampled distribution": lambda: distribution(task),
-        SAMPLING: lambda: [findings_check(SAMPLING, tuned_findings(task))],
         PARAMETERS: lambda: [findings_check(PARAMETERS, exact_findings(task))],
+        SAMPLING: lambda: [findings_check(SAMPLING, tuned_findings(task))],
         SPECULATION: lambda: [_speculation(task, before)],
     }
     checks: list[Check] = []
