@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest, ModelLoadError
+from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.base import Model
 from foretoken.models.loading import load_model
 from foretoken.models.state.pages import PAGE
@@ -291,6 +292,24 @@ def test_files_that_cannot_be_read_are_refused(llama: Path, adapters: dict[str, 
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelLoadError, match="truncated"):
         model.load_adapter("x", tmp_path)
+
+
+def test_a_model_outlives_missing_kernels_of_its_adapters(
+    llama: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(llama, {}, "bfloat16")
+    before = logits(model, [text(9, 0)], [None])
+
+    def missing(kinds: Any, cache: Any) -> None:
+        raise KernelsUnavailable("there is no compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("foretoken.models.runners.native.runner.library", missing)
+        with pytest.raises(InvalidRequest, match="need the kernels of float32 matrices: there is no compiler"):
+            model.load_adapter("all", adapters["all"])
+    assert model.adapters == () and torch.equal(logits(model, [text(9, 0)], [None])[0], before[0])
+    model.load_adapter("all", adapters["all"])
+    assert not torch.equal(logits(model, [text(9, 0)], ["all"])[0], before[0])
 
 
 def test_layers_of_experts_are_refused_and_attention_beside_them_is_not(tmp_path: Path) -> None:

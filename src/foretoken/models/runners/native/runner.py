@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.native.build import KernelsUnavailable
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.latent import LatentAttention
@@ -163,16 +164,20 @@ class NativeRunner(DecoderOnly):
         return tuple(self._adapters)
 
     def load_adapter(self, name: str, layers: Sequence[AdapterLayer]) -> None:
-        self._multiply_floats()
+        try:
+            self._multiply_floats()
+        except KernelsUnavailable as reason:
+            raise InvalidRequest(f"LoRA adapters need the kernels of float32 matrices: {reason}") from reason
         self._adapters[name] = PackedAdapter(self._architecture, layers)
 
     def _multiply_floats(self) -> None:
         """Loads the kernels of float32 matrices, which adapters are, unless they are loaded."""
-        if Kind.FLOAT32 not in self.kinds:
-            self.kinds.add(Kind.FLOAT32)
-            self._library.foretoken_close(self._workspace)
-            self._library = library(self.kinds, KINDS[self._dtype])
-            self._workspace = self._library.foretoken_open()
+        if Kind.FLOAT32 in self.kinds:
+            return
+        kinds = {*self.kinds, Kind.FLOAT32}
+        kernels = library(kinds, KINDS[self._dtype])  # fails before anything is changed
+        self._library.foretoken_close(self._workspace)
+        self.kinds, self._library, self._workspace = kinds, kernels, kernels.foretoken_open()
 
     def publish(self, slot: int, tokens: Sequence[int], rows: int) -> None:
         self._pages.publish(slot, tokens, rows)
