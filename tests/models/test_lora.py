@@ -262,6 +262,13 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "NaN or infinite",
     ),
     "nothing": (lambda config, tensors: tensors.clear(), "has no tensors"),
+    "scale": (setting(lora_alpha=1e300), "scaled beyond float32"),
+    "float64": (
+        lambda config, tensors: tensors.update(
+            {f"{LAYER}.self_attn.q_proj.lora_A.weight": torch.full((4, 72), 1e300, dtype=torch.float64)}
+        ),
+        "NaN or infinite",
+    ),
 }
 
 

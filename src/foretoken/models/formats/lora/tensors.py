@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
 from foretoken.models.formats.checkpoint import PICKLES
-from foretoken.models.formats.finite import check_finite
+from foretoken.models.formats.finite import check_finite, is_finite
 from foretoken.models.formats.lora.modules import PRODUCTS, LinearModule, Product, linear_modules
 from foretoken.models.formats.lora.settings import LoraSettings, read_settings
 from foretoken.models.formats.quantize import Matrix
@@ -135,7 +135,12 @@ class _Reader:
         rank = self._settings.rank(name)
         down = self._matrix(f"base_model.model.{name}.lora_A.weight", (rank, module.columns))
         up = self._matrix(f"base_model.model.{name}.lora_B.weight", (module.rows, rank))
-        return None if down is None or up is None else (down, up * self._settings.scale(name))
+        if down is None or up is None:
+            return None
+        scaled = up * self._settings.scale(name)
+        if not is_finite(scaled):
+            raise self._wrong(f"{name!r} scaled beyond float32, by lora_alpha or alpha_pattern")
+        return down, scaled
 
     def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor | None:
         if name not in self._file.keys():  # noqa: SIM118 (not a mapping)
@@ -146,8 +151,9 @@ class _Reader:
         tensor: Tensor = self._file.get_tensor(name)
         if not tensor.is_floating_point():
             raise self._wrong(f"{name!r} of {tensor.dtype}; expected floats")
+        tensor = tensor.float()  # first, because numbers of float64 may be too large
         check_finite(name, tensor, str(self._folder))
-        return tensor.float()
+        return tensor
 
     def _wrong(self, what: str) -> ModelLoadError:
         return ModelLoadError(f"the adapter in {self._folder} has {what}")
