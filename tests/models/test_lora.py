@@ -230,6 +230,13 @@ def setting(**values: Any) -> Change:
     return lambda config, tensors: config.update(values)
 
 
+def two_prefixes(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del config["target_modules"]
+    for part in "AB":
+        name = f"self_attn.q_proj.lora_{part}.weight"
+        tensors[f"base_model.model.model.language_model.layers.0.{name}"] = tensors.pop(f"{LAYER}.{name}")
+
+
 BROKEN: dict[str, tuple[Change, str]] = {
     "DoRA": (setting(use_dora=True), "asks for DoRA, which is not supported; merge it"),
     "whole modules": (setting(modules_to_save=["lm_head"]), "modules that were trained whole"),
@@ -269,6 +276,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         ),
         "NaN or infinite",
     ),
+    "two prefixes": (two_prefixes, "modules under two prefixes"),
 }
 
 

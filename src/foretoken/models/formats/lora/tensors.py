@@ -91,8 +91,10 @@ class _Reader:
             found.setdefault(parsed["module"], set()).add(parsed["part"])
         if not found:
             raise self._wrong("no tensors")
+        self._prefix = self._prefix_of(min(found))
         for module, parts in found.items():
-            self._prefix = self._prefix_of(module)
+            if self._prefix_of(module) != self._prefix:
+                raise self._wrong(f"modules under two prefixes, such as {min(found)!r} and {module!r}")
             if len(parts) < 2:
                 raise self._wrong(f"only one of the two matrices of {module!r}")
         wanted = set(found)
