@@ -124,6 +124,9 @@ def test_wrong_choices_are_refused(plain: LLM, adapters: dict[str, Path]) -> Non
         plain.generate("x", lora_request="other")
     with pytest.raises(ForetokenError, match="1 lora_request for 2 prompts"):
         plain.generate(["x", "y"], lora_request=["all"])
+    for wrong in (3, ["all", 3], {"all": "x"}):
+        with pytest.raises(ForetokenError, match="must be the name of an adapter or a LoRARequest"):
+            plain.generate(["x", "y"], lora_request=wrong)  # type: ignore[arg-type]
     with pytest.raises(ForetokenError, match="lora must be the name"):
         SamplingParams(lora=3)  # type: ignore[arg-type]
     with pytest.raises(ForetokenError, match="a LoRA adapter 'all' already"):

@@ -283,7 +283,7 @@ class LLM:
         settings = [params or SamplingParams()] * len(each) if not isinstance(params, Sequence) else list(params)
         if len(settings) != len(each):
             raise InvalidRequest(f"{len(settings)} sampling_params for {len(each)} prompts; give one, or one each")
-        adapters = [lora] * len(each) if lora is None or isinstance(lora, str | LoRARequest) else list(lora)
+        adapters = list(lora) if isinstance(lora, Sequence) and not isinstance(lora, str) else [lora] * len(each)
         if len(adapters) != len(each):
             raise InvalidRequest(f"{len(adapters)} lora_request for {len(each)} prompts; give one, or one each")
         settings = [self._with_adapter(p, adapter) for p, adapter in zip(settings, adapters, strict=True)]
@@ -302,6 +302,8 @@ class LLM:
             return params
         if isinstance(lora, str):
             return replace(params, lora=lora)
+        if not isinstance(lora, LoRARequest):
+            raise InvalidRequest(f"lora_request must be the name of an adapter or a LoRARequest, got {shown(lora)}")
         if lora.lora_path and lora.lora_name not in self.target.adapters:
             self.load_lora(lora.lora_name, lora.lora_path)
         return replace(params, lora=lora.lora_name)
