@@ -119,6 +119,13 @@ def test_the_command_generates_with_an_adapter(
     assert not ended.value.code and json.loads(capsys.readouterr().out)["text"] == str(expected)
 
 
+def test_adapters_are_refused_before_the_model_is_read(adapters: dict[str, Path]) -> None:
+    with pytest.raises(ForetokenError, match="in one process"):
+        LLM("no/model", lora=adapters, tensor_parallel_size=2)
+    with pytest.raises(ForetokenError, match="there is no folder '/nowhere'"):
+        LLM(zoo.path("target"), dtype="no dtype", lora={"x": "/nowhere"})
+
+
 def test_wrong_choices_are_refused(plain: LLM, adapters: dict[str, Path]) -> None:
     with pytest.raises(ForetokenError, match="'other' is not loaded; loaded: attention, all"):
         plain.generate("x", lora_request="other")

@@ -28,7 +28,7 @@ from foretoken.engine.warmup import warm_up
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_generation_settings, load_tokenizer, resolve
 from foretoken.models.loading import load_model
-from foretoken.models.options import drafts_format
+from foretoken.models.options import check_adapters, drafts_format
 from foretoken.models.runners.native.cache import write_kept
 from foretoken.outputs import CompletionOutput, RequestOutput, StreamPiece
 from foretoken.params import MAX_COUNT, LoRARequest, SamplingParams
@@ -111,6 +111,7 @@ class LLM:
         integer("max_num_seqs", max_num_seqs, 1, MAX_COUNT)
         integer("max_model_len", max_model_len, 2, MAX_COUNT, optional=True)
         integer("kv_cache_memory_bytes", kv_cache_memory_bytes, 1, optional=True)
+        check_adapters(lora or (), backend, tensor_parallel_size)
         config = SpeculativeConfig.of(speculative_config)
         if model is None:
             model = zoo.path("target")
@@ -118,6 +119,7 @@ class LLM:
                 draft_model = zoo.path("draft")
         self.speculative_config = config = with_draft(config, draft_model)
         path = resolve(model, gguf_file)
+        adapters = {name: resolve(folder) for name, folder in (lora or {}).items()}  # fails before the model is read
         options = {"dtype": dtype, "device": device, "backend": backend, "max_length": max_model_len}
         self.tokenizer = load_tokenizer(resolve(tokenizer) if tokenizer else path)
         self.target: Model = load_model(
@@ -127,7 +129,7 @@ class LLM:
             weight_format=weight_format,
             **options,
         )
-        for name, folder in (lora or {}).items():
+        for name, folder in adapters.items():
             self.load_lora(name, folder)
         options["weight_format"] = drafts_format(weight_format)
         self.model, self.draft_model = str(model), config.model

@@ -57,6 +57,8 @@ CASES: list[tuple[str, str]] = [
     ("serve --max-replicas 2", "need --replicas"),
     ("serve --replicas 3 --max-replicas 2", "must be at least --replicas"),
     ("serve --replicas 2 --tensor-parallel-size 2", "cannot be combined"),
+    ("serve --lora-modules a=x --tensor-parallel-size 2", "LoRA adapters are computed by the compiled runtime"),
+    ("serve --lora-modules a=x --backend hf", "LoRA adapters are computed by the compiled runtime"),
     ("serve --port 0 --allowed-host http://a", "--allowed-host must be a host name"),
     ("serve --port 0 --methods telepathy", "speculative method 'telepathy' is not known"),
     ("serve --port 0 --backend magic", "backend 'magic' is not known"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,10 +47,17 @@ def _check(
     max_model_len: int | None = None,
     tensor_parallel_size: int = 1,
     methods: Sequence[str | dict[str, Any]] = (),
+    lora: Collection[str] = (),
     **others: Any,
 ) -> None:
     from foretoken.core.checks import integer
-    from foretoken.models.options import check_backend, check_dtype, check_quantization, check_weight_format
+    from foretoken.models.options import (
+        check_adapters,
+        check_backend,
+        check_dtype,
+        check_quantization,
+        check_weight_format,
+    )
     from foretoken.propose.methods import check_method
 
     check_dtype(dtype)
@@ -59,6 +66,7 @@ def _check(
     check_backend(backend)
     integer("max_model_len", max_model_len, 1, optional=True)
     integer("tensor_parallel_size", tensor_parallel_size, 1)
+    check_adapters(lora, backend, tensor_parallel_size)
     for method in methods:
         if isinstance(method, str):
             check_method(method)

@@ -5,6 +5,8 @@ Imports nothing heavy, so that wrong names are refused early.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from foretoken.core.errors import InvalidRequest
 
 BACKENDS = ("auto", "native", "hf")
@@ -45,6 +47,15 @@ def check_weight_format(name: str) -> None:
     """Raises InvalidRequest for an unknown way to hold weights in memory."""
     if name not in WEIGHT_FORMATS:
         raise InvalidRequest(f"weight_format {name!r} is not known; known: {', '.join(WEIGHT_FORMATS)}")
+
+
+def check_adapters(names: Collection[str], backend: str, tensor_parallel_size: int) -> None:
+    """Raises InvalidRequest for LoRA adapters with options that leave the compiled runtime."""
+    if names and (backend == "hf" or tensor_parallel_size > 1):
+        raise InvalidRequest(
+            "LoRA adapters are computed by the compiled runtime, in one process: leave out backend='hf' and "
+            "tensor_parallel_size, or merge the adapter into the model with PEFT's merge_and_unload"
+        )
 
 
 def drafts_format(target: str) -> str:
