@@ -17,6 +17,7 @@ from foretoken.audit.endpoint.work import EndpointTask
 from foretoken.audit.tally import Sum
 
 _SEEN = 0.01  # level at which the unchanged distribution is ruled out
+_ROUNDING = 1e-6  # sum of scores that is 0 but for rounding
 _SPREAD = 1.0  # variance from which a sum of scores is about normal
 _BIASED, _BIAS = 12, -4.0  # tokens that are made less likely, and by how much
 _WITHOUT = frozenset({Reference.INLINE, Reference.NONE})
@@ -72,8 +73,10 @@ class Rivals:
 
 def _bound(total: Sum) -> float:
     """Returns a bound on the p-value of a sum of scores in [0, 1] (Freedman 1975), which few tokens do not break."""
-    far = abs(total.excess)
-    return min(1.0, 2.0 * math.exp(-(far**2) / (2.0 * total.variance + 2.0 * far / 3.0))) if far else 1.0
+    far, variance = abs(total.excess), max(0.0, total.variance)
+    if far < _ROUNDING:
+        return 1.0
+    return min(1.0, 2.0 * math.exp(-(far**2) / (2.0 * variance + 2.0 * far / 3.0)))
 
 
 def tuned_findings(task: EndpointTask) -> list[ParameterFinding]:
