@@ -232,6 +232,7 @@ LLAMA4: dict[str, Any] = {
     "attention_chunk_size": 7,
     "floor_scale": 4,
     "attn_scale": 0.5,
+    "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0},  # as in Llama 4 Scout
 }
 
 ARCHITECTURES: dict[str, Tiny] = {

@@ -109,6 +109,8 @@ def _llama3(frequencies: Tensor, settings: Mapping[str, Any]) -> Tensor:
     original = settings["original_max_position_embeddings"]
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     wavelengths = 2 * math.pi / frequencies
+    if low == high:  # no band between them, as in Llama 4 Scout
+        return torch.where(wavelengths > original / low, frequencies / settings["factor"], frequencies)
     blend = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - blend) * frequencies / settings["factor"] + blend * frequencies
 

@@ -53,8 +53,8 @@ class LayerRope(Schema):
         for name in needed:
             if getattr(self, name) is None:
                 raise ValueError(f"lacks {name!r}, which the rotary type {kind!r} needs")
-        if kind == "llama3" and (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
-            raise ValueError("has a low_freq_factor that is not below high_freq_factor")
+        if kind == "llama3" and (self.low_freq_factor or 0) > (self.high_freq_factor or 0):
+            raise ValueError("has a low_freq_factor above its high_freq_factor")
         return self
 
 
