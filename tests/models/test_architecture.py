@@ -70,6 +70,12 @@ def test_the_old_form_of_gemma_3_is_supported() -> None:
     assert torch.allclose(a.frequencies[1], 1 / (2e4**exponents))
 
 
+def test_older_files_of_llama_4_have_a_number_for_true() -> None:
+    config = {**CONFIG_MAPPING["llama4_text"](num_hidden_layers=4).to_dict(), "attn_temperature_tuning": 4}
+    assert Architecture.of(config).query_growth is not None
+    assert Architecture.of({**config, "attn_temperature_tuning": 0}).query_growth is None
+
+
 def test_windows_and_rotary_tables_by_layer() -> None:
     assert Architecture.of(bare("llama", sliding_window=8)).windows == (0,) * 7  # Llama has no windows
     assert Architecture.of(bare("mistral", sliding_window=None)).windows == (0,) * 7

@@ -101,7 +101,7 @@ class CausalConfig(Schema):
     no_rope_layer_interval: Layers = 4
     attention_chunk_size: Size | None = None
     intermediate_size_mlp: Size | None = None
-    attn_temperature_tuning: bool | None = None
+    attn_temperature_tuning: bool | Annotated[int, Field(ge=0)] | None = None  # older files have 4 for true
     floor_scale: Size | None = None
     attn_scale: NotNegative | None = None
     query_pre_attn_scalar: Positive | None = None
