@@ -9,6 +9,8 @@ import contextlib
 import json
 import threading
 import time
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,6 +57,7 @@ class Behaviour:
     chat_only: bool = False
     key: str | None = None
     seen: list[dict[str, Any]] = field(default_factory=list)
+    times: Counter[int] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -229,7 +232,8 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.behaviour.fault if speculate else ""
         choices, drafted = [], 0
         for index in range(body.get("n", 1)):
-            seed = None if fault == "seed" or "seed" not in body else body["seed"] + index
+            unseeded = fault == "seed" or "seed" not in body
+            seed = [*self._again(body), index] if unseeded else body["seed"] + index
             decoder = Decoder(ids, body, fault, np.random.default_rng(seed))
             finish = decoder.run(speculate)
             drafted += decoder.drafted
@@ -237,6 +241,13 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": len(ids), "completion_tokens": sum(len(c["token_ids"]) for c in choices)}
         metrics = {"speculative_decoding": {"num_draft_tokens": drafted}}
         return {"choices": choices, "usage": usage, "metrics": metrics}
+
+    def _again(self, body: dict[str, Any]) -> tuple[int, int]:
+        """A number for a body, and how often it came before: every run of the tests samples the same texts."""
+        key = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+        with self.behaviour.lock:
+            self.behaviour.times[key] += 1
+            return key, self.behaviour.times[key]
 
     def _choice(self, index: int, decoder: Decoder, finish: str, fault: str) -> dict[str, Any]:
         body, text = decoder.body, decoder.string
