@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken; before torch is 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from foretoken.core.folders import cache_folder
 
@@ -27,6 +28,10 @@ gc.disable()
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and their children with them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long drawing an input takes says how busy the machine is, not whether a test is right.
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("busy")
 
 TEXT = (
     "def greet(name):\n    return f'hello {name}, größe 5 €'\n\n",
