@@ -61,8 +61,7 @@ class VllmLoadedServer(LoadedServer):
             ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             result = Path(folder) / _RESULT
             if ran.returncode or not result.exists():
-                words = (ran.stderr or ran.stdout).strip().splitlines()[-1:] or ["it printed nothing"]
-                raise ForetokenError(f"vllm bench serve failed: {words[0]}")
+                raise ForetokenError(f"vllm bench serve failed: {_reason(ran.stderr or ran.stdout)}")
             record = json.loads(result.read_text(encoding="utf-8"))
         return LoadResult.of(workload, concurrency, answers_of(record), record["duration"])
 
@@ -91,6 +90,12 @@ def _command() -> list[str]:
     if (program := shutil.which("vllm")) is not None:
         return [program, "bench", "serve"]
     raise InvalidRequest("no vllm program here; install vLLM, or take --generator foretoken")
+
+
+def _reason(printed: str) -> str:
+    """Returns the last line that tells of an error; libraries print other ones behind it."""
+    lines = [line for line in printed.splitlines() if line.strip()] or ["it printed nothing"]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1])
 
 
 def answers_of(record: dict[str, Any]) -> list[Streamed]:
