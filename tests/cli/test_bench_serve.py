@@ -80,7 +80,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path) -> 
     program.write_text(PROGRAM.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(LoadedServer, "_models", lambda self: ["m"])
+    monkeypatch.setattr("foretoken.bench.http_load.listed_models", lambda *_: [{"id": "m"}])
     return VllmLoadedServer("http://x", None, None, {"max_tokens": 6, "temperature": 0.0}, "tokenizer")
 
 
