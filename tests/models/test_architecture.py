@@ -70,6 +70,13 @@ def test_the_old_form_of_gemma_3_is_supported() -> None:
     assert torch.allclose(a.frequencies[1], 1 / (2e4**exponents))
 
 
+def test_only_deepseek_v2_reads_how_groups_of_experts_are_chosen() -> None:
+    greedy = {"topk_method": "greedy", "n_group": 8, "topk_group": 4, "num_experts_per_tok": 4}
+    for family, groups in (("deepseek_v2", 1), ("deepseek_v3", 8)):
+        experts = Architecture.of({**bare(family), **greedy}).stack[-1].experts
+        assert experts is not None and experts.groups == groups
+
+
 def test_older_files_of_llama_4_have_a_number_for_true() -> None:
     config = {**CONFIG_MAPPING["llama4_text"](num_hidden_layers=4).to_dict(), "attn_temperature_tuning": 4}
     assert Architecture.of(config).query_growth is not None
@@ -101,6 +108,7 @@ def test_windows_and_rotary_tables_by_layer() -> None:
         bare("bloom", apply_residual_connection_post_layernorm=True),
         bare("mpt", attn_config={"qk_ln": True}),
         bare("qwen3", layer_types=["chunked_attention"] * 7),
+        bare("deepseek_v2", topk_method="noaux_tc"),
     ],
     ids=lambda c: str(c["model_type"]),
 )

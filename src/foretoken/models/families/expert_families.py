@@ -219,6 +219,7 @@ def experts_of(c: Mapping[str, Any]) -> tuple[Experts | None, ...]:
 
 def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -> Experts:
     inner = c.moe_intermediate_size or whole["intermediate_size"]
+    grouped = "topk_method" not in family.defaults or c.topk_method != "greedy"  # only DeepSeek-V2 reads it
     return Experts(
         count=_count(whole) or _count(family.defaults) or 1,
         chosen=c.num_experts_per_tok,
@@ -228,8 +229,8 @@ def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -
         scale=c.routed_scaling_factor or 1.0,
         divisor_eps=family.divisor_eps,
         correction=family.correction and c.use_expert_bias is not False,
-        groups=1 if c.topk_method == "greedy" else c.n_group or 1,
-        chosen_groups=1 if c.topk_method == "greedy" else c.topk_group or 1,
+        groups=c.n_group or 1 if grouped else 1,
+        chosen_groups=c.topk_group or 1 if grouped else 1,
         best_two=family.best_two,
         shared=c.shared_expert_intermediate_size
         or c.moe_shared_expert_intermediate_size

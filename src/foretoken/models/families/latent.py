@@ -78,7 +78,9 @@ def minicpm3(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def v2_refuses(c: Mapping[str, Any]) -> str | None:
-    """Refuses weights of experts that are divided by their sum, which transformers does not compute either."""
+    """Refuses what transformers does not compute either: weights divided by their sum, other choices of experts."""
+    if c.get("topk_method") not in (None, "greedy", "group_limited_greedy"):
+        return "topk_method"
     return "norm_topk_prob" if c.get("norm_topk_prob") else None
 
 
