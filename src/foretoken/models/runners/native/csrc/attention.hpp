@@ -59,7 +59,7 @@ struct Attention {
         float scale[TILE_QUERIES];
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
-            for (int j = b.branch_from[row]; j < b.branch_from[row + 1]; j++) branch(pages, kv_head, row, q, j);
+            for (int j = first_branch(row); j < b.branch_from[row + 1]; j++) branch(pages, kv_head, row, q, j);
             if (layer.relative) shift(scores + q * length, b.positions[row], keys_of(row), layer.relative + (first_head + q % group) * (2 * m.farthest + 1));
             if (m.biases) slant(scores + q * length, start(row), keys_of(row), m.biases + (first_head + q % group) * m.bias_stride);
             const float sink = layer.sinks ? layer.sinks[first_head + q % group] : -INFINITY;
@@ -75,7 +75,7 @@ struct Attention {
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
             float* out = mixed + q * m.head_dim;
-            for (int j = b.branch_from[row]; j < b.branch_from[row + 1] && !layout.latent; j++)
+            for (int j = first_branch(row); j < b.branch_from[row + 1] && !layout.latent; j++)
                 add(out, scores[q * length + b.prefix[row] + j - b.branch_from[row]],
                     layout.value(pages, layer.cache_layer, kv_head, b.branches[j]));
             for (int i = 0; i < layout.value_dim; i += LANES)
@@ -92,6 +92,9 @@ struct Attention {
         if (window < 0) return b.positions[row] / -window * -window;
         return window && from > 0 ? from : 0;
     }
+
+    // The first key after the prefix that the row sees: its window or chunk may begin among them.
+    int first_branch(int row) const { return b.branch_from[row] + std::max(start(row) - b.prefix[row], 0); }
 
     const Word* query(int row, int head) const { return all_queries + ((int64_t)row * m.heads + head) * layout.query_words; }
 
