@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TypeVar
 
 from foretoken.costs.measured import TimeSpread
 
 Key = TypeVar("Key", bound=Hashable)
+
+QUIET_SECONDS = 0.01  # before each turn: the threads of the task before, those of torch for instance, may still spin
 
 
 @dataclass(frozen=True)
@@ -50,5 +52,6 @@ def interleaved(
     for turn in track(range(turns)):
         for i in range(len(keys)):
             key = keys[(i + turn) % len(keys)]
+            sleep(QUIET_SECONDS)
             seconds[key].append(tasks[key].seconds())
     return {key: TimeSpread.of(values) for key, values in seconds.items()}
