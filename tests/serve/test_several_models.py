@@ -93,7 +93,7 @@ def test_models_are_listed_and_others_are_not_found(several: tuple[Running, str]
         lambda: client.chat.completions.create(model="gpt", messages=[]),
         lambda: client.models.retrieve("gpt"),
     ):
-        with pytest.raises(openai.NotFoundError, match="served: stdlib, usual, tiny") as refused:
+        with pytest.raises(openai.NotFoundError, match="'gpt' is not served here; GET /v1/models lists") as refused:
             call()
         assert refused.value.code == "model_not_found"
     assert server.post(BODY, headers=bearer("k")).json()["model"] == "stdlib"
@@ -119,6 +119,9 @@ def test_a_key_for_one_of_the_models(several: tuple[Running, str]) -> None:
         assert client.completions.create(model="tiny", **BODY).model == "tiny"
         with pytest.raises(openai.NotFoundError, match="may not use"):
             client.completions.create(model="usual", **BODY)
+        with pytest.raises(openai.NotFoundError, match="not served here") as refused:
+            client.completions.create(model="gpt", **BODY)
+        assert "usual" not in str(refused.value), "names that the key may not use"
 
 
 def test_stored_responses_speculation_metrics_and_probes(several: tuple[Running, str], client: openai.OpenAI) -> None:

@@ -140,7 +140,7 @@ class Intake:
         """Returns the model's name in the answer. Raises a 404 ApiError for a model that is not served."""
         names = self.settings.served_names
         if model is not None and model not in names:
-            message = f"the model {model!r} is not served here; served: {', '.join(names)}"
+            message = f"the model {model!r} is not served here; GET /v1/models lists those that are"
             raise ApiError(404, message, param="model", code="model_not_found")
         return model or names[0]
 

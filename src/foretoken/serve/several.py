@@ -163,7 +163,7 @@ class _Dispatch(Collector):
         if name is None:
             return self._apps[0]
         if name not in self._named:
-            message = f"the model {name!r} is not served here; served: {', '.join(self._named)}"
+            message = f"the model {name!r} is not served here; GET /v1/models lists those that are"
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._named[name]
 
