@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from foretoken.audit.endpoint.answers import Place
-from foretoken.audit.endpoint.cells import Cells, FalseLogprobsError, Tuning, tuned, whole
+from foretoken.audit.endpoint.answers import TokenPlace
+from foretoken.audit.endpoint.cells import Cells, FalseLogprobsError, TunedSampling, tuned, whole
 
 TOP = tuple((name, math.log(p)) for name, p in (("a", 0.5), ("b", 0.25), ("c", 0.1)))
 
 
-def place(token: str) -> Place:
-    return Place(token, None, TOP)
+def place(token: str) -> TokenPlace:
+    return TokenPlace(token, None, TOP)
 
 
 def test_the_rest_is_one_cell():
@@ -24,26 +24,26 @@ def test_the_rest_is_one_cell():
 
 def test_a_rest_that_is_only_rounding_joins_the_least_likely_token():
     top = (("b", math.log(0.7)), ("a", math.log(0.29999)))
-    assert whole(Place("c", None, top)) == Cells(pytest.approx((0.3, 0.7), abs=1e-4), 0)
+    assert whole(TokenPlace("c", None, top)) == Cells(pytest.approx((0.3, 0.7), abs=1e-4), 0)
 
 
 @pytest.mark.parametrize("top", [(("a", 0.5),), (("a", math.log(0.8)), ("b", math.log(0.3))), (("a", math.nan),)])
 def test_what_no_distribution_can_have(top):
     with pytest.raises(FalseLogprobsError):
-        whole(Place("a", None, top))
+        whole(TokenPlace("a", None, top))
 
 
 @pytest.mark.parametrize(
     "tuning, expected",
     [
-        (Tuning(temperature=0.5), (0.25, 0.0625, 0.01)),
-        (Tuning(bias={"b": math.log(2.0)}), (0.5, 0.5, 0.1)),
-        (Tuning(presence_penalty=math.log(2.0)), (0.25, 0.25, 0.1)),
-        (Tuning(frequency_penalty=math.log(2.0)), (0.125, 0.25, 0.1)),
-        (Tuning(frequency_penalty=math.log(2.0), window=3), (0.125, 0.125, 0.1)),
-        (Tuning(top_k=2), (0.5, 0.25, 0.0)),
-        (Tuning(top_p=0.6), (0.5, 0.25, 0.0)),
-        (Tuning(min_p=0.3), (0.5, 0.25, 0.0)),
+        (TunedSampling(temperature=0.5), (0.25, 0.0625, 0.01)),
+        (TunedSampling(bias={"b": math.log(2.0)}), (0.5, 0.5, 0.1)),
+        (TunedSampling(presence_penalty=math.log(2.0)), (0.25, 0.25, 0.1)),
+        (TunedSampling(frequency_penalty=math.log(2.0)), (0.125, 0.25, 0.1)),
+        (TunedSampling(frequency_penalty=math.log(2.0), window=3), (0.125, 0.125, 0.1)),
+        (TunedSampling(top_k=2), (0.5, 0.25, 0.0)),
+        (TunedSampling(top_p=0.6), (0.5, 0.25, 0.0)),
+        (TunedSampling(min_p=0.3), (0.5, 0.25, 0.0)),
     ],
 )
 def test_sampling_parameters(tuning, expected):
@@ -53,11 +53,13 @@ def test_sampling_parameters(tuning, expected):
 
 
 def test_a_token_outside_is_impossible_under_a_filter_alone():
-    assert tuned(place("z"), Tuning(temperature=0.5), (), ()) is None
-    cells = tuned(place("z"), Tuning(top_k=2), (), ())
+    assert tuned(place("z"), TunedSampling(temperature=0.5), (), ()) is None
+    cells = tuned(place("z"), TunedSampling(top_k=2), (), ())
     assert cells is not None and cells.probs[cells.at] == 0.0
 
 
-@pytest.mark.parametrize("tuning", [Tuning(top_k=3), Tuning(top_p=0.75), Tuning(min_p=0.5), Tuning(top_p=0.95)])
+@pytest.mark.parametrize(
+    "tuning", [TunedSampling(top_k=3), TunedSampling(top_p=0.75), TunedSampling(min_p=0.5), TunedSampling(top_p=0.95)]
+)
 def test_places_that_rounding_or_unknown_tokens_decide_are_left_out(tuning):
     assert tuned(place("a"), tuning, (), ()) is None

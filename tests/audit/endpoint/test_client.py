@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.audit.endpoint.answers import OTHER, Answer, Failed, Place, Refused, answer_of
+from foretoken.audit.endpoint.answers import OTHER, Failed, Refused, ServerAnswer, TokenPlace, answer_of
 from foretoken.audit.endpoint.client import Ask, EndpointClient
 from foretoken.audit.endpoint.journal import Journal
 from foretoken.core.errors import WriteError
@@ -23,7 +23,7 @@ def test_a_limited_request_is_tried_again():
     with serving(Behaviour(trouble="limits once")) as url:
         client = EndpointClient(url, patience=QUICK)
         (reply,) = client.post("completions", [ask("a")], 1)
-    assert isinstance(reply, Answer) and len(reply.text) == 3
+    assert isinstance(reply, ServerAnswer) and len(reply.text) == 3
     assert client.spent.requests == 2 and client.spent.retries == 1 and client.spent.tokens == 3
 
 
@@ -86,4 +86,4 @@ def test_ids_of_llama_cpp():
     row = {"id": 7, "token": "x", "logprob": -0.1, "top_logprobs": [{"id": 7, "token": "x", "logprob": -0.1}]}
     choice = {"text": "x", "finish_reason": "length", "logprobs": {"content": [row]}}
     answer = answer_of({"choices": [choice], "timings": {"draft_n": 5}}, 3)
-    assert answer.ids == (7,) and answer.places == (Place("7", -0.1, (("7", -0.1),)),) and answer.drafted == 5
+    assert answer.ids == (7,) and answer.places == (TokenPlace("7", -0.1, (("7", -0.1),)),) and answer.drafted == 5

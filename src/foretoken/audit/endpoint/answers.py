@@ -17,7 +17,7 @@ _SHARED = re.compile(r"|.*\ufffd.*|<[^<>]*>|\[[A-Z_0-9]+\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenPlace:
     """A place of a text.
 
     Attributes:
@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServerAnswer:
     """One completion.
 
     Attributes:
@@ -52,10 +52,10 @@ class Answer:
 
     text: str
     finish: str = ""
-    places: tuple[Place, ...] = ()
+    places: tuple[TokenPlace, ...] = ()
     ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
-    scored: tuple[Place | None, ...] = ()
+    scored: tuple[TokenPlace | None, ...] = ()
     choices: tuple[str, ...] = ()
     tokens: int = 0
     prompt_tokens: int = 0
@@ -84,16 +84,16 @@ class Failed:
     why: str
 
 
-Reply = Answer | Refused | Failed
+Reply = ServerAnswer | Refused | Failed
 
 
-def answer_of(data: Any, top: int, seconds: float = 0.0) -> Answer:
+def answer_of(data: Any, top: int, seconds: float = 0.0) -> ServerAnswer:
     """Returns the answer in the body of a completion or chat completion.
 
     Args:
         data: The parsed body.
         top: Number of alternatives that were asked for at each token.
-        seconds: See ``Answer``.
+        seconds: See ``ServerAnswer``.
 
     Raises:
         ValueError: The body is not one of OpenAI's API.
@@ -103,7 +103,7 @@ def answer_of(data: Any, top: int, seconds: float = 0.0) -> Answer:
         first = choices[0]
         usage = data.get("usage") or {}
         texts = tuple(_text(choice) for choice in choices)
-        return Answer(
+        return ServerAnswer(
             text=texts[0],
             finish=str(first.get("finish_reason") or ""),
             places=_places(first.get("logprobs"), top),
@@ -120,7 +120,7 @@ def answer_of(data: Any, top: int, seconds: float = 0.0) -> Answer:
         raise ValueError(f"the answer is not one of OpenAI's API ({type(error).__name__}: {error})") from error
 
 
-def joined(events: Sequence[Any], top: int, seconds: float = 0.0) -> Answer:
+def joined(events: Sequence[Any], top: int, seconds: float = 0.0) -> ServerAnswer:
     """Returns the answer of a stream. events: its parsed chunks. Raises ValueError."""
     text, finish = "", None
     try:
@@ -141,7 +141,7 @@ def _text(choice: Mapping[str, Any]) -> str:
     return text or ""
 
 
-def _places(logprobs: Any, top: int) -> tuple[Place, ...]:
+def _places(logprobs: Any, top: int) -> tuple[TokenPlace, ...]:
     if not logprobs:
         return ()
     if "content" in logprobs:
@@ -149,26 +149,26 @@ def _places(logprobs: Any, top: int) -> tuple[Place, ...]:
     tokens, own = logprobs["tokens"], logprobs.get("token_logprobs") or ()
     every = logprobs.get("top_logprobs") or [None] * len(tokens)
     return tuple(
-        Place(_name(token), None if logprob is None else float(logprob), _likeliest((table or {}).items(), top))
+        TokenPlace(_name(token), None if logprob is None else float(logprob), _likeliest((table or {}).items(), top))
         for token, logprob, table in zip(tokens, own, every, strict=True)
     )
 
 
-def _chat_place(entry: Mapping[str, Any], top: int) -> Place:
+def _chat_place(entry: Mapping[str, Any], top: int) -> TokenPlace:
     table = entry.get("top_logprobs") or ()
     if "id" in entry:
         likeliest = tuple((str(each["id"]), float(each["logprob"])) for each in table)
-        return Place(str(entry["id"]), float(entry["logprob"]), _ordered(likeliest)[:top])
+        return TokenPlace(str(entry["id"]), float(entry["logprob"]), _ordered(likeliest)[:top])
     pairs = [(each["token"], each["logprob"]) for each in table]
-    return Place(_name(entry["token"]), float(entry["logprob"]), _likeliest(pairs, top))
+    return TokenPlace(_name(entry["token"]), float(entry["logprob"]), _likeliest(pairs, top))
 
 
-def _scored(entries: Sequence[Any]) -> tuple[Place | None, ...]:
+def _scored(entries: Sequence[Any]) -> tuple[TokenPlace | None, ...]:
     """Reads vLLM's prompt_logprobs: tables by id. Which of the tokens is the prompt's own, the one who asked knows."""
     return tuple(
         None
         if table is None
-        else Place(OTHER, None, _ordered([(name, float(each["logprob"])) for name, each in table.items()]))
+        else TokenPlace(OTHER, None, _ordered([(name, float(each["logprob"])) for name, each in table.items()]))
         for table in entries
     )
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.audit.endpoint.answers import Place
+from foretoken.audit.endpoint.answers import TokenPlace
 
 _LEAST = 1e-4  # probability below which the rest is merged with the least likely token
 _SUM = 1.01  # largest sum of probabilities that rounding explains
@@ -30,7 +30,7 @@ class Cells:
     at: int
 
 
-def whole(place: Place) -> Cells:
+def whole(place: TokenPlace) -> Cells:
     """Returns the target's distribution at a place: its likeliest tokens in the order of names, then the rest.
 
     Raises:
@@ -53,7 +53,7 @@ def whole(place: Place) -> Cells:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class TunedSampling:
     """Sampling parameters, as OpenAI and vLLM define them. bias: by name of token. window: see ``Dialect``."""
 
     temperature: float = 1.0
@@ -112,7 +112,7 @@ class Tuning:
 _CLEAR, _CLEAR_MASS = 0.1, 0.02  # distances to a limit at which a filter is certain
 
 
-def tuned(place: Place, tuning: Tuning, prompt: Sequence[str], text: Sequence[str]) -> Cells | None:
+def tuned(place: TokenPlace, tuning: TunedSampling, prompt: Sequence[str], text: Sequence[str]) -> Cells | None:
     """Returns the distribution under sampling parameters, over the likeliest tokens in the order of their rank.
 
     Tokens outside are a last cell of probability 0 where a filter forbids them; elsewhere the place says nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from foretoken.audit.endpoint.answers import Answer, Failed, Place
+from foretoken.audit.endpoint.answers import Failed, ServerAnswer, TokenPlace
 from foretoken.core.draft import Draft
 from foretoken.models.loading import load_model
 
@@ -26,7 +26,7 @@ class CheckpointReference:
         self.name = str(model)
         self._model = load_model(model, dtype)
 
-    def places(self, text: Answer) -> tuple[Place, ...] | Failed:
+    def places(self, text: ServerAnswer) -> tuple[TokenPlace, ...] | Failed:
         """Returns the places of a text, named by token ids."""
         if not text.ids or not text.prompt_ids:
             return Failed("the server does not tell token ids, which a checkpoint needs")
@@ -46,6 +46,6 @@ class CheckpointReference:
         values, ids = logs.topk(min(TOP, logs.shape[-1]))
         rows = zip(text.ids, logs, values.tolist(), ids.tolist(), strict=True)
         return tuple(
-            Place(str(token), float(row[token]), tuple((str(i), float(v)) for i, v in zip(best, top, strict=True)))
+            TokenPlace(str(token), float(row[token]), tuple((str(i), float(v)) for i, v in zip(best, top, strict=True)))
             for token, row, top, best in rows
         )

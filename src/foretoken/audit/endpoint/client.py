@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from foretoken.audit.endpoint.answers import Answer, Failed, Refused, Reply, answer_of, joined
+from foretoken.audit.endpoint.answers import Failed, Refused, Reply, ServerAnswer, answer_of, joined
 from foretoken.audit.endpoint.journal import Journal, request_key
 from foretoken.bench.http_client import at_once, auth_headers, base_url
 
@@ -72,7 +72,7 @@ class Spent:
     resumed: int = 0
     drafted: int | None = None
 
-    def draft(self, answer: Answer) -> None:
+    def draft(self, answer: ServerAnswer) -> None:
         """Counts the draft tokens of an answer."""
         if answer.drafted is not None:
             self.drafted = (self.drafted or 0) + answer.drafted
@@ -134,7 +134,7 @@ class EndpointClient:
             return Failed(f"not sent, after {_IN_A_ROW} failures in a row")
         reply = await self._tried(http, path, ask)
         self._failures = self._failures + 1 if isinstance(reply, Failed) else 0
-        if isinstance(reply, Answer):
+        if isinstance(reply, ServerAnswer):
             self.spent.tokens += reply.tokens
             self.spent.prompt_tokens += reply.prompt_tokens
             self.spent.draft(reply)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from foretoken.audit.chance import noncentrality
-from foretoken.audit.endpoint.answers import Answer, Place
+from foretoken.audit.endpoint.answers import ServerAnswer, TokenPlace
 from foretoken.audit.endpoint.cells import Cells, FalseLogprobsError, whole
 from foretoken.audit.endpoint.side import Reference, Side, Wish
 from foretoken.audit.endpoint.work import EndpointTask, because, missing
@@ -53,7 +53,7 @@ def _tested(task: EndpointTask, side: Side, name: str, count: int) -> tuple[Chec
     top = side.needs_logprobs or task.reference is Reference.INLINE
     wishes = [Wish(task.prompt(i), task.sizes.sampled_tokens, f"sample/{i}", 1.0, top) for i in range(count)]
     replies = task.ask(side, wishes)
-    told = [(reply, f"sample/{i}") for i, reply in enumerate(replies) if isinstance(reply, Answer)]
+    told = [(reply, f"sample/{i}") for i, reply in enumerate(replies) if isinstance(reply, ServerAnswer)]
     places = task.places(side, told)
     why = [*missing(replies), *missing(places)]
     try:
@@ -74,7 +74,7 @@ def _tested(task: EndpointTask, side: Side, name: str, count: int) -> tuple[Chec
     return check, texts
 
 
-def _cells(places: Sequence[Place]) -> list[Cells]:
+def _cells(places: Sequence[TokenPlace]) -> list[Cells]:
     return [whole(place) for place in places if place.top]
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from foretoken.audit.endpoint.answers import Answer, Failed, Refused, Reply
+from foretoken.audit.endpoint.answers import Failed, Refused, Reply, ServerAnswer
 from foretoken.audit.endpoint.findings import ParameterFinding, Treatment
 from foretoken.audit.endpoint.side import CHAT, Side, Wish
 from foretoken.audit.endpoint.sizes import OBJECT_TOKENS, OBJECTS
@@ -52,19 +52,19 @@ def _tried(task: EndpointTask, side: Side, parameter: str, seen: Callable[[Endpo
         return stopped.seen
 
 
-def _greedy(task: EndpointTask, side: Side) -> list[Answer]:
+def _greedy(task: EndpointTask, side: Side) -> list[ServerAnswer]:
     """Returns the greedy texts of the first prompts, which parity asked for."""
     return _sure(task.greedy(side)[:_TEXTS])
 
 
-def _answered(side: Side, wishes: Sequence[Wish], concurrency: int = 1) -> list[Answer]:
+def _answered(side: Side, wishes: Sequence[Wish], concurrency: int = 1) -> list[ServerAnswer]:
     return _sure(side.complete(wishes, concurrency))
 
 
-def _sure(replies: Sequence[Reply]) -> list[Answer]:
-    if wrong := [reply for reply in replies if not isinstance(reply, Answer)]:
+def _sure(replies: Sequence[Reply]) -> list[ServerAnswer]:
+    if wrong := [reply for reply in replies if not isinstance(reply, ServerAnswer)]:
         raise _NoAnswerError(wrong[0])
-    return [reply for reply in replies if isinstance(reply, Answer)]
+    return [reply for reply in replies if isinstance(reply, ServerAnswer)]
 
 
 def _of(rows: Sequence[tuple[bool, bool]], what: str) -> Seen:

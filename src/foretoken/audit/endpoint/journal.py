@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from foretoken.audit.endpoint.answers import Answer, Place
+from foretoken.audit.endpoint.answers import ServerAnswer, TokenPlace
 from foretoken.core.errors import WriteError
 
 
@@ -28,7 +28,7 @@ class Journal:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, ServerAnswer] = {}
         self.resumed: frozenset[str] = frozenset()
         if file is not None:
             try:
@@ -43,11 +43,11 @@ class Journal:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def get(self, key: str) -> Answer | None:
+    def get(self, key: str) -> ServerAnswer | None:
         """Returns the answer to a request that was made before, in this run or an earlier one."""
         return self._answers.get(key)
 
-    def keep(self, key: str, answer: Answer) -> None:
+    def keep(self, key: str, answer: ServerAnswer) -> None:
         """Keeps an answer."""
         self._answers[key] = answer
         if self._file is not None:
@@ -68,7 +68,7 @@ def request_key(url: str, tag: str, body: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _read(line: str) -> tuple[str, Answer] | None:
+def _read(line: str) -> tuple[str, ServerAnswer] | None:
     try:
         kept = json.loads(line)
         given = dict(kept["answer"])
@@ -76,13 +76,13 @@ def _read(line: str) -> tuple[str, Answer] | None:
         given["scored"] = tuple(map(_place, given["scored"]))
         for name in ("ids", "prompt_ids", "choices"):
             given[name] = tuple(given[name])
-        return str(kept["key"]), Answer(**given)
+        return str(kept["key"]), ServerAnswer(**given)
     except (ValueError, LookupError, TypeError):
         return None
 
 
-def _place(given: Mapping[str, Any] | None) -> Place | None:
+def _place(given: Mapping[str, Any] | None) -> TokenPlace | None:
     if given is None:
         return None
     pairs: Sequence[Sequence[Any]] = given["top"]
-    return Place(given["token"], given["logprob"], tuple((str(name), float(value)) for name, value in pairs))
+    return TokenPlace(given["token"], given["logprob"], tuple((str(name), float(value)) for name, value in pairs))

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from foretoken.audit.divergence import first_difference
-from foretoken.audit.endpoint.answers import Answer, Place
-from foretoken.audit.endpoint.cells import Tuning
+from foretoken.audit.endpoint.answers import ServerAnswer, TokenPlace
+from foretoken.audit.endpoint.cells import TunedSampling
 from foretoken.audit.endpoint.side import Side
 from foretoken.audit.endpoint.work import AGAIN, ALONE, CROWD, PENALIZED, PENALTIES, EndpointTask, because, missing
 from foretoken.audit.result import Check, CheckOutcome
@@ -59,7 +59,7 @@ class _Noise:
     logprob: float = 0.0
 
     @classmethod
-    def between(cls, plain: Sequence[Answer], *others: Sequence[Answer]) -> _Noise:
+    def between(cls, plain: Sequence[ServerAnswer], *others: Sequence[ServerAnswer]) -> _Noise:
         noise = cls()
         for here, there in (pair for texts in others for pair in zip(plain, texts, strict=True)):
             for a, b in common(here, there):
@@ -83,7 +83,7 @@ def parity(task: EndpointTask) -> list[Check]:
     every = [reply for replies in texts.values() for reply in replies]
     if unanswered := missing(every):
         return [because(NAME, unanswered, len(every))]
-    known = {way: [reply for reply in replies if isinstance(reply, Answer)] for way, replies in texts.items()}
+    known = {way: [reply for reply in replies if isinstance(reply, ServerAnswer)] for way, replies in texts.items()}
     plain = known.pop("plain, alone")
     noise = _Noise.between(plain, known["plain, again"], known["plain, in a crowd"])
     noise.gap = max(noise.gap, min(_Noise.between(plain, known[ALONE]).gap, _MOST_NOISE))
@@ -98,15 +98,15 @@ def _penalized(task: EndpointTask, plain: Side, noise: _Noise) -> list[TextDiver
     Servers that refuse or ignore penalties are none of its business: the check of parameters names them.
     """
     presence, frequency = PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
-    tuning = Tuning(presence_penalty=presence, frequency_penalty=frequency, window=plain.dialect.window)
+    tuning = TunedSampling(presence_penalty=presence, frequency_penalty=frequency, window=plain.dialect.window)
     sides = [task.greedy(side, PENALIZED) for side in (plain, task.speculative)]
-    here, there = ([reply for reply in replies if isinstance(reply, Answer)] for replies in sides)
+    here, there = ([reply for reply in replies if isinstance(reply, ServerAnswer)] for replies in sides)
     if len(here) < task.sizes.parity_prompts or len(there) < len(here):
         return []
     return list(_divergences(here, there, PENALIZED, noise, tuning))
 
 
-def common(here: Answer, there: Answer) -> Iterator[tuple[Place, Place]]:
+def common(here: ServerAnswer, there: ServerAnswer) -> Iterator[tuple[TokenPlace, TokenPlace]]:
     """Yields the places of two texts that have one history, up to their first difference."""
     for a, b in zip(here.places, there.places, strict=False):
         if a.top and b.top:
@@ -115,7 +115,7 @@ def common(here: Answer, there: Answer) -> Iterator[tuple[Place, Place]]:
             return
 
 
-def _gap_change(here: Place, there: Place) -> float:
+def _gap_change(here: TokenPlace, there: TokenPlace) -> float:
     """Returns by how much the distance between the best two tokens changes."""
     if len(here.top) < 2:
         return 0.0
@@ -124,14 +124,18 @@ def _gap_change(here: Place, there: Place) -> float:
     return abs((one - two) - (other[best] - other[second])) if best in other and second in other else 0.0
 
 
-def _apart(here: Place, there: Place) -> float:
+def _apart(here: TokenPlace, there: TokenPlace) -> float:
     """Returns the largest difference of a likely token's log-probability."""
     other = dict(there.top)
     return max((abs(value - other[name]) for name, value in here.top if value > _LIKELY and name in other), default=0.0)
 
 
 def _divergences(
-    plain: Sequence[Answer], others: Sequence[Answer], way: str, noise: _Noise, tuning: Tuning | None = None
+    plain: Sequence[ServerAnswer],
+    others: Sequence[ServerAnswer],
+    way: str,
+    noise: _Noise,
+    tuning: TunedSampling | None = None,
 ) -> Iterator[TextDivergence]:
     for index, (here, there) in enumerate(zip(plain, others, strict=True)):
         told = bool(here.places and there.places)
@@ -143,7 +147,7 @@ def _divergences(
         yield TextDivergence(index, at, way, margin, _kind(margin, noise, told), here.text, there.text)
 
 
-def _margin(here: Answer, there: Answer, at: int, tuning: Tuning | None) -> float | None:
+def _margin(here: ServerAnswer, there: ServerAnswer, at: int, tuning: TunedSampling | None) -> float | None:
     """Returns how far the other text's token is below the likeliest one, in the plain pass under ``tuning``."""
     if at >= len(here.places) or not here.places[at].top:
         return None
@@ -164,7 +168,9 @@ def _kind(margin: float | None, noise: _Noise, told: bool) -> str:
     return "numeric noise" if margin <= 2.0 * noise.gap else "bug"
 
 
-def _verdict(plain: Sequence[Answer], found: Sequence[TextDivergence], noise: _Noise, task: EndpointTask) -> Check:
+def _verdict(
+    plain: Sequence[ServerAnswer], found: Sequence[TextDivergence], noise: _Noise, task: EndpointTask
+) -> Check:
     own = [one for one in found if not one.way.startswith("plain")]
     batch = [one for one in found if one.way.startswith("plain")]
     tokens = sum(len(text.names) for text in plain)
@@ -202,7 +208,7 @@ def _verdict(plain: Sequence[Answer], found: Sequence[TextDivergence], noise: _N
     return Check(NAME, CheckOutcome.PASSED, evidence, numbers)
 
 
-def _logprobs(plain: Sequence[Answer], others: Sequence[Answer], noise: _Noise) -> Check:
+def _logprobs(plain: Sequence[ServerAnswer], others: Sequence[ServerAnswer], noise: _Noise) -> Check:
     """Compares the log-probabilities that come with plain and with speculative texts."""
     told = sum(bool(place.top) for text in plain for place in text.places)
     if not told:

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from foretoken.audit.chance import ALPHA
-from foretoken.audit.endpoint.answers import Answer, Failed, Refused
+from foretoken.audit.endpoint.answers import Failed, Refused, ServerAnswer
 from foretoken.audit.endpoint.checkpoint import CheckpointReference
 from foretoken.audit.endpoint.client import EndpointClient, Patience
 from foretoken.audit.endpoint.dialects import DIALECTS, Dialect, ServerKind, detect
@@ -172,7 +172,7 @@ def _tokens(endpoint: Endpoint, side: Side, prompts: Sequence[str]) -> int:
         return endpoint.budget or LEAST
     count = endpoint.concurrency
     wishes = [Wish(prompts[i % len(prompts)], _TIMED, f"speed/{i}", 1.0, False) for i in range(count)]
-    known = [reply for reply in side.complete(wishes, count) if isinstance(reply, Answer)]
+    known = [reply for reply in side.complete(wishes, count) if isinstance(reply, ServerAnswer)]
     slowest = max((reply.seconds for reply in known), default=0.0)
     speed = sum(reply.tokens for reply in known) / slowest if slowest else 0.0
     return max(LEAST, int(speed * endpoint.seconds * _USED))

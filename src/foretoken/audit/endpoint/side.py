@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from foretoken.audit.endpoint.answers import Answer, Failed, Place, Refused, Reply
+from foretoken.audit.endpoint.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
 from foretoken.audit.endpoint.client import Ask, EndpointClient
 from foretoken.audit.endpoint.dialects import Dialect
 
@@ -96,7 +96,9 @@ class Side:
         replies = self.client.post(self.abilities.path, asks, concurrency)
         return [_of_prompt(reply, wish.prompt) for reply, wish in zip(replies, wishes, strict=True)]
 
-    def score(self, texts: Sequence[tuple[Answer, str]], concurrency: int) -> list[tuple[Place, ...] | Failed]:
+    def score(
+        self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
+    ) -> list[tuple[TokenPlace, ...] | Failed]:
         """Returns the places of each text with the log-probabilities of plain decoding without any filter.
 
         Args:
@@ -126,46 +128,50 @@ class Side:
         body |= self.dialect.endless if wish.endless else {}
         return body | {self.dialect.name(name): value for name, value in wish.options.items()}
 
-    def _score_prompts(self, texts: Sequence[tuple[Answer, str]], concurrency: int) -> list[tuple[Place, ...] | Failed]:
+    def _score_prompts(
+        self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
+    ) -> list[tuple[TokenPlace, ...] | Failed]:
         options = {"prompt_logprobs": self.abilities.top}
         wishes = [
             Wish((*text.prompt_ids, *text.ids), 1, f"{tag}/score", top=False, options=options) for text, tag in texts
         ]
-        scored: list[tuple[Place, ...] | Failed] = []
+        scored: list[tuple[TokenPlace, ...] | Failed] = []
         for (text, _), reply in zip(texts, self.complete(wishes, concurrency), strict=True):
-            if isinstance(reply, Answer) and len(reply.scored) == len(text.prompt_ids) + len(text.ids):
+            if isinstance(reply, ServerAnswer) and len(reply.scored) == len(text.prompt_ids) + len(text.ids):
                 rows = reply.scored[len(text.prompt_ids) :]
                 scored.append(tuple(self._own(token, row) for token, row in zip(text.ids, rows, strict=True)))
             else:
-                scored.append(Failed("no prompt_logprobs" if isinstance(reply, Answer) else reply.why))
+                scored.append(Failed("no prompt_logprobs" if isinstance(reply, ServerAnswer) else reply.why))
         return scored
 
-    def _own(self, token: int, row: Place | None) -> Place:
+    def _own(self, token: int, row: TokenPlace | None) -> TokenPlace:
         """Returns a place of a scored prompt with the prompt's own token."""
         top = () if row is None else row.top
-        return Place(str(token), dict(top).get(str(token)), top[: self.abilities.top])
+        return TokenPlace(str(token), dict(top).get(str(token)), top[: self.abilities.top])
 
-    def _score_each(self, texts: Sequence[tuple[Answer, str]], concurrency: int) -> list[tuple[Place, ...] | Failed]:
+    def _score_each(
+        self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
+    ) -> list[tuple[TokenPlace, ...] | Failed]:
         wishes = [
             Wish((*text.prompt_ids, *text.ids[:at]), 1, f"{tag}/score/{at}")
             for text, tag in texts
             for at in range(len(text.ids))
         ]
         replies = iter(self.complete(wishes, concurrency))
-        scored: list[tuple[Place, ...] | Failed] = []
+        scored: list[tuple[TokenPlace, ...] | Failed] = []
         for text, _ in texts:
             own = [next(replies) for _ in text.ids]
-            wrong = next((each for each in own if not isinstance(each, Answer) or not each.places), None)
+            wrong = next((each for each in own if not isinstance(each, ServerAnswer) or not each.places), None)
             if wrong is None:
-                rows = [each.places[0] for each in own if isinstance(each, Answer)]
+                rows = [each.places[0] for each in own if isinstance(each, ServerAnswer)]
                 scored.append(tuple(self._own(token, row) for token, row in zip(text.ids, rows, strict=True)))
             else:
-                scored.append(Failed("no logprobs" if isinstance(wrong, Answer) else wrong.why))
+                scored.append(Failed("no logprobs" if isinstance(wrong, ServerAnswer) else wrong.why))
         return scored
 
 
 def _of_prompt(reply: Reply, prompt: Prompt) -> Reply:
-    if isinstance(reply, Answer) and isinstance(prompt, tuple) and not reply.prompt_ids:
+    if isinstance(reply, ServerAnswer) and isinstance(prompt, tuple) and not reply.prompt_ids:
         return replace(reply, prompt_ids=prompt)
     return reply
 
@@ -177,7 +183,7 @@ def probed(side: Side, prompt: str) -> Side | Refused | Failed:
         for top in (*_TOPS, 0):
             able = replace(side, abilities=Abilities(path, top, side.dialect.told))
             (reply,) = able.complete([Wish(prompt, _PROBED, f"probe/{top}")], 1)
-            if isinstance(reply, Answer) and (reply.places or not top):
+            if isinstance(reply, ServerAnswer) and (reply.places or not top):
                 return _with_reference(able, prompt, reply)
             if isinstance(reply, Failed):
                 return reply
@@ -186,7 +192,7 @@ def probed(side: Side, prompt: str) -> Side | Refused | Failed:
     return reply if isinstance(reply, Refused) else Failed("it answers with neither a text nor a refusal")
 
 
-def _with_reference(side: Side, prompt: str, seen: Answer) -> Side:
+def _with_reference(side: Side, prompt: str, seen: ServerAnswer) -> Side:
     """Returns the side with the best source of the target's distribution that works."""
     able, text = side.abilities, seen
     if able.top and able.path != CHAT and seen.ids:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.audit.chance import normal_tail
-from foretoken.audit.endpoint.answers import Answer, Failed, Place, Refused, Reply
-from foretoken.audit.endpoint.cells import Tuning, tuned
+from foretoken.audit.endpoint.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
+from foretoken.audit.endpoint.cells import TunedSampling, tuned
 from foretoken.audit.endpoint.findings import ParameterFinding, Treatment
 from foretoken.audit.endpoint.side import Reference, Side, Wish
 from foretoken.audit.endpoint.work import EndpointTask
@@ -22,14 +22,14 @@ _SPREAD = 1.0  # variance from which a sum of scores is about normal
 _BIASED, _BIAS = 12, -4.0  # tokens that are made less likely, and by how much
 _WITHOUT = frozenset({Reference.INLINE, Reference.NONE})
 
-TUNINGS: Mapping[str, Tuning] = {
-    "temperature": Tuning(temperature=0.5),
-    "top_k": Tuning(top_k=3),
-    "top_p": Tuning(top_p=0.6),
-    "min_p": Tuning(min_p=0.15),
-    "presence_penalty": Tuning(presence_penalty=2.0),
-    "frequency_penalty": Tuning(frequency_penalty=2.0),
-    "logit_bias": Tuning(),
+TUNINGS: Mapping[str, TunedSampling] = {
+    "temperature": TunedSampling(temperature=0.5),
+    "top_k": TunedSampling(top_k=3),
+    "top_p": TunedSampling(top_p=0.6),
+    "min_p": TunedSampling(min_p=0.15),
+    "presence_penalty": TunedSampling(presence_penalty=2.0),
+    "frequency_penalty": TunedSampling(frequency_penalty=2.0),
+    "logit_bias": TunedSampling(),
 }
 
 
@@ -106,7 +106,7 @@ def _treated(task: EndpointTask, side: Side, parameter: str, level: float) -> tu
     replies = task.ask(side, wishes)
     if stopped := _stopped(replies):
         return stopped
-    texts = [(text, f"{parameter}/{i}") for i, text in enumerate(replies) if isinstance(text, Answer)]
+    texts = [(text, f"{parameter}/{i}") for i, text in enumerate(replies) if isinstance(text, ServerAnswer)]
     rivals = Rivals()
     for (text, _), places in zip(texts, task.places(side, texts), strict=True):
         if isinstance(places, Failed):
@@ -124,25 +124,27 @@ def _stopped(replies: Sequence[Reply]) -> tuple[Treatment, str] | None:
     return None
 
 
-def _asked(task: EndpointTask, side: Side, parameter: str) -> tuple[Tuning, dict[str, Any]]:
+def _asked(task: EndpointTask, side: Side, parameter: str) -> tuple[TunedSampling, dict[str, Any]]:
     """Returns the law to expect, and the fields to send."""
     if parameter != "logit_bias":
         tuning = TUNINGS[parameter]
         window = side.dialect.window
-        return Tuning(**{parameter: getattr(tuning, parameter)}, window=window), {parameter: getattr(tuning, parameter)}
+        return TunedSampling(**{parameter: getattr(tuning, parameter)}, window=window), {
+            parameter: getattr(tuning, parameter)
+        }
     common = _common(task)
-    return Tuning(bias={str(token): _BIAS for token in common}), (
+    return TunedSampling(bias={str(token): _BIAS for token in common}), (
         {"logit_bias": {str(token): _BIAS for token in common}} if common else {}
     )
 
 
 def _common(task: EndpointTask) -> list[int]:
     """Returns the most frequent token ids of the plain greedy texts, every other one."""
-    counts = Counter(token for text in task.greedy(task.judge) if isinstance(text, Answer) for token in text.ids)
+    counts = Counter(token for text in task.greedy(task.judge) if isinstance(text, ServerAnswer) for token in text.ids)
     return [token for token, _ in counts.most_common(2 * _BIASED)][::2]
 
 
-def _add(rivals: Rivals, text: Answer, places: Sequence[Place], tuning: Tuning) -> None:
+def _add(rivals: Rivals, text: ServerAnswer, places: Sequence[TokenPlace], tuning: TunedSampling) -> None:
     """Adds the tokens of a text: over all cells if the parameter is a filter, else given that a token is among them."""
     prompt, names = tuple(map(str, text.prompt_ids)), tuple(place.token for place in places)
     for at, place in enumerate(places):

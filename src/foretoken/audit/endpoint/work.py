@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretoken.audit.endpoint.answers import Answer, Failed, Place, Reply
+from foretoken.audit.endpoint.answers import Failed, Reply, ServerAnswer, TokenPlace
 from foretoken.audit.endpoint.checkpoint import CheckpointReference
 from foretoken.audit.endpoint.side import Prompt, Reference, Side, Wish
 from foretoken.audit.endpoint.sizes import Sizes
@@ -81,7 +81,7 @@ class EndpointTask:
         """Returns a reply to each wish, asked in a crowd."""
         return side.complete(wishes, self.concurrency)
 
-    def places(self, side: Side, texts: Sequence[tuple[Answer, str]]) -> list[tuple[Place, ...] | Failed]:
+    def places(self, side: Side, texts: Sequence[tuple[ServerAnswer, str]]) -> list[tuple[TokenPlace, ...] | Failed]:
         """Returns the places of texts of a side with the target's log-probabilities without any filter."""
         if self.checkpoint is not None:
             return [self.checkpoint.places(text) for text, _ in texts]
@@ -89,9 +89,9 @@ class EndpointTask:
         return judge.score([(text, f"{side.name}/{tag}") for text, tag in texts], self.concurrency)
 
 
-def missing(replies: Sequence[Reply | tuple[Place, ...]]) -> list[str]:
+def missing(replies: Sequence[Reply | tuple[TokenPlace, ...]]) -> list[str]:
     """Returns why replies are no answers."""
-    return [reply.why for reply in replies if not isinstance(reply, Answer | tuple)]
+    return [reply.why for reply in replies if not isinstance(reply, ServerAnswer | tuple)]
 
 
 def because(name: str, why: Sequence[str], asked: int) -> Check:
