@@ -178,7 +178,10 @@ def run_steps(two: Two) -> None:
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_equals_the_torch_runner(name: str, tmp_path: Path) -> None:
-    two = Two(ARCHITECTURES[name].save(tmp_path))
+    path = ARCHITECTURES[name].save(tmp_path)
+    if min(Architecture.of(load_config(path)).windows, default=0) < 0:
+        pytest.skip("attention in chunks is not captured: runners/choose.py")
+    two = Two(path)
     run_steps(two)
     assert two.captured > 0
     before = two.captured
