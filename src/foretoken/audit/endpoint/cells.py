@@ -62,15 +62,19 @@ class TunedSampling:
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     bias: Mapping[str, float] = field(default_factory=dict)
     window: int | None = None
 
     def scores(self, top: Sequence[tuple[str, float]], prompt: Sequence[str], text: Sequence[str]) -> list[float]:
         """Returns scores whose softmax is the sampling distribution before filters.
 
-        A penalty divides or multiplies logits, of which log-probabilities are known up to a constant; with a
-        repetition penalty the constant matters, so that the score is only right for equal counts of all tokens.
+        Log-probabilities are logits up to a constant, which neither the temperature nor what is subtracted shows. A
+        repetition penalty, which divides or multiplies logits, would, so there is none here.
+
+        Args:
+            top: Tokens by name with the log-probabilities of plain sampling.
+            prompt: Names of the prompt's tokens. They count for penalties only within ``window``.
+            text: Names of the tokens generated before.
         """
         history = (*prompt, *text)
         counted = Counter(text if self.window is None else history[-self.window :])
