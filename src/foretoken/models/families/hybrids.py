@@ -64,19 +64,22 @@ _LFM2 = Family(
     facts=recurrence.lfm2,
 )
 
+# Bamba's names, and Falcon-H1's.
+_FEED_FORWARD = replace(
+    LLAMA,
+    last_norm="final_layernorm",
+    mlp_norm="pre_ff_layernorm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    recurrent="mamba.",
+)
+
 HYBRID: dict[str, Family] = {
     "qwen3_5_text": _QWEN_HYBRID,
     "qwen3_next": _QWEN_HYBRID,
     "qwen3_5_moe_text": replace(_QWEN_HYBRID, defaults={**_QWEN_HYBRID.defaults, "intermediate_size": 512}),
     "bamba": Family(
-        names=replace(
-            LLAMA,
-            last_norm="final_layernorm",
-            mlp_norm="pre_ff_layernorm",
-            up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-            down="feed_forward.down_proj",
-            recurrent="mamba.",
-        ),
+        names=_FEED_FORWARD,
         defaults={
             "partial_rotary_factor": 0.5,
             "rms_norm_eps": 1e-5,
@@ -96,14 +99,7 @@ HYBRID: dict[str, Family] = {
         refuses=recurrence.bounded_steps,
     ),
     "falcon_h1": Family(
-        names=replace(
-            LLAMA,
-            last_norm="final_layernorm",
-            mlp_norm="pre_ff_layernorm",
-            up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-            down="feed_forward.down_proj",
-            recurrent="mamba.",
-        ),
+        names=_FEED_FORWARD,
         defaults=_MAMBA
         | {
             "num_key_value_heads": 8,
