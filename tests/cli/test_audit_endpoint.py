@@ -69,3 +69,9 @@ def test_wrong_requests_are_one_line(run, args, said):
     result = run("audit", "--endpoint", "http://127.0.0.1:9", *args)
     assert result.code == 1
     assert result.err.startswith(f"foretoken: error: {said}") and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", [("--dry-run",), ("--baseline", "http://127.0.0.1:9"), ("--checkpoint", "m")])
+def test_options_of_an_endpoint_need_one(run, args):
+    result = run("audit", *args)
+    assert result.code == 1 and result.err.startswith(f"foretoken: error: {args[0]} goes with --endpoint URL")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -113,6 +114,7 @@ def audit(
             publish(result.subject, lambda: None, as_json, output)
             return
     else:
+        _check_alone({"--baseline": baseline, "--checkpoint": checkpoint, "--dry-run": dry_run})
         seconds = duration(budget)
         check_dtype(dtype)
         from foretoken.audit.run import audit as run
@@ -141,6 +143,12 @@ def _check_server(server: str, draft: str | None, config: str | None) -> None:
         raise InvalidRequest(f"--server must be {', '.join(ServerKind)}, got {server!r}")
     if draft is not None or config is not None:
         raise InvalidRequest("the endpoint chooses its own draft; leave out --draft-model and --speculative-config")
+
+
+def _check_alone(options: Mapping[str, object]) -> None:
+    """Raises InvalidRequest for an option of an endpoint's audit where there is no endpoint."""
+    if given := [name for name, value in options.items() if value]:
+        raise InvalidRequest(f"{given[0]} goes with --endpoint URL; name the server, or leave it out")
 
 
 def _subject(
