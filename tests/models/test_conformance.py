@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.plain import text
 from torch import Tensor
 
 from foretoken.core.draft import Draft
@@ -16,7 +17,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.loading import load_model
 
-from .tiny import ARCHITECTURES, VOCAB, only_runner
+from .tiny import ARCHITECTURES, only_runner
 from .trees import repeating
 
 TOLERANCE = 1e-4
@@ -79,11 +80,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with only_runner(runner):
         model = load_model(path, "float32", "cpu", "hf" if runner == "hf" else "native")
     return Pair(model, tiny.build())
-
-
-def text(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, VOCAB) for _ in range(length)]
 
 
 def tree(seed: int, size: int = 6) -> Draft:

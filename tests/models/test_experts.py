@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.plain import text
 from torch import Tensor
 
 from foretoken.control.fixed import Fixed
@@ -39,7 +39,7 @@ from foretoken.propose.lookup import Lookup
 
 from .plain import one_by_one
 from .test_native import needs_kernels
-from .tiny import ARCHITECTURES, VOCAB
+from .tiny import ARCHITECTURES
 from .trees import repeating
 
 pytestmark = pytest.mark.slow
@@ -63,11 +63,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def loaded(path: Path, kind: str) -> Decoder:
     dtype, quantization, weight_format = KINDS[kind]
     return Decoder(load_config(path), open_weights(path), dtype, CPU, None, quantization, weight_format)
-
-
-def text(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, VOCAB) for _ in range(length)]
 
 
 # rows

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models.plain import text
 
 from foretoken.core.draft import Draft
 from foretoken.core.errors import InvalidRequest
@@ -41,11 +42,6 @@ def open_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             return load_model(path, dtype, "cpu", "native", quantization=quantization)
 
     return build
-
-
-def text(length: int, seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(3, VOCAB) for _ in range(length)]
 
 
 def test_drafts_and_batches_change_no_bit(open_model: Callable[[], Model]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.models.plain import text
 
 from foretoken.core.draft import Draft
 from foretoken.models.decoder import Decoder
@@ -17,7 +17,7 @@ from foretoken.models.runners.torch_runner import TorchRunner
 
 from .plain import one_by_one
 from .test_native import needs_kernels
-from .tiny import ARCHITECTURES, LATENT, VOCAB
+from .tiny import ARCHITECTURES, LATENT
 from .trees import repeating
 
 CPU = torch.device("cpu")
@@ -38,11 +38,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(path: Path, kind: str) -> Decoder:
     dtype, quantization, weight_format = KINDS[kind]
     return Decoder(load_config(path), open_weights(path), dtype, CPU, None, quantization, weight_format)
-
-
-def text(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, VOCAB) for _ in range(length)]
 
 
 @needs_kernels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.plain import text
 from torch import Tensor
 
 from foretoken.core.draft import Draft
@@ -38,11 +38,6 @@ FAMILIES: dict[str, tuple[list[str] | str, dict[str, Any]]] = {
     "dense: cohere": (["q_proj", "o_proj", "gate_proj"], {"exclude_modules": ["layers.0.mlp.gate_proj"]}),
     "qwen3-next": (["q_proj", "v_proj", "o_proj"], {}),
 }
-
-
-def text(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, 101) for _ in range(length)]
 
 
 def logits(model: Model, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> list[Tensor]:
