@@ -102,6 +102,12 @@ def answers_of(record: dict[str, Any]) -> list[Streamed]:
     """Returns the requests of a detailed result of ``vllm bench serve``."""
     fields = ("ttfts", "itls", "input_lens", "output_lens", "errors")
     return [
-        Streamed(0.0, list(accumulate([first, *gaps])) if tokens else [], prompt, 0, tokens, error or None)
+        Streamed(
+            began=0.0,
+            arrivals=list(accumulate([first, *gaps])) if tokens else [],
+            prompt_tokens=prompt,
+            tokens=tokens,
+            error=error or None,
+        )
         for first, gaps, prompt, tokens, error in zip(*(record[name] for name in fields), strict=True)
     ]

@@ -86,8 +86,8 @@ def bench_serve(
                     style="dim",
                     markup=False,
                 )
-    facts = setting() | {"server": url or "foretoken serve", "model": server.model, "max_tokens": max_tokens}
-    facts["generator"] = generator
+    sent = {"model": server.model, "max_tokens": max_tokens, "generator": generator}
+    facts = setting() | {"server": url or "foretoken serve"} | sent
 
     def show() -> None:
         console = wide_console(color)
