@@ -11,7 +11,7 @@ import torch
 from foretoken.audit.chance import noncentrality
 from foretoken.audit.endpoint.answers import ServerAnswer, TokenPlace
 from foretoken.audit.endpoint.cells import Cells, FalseLogprobsError, whole
-from foretoken.audit.endpoint.side import Reference, Side, Wish
+from foretoken.audit.endpoint.side import EndpointRequest, Reference, Side
 from foretoken.audit.endpoint.work import EndpointTask, because, missing
 from foretoken.audit.negative import Plant, control_check, plant_of
 from foretoken.audit.result import CONTROL, Check, CheckOutcome
@@ -51,8 +51,10 @@ def distribution(task: EndpointTask) -> list[Check]:
 def _tested(task: EndpointTask, side: Side, name: str, count: int) -> tuple[Check, list[list[Cells]]]:
     """Samples texts and tests them. Returns the cells of every text as well."""
     top = side.needs_logprobs or task.reference is Reference.INLINE
-    wishes = [Wish(task.prompt(i), task.sizes.sampled_tokens, f"sample/{i}", 1.0, top) for i in range(count)]
-    replies = task.ask(side, wishes)
+    requests = [
+        EndpointRequest(task.prompt(i), task.sizes.sampled_tokens, f"sample/{i}", 1.0, top) for i in range(count)
+    ]
+    replies = task.ask(side, requests)
     told = [(reply, f"sample/{i}") for i, reply in enumerate(replies) if isinstance(reply, ServerAnswer)]
     places = task.places(side, told)
     why = [*missing(replies), *missing(places)]
@@ -92,15 +94,15 @@ def tallied(texts: Sequence[Sequence[Cells]], spread: random.Random) -> TokenTal
 
 def _control(task: EndpointTask, texts: Sequence[Sequence[Cells]]) -> Check:
     """Plants errors in what the server returned: the same test must find them in no more tokens."""
-    found: list[Plant] = []
+    plants: list[Plant] = []
     for error, power in {
         f"one token in {round(1 / TILTED)} is replaced by the likeliest": 0.0,
         f"one token in {round(1 / TILTED)} is drawn again at {SOFTENED} times the temperature": 1.0 / SOFTENED,
     }.items():
         chance = task.random(CONTROL, error)
         tilted = [[_tilted(cells, power, chance) for cells in text] for text in texts]
-        found.append(plant_of(error, tallied(tilted, chance), task.level))
-    return control_check(found if any(texts) else [])
+        plants.append(plant_of(error, tallied(tilted, chance), task.level))
+    return control_check(plants if any(texts) else [])
 
 
 def _tilted(cells: Cells, power: float, chance: random.Random) -> Cells:

@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.audit.endpoint.answers import Failed, Refused, Reply, ServerAnswer
 from foretoken.audit.endpoint.findings import ParameterFinding, Treatment
-from foretoken.audit.endpoint.side import CHAT, Side, Wish
+from foretoken.audit.endpoint.side import CHAT, EndpointRequest, Side
 from foretoken.audit.endpoint.sizes import OBJECT_TOKENS, OBJECTS
 from foretoken.audit.endpoint.work import EndpointTask
 
@@ -35,12 +35,12 @@ class _NoAnswerError(Exception):
 
 def exact_findings(task: EndpointTask) -> list[ParameterFinding]:
     """Tries every parameter on both sides."""
-    found = []
+    findings = []
     for parameter, seen in _PARAMETERS.items():
         rows = [_tried(task, side, parameter, seen) for side in task.sides]
         how = "; ".join(f"{side.name}: {row[1]}" for side, row in zip(task.sides, rows, strict=True))
-        found.append(ParameterFinding(parameter, rows[0][0] if len(rows) == 2 else None, rows[-1][0], how))
-    return found
+        findings.append(ParameterFinding(parameter, rows[0][0] if len(rows) == 2 else None, rows[-1][0], how))
+    return findings
 
 
 def _tried(task: EndpointTask, side: Side, parameter: str, seen: Callable[[EndpointTask, Side], Seen]) -> Seen:
@@ -57,8 +57,8 @@ def _greedy(task: EndpointTask, side: Side) -> list[ServerAnswer]:
     return _sure(task.greedy(side)[:_TEXTS])
 
 
-def _answered(side: Side, wishes: Sequence[Wish], concurrency: int = 1) -> list[ServerAnswer]:
-    return _sure(side.complete(wishes, concurrency))
+def _answered(side: Side, requests: Sequence[EndpointRequest], concurrency: int = 1) -> list[ServerAnswer]:
+    return _sure(side.complete(requests, concurrency))
 
 
 def _sure(replies: Sequence[Reply]) -> list[ServerAnswer]:
@@ -79,14 +79,16 @@ def _of(rows: Sequence[tuple[bool, bool]], what: str) -> Seen:
 
 
 def _stop(task: EndpointTask, side: Side) -> Seen:
-    texts, wishes, whole = _greedy(task, side), [], []
+    texts, requests, whole = _greedy(task, side), [], []
     for i, text in enumerate(texts):
         middle = len(text.text) * (i + 2) // (len(texts) + 3)
         word = text.text[middle : middle + 3]
         if word.strip():
-            wishes.append(Wish(task.prompt(i), task.sizes.parity_tokens, f"stop/{i}", options={"stop": [word]}))
+            requests.append(
+                EndpointRequest(task.prompt(i), task.sizes.parity_tokens, f"stop/{i}", options={"stop": [word]})
+            )
             whole.append((text.text, text.text.find(word)))
-    cut = _answered(side, wishes)
+    cut = _answered(side, requests)
     rows = [_cut(one.text, one.finish, text, at) for one, (text, at) in zip(cut, whole, strict=True)]
     return _of(list(filter(None, rows)), "texts end before the stop string")
 
@@ -94,12 +96,12 @@ def _stop(task: EndpointTask, side: Side) -> Seen:
 def _stop_token_ids(task: EndpointTask, side: Side) -> Seen:
     texts = {i: text for i, text in enumerate(_greedy(task, side)) if len(text.ids) > 4}
     ends = {i: text.ids[len(text.ids) // 2] for i, text in texts.items()}
-    wishes = [
-        Wish(task.prompt(i), task.sizes.parity_tokens, f"stop ids/{i}", options={"stop_token_ids": [end]})
+    requests = [
+        EndpointRequest(task.prompt(i), task.sizes.parity_tokens, f"stop ids/{i}", options={"stop_token_ids": [end]})
         for i, end in ends.items()
     ]
     rows = []
-    for one, text, end in zip(_answered(side, wishes), texts.values(), ends.values(), strict=True):
+    for one, text, end in zip(_answered(side, requests), texts.values(), ends.values(), strict=True):
         own = one.ids[:-1] if one.ids[-1:] == (end,) else one.ids  # with or without the token itself
         rows.append(_cut(own, one.finish, text.ids, text.ids.index(end)))
     return _of(list(filter(None, rows)), "texts end at the token")
@@ -114,7 +116,7 @@ def _cut(text: Sequence[Any], finish: str, whole: Sequence[Any], at: int) -> tup
 
 def _max_tokens(task: EndpointTask, side: Side) -> Seen:
     lengths = range(1, 1 + 2 * _TEXTS, 2)
-    texts = _answered(side, [Wish(task.prompt(i), n, f"length/{n}") for i, n in enumerate(lengths)])
+    texts = _answered(side, [EndpointRequest(task.prompt(i), n, f"length/{n}") for i, n in enumerate(lengths)])
     rows = [(text.tokens == n, text.tokens > 4 * n) for text, n in zip(texts, lengths, strict=True) if text.tokens]
     return _of([row for row, text in zip(rows, texts, strict=False) if text.finish != "stop"], "texts have that length")
 
@@ -123,37 +125,37 @@ def _seed(task: EndpointTask, side: Side) -> Seen:
     """One text for one seed, and another for another."""
     rows = []
     for i in range(2):
-        wishes = [
-            Wish(task.prompt(i), task.sizes.parity_tokens, f"seed/{i}/{way}", 1.0, False, {"seed": seed + i})
+        requests = [
+            EndpointRequest(task.prompt(i), task.sizes.parity_tokens, f"seed/{i}/{way}", 1.0, False, {"seed": seed + i})
             for way, seed in (("first", 11), ("again", 11), ("other", 1011))
         ]
-        first, again, other = (text.text for text in _answered(side, wishes))
+        first, again, other = (text.text for text in _answered(side, requests))
         if first != other or first != again:
             rows.append((first == again, first != again))
     return _of(rows, "seeds give one text")
 
 
 def _n(task: EndpointTask, side: Side) -> Seen:
-    wish = Wish(task.prompt(0), 4, "choices", 1.0, False, {"n": _CHOICES})
-    (text,) = _answered(side, [wish])
+    request = EndpointRequest(task.prompt(0), 4, "choices", 1.0, False, {"n": _CHOICES})
+    (text,) = _answered(side, [request])
     return _of([(len(text.choices) == _CHOICES, len(text.choices) == 1)], f"answers have {_CHOICES} choices")
 
 
 def _logprobs(task: EndpointTask, side: Side) -> Seen:
     if not side.abilities.top:
         return Treatment.IGNORED, "no log-probabilities come with texts"
-    (text,) = _answered(side, [Wish(task.prompt(0), task.sizes.parity_tokens, "alternatives")])
+    (text,) = _answered(side, [EndpointRequest(task.prompt(0), task.sizes.parity_tokens, "alternatives")])
     told = [len(place.top) >= _ALTERNATIVES for place in text.places]
     return _of([(each, not each) for each in told] or [(False, True)], f"tokens have {_ALTERNATIVES} alternatives")
 
 
 def _stream(task: EndpointTask, side: Side) -> Seen:
     texts = _greedy(task, side)
-    wishes = [
-        Wish(task.prompt(i), task.sizes.parity_tokens, f"stream/{i}", top=False, options={"stream": True})
+    requests = [
+        EndpointRequest(task.prompt(i), task.sizes.parity_tokens, f"stream/{i}", top=False, options={"stream": True})
         for i in range(len(texts))
     ]
-    pairs = [(a.text, b.text) for a, b in zip(_answered(side, wishes), texts, strict=True)]
+    pairs = [(a.text, b.text) for a, b in zip(_answered(side, requests), texts, strict=True)]
     rows = [(a == b, False) for a, b in pairs if a.startswith(b) or b.startswith(a)]  # others are other texts
     return _of(rows, "streams have the text that comes at once")
 
@@ -164,8 +166,10 @@ def _bad_words(task: EndpointTask, side: Side) -> Seen:
         words = Counter(re.findall(r"(?<!\w)[A-Za-z]{3,}(?!\w)", text.text))
         if words:
             word = words.most_common(1)[0][0]
-            wish = Wish(task.prompt(i), task.sizes.parity_tokens, f"bad words/{i}", options={"bad_words": [word]})
-            (other,) = _answered(side, [wish])
+            request = EndpointRequest(
+                task.prompt(i), task.sizes.parity_tokens, f"bad words/{i}", options={"bad_words": [word]}
+            )
+            (other,) = _answered(side, [request])
             rows.append((other.text != text.text, other.text == text.text))
     return _of(rows, "texts change where a word is forbidden")
 
@@ -174,17 +178,20 @@ def _repetition(task: EndpointTask, side: Side) -> Seen:
     rows = []
     for i, text in enumerate(_greedy(task, side)):
         options = {"repetition_penalty": 1.8}
-        (other,) = _answered(side, [Wish(task.prompt(i), task.sizes.parity_tokens, f"repetition/{i}", options=options)])
+        (other,) = _answered(
+            side, [EndpointRequest(task.prompt(i), task.sizes.parity_tokens, f"repetition/{i}", options=options)]
+        )
         rows.append((other.text != text.text, other.text == text.text))
     return _of([row for row in rows if row[0]] or rows, "texts change where repetition costs")
 
 
 def _structured(task: EndpointTask, side: Side) -> Seen:
     options = side.dialect.grammar(_SCHEMA, side.abilities.path == CHAT)
-    wishes = [
-        Wish(task.prompt(i), OBJECT_TOKENS, f"object/{i}", 1.0, False, options, endless=False) for i in range(OBJECTS)
+    requests = [
+        EndpointRequest(task.prompt(i), OBJECT_TOKENS, f"object/{i}", 1.0, False, options, endless=False)
+        for i in range(OBJECTS)
     ]
-    texts = [text for text in _answered(side, wishes, task.concurrency) if text.finish != "length"]
+    texts = [text for text in _answered(side, requests, task.concurrency) if text.finish != "length"]
     return _of([(_valid(text.text), not _valid(text.text)) for text in texts], "finished texts follow the schema")
 
 

@@ -55,9 +55,9 @@ class ParameterFinding:
         return f"{self.parameter} is {both} ({self.how})"
 
 
-def findings_check(name: str, found: Sequence[ParameterFinding]) -> Check:
+def findings_check(name: str, findings: Sequence[ParameterFinding]) -> Check:
     """Returns the check of some parameters, with the table among its numbers."""
-    outcomes = {outcome: [each for each in found if each.outcome is outcome] for outcome in CheckOutcome}
+    outcomes = {outcome: [each for each in findings if each.outcome is outcome] for outcome in CheckOutcome}
     numbers = {
         "parameters": [
             {
@@ -66,7 +66,7 @@ def findings_check(name: str, found: Sequence[ParameterFinding]) -> Check:
                 "speculative": str(each.speculative),
                 "how": each.how,
             }
-            for each in found
+            for each in findings
         ]
     }
     if wrong := outcomes[CheckOutcome.FAILED]:
@@ -75,7 +75,7 @@ def findings_check(name: str, found: Sequence[ParameterFinding]) -> Check:
         evidence = f"inconclusive, because {'; '.join(map(str, doubtful))}"
         return Check(name, CheckOutcome.INCONCLUSIVE, evidence, numbers)
     groups: dict[Treatment, list[str]] = {}
-    for each in found:
+    for each in findings:
         groups.setdefault(each.speculative, []).append(each.parameter)
     evidence = "; ".join(f"{treatment}: {', '.join(names)}" for treatment, names in groups.items())
     return Check(name, CheckOutcome.PASSED, evidence or "none", numbers)

@@ -87,9 +87,9 @@ def parity(task: EndpointTask) -> list[Check]:
     plain = known.pop("plain, alone")
     noise = _Noise.between(plain, known["plain, again"], known["plain, in a crowd"])
     noise.gap = max(noise.gap, min(_Noise.between(plain, known[ALONE]).gap, _MOST_NOISE))
-    found = [one for way, others in known.items() for one in _divergences(plain, others, way, noise)]
-    found += _penalized(task, task.plain, noise)
-    return [_verdict(plain, found, noise, task), _logprobs(plain, known[ALONE], noise)]
+    divergences = [one for way, others in known.items() for one in _divergences(plain, others, way, noise)]
+    divergences += _penalized(task, task.plain, noise)
+    return [_verdict(plain, divergences, noise, task), _logprobs(plain, known[ALONE], noise)]
 
 
 def _penalized(task: EndpointTask, plain: Side, noise: _Noise) -> list[TextDivergence]:
@@ -169,10 +169,10 @@ def _kind(margin: float | None, noise: _Noise, told: bool) -> str:
 
 
 def _verdict(
-    plain: Sequence[ServerAnswer], found: Sequence[TextDivergence], noise: _Noise, task: EndpointTask
+    plain: Sequence[ServerAnswer], divergences: Sequence[TextDivergence], noise: _Noise, task: EndpointTask
 ) -> Check:
-    own = [one for one in found if not one.way.startswith("plain")]
-    batch = [one for one in found if one.way.startswith("plain")]
+    own = [one for one in divergences if not one.way.startswith("plain")]
+    batch = [one for one in divergences if one.way.startswith("plain")]
     tokens = sum(len(text.names) for text in plain)
     numbers = {
         "texts": len(plain),
@@ -199,11 +199,11 @@ def _verdict(
         )
         return Check(NAME, CheckOutcome.INCONCLUSIVE, f"{evidence}; first: {unknown[0]}", numbers)
     differing = ", ".join(
-        f"{sum(one.way == way for one in found)} {way}" for way in dict.fromkeys(o.way for o in found)
+        f"{sum(one.way == way for one in divergences)} {way}" for way in dict.fromkeys(o.way for o in divergences)
     )
-    kinds = " and ".join(dict.fromkeys(one.kind for one in found))
+    kinds = " and ".join(dict.fromkeys(one.kind for one in divergences))
     evidence = (
-        f"the plain text: {alike}" if not found else f"{alike}; texts that differ, by {kinds}: {differing}{apart}"
+        f"the plain text: {alike}" if not divergences else f"{alike}; texts that differ, by {kinds}: {differing}{apart}"
     )
     return Check(NAME, CheckOutcome.PASSED, evidence, numbers)
 

@@ -20,7 +20,7 @@ from foretoken.audit.endpoint.exact_parameters import exact_findings
 from foretoken.audit.endpoint.findings import findings_check
 from foretoken.audit.endpoint.journal import Journal
 from foretoken.audit.endpoint.parity import parity
-from foretoken.audit.endpoint.side import Prompt, Reference, Side, Wish, probed, tokenized
+from foretoken.audit.endpoint.side import EndpointRequest, Prompt, Reference, Side, probed, tokenized
 from foretoken.audit.endpoint.sizes import LEAST, Sizes
 from foretoken.audit.endpoint.tuned import tuned_findings
 from foretoken.audit.endpoint.work import EndpointTask
@@ -171,8 +171,8 @@ def _tokens(endpoint: Endpoint, side: Side, prompts: Sequence[str]) -> int:
     if endpoint.seconds is None:
         return endpoint.budget or LEAST
     count = endpoint.concurrency
-    wishes = [Wish(prompts[i % len(prompts)], _TIMED, f"speed/{i}", 1.0, False) for i in range(count)]
-    known = [reply for reply in side.complete(wishes, count) if isinstance(reply, ServerAnswer)]
+    requests = [EndpointRequest(prompts[i % len(prompts)], _TIMED, f"speed/{i}", 1.0, False) for i in range(count)]
+    known = [reply for reply in side.complete(requests, count) if isinstance(reply, ServerAnswer)]
     slowest = max((reply.seconds for reply in known), default=0.0)
     speed = sum(reply.tokens for reply in known) / slowest if slowest else 0.0
     return max(LEAST, int(speed * endpoint.seconds * _USED))
@@ -248,8 +248,8 @@ def _checked(task: EndpointTask, plan: Mapping[str, Any], watch: Watch) -> list[
 
 def _counted(side: Side) -> float | None:
     """Returns the draft tokens that the server's metrics have counted, None if they do not."""
-    found = _DRAFTS.findall(side.client.get("/metrics"))
-    return sum(map(float, found)) if found else None
+    counts = _DRAFTS.findall(side.client.get("/metrics"))
+    return sum(map(float, counts)) if counts else None
 
 
 def _speculation(task: EndpointTask, before: Mapping[str, float | None]) -> Check:

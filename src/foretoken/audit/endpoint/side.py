@@ -42,13 +42,13 @@ class Abilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class EndpointRequest:
     """A completion to ask for.
 
     Attributes:
         prompt: A text, or token ids.
         max_tokens: Its longest length.
-        tag: Tells apart equal wishes.
+        tag: Tells apart equal requests.
         temperature: Sampling temperature; None sends none.
         top: Whether log-probabilities are wanted.
         options: Further fields, by OpenAI's or vLLM's names. They win over the side's own.
@@ -89,12 +89,14 @@ class Side:
         """Whether tokens and their ids are told with log-probabilities alone, as by llama.cpp."""
         return not self.dialect.told
 
-    def complete(self, wishes: Sequence[Wish], concurrency: int) -> list[Reply]:
-        """Returns a reply to each wish, ``concurrency`` at a time."""
+    def complete(self, requests: Sequence[EndpointRequest], concurrency: int) -> list[Reply]:
+        """Returns a reply to each request, ``concurrency`` at a time."""
         top = self.abilities.top
-        asks = [Ask(self._body(wish), f"{self.name}/{wish.tag}", top if wish.top else 0) for wish in wishes]
+        asks = [
+            Ask(self._body(request), f"{self.name}/{request.tag}", top if request.top else 0) for request in requests
+        ]
         replies = self.client.post(self.abilities.path, asks, concurrency)
-        return [_of_prompt(reply, wish.prompt) for reply, wish in zip(replies, wishes, strict=True)]
+        return [_of_prompt(reply, request.prompt) for reply, request in zip(replies, requests, strict=True)]
 
     def score(
         self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
@@ -113,30 +115,31 @@ class Side:
             case _:
                 return [text.places for text, _ in texts]
 
-    def _body(self, wish: Wish) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.model, "max_tokens": wish.max_tokens}
+    def _body(self, request: EndpointRequest) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": request.max_tokens}
         if self.abilities.path == CHAT:
-            body["messages"] = [{"role": "user", "content": f"{_INSTRUCTION}{wish.prompt}"}]
+            body["messages"] = [{"role": "user", "content": f"{_INSTRUCTION}{request.prompt}"}]
         else:
-            body["prompt"] = list(wish.prompt) if isinstance(wish.prompt, tuple) else wish.prompt
-        if wish.temperature is not None:
-            body["temperature"] = wish.temperature
-        if wish.top and self.abilities.top:
+            body["prompt"] = list(request.prompt) if isinstance(request.prompt, tuple) else request.prompt
+        if request.temperature is not None:
+            body["temperature"] = request.temperature
+        if request.top and self.abilities.top:
             chat = {"logprobs": True, "top_logprobs": self.abilities.top}
             body |= chat if self.abilities.path == CHAT else {"logprobs": self.abilities.top}
         body |= {**self.dialect.neutral, **self.abilities.told, **self.switch}
-        body |= self.dialect.endless if wish.endless else {}
-        return body | {self.dialect.name(name): value for name, value in wish.options.items()}
+        body |= self.dialect.endless if request.endless else {}
+        return body | {self.dialect.name(name): value for name, value in request.options.items()}
 
     def _score_prompts(
         self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
     ) -> list[tuple[TokenPlace, ...] | Failed]:
         options = {"prompt_logprobs": self.abilities.top}
-        wishes = [
-            Wish((*text.prompt_ids, *text.ids), 1, f"{tag}/score", top=False, options=options) for text, tag in texts
+        requests = [
+            EndpointRequest((*text.prompt_ids, *text.ids), 1, f"{tag}/score", top=False, options=options)
+            for text, tag in texts
         ]
         scored: list[tuple[TokenPlace, ...] | Failed] = []
-        for (text, _), reply in zip(texts, self.complete(wishes, concurrency), strict=True):
+        for (text, _), reply in zip(texts, self.complete(requests, concurrency), strict=True):
             if isinstance(reply, ServerAnswer) and len(reply.scored) == len(text.prompt_ids) + len(text.ids):
                 rows = reply.scored[len(text.prompt_ids) :]
                 scored.append(tuple(self._own(token, row) for token, row in zip(text.ids, rows, strict=True)))
@@ -152,12 +155,12 @@ class Side:
     def _score_each(
         self, texts: Sequence[tuple[ServerAnswer, str]], concurrency: int
     ) -> list[tuple[TokenPlace, ...] | Failed]:
-        wishes = [
-            Wish((*text.prompt_ids, *text.ids[:at]), 1, f"{tag}/score/{at}")
+        requests = [
+            EndpointRequest((*text.prompt_ids, *text.ids[:at]), 1, f"{tag}/score/{at}")
             for text, tag in texts
             for at in range(len(text.ids))
         ]
-        replies = iter(self.complete(wishes, concurrency))
+        replies = iter(self.complete(requests, concurrency))
         scored: list[tuple[TokenPlace, ...] | Failed] = []
         for text, _ in texts:
             own = [next(replies) for _ in text.ids]
@@ -182,7 +185,7 @@ def probed(side: Side, prompt: str) -> Side | Refused | Failed:
     for path in ("completions", CHAT):
         for top in (*_TOPS, 0):
             able = replace(side, abilities=Abilities(path, top, side.dialect.told))
-            (reply,) = able.complete([Wish(prompt, _PROBED, f"probe/{top}")], 1)
+            (reply,) = able.complete([EndpointRequest(prompt, _PROBED, f"probe/{top}")], 1)
             if isinstance(reply, ServerAnswer) and (reply.places or not top):
                 return _with_reference(able, prompt, reply)
             if isinstance(reply, Failed):

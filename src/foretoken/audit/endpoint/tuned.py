@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretoken.audit.chance import normal_tail
 from foretoken.audit.endpoint.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
 from foretoken.audit.endpoint.cells import TunedSampling, tuned
 from foretoken.audit.endpoint.findings import ParameterFinding, Treatment
-from foretoken.audit.endpoint.side import Reference, Side, Wish
+from foretoken.audit.endpoint.side import EndpointRequest, Reference, Side
 from foretoken.audit.endpoint.work import EndpointTask
 from foretoken.audit.tally import Sum
 
@@ -34,7 +34,7 @@ TUNINGS: Mapping[str, TunedSampling] = {
 
 
 @dataclass(slots=True)
-class Rivals:
+class TwoHypotheses:
     """Samples under two hypotheses: the parameter is honoured, or ignored.
 
     The score is h/(h+o), h and o the probabilities of the sampled token under the two: bounded, and the most powerful
@@ -81,13 +81,13 @@ def _bound(total: Sum) -> float:
 
 def tuned_findings(task: EndpointTask) -> list[ParameterFinding]:
     """Samples under one parameter after the other on both sides, and compares with both distributions."""
-    found, level = [], task.level / (2 * len(TUNINGS))
+    findings, level = [], task.level / (2 * len(TUNINGS))
     for parameter in TUNINGS:
         rows = [_treated(task, side, parameter, level) for side in task.sides]
         plain = rows[0][0] if len(rows) == 2 else None
         how = "; ".join(f"{side.name}: {row[1]}" for side, row in zip(task.sides, rows, strict=True))
-        found.append(ParameterFinding(parameter, plain, rows[-1][0], how))
-    return found
+        findings.append(ParameterFinding(parameter, plain, rows[-1][0], how))
+    return findings
 
 
 def _treated(task: EndpointTask, side: Side, parameter: str, level: float) -> tuple[Treatment, str]:
@@ -99,20 +99,22 @@ def _treated(task: EndpointTask, side: Side, parameter: str, level: float) -> tu
     if not options:
         return Treatment.UNDECIDED, "the server tells no token ids"
     temperature = 1.0 if parameter != "temperature" else None
-    wishes = [
-        Wish(task.prompt(i), task.sizes.tuned_tokens, f"{parameter}/{i}", temperature, side.needs_logprobs, options)
+    requests = [
+        EndpointRequest(
+            task.prompt(i), task.sizes.tuned_tokens, f"{parameter}/{i}", temperature, side.needs_logprobs, options
+        )
         for i in range(task.sizes.tuned)
     ]
-    replies = task.ask(side, wishes)
+    replies = task.ask(side, requests)
     if stopped := _stopped(replies):
         return stopped
     texts = [(text, f"{parameter}/{i}") for i, text in enumerate(replies) if isinstance(text, ServerAnswer)]
-    rivals = Rivals()
+    hypotheses = TwoHypotheses()
     for (text, _), places in zip(texts, task.places(side, texts), strict=True):
         if isinstance(places, Failed):
             return Treatment.UNANSWERED, places.why
-        _add(rivals, text, places, tuning)
-    return rivals.treatment(level), str(rivals)
+        _add(hypotheses, text, places, tuning)
+    return hypotheses.treatment(level), str(hypotheses)
 
 
 def _stopped(replies: Sequence[Reply]) -> tuple[Treatment, str] | None:
@@ -126,16 +128,11 @@ def _stopped(replies: Sequence[Reply]) -> tuple[Treatment, str] | None:
 
 def _asked(task: EndpointTask, side: Side, parameter: str) -> tuple[TunedSampling, dict[str, Any]]:
     """Returns the law to expect, and the fields to send."""
-    if parameter != "logit_bias":
-        tuning = TUNINGS[parameter]
-        window = side.dialect.window
-        return TunedSampling(**{parameter: getattr(tuning, parameter)}, window=window), {
-            parameter: getattr(tuning, parameter)
-        }
-    common = _common(task)
-    return TunedSampling(bias={str(token): _BIAS for token in common}), (
-        {"logit_bias": {str(token): _BIAS for token in common}} if common else {}
-    )
+    if parameter == "logit_bias":
+        bias = {str(token): _BIAS for token in _common(task)}
+        return TunedSampling(bias=bias), {"logit_bias": bias} if bias else {}
+    tuning = TUNINGS[parameter]
+    return replace(tuning, window=side.dialect.window), {parameter: getattr(tuning, parameter)}
 
 
 def _common(task: EndpointTask) -> list[int]:
@@ -144,7 +141,7 @@ def _common(task: EndpointTask) -> list[int]:
     return [token for token, _ in counts.most_common(2 * _BIASED)][::2]
 
 
-def _add(rivals: Rivals, text: ServerAnswer, places: Sequence[TokenPlace], tuning: TunedSampling) -> None:
+def _add(hypotheses: TwoHypotheses, text: ServerAnswer, places: Sequence[TokenPlace], tuning: TunedSampling) -> None:
     """Adds the tokens of a text: over all cells if the parameter is a filter, else given that a token is among them."""
     prompt, names = tuple(map(str, text.prompt_ids)), tuple(place.token for place in places)
     for at, place in enumerate(places):
@@ -155,4 +152,4 @@ def _add(rivals: Rivals, text: ServerAnswer, places: Sequence[TokenPlace], tunin
         filtered = any(p == 0.0 for p in changed.probs[:-1])
         total = 1.0 if filtered else sum(unchanged)
         rest = max(0.0, 1.0 - sum(unchanged)) if filtered else 0.0
-        rivals.add(changed.probs, [*(p / total for p in unchanged), rest], changed.at)
+        hypotheses.add(changed.probs, [*(p / total for p in unchanged), rest], changed.at)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foretoken.audit.endpoint.answers import Failed, Reply, ServerAnswer, TokenPlace
 from foretoken.audit.endpoint.checkpoint import CheckpointReference
-from foretoken.audit.endpoint.side import Prompt, Reference, Side, Wish
+from foretoken.audit.endpoint.side import EndpointRequest, Prompt, Reference, Side
 from foretoken.audit.endpoint.sizes import Sizes
 from foretoken.audit.result import Check, CheckOutcome
 
@@ -70,16 +70,16 @@ class EndpointTask:
         """
         count, tokens = self.sizes.parity_prompts, self.sizes.parity_tokens
         options = PENALTIES if way == PENALIZED else {}
-        wishes = [Wish(self.prompt(i), tokens, f"greedy/{way}/{i}", options=options) for i in range(count)]
+        requests = [EndpointRequest(self.prompt(i), tokens, f"greedy/{way}/{i}", options=options) for i in range(count)]
         if way != CROWD:
-            return side.complete(wishes, 1)
+            return side.complete(requests, 1)
         others = range(count, max(count, self.concurrency))
-        crowd = [Wish(self.prompt(i), tokens, f"greedy/{way}/{i}") for i in others]
-        return side.complete([*wishes, *crowd], self.concurrency)[:count]
+        crowd = [EndpointRequest(self.prompt(i), tokens, f"greedy/{way}/{i}") for i in others]
+        return side.complete([*requests, *crowd], self.concurrency)[:count]
 
-    def ask(self, side: Side, wishes: Sequence[Wish]) -> list[Reply]:
-        """Returns a reply to each wish, asked in a crowd."""
-        return side.complete(wishes, self.concurrency)
+    def ask(self, side: Side, requests: Sequence[EndpointRequest]) -> list[Reply]:
+        """Returns a reply to each request, asked in a crowd."""
+        return side.complete(requests, self.concurrency)
 
     def places(self, side: Side, texts: Sequence[tuple[ServerAnswer, str]]) -> list[tuple[TokenPlace, ...] | Failed]:
         """Returns the places of texts of a side with the target's log-probabilities without any filter."""

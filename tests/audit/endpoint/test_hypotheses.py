@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken.audit.endpoint.findings import Treatment
-from foretoken.audit.endpoint.tuned import Rivals
+from foretoken.audit.endpoint.tuned import TwoHypotheses
 
 CHANGED, UNCHANGED = (0.8, 0.2, 0.0), (0.5, 0.3, 0.2)
 
@@ -21,17 +21,17 @@ CHANGED, UNCHANGED = (0.8, 0.2, 0.0), (0.5, 0.3, 0.2)
     ],
 )
 def test_treatments(counts, expected):
-    rivals = Rivals()
+    hypotheses = TwoHypotheses()
     for cell, count in enumerate(counts):
         for _ in range(count):
-            rivals.add(CHANGED, UNCHANGED, cell)
-    assert rivals.treatment(1e-4) is expected
+            hypotheses.add(CHANGED, UNCHANGED, cell)
+    assert hypotheses.treatment(1e-4) is expected
 
 
 def test_a_certain_token_says_nothing():
     """Its scores are constant, and their sums are 0 but for rounding."""
-    rivals = Rivals()
+    hypotheses = TwoHypotheses()
     for _ in range(50):
-        rivals.add((0.1 + 0.2 + 0.7, 0.0), (1.0, 0.0), 0)
-        rivals.add((1.0 / 3.0, 2.0 / 3.0), (1.0 / 3.0, 2.0 / 3.0), 0)
-    assert rivals.treatment(1e-4) is Treatment.UNDECIDED
+        hypotheses.add((0.1 + 0.2 + 0.7, 0.0), (1.0, 0.0), 0)
+        hypotheses.add((1.0 / 3.0, 2.0 / 3.0), (1.0 / 3.0, 2.0 / 3.0), 0)
+    assert hypotheses.treatment(1e-4) is Treatment.UNDECIDED
