@@ -83,8 +83,8 @@ class Sizes:
         }
 
 
-def _within(value: float, least: int, most: int) -> int:
-    return max(least, min(most, int(value)))
+def _within(value: float, minimum: int, maximum: int) -> int:
+    return max(minimum, min(maximum, int(value)))
 
 
 def _cost(requests: int, tokens: int, prompt_tokens: float) -> Mapping[str, int]:

@@ -93,8 +93,8 @@ class LoraSettings(Schema):
             return True
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         for pattern in patterns or ["[^.]*"]:
-            if found := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
-                return int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
+                return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
         return False
 
 

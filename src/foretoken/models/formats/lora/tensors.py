@@ -84,25 +84,25 @@ class _Reader:
         Raises:
             ModelLoadError: the tensors are not those that the settings name.
         """
-        found: dict[str, set[str]] = {}
+        stored: dict[str, set[str]] = {}
         for name in sorted(names):
             if (parsed := _NAME.fullmatch(name)) is None:
                 raise self._wrong(f"the tensor {name!r}, which is not supported: LoRA is computed on linear layers")
-            found.setdefault(parsed["module"], set()).add(parsed["part"])
-        if not found:
+            stored.setdefault(parsed["module"], set()).add(parsed["part"])
+        if not stored:
             raise self._wrong("no tensors")
-        self._prefix = self._prefix_of(min(found))
-        for module, parts in found.items():
+        self._prefix = self._prefix_of(min(stored))
+        for module, parts in stored.items():
             if self._prefix_of(module) != self._prefix:
-                raise self._wrong(f"modules under two prefixes, such as {min(found)!r} and {module!r}")
+                raise self._wrong(f"modules under two prefixes, such as {min(stored)!r} and {module!r}")
             if len(parts) < 2:
                 raise self._wrong(f"only one of the two matrices of {module!r}")
-        wanted = set(found)
+        wanted = set(stored)
         if self._settings.target_modules is not None:
             wanted = self._settings.targets(self._prefix + name for name in self._known)
-        if missing := sorted(wanted - found.keys()):
+        if missing := sorted(wanted - stored.keys()):
             raise self._wrong(f"no tensors of {missing[0]!r}, which target_modules names; is it complete?")
-        if extra := sorted(found.keys() - wanted):
+        if extra := sorted(stored.keys() - wanted):
             raise self._wrong(f"tensors of {extra[0]!r}, which target_modules does not name")
 
     def _prefix_of(self, module: str) -> str:
