@@ -32,6 +32,15 @@ YARN: dict[str, Any] = {
     "beta_slow": 1.0,
 }
 PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
+GEMMA4: dict[str, Any] = {
+    **GROUPED,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": 6,
+    "final_logit_softcapping": 4.0,
+}
 MULTIPLIERS: dict[str, Any] = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3}
 LONG: dict[str, Any] = {
     "rope_type": "longrope",
@@ -66,6 +75,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
     "falcon, alibi": ("falcon", {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    ),
+    "gemma4, one matrix for keys and values": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma4, experts": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "gemma4_unified": ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True}),
     "glm": ("glm", {**GROUPED, "head_dim": 32}),
     "glm4": ("glm4", {**GROUPED, "head_dim": 32}),
     "gpt2": ("gpt2", GPT2),
@@ -159,15 +201,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def module(name: str) -> Any:
+def module(name: str, **changes: Any) -> Any:
     """A random float32 module of a case, the same every time. No weight of a norm is 1, and no bias 0."""
     family, config = CASES[name]
+    config = {**config, **changes}
     torch.manual_seed(sum(map(ord, name)))
     attention = "eager" if "attn_logit_softcapping" in config else None
     built = transformers.AutoModelForCausalLM.from_config(
         CONFIG_MAPPING[family](**config), attn_implementation=attention
     )
     with torch.no_grad():
+        for part, buffer in built.named_buffers():
+            if part.endswith("layer_scalar"):
+                buffer.fill_(0.8)
         for part, parameter in built.named_parameters():
             noise = torch.randn_like(parameter)
             if parameter.ndim == 1 or "norm" in part:

@@ -31,7 +31,17 @@ TOLERANCE = 1e-4
 LENGTHS = (3, 12, 40)
 TREE = repeating((-1, 0, -1, 0, 2, 4))
 DRAFTS = (Draft.chain([8, 9, 7, 5]), Draft.empty(), TREE)
-QUANTIZED = ("bloom", "youtu", "cohere", "falcon, two norms", "gpt2", "granite", "olmo2", "starcoder2")
+QUANTIZED = (
+    "bloom",
+    "youtu",
+    "cohere",
+    "falcon, two norms",
+    "gemma4, one matrix for keys and values",
+    "gpt2",
+    "granite",
+    "olmo2",
+    "starcoder2",
+)
 
 
 def text(count: int) -> list[int]:

@@ -127,7 +127,8 @@ def calibrates(config: Mapping[str, Any]) -> bool:
     a = Architecture.of(config)
     sequential = not any(layer.parallel for layer in a.stack)
     plain = (a.factors, a.logit_scale, a.clip) == (BranchFactors(), 1.0, 0.0) and a.query_growth is None
-    plain = plain and a.latent is None
+    plain = plain and a.latent is None and a.names.scalar is None and a.layer_inputs is None and not a.unit_values
+    plain = plain and all(layer.sizes is None and layer.source is None for layer in a.stack)
     return sequential and plain and a.head_norms in (None, "before") and a.alibi is None and a.names.positions is None
 
 

@@ -15,7 +15,8 @@ from foretoken.models.families import facts
 from foretoken.models.families.expert_families import experts_of
 from foretoken.models.families.family import CHUNKED, FULL, SLIDING, Family, HeadNorms, TensorNames
 from foretoken.models.families.latent import LatentAttention
-from foretoken.models.families.layers import WITH_ATTENTION, BranchFactors, Layer
+from foretoken.models.families.layer_inputs import LayerInputs
+from foretoken.models.families.layers import WITH_ATTENTION, BranchFactors, HeadSizes, Layer
 from foretoken.models.families.recurrence import LINEAR, Recurrence
 from foretoken.models.families.rope import computes_rope, inverse_frequencies, rope_settings, rotary_scale
 from foretoken.models.families.schema import CausalConfig
@@ -82,9 +83,9 @@ class Architecture:
         family: ``model_type`` of config.json.
         hidden: width of the residual stream.
         heads: number of query heads.
-        kv_heads: number of heads of keys and values.
-        head_dim: width of a head.
-        intermediate: width of an MLP.
+        kv_heads: number of heads of keys and values, where a layer does not say.
+        head_dim: width of a head, where a layer does not say.
+        intermediate: width of an MLP, where a layer does not say.
         stack: the layers.
         vocab: rows of the embedding.
         eps: is added to the variance in norms.
@@ -121,6 +122,8 @@ class Architecture:
         norm_sums: whether norms after mixers and MLPs are those of the residual stream (BART); otherwise of what is
             added to it.
         farthest: distance from which on all of T5's relative positions are one; 0 without such positions.
+        unit_values: whether each head of values is normed, without weights (Gemma 4).
+        layer_inputs: inputs of single layers beside the residual stream; None for none.
     """
 
     family: str
@@ -162,16 +165,26 @@ class Architecture:
     norm_sums: bool = False
     farthest: int = 0
     latent: LatentAttention | None = None
+    unit_values: bool = False
+    layer_inputs: LayerInputs | None = None
+
+    def sizes(self, layer: Layer) -> HeadSizes:
+        """Returns the sizes of a layer's attention."""
+        return layer.sizes or HeadSizes(self.kv_heads, self.head_dim)
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers of one token in the KV cache of one layer."""
-        return self.head_dim if self.latent is not None else 2 * self.kv_heads * self.head_dim
+        """Numbers of one token in the KV cache of all layers. Layers that read those of another one have none."""
+        return sum(
+            self.head_dim if self.latent is not None else self.sizes(layer).numbers
+            for layer in self.stack
+            if layer.attention and layer.source is None
+        )
 
-    @property
-    def attention_layers(self) -> int:
-        """Number of layers with attention, which have a KV cache."""
-        return sum(layer.attention for layer in self.stack)
+    def cache_at(self, number: int) -> int:
+        """Returns the numbers of one token in the KV cache before those that layer ``number`` reads."""
+        source = self.stack[number].source
+        return self.first(number if source is None else source).kv_numbers
 
     @property
     def recurrent_layers(self) -> int:
@@ -223,7 +236,8 @@ class Architecture:
         family, c, stated = _read(config)
         heads, positions, head_dim = c["num_attention_heads"], c["max_position_embeddings"], facts.head_dim(c)
         length = min(max_length or positions, positions)
-        frequencies, scales = _rotary(c, stated, length) if stated.get("rotary", family.rotary) else ((), ())
+        rotary = stated.get("rotary", family.rotary)
+        frequencies, scales = _rotary(c, stated, length) if rotary else ((), ())
         names = replace(family.names, **stated.get("names", {}))
         described: dict[str, Any] = {
             "family": c["model_type"],
@@ -232,7 +246,7 @@ class Architecture:
             "kv_heads": c.get("num_key_value_heads") or heads,
             "head_dim": head_dim,
             "intermediate": c["intermediate_size"],
-            "stack": _stack(c, family, stated, bool(frequencies)),
+            "stack": _stack(c, family, stated, rotary),
             "vocab": c["vocab_size"],
             "eps": c["rms_norm_eps"],
             "activation": NAMED_ACTIVATIONS[c.get("hidden_act") or "silu"],
@@ -275,13 +289,13 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     """
     if config.get("model_type") not in FAMILIES:
         return f"model_type {config.get('model_type')!r}"
-    family, c, _ = _read(config)
+    family, c, stated = _read(config)
     if (activation := c.get("hidden_act") or "silu") not in NAMED_ACTIVATIONS:
         return f"activation {activation!r}"
     if other := sorted(set(c["layer_types"]) - {FULL, SLIDING, *family.layers}):
         return f"layers of the type {other[0]!r}"
     for kind in (FULL, SLIDING) if family.rotary else ():
-        if not computes_rope(settings := rope_settings(c, kind), facts.head_dim(c)):
+        if not computes_rope(settings := rope_settings(c, kind), _head_dim(c, stated, kind)):
             return f"rotary positions of the type {settings['rope_type']!r} (part {settings['partial_rotary_factor']})"
     return family.refuses(c)
 
@@ -312,8 +326,10 @@ def _stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rota
     window = (c.get("sliding_window") or 0) if c.get("use_sliding_window") else 0
     ropes = stated.get("rope", [0] * c["num_hidden_layers"])
     chunk = c.get("attention_chunk_size") or 0
-    norms, layers = stated.get("norms", family.norms), []
-    for name, rope in zip(c["layer_types"], ropes, strict=True):
+    norms, layers, missing = stated.get("norms", family.norms), [], [None] * c["num_hidden_layers"]
+    stated_by_layer = ("sizes", "source", "tied_values", "inner")
+    own = zip(*(stated.get(name, missing) for name in stated_by_layer), strict=True)
+    for name, rope, (sizes, source, tied, inner) in zip(c["layer_types"], ropes, own, strict=True):
         kind = family.layers.get(name, WITH_ATTENTION)
         layer = Layer(
             attention=kind.attention,
@@ -323,6 +339,10 @@ def _stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rota
             parallel=stated.get("parallel", family.parallel),
             window=window if name == SLIDING else -chunk if name == CHUNKED else 0,
             rope=rope if rotary else -1,
+            sizes=sizes,
+            source=source,
+            tied_values=bool(tied),
+            inner=inner,
         )
         layers.append(layer)
     return tuple(
@@ -331,13 +351,19 @@ def _stack(c: Mapping[str, Any], family: Family, stated: Mapping[str, Any], rota
     )
 
 
+def _head_dim(c: Mapping[str, Any], stated: Mapping[str, Any], kind: str) -> int:
+    """Returns the width of a head in layers of a kind."""
+    own = zip(c["layer_types"], stated.get("sizes") or (), strict=False)
+    return next((sizes.head_dim for name, sizes in own if name == kind), facts.head_dim(c))
+
+
 def _rotary(
     c: Mapping[str, Any], stated: Mapping[str, Any], length: int
 ) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """Returns frequencies, and factors of cosines and sines: of all layers, and of sliding ones that have their own."""
-    head_dim, frequencies, scales = facts.head_dim(c), [], []
+    frequencies, scales = [], []
     for kind in (FULL, SLIDING) if 1 in stated.get("rope", ()) else (FULL,):
-        settings = rope_settings(c, kind)
+        head_dim, settings = _head_dim(c, stated, kind), rope_settings(c, kind)
         wanted = int(head_dim * settings["partial_rotary_factor"]) // 2
         for name in ("short_factor", "long_factor") if settings["rope_type"] == "longrope" else ():
             if len(settings[name]) != wanted:

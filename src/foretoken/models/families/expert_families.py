@@ -10,7 +10,7 @@ from pydantic import Field
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.schema import Positive, Schema, Size, parse
-from foretoken.models.families.experts import MAX_EXPERTS, ExpertFamily, ExpertNames, Experts
+from foretoken.models.families.experts import MAX_EXPERTS, Beside, ExpertFamily, ExpertNames, Experts
 
 Count = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
 
@@ -67,6 +67,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
         biased=True,
         inputs_first=True,
     ),
+    "gemma4_text": ExpertFamily({}, ExpertNames("router.proj", experts="experts"), beside=Beside()),
     "glm4_moe": ExpertFamily(
         {
             "n_routed_experts": 128,
@@ -241,6 +242,7 @@ def _experts(family: ExpertFamily, c: ExpertsConfig, whole: Mapping[str, Any]) -
         scaled_inputs=family.scaled_inputs,
         inputs_first=family.inputs_first,
         gated=family.gated,
+        beside=family.beside,
         clamp=c.swiglu_limit or 0.0,
         slope=c.swiglu_alpha or 1.0,
         names=family.names,

@@ -37,6 +37,28 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """A dense MLP beside the experts of a layer, which read the same residual stream x (Gemma 4).
+
+    The layer adds after_mlp(after(mlp(mlp_norm(x))) + after_experts(experts(norm(x)))). The router reads
+    x / rms(x) * scale / sqrt(hidden), and a weight is multiplied by a number of its expert.
+
+    Attributes:
+        norm: name of the norm of the experts' input.
+        after_experts: name of the norm of what they return.
+        after: name of the norm of what the dense MLP returns.
+        scale: name of the factors of the router's input, [hidden].
+        expert_scales: name of the experts' numbers, [experts].
+    """
+
+    norm: str = "pre_feedforward_layernorm_2"
+    after_experts: str = "post_feedforward_layernorm_2"
+    after: str = "post_feedforward_layernorm_1"
+    scale: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """The MLP of a layer with experts (1701.06538).
 
@@ -65,6 +87,7 @@ class Experts:
             activation(gate) * up.
         slope: see ``clamp``.
         names: names of the tensors.
+        beside: the dense MLP beside the experts; None for none.
     """
 
     count: int
@@ -87,6 +110,7 @@ class Experts:
     clamp: float = 0.0
     slope: float = 1.0
     names: ExpertNames = field(default_factory=ExpertNames)
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +129,7 @@ class ExpertFamily:
         scaled_inputs: see ``Experts``.
         inputs_first: see ``Experts``.
         gated: see ``Experts``.
+        beside: see ``Experts``.
         kind: kind of the layers with experts, by its name in ``layer_types``; None for layers of all kinds.
     """
 
@@ -119,4 +144,5 @@ class ExpertFamily:
     scaled_inputs: bool = False
     inputs_first: bool = False
     gated: bool = True
+    beside: Beside | None = None
     kind: str | None = None

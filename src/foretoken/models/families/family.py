@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from foretoken.models.families.layers import PRE, LayerKind, NormPlaces
+from foretoken.models.families.layers import PRE, Layer, LayerKind, NormPlaces
 
 Config = Mapping[str, Any]
 HeadNorms = Literal["before", "after", "all"]
@@ -27,6 +27,7 @@ class TensorNames:
             queries, all keys, all values.
         up: gate and up, one matrix of both, or up alone.
         recurrent: prefix of the names of a recurrent mixer.
+        scalar: factor of the residual stream after a layer; None for none.
         transposed: whether matrices are stored as [in, out] (GPT-2).
     """
 
@@ -49,7 +50,14 @@ class TensorNames:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     recurrent: str = "linear_attn."
+    scalar: str | None = None
     transposed: bool = False
+
+    def qkv_of(self, layer: Layer) -> tuple[str, ...]:
+        """Returns the names of the matrices of queries, keys and values that a layer multiplies its input with."""
+        if layer.source is not None:
+            return self.qkv[:1]
+        return (*self.qkv[:2], self.qkv[1]) if layer.tied_values else self.qkv
 
 
 def no_facts(config: Config) -> dict[str, Any]:
@@ -89,7 +97,8 @@ class Family:
         kinds: returns the kind of each layer for a config.json that does not list them.
         derives: returns fields of config.json, by Llama's names, that follow from others.
         facts: returns what else config.json says: values for fields of ``Architecture``, for those of this class, and
-            ``rope``, the index of each layer's rotary frequencies.
+            for each layer ``rope``, the index of its rotary frequencies, and ``sizes``, ``source``, ``tied_values`` and
+            ``inner`` of ``Layer``.
         refuses: returns why a config.json is not computed here; None if it is.
     """
 

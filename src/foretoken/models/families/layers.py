@@ -63,6 +63,19 @@ WITH_ATTENTION = LayerKind(attention=True)
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Heads of keys and values, and the width of every head."""
+
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of one token's keys and values."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer.
 
@@ -80,6 +93,10 @@ class Layer:
             length: a row sees those of its own chunk.
         rope: index in ``Architecture.frequencies``; -1 for no rotation.
         experts: the MLP if its kind is "experts".
+        sizes: sizes of its attention; None for those of the architecture.
+        source: number of the layer before it whose keys and values its attention reads; None for its own.
+        tied_values: whether its values are a product with the matrix of its keys.
+        inner: width of its dense MLP; None for that of the architecture.
     """
 
     attention: bool = True
@@ -90,3 +107,7 @@ class Layer:
     window: int = 0
     rope: int = 0
     experts: Experts | None = None
+    sizes: HeadSizes | None = None
+    source: int | None = None
+    tied_values: bool = False
+    inner: int | None = None

@@ -11,6 +11,8 @@ LANGUAGE_MODELS = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "glm4v": "glm4v_text",
     "got_ocr2": "qwen2",
     "idefics3": "llama",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("default", "linear", "llama3", "factors", "yarn", "dynamic", "longrope")
+KINDS = ("default", "linear", "llama3", "factors", "yarn", "dynamic", "longrope", "proportional")
 _SAME = ("mrope", "default")  # with text alone, the positions of multimodal rope are those of plain rope
 
 
@@ -52,7 +52,8 @@ def inverse_frequencies(settings: Mapping[str, Any], head_dim: int, max_length: 
 
     Computed are the plain ones (RoFormer, 2104.09864), ``linear``, ``llama3`` (wavelength bands), ``yarn``
     (2309.00071), ``longrope`` (2402.13753), ``dynamic``, and ``factors``: one for each frequency, which is divided by
-    it (GGUF files of Llama 3). Dynamic NTK scaling changes them only beyond ``max_position_embeddings``, which no
+    it (GGUF files of Llama 3). ``proportional`` ones (Gemma 4) are the first of those of a whole head, and zeros: pairs
+    that are not turned. Dynamic NTK scaling changes them only beyond ``max_position_embeddings``, which no
     sequence is, unless it has a fixed ``alpha`` (Hunyuan).
 
     Args:
@@ -60,7 +61,8 @@ def inverse_frequencies(settings: Mapping[str, Any], head_dim: int, max_length: 
         head_dim: width of a head.
         max_length: maximum length of a sequence; LongRoPE takes its long factors if it exceeds the original length.
     """
-    kind, dim = settings["rope_type"], int(head_dim * settings.get("partial_rotary_factor", 1.0))
+    kind, share = settings["rope_type"], settings.get("partial_rotary_factor", 1.0)
+    dim = head_dim if kind == "proportional" else int(head_dim * share)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     theta = settings["rope_theta"]
     if kind == "dynamic" and settings.get("alpha"):
@@ -68,6 +70,9 @@ def inverse_frequencies(settings: Mapping[str, Any], head_dim: int, max_length: 
     frequencies = 1.0 / (theta**exponents)
     if kind in ("default", "dynamic"):
         return frequencies
+    if kind == "proportional":
+        turned = torch.arange(dim // 2) < int(share * head_dim // 2)
+        return torch.where(turned, frequencies / (settings.get("factor") or 1.0), 0.0)
     if kind == "linear":
         return frequencies / settings["factor"]
     if kind == "factors":

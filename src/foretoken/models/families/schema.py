@@ -77,6 +77,13 @@ class MptAttention(Schema):
     prefix_lm: bool | None = None
 
 
+class LayerSizes(Schema):
+    """What one layer of Gemma 4 has of its own."""
+
+    head_dim: Heads | None = None
+    num_key_value_heads: Heads | None = None
+
+
 class CausalConfig(Schema):
     """The fields of a decoder's config.json that our runtime reads, by Llama's names, with the family's defaults."""
 
@@ -121,6 +128,17 @@ class CausalConfig(Schema):
     use_parallel_residual: bool | None = None
     original_max_position_embeddings: Size | None = None
     partial_rotary_factor: Share | None = None
+    # of Gemma 4
+    per_layer_config: dict[Annotated[str, Field(pattern=r"^\d{1,6}$")], LayerSizes] | None = None
+    global_head_dim: Heads | None = None
+    num_global_key_value_heads: Heads | None = None
+    attention_k_eq_v: bool | None = None
+    num_kv_shared_layers: Annotated[int, Field(ge=0)] | None = None
+    use_double_wide_mlp: bool | None = None
+    hidden_size_per_layer_input: Annotated[int, Field(ge=0, le=65_536)] | None = None
+    vocab_size_per_layer_input: Size | None = None
+    enable_moe_block: bool | None = None
+    top_k_experts: Size | None = None
     # of latent attention
     kv_lora_rank: Heads | None = None
     q_lora_rank: Size | None = None

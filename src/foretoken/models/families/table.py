@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from foretoken.models.families import facts
+from foretoken.models.families import facts, gemma4
 from foretoken.models.families.classic import CLASSIC, LAYER_NORM_EPS
 from foretoken.models.families.family import CHUNKED, Family
 from foretoken.models.families.hybrids import HYBRID, LLAMA, MULTIPLIERS
@@ -19,6 +19,19 @@ _GEMMA2 = _GEMMA | _WINDOW | {"query_pre_attn_scalar": 256}
 _CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA_ACTIVATION = {"hidden_act": "hidden_activation"}
 _SANDWICH_NAMES = replace(LLAMA, mlp_norm="pre_feedforward_layernorm")
+_GEMMA4 = Family(
+    names=replace(_SANDWICH_NAMES, scalar="layer_scalar"),
+    aliases=_GEMMA_ACTIVATION,
+    defaults=_GEMMA
+    | _WINDOWS
+    | {"sliding_window": 512, "num_key_value_heads": 4, "global_head_dim": 512, "rope_parameters": gemma4.ROPES},
+    norms=SANDWICH,
+    head_norms="before",
+    kinds=gemma4.kinds,
+    derives=gemma4.derives,
+    facts=gemma4.facts,
+    refuses=gemma4.refuses,
+)
 _COHERE = {"tie_word_embeddings": True, "logit_scale": 0.0625, "rms_norm_eps": 1e-5}
 _SHARED_NORM = replace(LLAMA, mlp_norm="input_layernorm")
 _GLM = {"head_dim": 128, "partial_rotary_factor": 0.5}
@@ -107,6 +120,11 @@ FAMILIES: dict[str, Family] = {
         facts=facts.gemma3,
         refuses=facts.bidirectional,
     ),
+    "gemma4_text": replace(
+        _GEMMA4,
+        defaults={**_GEMMA4.defaults, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+    ),
+    "gemma4_unified_text": replace(_GEMMA4, defaults={**_GEMMA4.defaults, "sliding_window": 1024}),
     "vaultgemma": Family(
         names=_SANDWICH_NAMES,
         aliases=_GEMMA_ACTIVATION,

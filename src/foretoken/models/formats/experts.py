@@ -53,6 +53,8 @@ class ExpertWeights:
         shared_down: its down, or None.
         shared_down_bias: its bias; or None.
         shared_gate: float32 [H], or None.
+        router_norm: weight of the norm of the router's input, float32 [H]; None if it reads what the experts read.
+        expert_scales: factors of the experts' weights, float32 [experts]; or None.
     """
 
     experts: Experts
@@ -66,6 +68,8 @@ class ExpertWeights:
     shared_down: Matrix | None = None
     shared_down_bias: Tensor | None = None
     shared_gate: Tensor | None = None
+    router_norm: Tensor | None = None
+    expert_scales: Tensor | None = None
 
 
 def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> ExpertWeights:
@@ -79,6 +83,7 @@ def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> Expe
     shared_rows = (1 + e.gated) * e.shared
     stored = reader.shaped(f"{router}.weight", (e.count, hidden))
     up, down = _stacks(reader, f"{at}.{e.names.experts}", e, hidden)
+    b = e.beside
     return ExpertWeights(
         experts=e,
         router=stored.clone() if stored.dtype == torch.bfloat16 else stored.float(),
@@ -91,6 +96,8 @@ def read_experts(reader: TensorReader, at: str, e: Experts, hidden: int) -> Expe
         shared_down=reader.matrix(shared_down, hidden, e.shared) if e.shared else None,
         shared_down_bias=reader.bias((shared_down,), hidden),
         shared_gate=_shared_gate(reader, f"{shared}_gate.weight", hidden) if e.shared_gate else None,
+        router_norm=None if b is None else reader.floats(f"{at}.{b.scale}", (hidden,)) * hidden**-0.5,
+        expert_scales=None if b is None else reader.floats(f"{at}.{b.expert_scales}", (e.count,)),
     )
 
 

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.experts import Beside
 from foretoken.models.families.layers import Layer, RecurrentMixer
 from foretoken.models.formats.experts import ExpertWeights, read_experts
 from foretoken.models.formats.finite import converted
 from foretoken.models.formats.latent import LatentWeights, read_latent
+from foretoken.models.formats.layer_inputs import (
+    LayerInputEnds,
+    LayerInputWeights,
+    read_layer_input,
+    read_layer_input_ends,
+)
 from foretoken.models.formats.memory import give_back, reuse_freed
 from foretoken.models.formats.quantize import Matrix, Quantizer
 from foretoken.models.formats.reader import TensorReader, located, rows_of
@@ -39,7 +46,8 @@ class NormWeight:
 class SelfAttentionWeights:
     """The weights of a layer's attention. ``qkv`` holds the rows of queries, keys and values, then gates.
 
-    Norms of heads are [head_dim] for all heads, or [heads * head_dim].
+    In a layer that reads the keys and values of another one it holds queries alone. Norms of heads are [head_dim] for
+    all heads, or [heads * head_dim].
     """
 
     qkv: tuple[Matrix, ...]
@@ -49,6 +57,7 @@ class SelfAttentionWeights:
     out: Matrix
     out_bias: Tensor | None
     sinks: Tensor | None = None  # float32 [heads]
+    v_norm: NormWeight | None = None
     relative: Tensor | None = None  # T5's biases by distance, float32 [heads, 2 * Architecture.farthest + 1]
 
 
@@ -77,6 +86,16 @@ class DenseMlpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideWeights:
+    """A dense MLP beside experts (``experts.Beside``), its norms, and the norm of what the experts return."""
+
+    norm: NormWeight
+    mlp: DenseMlpWeights
+    after: NormWeight
+    after_experts: NormWeight
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one decoder layer, on the CPU: of its mixers, its MLP, and the norms around them.
 
@@ -93,6 +112,9 @@ class LayerWeights:
     after_mlp: NormWeight | None
     recurrent: RecurrentWeights | None = None
     cross: CrossAttentionWeights | None = None
+    beside: BesideWeights | None = None
+    own_input: LayerInputWeights | None = None
+    scalar: float = 1.0  # factor of the residual stream after the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +127,7 @@ class Ends:
     head_bias: Tensor | None = None
     positions: Tensor | None = None  # learned ones, float32 [positions, H]
     embedding_norm: NormWeight | None = None
+    layer_inputs: LayerInputEnds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +183,7 @@ def read_layer(source: Source, index: int) -> LayerWeights:
     a, reader = source.architecture, source.reader
     names, layer = a.names, a.stack[index]
     at = reader.base + names.layer.format(index)
+    beside = None if layer.experts is None else layer.experts.beside
 
     def norm(name: str, exists: bool) -> NormWeight | None:
         return _norm(a, reader, at + name) if exists else None
@@ -169,9 +193,12 @@ def read_layer(source: Source, index: int) -> LayerWeights:
         attention=_attention(a, reader, at, layer) if layer.attention else None,
         recurrent=_recurrent(a, reader, at, layer.recurrent),
         after_mixer=norm(names.after_mixer, layer.norms.after_mixer),
-        mlp_norm=norm(names.mlp_norm, layer.norms.mlp),
+        mlp_norm=norm(names.mlp_norm if beside is None else beside.norm, layer.norms.mlp),
         mlp=_mlp(a, reader, at, layer),
         after_mlp=norm(names.after_mlp, layer.norms.after_mlp),
+        beside=None if beside is None else _beside(a, reader, at, layer, beside),
+        own_input=None if a.layer_inputs is None else read_layer_input(reader, at, a.layer_inputs, a.hidden),
+        scalar=1.0 if names.scalar is None else float(reader.floats(at + names.scalar, (1,))),
     )
 
 
@@ -185,9 +212,10 @@ def _recurrent(a: Architecture, reader: TensorReader, at: str, mixer: RecurrentM
 def _attention(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> SelfAttentionWeights | LatentWeights:
     if a.latent is not None:
         return read_latent(a.latent, a.heads, reader, f"{at}self_attn.", a.hidden)
-    names, wide, narrow = a.names, a.heads * a.head_dim, a.kv_heads * a.head_dim
-    qkv, out = tuple(at + name for name in names.qkv), at + names.out
-    rows = (1 + a.gated_attention) * wide + 2 * narrow
+    names, sizes, shares = a.names, a.sizes(layer), layer.source is not None
+    wide = a.heads * sizes.head_dim
+    qkv, out = tuple(at + name for name in names.qkv_of(layer)), at + names.out
+    rows = (1 + a.gated_attention) * wide + (0 if shares else sizes.numbers)
     weights, bias = reader.parts(qkv, rows, a.hidden), _attention_bias(a, reader, qkv, rows)
     if bias is not None and a.gated_attention:
         bias = _bias_gates_last(a, bias)
@@ -197,7 +225,8 @@ def _attention(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> 
         qkv=in_runtime_order(a, weights, reader.dtype),
         qkv_bias=bias,
         q_norm=_head_norm(a, reader, at + names.q_norm, a.heads, layer),
-        k_norm=_head_norm(a, reader, at + names.k_norm, a.kv_heads, layer),
+        k_norm=None if shares else _head_norm(a, reader, at + names.k_norm, sizes.kv_heads, layer),
+        v_norm=NormWeight(torch.ones(sizes.head_dim)) if a.unit_values and not shares else None,
         out=reader.matrix(out, a.hidden, wide),
         out_bias=_attention_bias(a, reader, (out,), a.hidden),
         sinks=reader.floats(f"{at}self_attn.sinks", (a.heads,)) if a.sinks else None,
@@ -246,13 +275,14 @@ def _head_norm(a: Architecture, reader: TensorReader, name: str, heads: int, lay
     """Returns the norm of queries or keys: one for all heads, one for each, or one of all of them together."""
     if a.head_norms is None or (a.unit_heads and layer.rope < 0):
         return None
+    head_dim = a.sizes(layer).head_dim
     if a.weightless or a.unit_heads:
-        return NormWeight(torch.ones(a.head_dim))
+        return NormWeight(torch.ones(head_dim))
     listed = [f"{name}.norms.{head}" for head in range(heads)]
     if f"{listed[0]}.weight" in reader.weights:  # StableLM has a module for each head
-        return NormWeight(torch.cat([reader.norm(one, a.head_dim) for one in listed]))
-    shared = reader.get(f"{name}.weight").numel() == a.head_dim and a.head_norms != "all"
-    return _norm(a, reader, name, a.head_dim if shared else heads * a.head_dim)
+        return NormWeight(torch.cat([reader.norm(one, head_dim) for one in listed]))
+    shared = reader.get(f"{name}.weight").numel() == head_dim and a.head_norms != "all"
+    return _norm(a, reader, name, head_dim if shared else heads * head_dim)
 
 
 def _mlp(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> DenseMlpWeights | ExpertWeights | None:
@@ -260,12 +290,26 @@ def _mlp(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> DenseM
         return None
     if layer.experts is not None:
         return read_experts(reader, at.removesuffix("."), layer.experts, a.hidden)
+    return _dense(a, reader, at, layer)
+
+
+def _beside(a: Architecture, reader: TensorReader, at: str, layer: Layer, names: Beside) -> BesideWeights:
+    return BesideWeights(
+        norm=_norm(a, reader, at + a.names.mlp_norm),
+        mlp=_dense(a, reader, at, replace(layer, mlp="gated")),
+        after=_norm(a, reader, at + names.after),
+        after_experts=_norm(a, reader, at + names.after_experts),
+    )
+
+
+def _dense(a: Architecture, reader: TensorReader, at: str, layer: Layer) -> DenseMlpWeights:
     up, down = tuple(at + name for name in a.names.up), at + a.names.down
-    rows = a.intermediate * (2 if layer.mlp == "gated" else 1)
+    inner = layer.inner or a.intermediate
+    rows = inner * (2 if layer.mlp == "gated" else 1)
     return DenseMlpWeights(
         up=reader.parts(up, rows, a.hidden),
         up_bias=reader.bias(up, rows),
-        down=reader.matrix(down, a.hidden, a.intermediate),
+        down=reader.matrix(down, a.hidden, inner),
         down_bias=reader.bias((down,), a.hidden),
     )
 
@@ -301,6 +345,9 @@ def read_ends(source: Source) -> Ends:
         head_bias=reader.bias((head_name,), a.vocab),
         positions=_positions(a, reader),
         embedding_norm=_norm(a, reader, base + names.embedding_norm) if names.embedding_norm else None,
+        layer_inputs=None
+        if a.layer_inputs is None
+        else read_layer_input_ends(reader, a.layer_inputs, a.layers, a.hidden, a.vocab),
     )
 
 

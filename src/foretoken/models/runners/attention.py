@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foretoken.models.families.architecture import Architecture
+from foretoken.models.families.layers import Layer
 from foretoken.models.runners.pass_plan import Part, PassPlan
 from foretoken.models.state.kv import KVCache, finite, padded
 
@@ -157,6 +159,23 @@ class Heads(Protocol):
         """Cap of the scores; 0 for none."""
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """The sizes and factors of one layer's attention, which are ``Heads``."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    attention_softcap: float
+
+    @staticmethod
+    def of(a: Architecture, layer: Layer) -> AttentionSizes:
+        """Returns those of a layer of a decoder."""
+        sizes = a.sizes(layer)
+        return AttentionSizes(a.heads, sizes.kv_heads, sizes.head_dim, a.scale, a.attention_softcap)
+
+
 def attend(
     cache: KVCache,
     layer: int,
@@ -167,13 +186,13 @@ def attend(
     mask: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Writes the new keys and values to the cache, then computes attention under ``mask``.
+    """Writes the new keys and values to the cache, if there are any, then computes attention under ``mask``.
 
     Args:
         cache: the KV cache.
-        layer: index of the layer.
-        queries_keys: [R, heads + kv_heads, head_dim].
-        values: [R, kv_heads, head_dim].
+        layer: index of the layer in the cache.
+        queries_keys: [R, heads + kv_heads, head_dim]; [R, heads, head_dim] for a layer that reads those of another one.
+        values: [R, kv_heads, head_dim], or [R, 0, head_dim].
         g: layout of the pass.
         a: sizes of the attention.
         mask: as in ``Geometry.masks``.
@@ -182,11 +201,13 @@ def attend(
     Returns:
         [R, heads * head_dim]
     """
-    heads, kv_heads = a.heads, a.kv_heads
-    queries, keys = queries_keys.split((heads, kv_heads), dim=1)
+    heads = a.heads
+    queries, keys = queries_keys[:, :heads], queries_keys[:, heads:]
     keys, values = finite(keys), finite(values)
     key_cache, value_cache = cache.keys[layer], cache.values[layer]
-    if g.single is not None:
+    if not keys.shape[1]:
+        pass
+    elif g.single is not None:
         slot, first, count = g.single
         key_cache[slot, :, first : first + count] = keys.transpose(0, 1)
         value_cache[slot, :, first : first + count] = values.transpose(0, 1)

@@ -11,7 +11,8 @@ from foretoken.models.families.architecture import Architecture
 from foretoken.models.families.experts import Experts
 from foretoken.models.formats.experts import ExpertWeights, MatrixStack
 from foretoken.models.formats.quantize import stacked
-from foretoken.models.runners.functional import activate, clamped_gate
+from foretoken.models.formats.weights import NormWeight
+from foretoken.models.runners.functional import activate, clamped_gate, normalize
 from foretoken.models.runners.linear import Product, product
 
 
@@ -31,6 +32,8 @@ class TorchExperts:
     shared_up: Product | None
     shared_down: Product | None
     shared_gate: Tensor | None
+    router_norm: NormWeight | None
+    expert_scales: Tensor | None
 
     @staticmethod
     def of(device: torch.device, w: ExpertWeights) -> TorchExperts:
@@ -46,11 +49,23 @@ class TorchExperts:
             if w.shared_down is None
             else product(w.shared_down.to(device), _to(w.shared_down_bias, device)),
             shared_gate=_to(w.shared_gate, device),
+            router_norm=None if w.router_norm is None else NormWeight(w.router_norm.to(device)),
+            expert_scales=_to(w.expert_scales, device),
         )
 
-    def __call__(self, a: Architecture, x: Tensor, alone: bool = False) -> Tensor:
-        """Returns the weighted sum of each row's experts, from the best to the last, and of the shared one, [R, H]."""
-        chosen, weights = choose(self.experts, self.router(x.float(), alone), self.correction)
+    def __call__(self, a: Architecture, x: Tensor, alone: bool = False, hidden: Tensor | None = None) -> Tensor:
+        """Returns the weighted sum of each row's experts, from the best to the last, and of the shared one, [R, H].
+
+        Args:
+            a: the architecture.
+            x: input of the experts [R, H].
+            alone: see ``Product``.
+            hidden: the residual stream [R, H], of which the router has a norm of its own; None if it reads ``x``.
+        """
+        routed = x.float() if hidden is None else normalize(a, hidden.float(), self.router_norm)
+        chosen, weights = choose(self.experts, self.router(routed, alone), self.correction)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales[chosen]
         outputs = x.new_empty(*chosen.shape, x.shape[1])
         for expert in chosen.unique().tolist():
             rows, ranks = (chosen == expert).nonzero(as_tuple=True)

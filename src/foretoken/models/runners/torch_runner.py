@@ -21,6 +21,7 @@ from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.latent import LatentWeights
 from foretoken.models.formats.quantize import floats, stacked
 from foretoken.models.formats.weights import (
+    BesideWeights,
     DenseMlpWeights,
     Ends,
     Entry,
@@ -28,13 +29,14 @@ from foretoken.models.formats.weights import (
     NormWeight,
     SelfAttentionWeights,
 )
-from foretoken.models.runners.attention import Geometry, attend
+from foretoken.models.runners.attention import AttentionSizes, Geometry, attend
 from foretoken.models.runners.base import DecoderOnly, Pass
 from foretoken.models.runners.functional import activate, normalize, rotary_table, rotate
 from foretoken.models.runners.linear import Product, can_pack, product
 from foretoken.models.runners.pass_plan import PassPlan
 from foretoken.models.runners.torch_experts import TorchExperts
 from foretoken.models.runners.torch_latent import TorchLatent
+from foretoken.models.runners.torch_layer_inputs import TorchLayerInput, TorchLayerInputs
 from foretoken.models.state.kv import KVCache
 
 
@@ -45,6 +47,7 @@ class TorchAttention:
     qkv: Product
     q_norm: NormWeight | None
     k_norm: NormWeight | None
+    v_norm: NormWeight | None
     out: Product
     sinks: Tensor | None
 
@@ -55,6 +58,7 @@ class TorchAttention:
             qkv=product(stacked(w.qkv).to(device), _to(w.qkv_bias, device)),
             q_norm=_norm_to(w.q_norm, device),
             k_norm=_norm_to(w.k_norm, device),
+            v_norm=_norm_to(w.v_norm, device),
             out=product(w.out.to(device), _to(w.out_bias, device)),
             sinks=_to(w.sinks, device),
         )
@@ -75,6 +79,26 @@ class TorchMlp:
             down=product(w.down.to(device), _to(w.down_bias, device)),
         )
 
+    def __call__(self, a: Architecture, x: Tensor, gated: bool, alone: bool) -> Tensor:
+        """Returns the output [rows, H] for an input [rows, H]; ``alone`` is that of ``Product``."""
+        return self.down(activate(a, self.up(x, alone), gated), alone)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBeside:
+    """The weights of a dense MLP beside experts on the device, and the norms of both."""
+
+    norm: NormWeight | None
+    mlp: TorchMlp
+    after: NormWeight | None
+    after_experts: NormWeight | None
+
+    @staticmethod
+    def of(device: torch.device, w: BesideWeights) -> TorchBeside:
+        """Packs the weights for ``device``."""
+        norms = [_norm_to(norm, device) for norm in (w.norm, w.after, w.after_experts)]
+        return TorchBeside(norms[0], TorchMlp.of(device, w.mlp), *norms[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class TorchLayer:
@@ -86,6 +110,9 @@ class TorchLayer:
     mlp_norm: NormWeight | None
     mlp: TorchMlp | TorchExperts | None
     after_mlp: NormWeight | None
+    beside: TorchBeside | None
+    own_input: TorchLayerInput | None
+    scalar: float
 
     @staticmethod
     def of(device: torch.device, a: Architecture, weights: LayerWeights) -> TorchLayer:
@@ -97,6 +124,9 @@ class TorchLayer:
             mlp_norm=_norm_to(weights.mlp_norm, device),
             mlp=_mlp(device, weights.mlp),
             after_mlp=_norm_to(weights.after_mlp, device),
+            beside=None if weights.beside is None else TorchBeside.of(device, weights.beside),
+            own_input=None if weights.own_input is None else TorchLayerInput.of(device, weights.own_input),
+            scalar=weights.scalar,
         )
 
 
@@ -137,6 +167,7 @@ class TorchRunner(DecoderOnly):
         self._head = product(ends.head.to(device), _to(ends.head_bias, device))
         self._positions = _to(ends.positions, device)
         self._embedding_norm = _norm_to(ends.embedding_norm, device)
+        self._inputs = None if ends.layer_inputs is None else TorchLayerInputs(device, dtype, a, ends.layer_inputs)
         self._tables: list[tuple[Tensor, Tensor]] = []
         self.cache = self._new_cache(a)
 
@@ -150,7 +181,9 @@ class TorchRunner(DecoderOnly):
 
     def _new_cache(self, a: Architecture) -> KVCache:
         dtype = torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype  # attention.py
-        return KVCache(a.layers, a.kv_heads, a.head_dim, dtype, self._device)
+        sizes = [None if layer.source is not None else a.sizes(layer) for layer in a.stack]
+        shapes = [None if size is None else (size.kv_heads, size.head_dim) for size in sizes]
+        return KVCache(shapes, dtype, self._device)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -206,11 +239,16 @@ class TorchRunner(DecoderOnly):
         a = self._architecture
         hidden = self._embed(geometry) if features is None else self._begin(features, len(geometry.tokens))
         turns = [(cos[geometry.positions], sin[geometry.positions]) for cos, sin in self._tables]
+        inputs = None if self._inputs is None else self._inputs(a, geometry.tokens, hidden, alone)
         states: dict[int, Tensor] = {}
         for number in range(a.layers):
             if number in taps:
                 states[number] = hidden
             hidden = self._layer(number, hidden, turns, geometry, alone)
+            layer = self._layers[number]
+            if layer.own_input is not None and inputs is not None:
+                hidden = hidden + layer.own_input(a, hidden, inputs[:, number], alone)
+            hidden = _scaled(hidden, layer.scalar)
         states[a.layers] = states[a.layers + 1] = hidden
         return states
 
@@ -253,14 +291,18 @@ class TorchRunner(DecoderOnly):
         if layer.mlp is None:
             return hidden
         inner = normalize(a, start if a.stack[number].parallel else hidden, layer.mlp_norm)
-        inner = self._mlp(layer.mlp, number, inner, alone)
+        inner = self._mlp(layer, number, inner, hidden, alone)
         return hidden + _scaled(normalize(a, inner, layer.after_mlp), a.factors.mlp)
 
-    def _mlp(self, mlp: TorchMlp | TorchExperts, number: int, x: Tensor, alone: bool) -> Tensor:
-        a = self._architecture
-        if isinstance(mlp, TorchExperts):
+    def _mlp(self, layer: TorchLayer, number: int, x: Tensor, hidden: Tensor, alone: bool) -> Tensor:
+        a, mlp, beside = self._architecture, layer.mlp, layer.beside
+        if isinstance(mlp, TorchMlp):
+            return mlp(a, x, a.stack[number].mlp == "gated", alone)
+        assert mlp is not None
+        if beside is None:
             return mlp(a, x, alone)
-        return mlp.down(activate(a, mlp.up(x, alone), a.stack[number].mlp == "gated"), alone)
+        dense = beside.mlp(a, normalize(a, hidden, beside.norm), True, alone)
+        return normalize(a, dense, beside.after) + normalize(a, mlp(a, x, alone, hidden), beside.after_experts)
 
     def _attention(
         self,
@@ -274,8 +316,12 @@ class TorchRunner(DecoderOnly):
         a, layer = self._architecture, self._architecture.stack[number]
         if isinstance(mixer, TorchLatent):
             return mixer(a, self.cache, number, x, turns, g, alone)
-        heads = mixer.qkv(x, alone).view(x.shape[0], -1, a.head_dim)
-        queries_keys, values = heads.split((a.heads + a.kv_heads, a.kv_heads), dim=1)
+        sizes = AttentionSizes.of(a, layer)
+        new = 0 if layer.source is not None else sizes.kv_heads
+        heads = mixer.qkv(x, alone).view(x.shape[0], -1, sizes.head_dim)
+        queries_keys, values = heads.split((a.heads + new, new), dim=1)
+        if mixer.v_norm is not None:
+            values = normalize(a, values, mixer.v_norm)
         if a.head_norms != "after":
             queries_keys = self._norm_heads(queries_keys, mixer)
         if a.clip:
@@ -286,20 +332,20 @@ class TorchRunner(DecoderOnly):
             queries_keys = self._norm_heads(queries_keys, mixer)
         if a.query_growth is not None and not (a.query_growth.unrotated and layer.rope >= 0):
             queries_keys[:, : a.heads] *= a.query_factors(g.positions)[:, None, None].to(queries_keys)
-        mask = g.masks[layer.window]
-        return mixer.out(attend(self.cache, number, queries_keys, values, g, a, mask, mixer.sinks), alone)
+        mask, place = g.masks[layer.window], number if layer.source is None else layer.source
+        return mixer.out(attend(self.cache, place, queries_keys, values, g, sizes, mask, mixer.sinks), alone)
 
     def _norm_heads(self, queries_keys: Tensor, mixer: TorchAttention) -> Tensor:
-        if mixer.q_norm is None or mixer.k_norm is None:
-            return queries_keys
         a, parts = self._architecture, []
-        halves = queries_keys.split((a.heads, a.kv_heads), dim=1)
+        halves = queries_keys[:, : a.heads], queries_keys[:, a.heads :]
         for half, norm in zip(halves, (mixer.q_norm, mixer.k_norm), strict=True):
-            if a.head_norms == "all":
+            if norm is None:
+                parts.append(half)
+            elif a.head_norms == "all":
                 parts.append(normalize(a, half.flatten(1), norm).view(half.shape))
             else:
-                parts.append(normalize(a, half, norm.by_head(a.head_dim)))
-        return torch.cat(parts, dim=1)
+                parts.append(normalize(a, half, norm.by_head(half.shape[-1])))
+        return torch.cat(parts, dim=1) if mixer.q_norm is not None else queries_keys
 
     def _logits(self, states: dict[int, Tensor], outputs: Tensor) -> Tensor:
         """Returns the logits of the rows ``outputs``, float32 [outputs, V]."""

@@ -147,7 +147,7 @@ class StackRunner(NativeRunner):
         description = Description(architecture, dtype, self._arena, compress)
         self._spec = description.stack(layers, ends.last, _floats(ends.positions), ends.norm)
         for number in range(architecture.layers):  # a layer's keys and values are not read after it
-            self._spec.layers[number].attention.cache_layer = 0
+            self._spec.layers[number].attention.cache_at = 0
         self._spec.embedding, self._spec.table = embedding
         self._held.extend((*description.held, owner))
         self.weight_bytes, self.product_bytes = description.weight_bytes, description.weight_bytes
@@ -155,7 +155,7 @@ class StackRunner(NativeRunner):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self._row_bytes
+        return self._architecture.first(1).kv_numbers * self._dtype.itemsize
 
     def states(self, source: Sequence[int]) -> Tensor:
         """Returns the normed states of a source, float32 [source, H]."""

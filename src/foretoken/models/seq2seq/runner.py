@@ -85,7 +85,7 @@ class Seq2SeqRunner(WithoutAdapters):
         """Creates empty caches."""
         stack = self._architecture.decoder
         dtype = torch.float64 if self._dtype == torch.float32 and self.batch_invariant else self._dtype  # attention.py
-        sizes = (stack.layers, stack.heads, stack.head_dim, dtype, self._device)
+        sizes = ([(stack.heads, stack.head_dim)] * stack.layers, dtype, self._device)
         self._cache, self._sources = KVCache(*sizes), KVCache(*sizes)
         self._slots = SourceSlots(self._architecture.source_length)
 

@@ -28,23 +28,28 @@ def finite(states: Tensor) -> Tensor:
 class KVCache:
     """Keys and values of all sequences: two tensors [slots, kv_heads, rows, head_dim] per layer.
 
+    Args:
+        shapes: heads of keys and values, and the width of a head, of each layer; None for a layer without keys and
+            values of its own, whose buffers are empty.
+        dtype: dtype of the buffers.
+        device: device of the buffers.
+
     The row of a sequence's token i is row i of its slot. Buffers start as zeros and hold only finite numbers, because a
     masked row has weight 0, and 0 times its content must be 0.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = (kv_heads, head_dim)
+    def __init__(self, shapes: Sequence[tuple[int, int] | None], dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes = [shape or (0, 0) for shape in shapes]
         self._dtype, self._device = dtype, device
         self.slots, self.rows = 0, 0
-        self.keys: list[Tensor] = [self._buffer(0, 0) for _ in range(layers)]
-        self.values: list[Tensor] = [self._buffer(0, 0) for _ in range(layers)]
+        self.keys: list[Tensor] = [self._buffer(layer, 0, 0) for layer in range(len(shapes))]
+        self.values: list[Tensor] = [self._buffer(layer, 0, 0) for layer in range(len(shapes))]
         self._free: list[int] = []
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        kv_heads, head_dim = self._shape
-        return 2 * len(self.keys) * kv_heads * head_dim * self._dtype.itemsize
+        return 2 * sum(kv_heads * head_dim for kv_heads, head_dim in self._shapes) * self._dtype.itemsize
 
     def acquire(self) -> int:
         """Takes the lowest free slot, which keeps the batch dense."""
@@ -79,13 +84,13 @@ class KVCache:
         """Returns the bytes of all buffers."""
         return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
-    def _buffer(self, slots: int, rows: int) -> Tensor:
-        kv_heads, head_dim = self._shape
+    def _buffer(self, layer: int, slots: int, rows: int) -> Tensor:
+        kv_heads, head_dim = self._shapes[layer]
         return torch.zeros(slots, kv_heads, rows, head_dim, dtype=self._dtype, device=self._device)
 
     def _resize(self, slots: int, rows: int) -> None:
         for buffers in (self.keys, self.values):
             for layer, old in enumerate(buffers):
-                fresh = self._buffer(slots, rows)
+                fresh = self._buffer(layer, slots, rows)
                 fresh[: old.shape[0], :, : old.shape[2]] = old
                 buffers[layer] = fresh

@@ -30,15 +30,17 @@ class LinearModule:
 def linear_modules(a: Architecture, layer: int) -> Iterator[tuple[Product, list[LinearModule]]]:
     """Yields the products of a layer that an adapter may change, each with its modules in order."""
     described, names = a.stack[layer], a.names
-    at, wide, narrow = names.layer.format(layer), a.heads * a.head_dim, a.kv_heads * a.head_dim
+    at, sizes = names.layer.format(layer), a.sizes(described)
+    wide, narrow = a.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     if described.attention and a.latent is None:
-        rows = [(1 + a.gated_attention) * wide, narrow, narrow]
-        yield "qkv", _modules(at, names.qkv, rows, a.hidden)
+        rows = [(1 + a.gated_attention) * wide, *([narrow, narrow] if described.source is None else [])]
+        yield "qkv", _modules(at, names.qkv_of(described), rows, a.hidden)
         yield "out", [LinearModule(at + names.out, a.hidden, wide)]
     if described.mlp in ("gated", "ungated"):
-        rows = [a.intermediate] * (2 if described.mlp == "gated" else 1)
+        inner = described.inner or a.intermediate
+        rows = [inner] * (2 if described.mlp == "gated" else 1)
         yield "up", _modules(at, names.up, rows, a.hidden)
-        yield "down", [LinearModule(at + names.down, a.hidden, a.intermediate)]
+        yield "down", [LinearModule(at + names.down, a.hidden, inner)]
 
 
 def _modules(at: str, names: tuple[str, ...], rows: list[int], columns: int) -> list[LinearModule]:

@@ -9,7 +9,7 @@ LANES = 16
 UNIT = 32  # outputs of one unit of work; every width is padded to it
 TILE_STEPS = 16
 LORA_PARTS = 3  # matrices of the second half of a low-rank product
-MAX_LATENT = 1024  # of csrc/specs.hpp
+MAX_HEAD, MAX_LATENT = 512, 1024  # of csrc/specs.hpp
 
 
 class Matrix(Structure):
@@ -47,9 +47,11 @@ class AttentionSpec(Structure):
         *((name, Matrix) for name in ("qkv", "out", "query_up", "absorb", "expand")),
         ("q_norm", NormSpec),
         ("k_norm", NormSpec),
+        ("v_norm", NormSpec),
         ("sinks", c_void_p),
         ("relative", c_void_p),
-        *((name, c_int32) for name in ("norm_stride", "window", "rope", "cache_layer", "grows")),
+        *((name, c_int32) for name in ("kv_heads", "head_dim", "norm_stride", "window", "rope")),
+        *((name, c_int32) for name in ("cache_at", "shares", "grows")),
     ]
 
 
@@ -77,7 +79,13 @@ class RecurrentSpec(Structure):
 class MlpSpec(Structure):
     """The weights of a dense MLP."""
 
-    _fields_ = [("up", Matrix), ("down", Matrix)]
+    _fields_ = [("up", Matrix), ("down", Matrix), ("inner", c_int32), ("gated", c_int32)]
+
+
+class LayerInputSpec(Structure):
+    """What a layer does with its own input (csrc/layer_inputs.hpp); without matrices there is none."""
+
+    _fields_ = [("gate", Matrix), ("up", Matrix), ("norm", NormSpec)]
 
 
 class RouterSpec(Structure):
@@ -99,6 +107,8 @@ class ExpertsSpec(Structure):
         ("router", RouterSpec),
         *((name, Matrix) for name in ("up", "down", "shared_up", "shared_down")),
         ("shared_gate", c_void_p),
+        ("router_norm", NormSpec),
+        ("expert_scales", c_void_p),
         *((name, c_int32) for name in ("gated", "scaled_inputs", "inner", "shared_inner")),
         ("limit", c_float),
         ("slope", c_float),
@@ -110,12 +120,15 @@ class LayerSpec(Structure):
 
     _fields_ = [
         *((name, NormSpec) for name in ("norm", "after_mixer", "mlp_norm", "after_mlp")),
+        *((name, NormSpec) for name in ("beside_norm", "after_beside", "after_experts")),
         *((name, c_int32) for name in ("attends", "recurs", "mlp", "parallel")),
         ("attention", AttentionSpec),
         ("cross", CrossSpec),
         ("recurrent", RecurrentSpec),
         ("dense", MlpSpec),
         ("experts", ExpertsSpec),
+        ("own_input", LayerInputSpec),
+        ("scalar", c_float),
     ]
 
 
@@ -146,6 +159,19 @@ class LatentSpec(Structure):
     ]
 
 
+class LayerInputsSpec(Structure):
+    """Where the inputs of single layers come from; width 0 for none."""
+
+    _fields_ = [
+        ("table", c_void_p),
+        ("projection", Matrix),
+        ("norm", NormSpec),
+        ("width", c_int32),
+        ("table_scale", c_float),
+        ("projection_scale", c_float),
+    ]
+
+
 class ModelSpec(Structure):
     """The weights and options of a model, for ``foretoken_run``."""
 
@@ -160,7 +186,7 @@ class ModelSpec(Structure):
         ("biases", c_void_p),
         ("query_scales", c_void_p),
         ("bias_stride", c_int64),
-        *((name, c_int32) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")),
+        *((name, c_int32) for name in ("layer_count", "hidden", "heads", "vocab")),
         *((name, c_int32) for name in ("activation", "centered", "norm_heads", "joined", "norm_first")),
         *((name, c_float) for name in ("eps", "scale", "score_cap", "logit_cap", "embedding_scale")),
         *(
@@ -170,6 +196,7 @@ class ModelSpec(Structure):
         ("gated_attention", c_int32),
         ("state", StateSpec),
         ("latent", LatentSpec),
+        ("layer_inputs", LayerInputsSpec),
         ("clip", c_float),
         ("norm_sums", c_int32),
         ("farthest", c_int32),

@@ -19,10 +19,12 @@ from foretoken.models.families.recurrence import Recurrence
 from foretoken.models.formats.experts import ExpertWeights
 from foretoken.models.formats.grouped import Grouped, joinable
 from foretoken.models.formats.latent import LatentWeights
+from foretoken.models.formats.layer_inputs import LayerInputEnds, LayerInputWeights
 from foretoken.models.formats.quantize import Int8, floats
 from foretoken.models.formats.quantize import Matrix as AnyMatrix
 from foretoken.models.formats.recurrent import RecurrentWeights
 from foretoken.models.formats.weights import (
+    BesideWeights,
     CrossAttentionWeights,
     DenseMlpWeights,
     Ends,
@@ -38,6 +40,8 @@ from foretoken.models.runners.native.bindings import (
     CrossSpec,
     ExpertsSpec,
     LatentSpec,
+    LayerInputSpec,
+    LayerInputsSpec,
     LayerSpec,
     Matrix,
     MlpSpec,
@@ -94,6 +98,8 @@ class Description:
                 wide = _wide(floats(ends.embedding, self._dtype))
                 spec.embedding = self._keep(wide)
                 self.weight_bytes += wide.nbytes
+        if ends.layer_inputs is not None:
+            spec.layer_inputs = self._layer_inputs(ends.layer_inputs)
         spec.feature_norm = self._norm(entry.norm)
         spec.joined, spec.norm_first = entry.joined, entry.norm_first
         return spec
@@ -119,9 +125,6 @@ class Description:
             layer_count=a.layers,
             hidden=a.hidden,
             heads=a.heads,
-            kv_heads=a.kv_heads,
-            head_dim=a.head_dim,
-            inner=a.intermediate,
             vocab=a.vocab,
             activation=ACTIVATIONS[a.activation],
             centered=a.centered,
@@ -159,7 +162,40 @@ class Description:
             attention=self._attention(number, attention),
             cross=CrossSpec() if cross is None else self._cross(number, cross),
             recurrent=RecurrentSpec() if recurrent is None else self._recurrent(number, recurrent),
+            own_input=LayerInputSpec() if weights.own_input is None else self._own_input(weights.own_input),
+            scalar=weights.scalar,
             **self._mlp(layer, weights.mlp),
+            **({} if weights.beside is None else self._beside(layer, weights.beside)),
+        )
+
+    def _beside(self, layer: Layer, weights: BesideWeights) -> dict[str, Structure]:
+        return {
+            "dense": self._dense(weights.mlp, True, layer.inner or self._architecture.intermediate),
+            "beside_norm": self._norm(weights.norm),
+            "after_beside": self._norm(weights.after),
+            "after_experts": self._norm(weights.after_experts),
+        }
+
+    def _own_input(self, weights: LayerInputWeights) -> LayerInputSpec:
+        return LayerInputSpec(
+            gate=self._matrix([weights.gate]), up=self._matrix([weights.up]), norm=self._norm(NormWeight(weights.norm))
+        )
+
+    def _layer_inputs(self, weights: LayerInputEnds) -> LayerInputsSpec:
+        a = self._architecture
+        assert a.layer_inputs is not None
+        table, width = _wide(weights.table), a.layer_inputs.width
+        self.weight_bytes += table.nbytes
+        before = self.weight_bytes
+        projection = self._matrix([weights.projection])
+        self.product_bytes += self.weight_bytes - before
+        return LayerInputsSpec(
+            table=self._keep(table),
+            projection=projection,
+            norm=self._norm(NormWeight(weights.norm)),
+            width=width,
+            table_scale=float(torch.tensor(width**0.5, dtype=self._dtype)),
+            projection_scale=a.hidden**-0.5,
         )
 
     def _mlp(self, layer: Layer, weights: DenseMlpWeights | ExpertWeights | None) -> dict[str, Structure]:
@@ -167,35 +203,44 @@ class Description:
             return {}
         if isinstance(weights, ExpertWeights):
             return {"experts": self._experts(weights)}
-        return {"dense": self._dense(weights, layer.mlp == "gated")}
+        return {"dense": self._dense(weights, layer.mlp == "gated", layer.inner or self._architecture.intermediate)}
 
     def _attention(self, number: int, weights: SelfAttentionWeights | LatentWeights | None) -> AttentionSpec:
         if weights is None:
             return AttentionSpec()
         if isinstance(weights, LatentWeights):
             return self._latent(number, weights)
-        layer, dim = self._architecture.stack[number], self._architecture.head_dim
+        layer = self._architecture.stack[number]
+        sizes = self._architecture.sizes(layer)
+        dim = sizes.head_dim
         own = weights.q_norm is not None and len(weights.q_norm.weight) > dim  # a norm for each head
         return AttentionSpec(
             qkv=self._matrix(weights.qkv, weights.qkv_bias),
             out=self._matrix([weights.out], weights.out_bias),
             q_norm=self._norm(weights.q_norm),
             k_norm=self._norm(weights.k_norm),
+            v_norm=self._norm(weights.v_norm),
             sinks=self._keep(weights.sinks),
             relative=self._keep(weights.relative),
+            kv_heads=sizes.kv_heads,
+            head_dim=dim,
             norm_stride=dim if own else 0,
             window=layer.window,
             rope=layer.rope,
-            cache_layer=self._architecture.first(number).attention_layers,
+            cache_at=self._architecture.cache_at(number),
+            shares=layer.source is not None,
             grows=self._grows(layer),
         )
 
     def _cross(self, number: int, weights: CrossAttentionWeights) -> CrossSpec:
+        sizes = self._architecture.sizes(self._architecture.stack[number])
         attention = AttentionSpec(
             qkv=self._matrix([weights.queries], weights.queries_bias),
             out=self._matrix([weights.out], weights.out_bias),
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
             rope=-1,
-            cache_layer=number,
+            cache_at=number * sizes.numbers,
         )
         before = self.weight_bytes
         keys_values = self._matrix(weights.keys_values, weights.keys_values_bias)
@@ -217,9 +262,11 @@ class Description:
             expand=self._hold(pack_stack(self._arena, weights.expand, self._compress)),
             q_norm=self._norm(query_norm),
             k_norm=self._norm(NormWeight(weights.latent_norm)),
+            kv_heads=1,
+            head_dim=self._architecture.head_dim,
             window=layer.window,
             rope=layer.rope,
-            cache_layer=self._architecture.first(number).attention_layers,
+            cache_at=self._architecture.cache_at(number),
             grows=self._grows(layer),
         )
 
@@ -237,11 +284,13 @@ class Description:
             state_layer=self._architecture.first(number).recurrent_layers,
         )
 
-    def _dense(self, weights: DenseMlpWeights, gated: bool) -> MlpSpec:
+    def _dense(self, weights: DenseMlpWeights, gated: bool, inner: int) -> MlpSpec:
         up = halves(weights.up) if gated else weights.up
         return MlpSpec(
             up=self._matrix(up, weights.up_bias, interleave=gated),
             down=self._matrix([weights.down], weights.down_bias),
+            inner=padded(inner, LANES),
+            gated=gated,
         )
 
     def _experts(self, weights: ExpertWeights) -> ExpertsSpec:
@@ -271,6 +320,8 @@ class Description:
             up=self._hold(stacks[0]),
             down=self._hold(stacks[1]),
             shared_gate=self._keep(weights.shared_gate),
+            router_norm=NormSpec(self._keep(weights.router_norm)),
+            expert_scales=self._keep(weights.expert_scales),
             gated=e.gated,
             scaled_inputs=e.scaled_inputs,
             inner=padded(e.intermediate, LANES),

@@ -22,6 +22,7 @@ from foretoken.models.formats.weights import Ends, Entry, LayerWeights
 from foretoken.models.runners.base import DecoderOnly, Pass
 from foretoken.models.runners.native.bindings import (
     LANES,
+    MAX_HEAD,
     MAX_LATENT,
     UNIT,
     BatchSpec,
@@ -109,12 +110,14 @@ class NativeRunner(DecoderOnly):
             raise KernelsUnavailable(f"the kernels compute float32 and bfloat16, not {dtype}")
         if a.latent is not None:
             _check_latent(a.latent)
-        elif a.head_dim % LANES or a.head_dim > 512:
-            raise KernelsUnavailable(
-                f"the kernels need heads of a multiple of {LANES} and at most 512, not {a.head_dim}"
-            )
+        else:
+            _check_heads(a)
         if entry is not None and a.hidden % UNIT:
             raise KernelsUnavailable(f"the kernels take features of a multiple of {UNIT} numbers, not {a.hidden}")
+        if a.layer_inputs is not None and a.layer_inputs.width % LANES:
+            raise KernelsUnavailable(
+                f"the kernels need inputs of layers of a multiple of {LANES} numbers, not {a.layer_inputs.width}"
+            )
         r = a.recurrence
         if r is not None and any(size % LANES for size in (r.channels, r.out, r.key_dim, r.value_dim)):
             raise KernelsUnavailable(
@@ -135,7 +138,6 @@ class NativeRunner(DecoderOnly):
         self.kinds = _kinds(self._spec)
         self._library = library(self.kinds, KINDS[self._dtype])
         self._workspace = self._library.foretoken_open()
-        self._row_bytes = a.kv_numbers * self._dtype.itemsize  # of one layer's keys and values
         self._pages = self._new_pages()
         self._reach = 0
         self.threads = torch.get_num_threads()
@@ -191,7 +193,7 @@ class NativeRunner(DecoderOnly):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self._architecture.attention_layers * self._row_bytes
+        return self._architecture.kv_numbers * self._dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
@@ -324,6 +326,15 @@ class NativeRunner(DecoderOnly):
             self._spec.query_scales = self._tables[-1].data_ptr()
 
 
+def _check_heads(a: Architecture) -> None:
+    """Raises KernelsUnavailable for widths of heads that the kernels do not support."""
+    for dim in {a.sizes(layer).head_dim for layer in a.stack if layer.attention}:
+        if dim % LANES or dim > MAX_HEAD:
+            raise KernelsUnavailable(
+                f"the kernels need heads of a multiple of {LANES} and at most {MAX_HEAD}, not {dim}"
+            )
+
+
 def _check_latent(s: LatentAttention) -> None:
     """Raises KernelsUnavailable for sizes of latent attention that the kernels do not support."""
     parts = {"kv_lora_rank": (s.rank, UNIT), "v_head_dim": (s.value, UNIT), "qk_rope_head_dim": (s.rotated, LANES)}
@@ -339,7 +350,7 @@ def _kinds(spec: ModelSpec) -> set[int]:
     """Returns the kinds of all matrices."""
     layers = [spec.layers[number] for number in range(spec.layer_count)]
     matrices = [m for layer in layers for m in _matrices(layer)]
-    return {matrix.kind for matrix in (*matrices, spec.head, spec.table) if matrix.data}
+    return {m.kind for m in (*matrices, spec.head, spec.table, spec.layer_inputs.projection) if m.data}
 
 
 def _matrices(spec: Structure) -> Iterator[Matrix]:

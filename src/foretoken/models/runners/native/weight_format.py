@@ -44,23 +44,25 @@ def packing_pays(architecture: Architecture, dtype: torch.dtype) -> bool:
 
 def matrix_bytes(a: Architecture, dtype: torch.dtype) -> int:
     """Returns the bytes of the matrices that a pass over one row reads, as they are stored raw."""
-    attention = 2 * (a.heads + a.kv_heads) * a.head_dim * a.hidden
+    numbers = [a.sizes(layer).head_dim * 2 * (a.heads + a.sizes(layer).kv_heads) for layer in a.stack]
+    attention = sum(numbers) * a.hidden
     if a.latent is not None:
         s = a.latent
         queries = (
             s.query_rank * (a.hidden + a.heads * (s.plain + s.rotated)) or a.heads * (s.plain + s.rotated) * a.hidden
         )
         per_head = s.rank * (s.plain + s.value) + s.value * a.hidden
-        attention = queries + (s.rank + s.rotated) * a.hidden + a.heads * per_head
+        attention = a.layers * (queries + (s.rank + s.rotated) * a.hidden + a.heads * per_head)
     mlps = sum(_mlp_width(a, layer) for layer in a.stack) * a.hidden
-    return (a.layers * attention + mlps + a.vocab * a.hidden) * dtype.itemsize
+    return (attention + mlps + a.vocab * a.hidden) * dtype.itemsize
 
 
 def _mlp_width(a: Architecture, layer: Layer) -> int:
     """Returns the rows of gate, up and the transposed down together, as far as one row takes them."""
     if layer.experts is not None:
-        return 3 * (layer.experts.chosen * layer.experts.intermediate + layer.experts.shared)
-    return (3 if layer.mlp == "gated" else 2) * a.intermediate
+        beside = 0 if layer.experts.beside is None else a.intermediate
+        return 3 * (layer.experts.chosen * layer.experts.intermediate + layer.experts.shared + beside)
+    return (3 if layer.mlp == "gated" else 2) * (layer.inner or a.intermediate)
 
 
 @functools.cache

@@ -12,8 +12,8 @@ constexpr int MIX_QUERIES = ONE_REGISTER ? 6 : 3, MIX_VECTORS = ONE_REGISTER ? 4
 constexpr float no_scales[TILE_QUERIES] = {};  // scales for products without scales
 
 // Query heads that are computed together: those of a head of keys, or where they do not fit, the largest equal part of them.
-inline int heads_at_once(const ModelSpec& m) {
-    const int group = m.heads / m.kv_heads;
+inline int heads_at_once(const ModelSpec& m, const AttentionSpec& layer) {
+    const int group = m.heads / layer.kv_heads;
     int parts = 1;
     while (group % parts || group / parts > TILE_QUERIES) parts++;
     return group / parts;
@@ -24,7 +24,7 @@ struct Attention {
     const ModelSpec& m;
     const BatchSpec& b;
     const AttentionSpec& layer;
-    const PageLayout& layout;
+    const PageLayout layout;
     const Word* all_queries;  // [rows][heads][words of a head]
     Word* queries;            // [TILE_QUERIES][words of a head]; the queries of one run
     float* scores;            // [TILE_QUERIES][length]
@@ -35,8 +35,8 @@ struct Attention {
     // [head_dim]).
     template <class Store>
     void run(int sequence, int part, int first, int last, Store store) {
-        const int group = heads_at_once(m), count = (last - first) * group, first_head = part * group;
-        const int kv_head = first_head / (m.heads / m.kv_heads);
+        const int group = heads_at_once(m, layer), count = (last - first) * group, first_head = part * group;
+        const int kv_head = first_head / (m.heads / layer.kv_heads), dim = layer.head_dim;
         Word* const* pages = b.pages[sequence];
         int end_key = 0, first_key = b.reach;
         for (int row = first; row < last; row++) {
@@ -68,16 +68,16 @@ struct Attention {
         for (int at = 0; layout.latent && at < layout.value_dim; at += MIX_VECTORS)
             for (int q = 0; q < count; q += MIX_QUERIES)
                 pick_latents<MIX_QUERIES>(std::min(count - q, MIX_QUERIES), pages, first, group, q, at, end_key);
-        for (int at = 0; !layout.latent && at < m.head_dim; at += MIX_VECTORS * LANES)
+        for (int at = 0; !layout.latent && at < dim; at += MIX_VECTORS * LANES)
             for (int q = 0; q < count; q += MIX_QUERIES)
-                pick_vectors<MIX_VECTORS>(std::min((m.head_dim - at) / LANES, MIX_VECTORS), std::min(count - q, MIX_QUERIES),
+                pick_vectors<MIX_VECTORS>(std::min((dim - at) / LANES, MIX_VECTORS), std::min(count - q, MIX_QUERIES),
                                           pages, kv_head, q, at, first_key, end_key);
         for (int q = 0; q < count; q++) {
             const int row = first + q / group;
-            float* out = mixed + q * m.head_dim;
+            float* out = mixed + q * dim;
             for (int j = first_branch(row); j < b.branch_from[row + 1] && !layout.latent; j++)
                 add(out, scores[q * length + b.prefix[row] + j - b.branch_from[row]],
-                    layout.value(pages, layer.cache_layer, kv_head, b.branches[j]));
+                    layout.value(pages, kv_head, b.branches[j]));
             for (int i = 0; i < layout.value_dim; i += LANES)
                 ::store(out + i, load(out + i) * floats(scale[q]));
             store(row, first_head + q % group, out);
@@ -107,7 +107,7 @@ struct Attention {
 
     // The keys of a page from cache row `from` on, as a packed matrix with one output per key.
     Matrix keys_of_page(Word* const* pages, int kv_head, int64_t from) const {
-        return {layout.keys(pages, layer.cache_layer, kv_head, from / LANES), nullptr, nullptr, nullptr,
+        return {layout.keys(pages, kv_head, from / LANES), nullptr, nullptr, nullptr,
                 (PAGE - from % PAGE) / LANES / BLOCKS, layout.key_words};
     }
 
@@ -176,7 +176,7 @@ struct Attention {
                 for (int v = 0; v < V; v++) sums[i][v] = floats(0.0f);
             const float* weights = scores + q * length;
             for (int key = first_key; key < end_key;) {
-                const Word* value = layout.value(pages, layer.cache_layer, kv_head, key);
+                const Word* value = layout.value(pages, kv_head, key);
                 const int end = end_key < (key / PAGE + 1) * PAGE ? end_key : (key / PAGE + 1) * PAGE;
                 for (; key < end; key++, value += layout.key_words) {
                     Floats parts[V];
@@ -189,14 +189,14 @@ struct Attention {
                 }
             }
             for (int i = 0; i < Q; i++)
-                for (int v = 0; v < V; v++) store(mixed + (q + i) * m.head_dim + at + v * LANES, sums[i][v]);
+                for (int v = 0; v < V; v++) store(mixed + (q + i) * layer.head_dim + at + v * LANES, sums[i][v]);
         } else if constexpr (Q > 1) {
             pick_mix<Q - 1, V>(count, pages, kv_head, q, at, first_key, end_key);
         }
     }
 
     void add(float* out, float weight, const Word* value) const {
-        for (int i = 0; i < m.head_dim; i += LANES) {
+        for (int i = 0; i < layer.head_dim; i += LANES) {
             Floats sum = multiply_add(floats(weight), get<kv>(value, i), load(out + i));
             store(out + i, sum);
         }
@@ -228,10 +228,10 @@ struct Attention {
         };
         const int64_t word = at / per_word(kv), whole = end_key / LANES;
         for (int64_t block = 0; block < whole; block++)
-            add(layout.keys(pages, layer.cache_layer, 0, block) + word * LANES,
+            add(layout.keys(pages, 0, block) + word * LANES,
                 [&](int i) { return load(weights + i * length + block * LANES); });
         if (end_key % LANES)  // scores after the prefix are those of a branch
-            add(layout.keys(pages, layer.cache_layer, 0, whole) + word * LANES, [&](int i) {
+            add(layout.keys(pages, 0, whole) + word * LANES, [&](int i) {
                 alignas(64) float lanes[LANES] = {};
                 std::memcpy(lanes, weights + i * length + whole * LANES, sizeof(float) * (end_key % LANES));
                 return load(lanes);
@@ -245,7 +245,7 @@ struct Attention {
                 latent_of(pages, b.branches[j], at, numbers);
                 for (int d = 0; d < D; d++) sums[i][d] = multiply_add(load(lanes), floats(numbers[d]), sums[i][d]);
             }
-            for (int d = 0; d < D; d++) mixed[(q + i) * m.head_dim + at + d] = sum_of(sums[i][d]);
+            for (int d = 0; d < D; d++) mixed[(q + i) * layer.head_dim + at + d] = sum_of(sums[i][d]);
         }
     }
 
@@ -264,7 +264,7 @@ struct Attention {
 
     // MIX_VECTORS numbers of one key.
     void latent_of(Word* const* pages, int64_t place, int at, float* to) const {
-        const Word* words = layout.keys(pages, layer.cache_layer, 0, place / LANES) + place % LANES;
+        const Word* words = layout.keys(pages, 0, place / LANES) + place % LANES;
         for (int d = 0; d < MIX_VECTORS; d++) {
             const Word word = words[(at + d) / per_word(kv) * LANES];
             const Word bits = kv == F32 ? word : (at + d) % 2 ? word & 0xffff0000 : word << 16;

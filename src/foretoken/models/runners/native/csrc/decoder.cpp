@@ -58,19 +58,19 @@ int OF_CACHE(foretoken_remember)(const ModelSpec* m, const float* states, int ro
 
 // Copies cache rows `sources` to `destination` onward, in order; every source lies at or after its destination.
 void OF_CACHE(foretoken_move)(const ModelSpec* m, Word* const* pages, int destination, const int32_t* sources, int count) {
-    const PageLayout layout(*m, CACHE);
     for (int number = 0; number < m->layer_count; number++) {
-        if (!m->layers[number].attends) continue;
-        const int layer = m->layers[number].attention.cache_layer;
-        for (int head = 0; head < m->kv_heads; head++)
+        const AttentionSpec& layer = m->layers[number].attention;
+        if (!m->layers[number].attends || layer.shares) continue;
+        const PageLayout layout(*m, layer, CACHE);
+        for (int head = 0; head < layer.kv_heads; head++)
             for (int i = 0; i < count; i++) {
                 const int from = sources[i], to = destination + i;
                 if (from == to) continue;
                 if (!layout.latent)
-                    std::memcpy(layout.value(pages, layer, head, to), layout.value(pages, layer, head, from),
+                    std::memcpy(layout.value(pages, head, to), layout.value(pages, head, from),
                                 sizeof(Word) * layout.key_words);
-                const Word* source = layout.keys(pages, layer, head, from / LANES) + from % LANES;
-                Word* target = layout.keys(pages, layer, head, to / LANES) + to % LANES;
+                const Word* source = layout.keys(pages, head, from / LANES) + from % LANES;
+                Word* target = layout.keys(pages, head, to / LANES) + to % LANES;
                 for (int64_t k = 0; k < layout.key_words; k++) target[k * LANES] = source[k * LANES];
             }
     }
@@ -93,6 +93,7 @@ void OF_CACHE(foretoken_floor)(const ModelSpec* m, void* workspace, int rows, in
             functions(p).rows(p, x, rows, units, {sink, 0, false, 1.0f, 0.0f, 0});
             member.end(units);
         };
+        if (m->layer_inputs.width) all(m->layer_inputs.projection);
         for (int i = 0; i < m->layer_count; i++) {
             each_common_matrix(m->layers[i], all);
             if (m->layers[i].mlp == EXPERTS)

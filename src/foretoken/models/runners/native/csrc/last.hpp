@@ -1,5 +1,5 @@
-// Early exit of rows without logits. After the KV projection, the last layer only feeds the vocabulary head. So the rows
-// whose logits are not needed (in a prompt, all but one) are dropped there.
+// Early exit of rows without logits. After the KV projection of the last layer that has one, a row only feeds the vocabulary
+// head. So the rows whose logits are not needed (in a prompt, all but one) are dropped there.
 #pragma once
 
 #include <vector>
@@ -34,10 +34,10 @@ struct Answered {
     }
 
    private:
-    // Returns whether rows can be dropped: no hidden states after the last layer are requested.
+    // Returns whether rows can be dropped: no hidden states after that layer are requested.
     static bool fewer(const ModelSpec& m, const BatchSpec& b) {
         for (int t = 0; t < b.tap_count; t++)
-            if (b.tap_layers[t] >= m.layer_count) return false;
+            if (b.tap_layers[t] > last_writer(m)) return false;
         return m.layer_count && count(b) < b.rows;
     }
 

@@ -23,7 +23,7 @@ struct CrossAttention {
     void run(const CrossSpec& cross) {
         attention.ask(cross.attention, p.normed(cross.attention.qkv, cross.norm));
         attention.attend(cross.attention, *sources);
-        attention.add(cross.attention.out, cross.after);
+        attention.add(cross.attention, cross.after);
     }
 
     // Writes the keys and values of an encoder's states [rows][hidden] to the pages of a source.
@@ -33,8 +33,9 @@ struct CrossAttention {
             p.normalize_row(w, states + r * p.m.hidden, NormSpec{}, words, scales);
         });
         p.multiply(w, x, p.b.rows, {attention.qkv, attention.qkv_width});
-        attention.each_head(2 * p.m.kv_heads, [&](int row, int head, float* x) {
-            attention.remember(cross.attention, pages, row, head, x);
+        const PageLayout layout(p.m, cross.attention, kv);
+        attention.each_head(cross.attention, 2 * cross.attention.kv_heads, [&](int row, int head, float* x) {
+            attention.remember(cross.attention, layout, pages, row, head, x);
         });
     }
 };

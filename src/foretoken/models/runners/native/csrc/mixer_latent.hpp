@@ -13,15 +13,14 @@ struct LatentMixer {
     Rows<kv>& p;
     const ModelSpec& m;
     const LatentSpec& shape;
-    const PageLayout layout;
-    const std::vector<QueryTile>*tiles, &answered_tiles;
+    const Tiles*tiles, &answered_tiles;
     const int64_t first_width, query_width, head_dim;
     float *first, *expanded, *absorbed, *values, *scores, *head_scales;
     Word *queries, *head_words;
 
     LatentMixer(Rows<kv>& rows, Workspace& w)
-        : p(rows), m(rows.m), shape(m.latent), layout(m, kv), tiles(&w.tiles), answered_tiles(w.answered_tiles),
-          first_width(first_numbers(m)), query_width(query_numbers(m)), head_dim(m.head_dim), first((float*)w.qkv.data),
+        : p(rows), m(rows.m), shape(m.latent), tiles(&w.tiles), answered_tiles(w.answered_tiles),
+          first_width(first_numbers(m)), query_width(query_numbers(m)), head_dim(head_numbers(m)), first((float*)w.qkv.data),
           expanded((float*)w.latent_queries.data), absorbed((float*)w.absorbed.data), values((float*)w.mixed.data),
           scores((float*)w.own_scores[p.member.thread].data), head_scales((float*)w.head_scales.data),
           queries((Word*)w.queries.data), head_words((Word*)w.head_words.data) {}
@@ -33,14 +32,16 @@ struct LatentMixer {
     }
     static int64_t query_numbers(const ModelSpec& m) { return padded(m.heads * (m.latent.plain + m.latent.rotated), 32); }
 
+    static int64_t head_numbers(const ModelSpec& m) { return m.latent.rank + m.latent.rotated; }
+    static int64_t query_words(const ModelSpec& m) { return head_numbers(m) / per_word(kv) * input_words(kv); }
+
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
         const int64_t rows = b.rows, heads = rows * m.heads;
-        AttentionMixer<kv>::tile(m, b, w.tiles);
-        AttentionMixer<kv>::tile(m, w.answered.batch, w.answered_tiles);
+        AttentionMixer<kv>::tile(m, b, w);
         w.qkv.room<float>(rows * first_numbers(m));
         if (m.latent.query_rank) w.latent_queries.room<float>(rows * query_numbers(m));
-        w.absorbed.room<float>(heads * m.head_dim);
-        w.queries.room<Word>(heads * PageLayout(m, kv).query_words);
+        w.absorbed.room<float>(heads * head_numbers(m));
+        w.queries.room<Word>(heads * query_words(m));
         w.mixed.room<float>(heads * m.latent.value);
         int64_t words = 0, scales = 0;
         for (int i = 0; i < m.layer_count; i++)
@@ -50,7 +51,7 @@ struct LatentMixer {
         w.head_words.room<Word>(heads * words);
         w.head_scales.room<float>(heads * scales);
         for (int t = 0; t < threads; t++)
-            w.own_scores[t].room<float>(TILE_QUERIES * (AttentionMixer<kv>::score_length(b) + 2 * m.head_dim));
+            w.own_scores[t].room<float>(TILE_QUERIES * (AttentionMixer<kv>::score_length(b) + 2 * head_numbers(m)));
     }
 
     // Computes queries, and writes latents and keys of all rows to the cache.
@@ -81,13 +82,13 @@ struct LatentMixer {
             if (layer.rope >= 0) rotate(turned, m.ropes[layer.rope], p.b.positions[row]);
             if (layer.grows)
                 for (int64_t i = 0; i < head_dim; i++) query[i] *= m.query_scales[p.b.positions[row]];
-            encode<kv>(query, head_dim, queries + item * layout.query_words);
+            encode<kv>(query, head_dim, queries + item * query_words(m));
         });
     }
 
     // Moves what was computed of a row, where rows leave the pass.
     void move_row(int to, int from) {
-        const int64_t words = (int64_t)m.heads * layout.query_words;
+        const int64_t words = (int64_t)m.heads * query_words(m);
         std::memcpy(queries + to * words, queries + from * words, sizeof(Word) * words);
     }
 
@@ -99,10 +100,11 @@ struct LatentMixer {
         const int64_t length = AttentionMixer<kv>::score_length(p.b);
         float* mixed = scores + TILE_QUERIES * length;
         Word* own_queries = (Word*)(mixed + TILE_QUERIES * head_dim);
-        Attention<kv> attention{m, p.b, layer, layout, queries, own_queries, scores, mixed, length};
-        const int parts = m.heads / heads_at_once(m);
-        p.member.each((int64_t)tiles->size() * parts, 1, [&](int64_t item) {
-            const QueryTile& tile = (*tiles)[item / parts];
+        Attention<kv> attention{m, p.b, layer, PageLayout(m, layer, kv), queries, own_queries, scores, mixed, length};
+        const int together = heads_at_once(m, layer), parts = m.heads / together;
+        const std::vector<QueryTile>& own = tiles->of(together);
+        p.member.each((int64_t)own.size() * parts, 1, [&](int64_t item) {
+            const QueryTile& tile = own[item / parts];
             attention.run(tile.sequence, int(item % parts), tile.first, tile.last, [&](int row, int head, const float* latent) {
                 const Input to = input(layer.expand, head);
                 functions(layer.expand).encode(layer.expand, latent, shape.rank, to.words + row * to.stride,
@@ -155,7 +157,8 @@ struct LatentMixer {
         normalize_with<false>(latent, layer.k_norm, shape.rank, shape.eps, latent);
         if (layer.rope >= 0) rotate(key, m.ropes[layer.rope], position);
         for (int64_t i = 0; i < head_dim; i += LANES) put<kv>(words, i, finite(load(latent + i)));
-        Word* lane = layout.keys(p.b.pages[p.sequence_of(row)], layer.cache_layer, 0, place / LANES) + place % LANES;
+        const PageLayout layout(m, layer, kv);
+        Word* lane = layout.keys(p.b.pages[p.sequence_of(row)], 0, place / LANES) + place % LANES;
         for (int64_t k = 0; k < layout.key_words; k++) lane[k * LANES] = words[k];
     }
 };

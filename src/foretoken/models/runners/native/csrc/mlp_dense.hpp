@@ -6,24 +6,28 @@
 template <Kind kv>
 struct DenseMlp {
     Rows<kv>& p;
-    const int64_t inner_width;
-    float* inner;
+    float *inner, *aside;
 
-    DenseMlp(Rows<kv>& rows, Workspace& w) : p(rows), inner_width(padded(rows.m.inner, LANES)), inner((float*)w.inner.data) {}
+    DenseMlp(Rows<kv>& rows, Workspace& w) : p(rows), inner((float*)w.inner.data), aside((float*)w.aside.data) {}
 
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w) {
-        if (Widest(m).encoded) w.inner.room<float>(b.rows * padded(m.inner, LANES));
+        int32_t largest = 0;
+        for (int i = 0; i < m.layer_count; i++) largest = std::max(largest, m.layers[i].dense.inner);
+        for (int i = 0; i < m.layer_count; i++)
+            if (m.layers[i].after_beside) w.aside.room<float>(b.rows * padded(m.hidden, 32));
+        if (Widest(m).encoded) w.inner.room<float>(b.rows * largest);
     }
 
     // Computes the input of `down` from the residual stream.
-    void enter(const LayerSpec& layer, int number) {
-        const MlpSpec& mlp = layer.dense;
-        const Added added = p.added_to_normed(number, &LoraLayer::up, layer.mlp_norm);
-        p.clear_tails(mlp.down, ACTIVATED, inner_width);  // before `normed`, which the product must follow at once
-        const Input x = p.normed(mlp.up, layer.mlp_norm);
+    void enter(const LayerSpec& layer, int number) { enter(layer.dense, layer.mlp_norm, number); }
+
+    void enter(const MlpSpec& mlp, const NormSpec& norm, int number) {
+        const Added added = p.added_to_normed(number, &LoraLayer::up, norm);
+        p.clear_tails(mlp.down, ACTIVATED, mlp.inner);  // before `normed`, which the product must follow at once
+        const Input x = p.normed(mlp.up, norm);
         Loop units = p.member.begin(mlp.up.units, units_at_once(mlp.up, p.b.rows, p.member.threads));
-        const bool gated = layer.mlp == GATED;
-        ActivatedStore store{mlp.down, p.inputs[ACTIVATED], inner, inner_width, p.m.activation, gated};
+        const bool gated = mlp.gated;
+        ActivatedStore store{mlp.down, p.inputs[ACTIVATED], inner, mlp.inner, p.m.activation, gated};
         store.added = added;
         store.gate_factor = p.m.gate_factor;
         functions(mlp.up).activated(mlp.up, x, p.b.rows, units, store);
@@ -32,9 +36,28 @@ struct DenseMlp {
 
     // Adds the output to the residual stream.
     void leave(const LayerSpec& layer, int number) {
-        const Matrix& down = layer.dense.down;
-        const Added added = p.added_to(number, &LoraLayer::down, down, ACTIVATED, inner, inner_width);
-        const Input x = is_float(down) ? p.input(down, ACTIVATED) : p.encoded(down, ACTIVATED, inner, inner_width);
-        p.residual(down, x, layer.after_mlp, p.m.mlp_factor, added);
+        const MlpSpec& mlp = layer.dense;
+        const Added added = p.added_to(number, &LoraLayer::down, mlp.down, ACTIVATED, inner, mlp.inner);
+        p.residual(mlp.down, activated(mlp), layer.after_mlp, p.m.mlp_factor, added);
+    }
+
+    // Adds the output of an MLP beside experts to theirs, which is in `branch`, each after its norm, and both to the residual
+    // stream.
+    void join(const LayerSpec& layer, int number) {
+        enter(layer.dense, layer.beside_norm, number);
+        p.multiply(layer.dense.down, activated(layer.dense), p.b.rows, {aside, p.width});
+        p.member.each(p.b.rows, 1, [&](int64_t r) {
+            float *to = p.branch + r * p.width, *own = aside + r * p.width;
+            normalize(p.m, to, layer.after_experts, p.m.hidden, to);
+            normalize(p.m, own, layer.after_beside, p.m.hidden, own);
+            for (int64_t i = 0; i < p.m.hidden; i++) to[i] += own[i];
+        });
+        p.add_branch(layer.after_mlp, p.m.mlp_factor);
+    }
+
+   private:
+    // The input of `down`.
+    Input activated(const MlpSpec& mlp) {
+        return is_float(mlp.down) ? p.input(mlp.down, ACTIVATED) : p.encoded(mlp.down, ACTIVATED, inner, mlp.inner);
     }
 };

@@ -51,7 +51,7 @@ struct ExpertMlp {
         multiply_down(work);
     }
 
-    // Adds it to the residual stream.
+    // Adds it to the residual stream; where there is a dense MLP beside, it stays in `branch`.
     void leave(const LayerSpec& layer, int number) {
         const Work work(*this, layer.experts, number);
         float* to = layer.after_mlp ? p.branch : p.hidden;
@@ -60,7 +60,7 @@ struct ExpertMlp {
             float* at = to + r * p.width + i;
             store(at, layer.after_mlp ? sum : multiply_add(sum, scale, load(at)));
         });
-        if (layer.after_mlp) p.add_branch(layer.after_mlp, p.m.mlp_factor);
+        if (layer.after_mlp && !layer.after_beside) p.add_branch(layer.after_mlp, p.m.mlp_factor);
     }
 
     // Multiplies as many experts as the last pass over `rows` rows chose, and nothing else; before one was run, as many as
@@ -144,11 +144,13 @@ struct ExpertMlp {
             encode(s.up, row, count, input(room.words, room.scales, s.up), r);
             for (int64_t pair = r * s.router.chosen; pair < (r + 1) * s.router.chosen; pair++)
                 clear_inner(s.down, work.sizes.inner, inner_words(work, pair));
-            if (!work.sizes.shared) return;
-            encode(s.shared_up, row, count, input(room.shared_words, room.shared_scales, s.shared_up), r);
-            clear_inner(s.shared_down, work.sizes.shared_inner, inner_words(work, work.pairs + r));
-            float& weight = ((float*)room.shared_weights.data)[r];
-            weight = s.shared_gate ? first_lane(logistic(floats(product_of(row, s.shared_gate)))) : 1.0f;
+            if (work.sizes.shared) {
+                encode(s.shared_up, row, count, input(room.shared_words, room.shared_scales, s.shared_up), r);
+                clear_inner(s.shared_down, work.sizes.shared_inner, inner_words(work, work.pairs + r));
+                float& weight = ((float*)room.shared_weights.data)[r];
+                weight = s.shared_gate ? first_lane(logistic(floats(product_of(row, s.shared_gate)))) : 1.0f;
+            }
+            if (s.router_norm) normalize(p.m, p.hidden + r * p.width, s.router_norm, hidden, row);
         });
     }
 
@@ -192,6 +194,8 @@ struct ExpertMlp {
         auto choose = [&](int64_t r) {
             const int64_t at = r * router.chosen;
             choose_experts(router, logits + r * router.width(), &work.routing.experts[at], &work.routing.weights[at]);
+            for (int i = 0; work.s.expert_scales && i < router.chosen; i++)
+                work.routing.weights[at + i] *= work.s.expert_scales[work.routing.experts[at + i]];
         };
         const bool few = rows <= REPEATED_ROWS;
         if (!few) p.member.each(rows, 4, choose);

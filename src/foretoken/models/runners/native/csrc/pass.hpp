@@ -6,11 +6,13 @@
 //     mix        what needs only the rows that stay
 //     leave      the output matrix, added to the residual stream
 //
-// The layers of an encoder-decoder's decoder have attention over the encoder's states between the two (mixer_cross.hpp).
+// The layers of an encoder-decoder's decoder have attention over the encoder's states between the two (mixer_cross.hpp). Layers
+// with an input of their own add what they make of it after the MLP (layer_inputs.hpp).
 //
-// Rows without logits leave the pass behind the last layer's `enter` (last.hpp).
+// Rows without logits leave the pass behind the `enter` of the last layer that writes to the cache (last.hpp).
 #pragma once
 
+#include "layer_inputs.hpp"
 #include "mixer_cross.hpp"
 #include "mixer_latent.hpp"
 #include "mixer_recurrent.hpp"
@@ -30,10 +32,12 @@ struct Pass {
     RecurrentMixer<kv> recurrent;
     DenseMlp<kv> dense;
     ExpertMlp<kv> experts;
+    OwnInputs<kv> inputs;
+    const int leaving;  // the layer where rows without logits leave
 
     Pass(const ModelSpec& m, const BatchSpec& b, Workspace& w, Member& member)
         : m(m), answered(w.answered.batch), p(m, b, w, member), start(p, w), attention(p, w), cross(attention, w), latent(p, w),
-          recurrent(p, w), dense(p, w), experts(p, w) {}
+          recurrent(p, w), dense(p, w), experts(p, w), inputs(p, w), leaving(last_writer(m)) {}
 
     // Allocates the memory of a pass, before its threads start.
     static void reserve(const ModelSpec& m, const BatchSpec& b, Workspace& w, int threads) {
@@ -46,21 +50,25 @@ struct Pass {
         RecurrentMixer<kv>::reserve(m, b, w, threads);
         DenseMlp<kv>::reserve(m, b, w);
         ExpertMlp<kv>::reserve(m, b, w, threads);
+        OwnInputs<kv>::reserve(m, b, w);
     }
 
     void run() {
         start.run();
+        inputs.start();
         for (int number = 0; number < m.layer_count; number++) {
             const LayerSpec& layer = m.layers[number];
             tap(number);
             enter_mixers(layer, number);
-            if (number == m.layer_count - 1 && answered.rows < p.b.rows) drop_rows(layer);
+            if (number == leaving && answered.rows < p.b.rows) drop_rows(layer);
             if (!p.b.rows) break;
             if (layer.parallel) enter_mlp(layer, number);
             leave_mixers(layer, number);
             if (layer.cross.attention.qkv.data) cross.run(layer.cross);
             if (!layer.parallel) enter_mlp(layer, number);
             leave_mlp(layer, number);
+            inputs.run(layer.own_input, number);
+            p.scale(layer.scalar);
         }
         tap(m.layer_count);
         tap(m.layer_count + 1);
@@ -74,8 +82,12 @@ struct Pass {
     }
 
     void leave_mlp(const LayerSpec& layer, int number) {
-        if (layer.mlp == EXPERTS) experts.leave(layer, number);
-        else if (layer.mlp != NO_MLP) dense.leave(layer, number);
+        if (layer.mlp == EXPERTS) {
+            experts.leave(layer, number);
+            if (layer.after_beside) dense.join(layer, number);
+        } else if (layer.mlp != NO_MLP) {
+            dense.leave(layer, number);
+        }
     }
 
     // All mixers of a layer read the residual stream before one of them adds to it.
@@ -102,8 +114,9 @@ struct Pass {
                 const int row = p.b.outputs[i];
                 if (row == i) continue;
                 std::memcpy(p.hidden + i * p.width, p.hidden + row * p.width, sizeof(float) * p.width);
-                if (layer.attends) m.latent.rank ? latent.move_row(i, row) : attention.move_row(i, row);
+                if (layer.attends) m.latent.rank ? latent.move_row(i, row) : attention.move_row(layer.attention, i, row);
                 if (layer.recurs) recurrent.move_row(i, row);
+                inputs.move_row(i, row);
             }
         });
         p.b = answered;

@@ -39,7 +39,8 @@ struct Rows {
         if ((int)w.own_words.size() < threads) w.own_words.resize(threads), w.own_scores.resize(threads);
         for (int t = 0; t < threads; t++)
             w.own_words[t].room<Word>(REPEATED_ROWS * (widest.words + widest.scales) +
-                                      std::max((m.joined ? 2 : 1) * width, padded(m.latent.query_rank, LANES)));
+                                      std::max({(m.joined ? 2 : 1) * width, padded(m.latent.query_rank, LANES),
+                                                (int64_t)m.layer_inputs.width}));
     }
 
     int sequence_of(int row) const {
@@ -86,7 +87,7 @@ struct Rows {
         functions(w).encode(w, row, padded(m.hidden, LANES), words, scales);
     }
 
-    // Memory of this thread for a row or a latent of queries, or for two rows of an EAGLE-3 head.
+    // Memory of this thread for a row, a latent of queries or a layer's own input, or for two rows of an EAGLE-3 head.
     float* own_row() const { return (float*)(own + REPEATED_ROWS * (widest.words + widest.scales)); }
 
     void multiply(const Matrix& w, const Input& x, int rows, const RowStore& store) const {
@@ -127,6 +128,14 @@ struct Rows {
         member.each(b.rows, 1, [&](int64_t r) {
             normalize(m, branch + r * width, norm, m.hidden, branch + r * width);
             for (int64_t i = 0; i < m.hidden; i++) hidden[r * width + i] += factor * branch[r * width + i];
+        });
+    }
+
+    // Multiplies the residual stream by a factor.
+    void scale(float factor) {
+        if (factor == 1.0f) return;
+        member.each(b.rows, 1, [&](int64_t r) {
+            for (int64_t i = 0; i < m.hidden; i++) hidden[r * width + i] *= factor;
         });
     }
 

@@ -19,14 +19,16 @@ struct NormSpec {
 struct AttentionSpec {
     Matrix qkv, out;
     Matrix query_up, absorb, expand;  // of latent attention (mixer_latent.hpp); those of all heads, one behind the other
-    NormSpec q_norm, k_norm;          // of latent attention: of the latents of queries, and of keys and values
+    NormSpec q_norm, k_norm, v_norm;  // of latent attention: of the latents of queries, and of keys and values
     const float* sinks;   // [heads]; scores of a key without a value, which takes a share of each softmax; null: none
     const float* relative;  // [heads][2 * reach + 1], reach of `ModelSpec::farthest`: scores += the number of the key's position - the row's (T5); null: none
+    int32_t kv_heads, head_dim;
     int32_t norm_stride;  // numbers between the weights of two heads in q_norm and k_norm; 0: all heads share them
     int32_t window;       // length of the attention window, the row itself included; 0: none; negative: rows see those of
                           // their chunk of that length
     int32_t rope;         // index of the rotary table; -1: no rotation
-    int32_t cache_layer;  // place of the keys and values in a page of the cache
+    int32_t cache_at;     // numbers of a token in the cache before its keys and values
+    int32_t shares;       // the keys and values are those of a layer before it, and `qkv` are queries alone
     int32_t grows;        // queries are multiplied by `query_scales`
 };
 
@@ -50,6 +52,14 @@ struct RecurrentSpec {
 // down(activation(gate) * up), or down(activation(up)).
 struct MlpSpec {
     Matrix up, down;  // GATED: blocks of gate and up alternate in `up`
+    int32_t inner;    // numbers between them, padded to sixteen
+    int32_t gated;
+};
+
+// What a layer does with its own input (layer_inputs.hpp): x += norm(up(activation(gate x) * input)).
+struct LayerInputSpec {
+    Matrix gate, up;
+    NormSpec norm;
 };
 
 // A mixture of experts. Expert e has the units from e times their number in `up` and `down`.
@@ -58,6 +68,8 @@ struct ExpertsSpec {
     Matrix up, down;           // of all experts
     Matrix shared_up, shared_down;  // of the shared expert, if there is one
     const float* shared_gate;  // [hidden]; the shared expert's weight is the sigmoid of its product with the row; null: 1
+    NormSpec router_norm;      // of the router's input; null: the router reads what the experts read
+    const float* expert_scales;  // [experts]; factors of the weights; null: 1
     int32_t gated;             // experts are gated MLPs; else down(activation(up))
     int32_t scaled_inputs;     // a weight multiplies the expert's input, not its output
     int32_t inner, shared_inner;  // numbers between up and down, padded to sixteen
@@ -66,6 +78,7 @@ struct ExpertsSpec {
 
 struct LayerSpec {
     NormSpec norm, after_mixer, mlp_norm, after_mlp;
+    NormSpec beside_norm, after_beside, after_experts;  // of a dense MLP beside experts, and of what the experts return
     int32_t attends;   // attention is a token mixer
     int32_t recurs;    // a RecurrentKind: the other token mixer
     int32_t mlp;       // an MlpKind
@@ -73,8 +86,10 @@ struct LayerSpec {
     AttentionSpec attention;
     CrossSpec cross;   // between the mixer and the MLP; without a matrix there is none
     RecurrentSpec recurrent;
-    MlpSpec dense;
+    MlpSpec dense;     // with EXPERTS, an MLP beside them; without matrices there is none
     ExpertsSpec experts;
+    LayerInputSpec own_input;  // after the MLP; without matrices there is none
+    float scalar;      // factor of the residual stream after the layer
 };
 
 // Calls f with each matrix of a layer that all rows take.
@@ -86,7 +101,8 @@ inline void each_common_matrix(const LayerSpec& layer, F f) {
     if (layer.recurs) f(layer.recurrent.in), f(layer.recurrent.out);
     if (layer.recurs == DELTA || layer.recurs == MAMBA) f(layer.recurrent.gates);
     if (layer.cross.attention.qkv.data) f(layer.cross.attention.qkv), f(layer.cross.attention.out);
-    if (layer.mlp == GATED || layer.mlp == UNGATED) f(layer.dense.up), f(layer.dense.down);
+    if (layer.dense.up.data) f(layer.dense.up), f(layer.dense.down);
+    if (layer.own_input.gate.data) f(layer.own_input.gate), f(layer.own_input.up);
 }
 
 // Calls f with each matrix of a layer, that for the states of an encoder included; those of all its experts are one.
@@ -122,7 +138,17 @@ struct LatentSpec {
     float eps;                   // of the norms of latents
 };
 
-constexpr int MAX_LATENT = 1024;  // rank + rotated
+constexpr int MAX_HEAD = 512, MAX_LATENT = 1024;  // numbers of a head; rank + rotated
+
+// Where the inputs of single layers come from (layer_inputs.hpp).
+struct LayerInputsSpec {
+    const Word* table;   // embeddings [vocab][layers * width padded to 32] in the cache's type
+    Matrix projection;   // of the scaled embedding
+    NormSpec norm;       // of one layer's part of it
+    int32_t width;       // numbers of one layer's input; 0: there are none
+    float table_scale, projection_scale;
+    int64_t stride() const { return projection.units * BLOCKS * LANES; }  // numbers of all layers
+};
 
 struct ModelSpec {
     const LayerSpec* layers;
@@ -137,7 +163,7 @@ struct ModelSpec {
     const float* biases;        // [heads][bias_stride]: scores += biases[position of the key] - biases[that of the row] (ALiBi)
     const float* query_scales;  // [positions]; queries are multiplied by it; null: none
     int64_t bias_stride;
-    int32_t layer_count, hidden, heads, kv_heads, head_dim, inner, vocab;
+    int32_t layer_count, hidden, heads, vocab;
     int32_t activation;         // an Activation
     int32_t centered;           // norms subtract the mean (layer norm); else RMS norm
     int32_t norm_heads;         // where q_norm and k_norm are: a HeadNorm
@@ -150,6 +176,7 @@ struct ModelSpec {
     int32_t gated_attention;    // the rows of `qkv` end with gates of the output
     StateSpec state;
     LatentSpec latent;
+    LayerInputsSpec layer_inputs;
     float clip;                 // queries, keys and values are clipped to [-clip, clip]; 0: no bound
     int32_t norm_sums;          // norms after mixers and MLPs are those of the residual stream (BART); else of what is added to it
     int32_t farthest;           // distance from which on all relative positions are one
@@ -212,24 +239,41 @@ struct BatchSpec {
     int32_t source_reach;                          // the largest of source_lengths
 };
 
-// The place of a sequence's keys and values of one layer and head inside a page.
+// The place of a sequence's keys and values of one layer inside a page.
 //
 // The keys of sixteen rows form a block as in a packed matrix: [block][words of a head][16 rows]. Values: [row][head_dim]; those
 // of latent attention are part of the keys.
 struct PageLayout {
     int64_t key_words, query_words;  // words of one row, and of a query
     int64_t half_words;              // words of all keys (or all values) of one head in one page
+    int64_t first;                   // words of a page before those of the layer
     bool latent;                     // values are the first numbers of keys
     int value_dim;                   // numbers of a value
-    PageLayout(const ModelSpec& m, Kind kind)
-        : key_words(m.head_dim / per_word(kind)), query_words(key_words * input_words(kind)), half_words(PAGE * key_words),
-          latent(m.latent.rank), value_dim(latent ? m.latent.rank : m.head_dim), kv_heads(m.kv_heads) {}
-    int64_t at(int layer, int head) const { return ((int64_t)layer * kv_heads + head) * (latent ? 1 : 2) * half_words; }
-    Word* keys(Word* const* pages, int layer, int head, int64_t block) const {
-        return pages[block / (PAGE / LANES)] + at(layer, head) + block % (PAGE / LANES) * LANES * key_words;
+    PageLayout(const ModelSpec& m, const AttentionSpec& layer, Kind kind)
+        : key_words(layer.head_dim / per_word(kind)), query_words(key_words * input_words(kind)), half_words(PAGE * key_words),
+          first((int64_t)PAGE * layer.cache_at / per_word(kind)), latent(m.latent.rank),
+          value_dim(latent ? m.latent.rank : layer.head_dim) {}
+    int64_t at(int head) const { return first + (int64_t)head * (latent ? 1 : 2) * half_words; }
+    Word* keys(Word* const* pages, int head, int64_t block) const {
+        return pages[block / (PAGE / LANES)] + at(head) + block % (PAGE / LANES) * LANES * key_words;
     }
-    Word* value(Word* const* pages, int layer, int head, int64_t row) const {
-        return pages[row / PAGE] + at(layer, head) + half_words + row % PAGE * key_words;
+    Word* value(Word* const* pages, int head, int64_t row) const {
+        return pages[row / PAGE] + at(head) + half_words + row % PAGE * key_words;
     }
-    int kv_heads;
 };
+
+// The last layer that writes to the cache or to a state: those behind it need only the rows whose logits are needed.
+inline int last_writer(const ModelSpec& m) {
+    int last = m.layer_count - 1;
+    while (last > 0 && !(m.layers[last].attends && !m.layers[last].attention.shares) && !m.layers[last].recurs) last--;
+    return last;
+}
+
+// The largest of some number of all layers with attention.
+template <class F>
+inline int64_t largest_of_layers(const ModelSpec& m, F number) {
+    int64_t largest = 0;
+    for (int i = 0; i < m.layer_count; i++)
+        if (m.layers[i].attends) largest = std::max(largest, (int64_t)number(m.layers[i].attention));
+    return largest;
+}

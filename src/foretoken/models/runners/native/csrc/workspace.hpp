@@ -40,6 +40,7 @@ struct Widest {
     bool encoded = false;  // some rows are floats first
     explicit Widest(const ModelSpec& m) {
         add(m.head);
+        if (m.layer_inputs.width) add(m.layer_inputs.projection);
         for (int i = 0; i < m.layer_count; i++) each_matrix(m.layers[i], [&](const Matrix& w) { add(w); });
         scales = padded(scales, LANES);
     }
@@ -51,6 +52,24 @@ struct Widest {
 // Queries of one sequence that attention computes together.
 struct QueryTile {
     int32_t sequence, first, last;
+};
+
+// The tiles of a pass, for each number of heads that are computed together.
+struct Tiles {
+    void clear() { by_heads.clear(); }
+
+    // Cuts the rows of each sequence into tiles of at most `rows` rows, unless that was done for this number of heads.
+    void add(int heads, int rows, const BatchSpec& b) {
+        const auto [at, missing] = by_heads.try_emplace(heads);
+        for (int s = 0; missing && s < b.sequences; s++)
+            for (int first = b.sequence_from[s], last; first < b.sequence_from[s + 1]; first = last)
+                at->second.push_back({s, first, last = std::min(first + rows, b.sequence_from[s + 1])});
+    }
+
+    const std::vector<QueryTile>& of(int heads) const { return by_heads.at(heads); }
+
+   private:
+    std::map<int, std::vector<QueryTile>> by_heads;
 };
 
 // Buffers of the layers of experts (mlp_experts.hpp).
@@ -95,13 +114,14 @@ struct Adapted {
 
 // Buffers of one model. The names are those of the pass and its blocks.
 struct Workspace {
-    Buffer hidden, embedded, branch, qkv, queries, mixed, inner, scales, normed, attended, activated;
+    Buffer hidden, embedded, branch, aside, qkv, queries, mixed, inner, scales, normed, attended, activated;
     Buffer recurrent, prepared, recurrent_mixed;
+    Buffer layer_inputs, gated_inputs;
     Buffer latent_queries, absorbed, head_words, head_scales;
     std::vector<Buffer> own_words, own_scores, own_states;
     Answered answered;
     SourcePlan sources, answered_sources;
-    std::vector<QueryTile> tiles, answered_tiles;
+    Tiles tiles, answered_tiles;
     ExpertRoom experts;
     Adapted adapted, answered_adapted;
     Buffer lora_inputs, lora_inner, lora_added;

@@ -1,0 +1,65 @@
+"""The weights of inputs of single layers (``families/layer_inputs.py``) as the runners take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foretoken.models.families.layer_inputs import LayerInputs
+from foretoken.models.formats.finite import converted
+from foretoken.models.formats.quantize import Matrix
+from foretoken.models.formats.reader import TensorReader
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInputWeights:
+    """What one layer does with its input: a gate [width, H], the last matrix [H, width] and a norm, float32 [H]."""
+
+    gate: Matrix
+    up: Matrix
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInputEnds:
+    """Where the inputs of all layers come from.
+
+    Attributes:
+        table: embeddings [V, layers * width], in the model's dtype.
+        projection: of the model's embedding, [layers * width, H].
+        norm: of a layer's part of the projection, float32 [width].
+    """
+
+    table: Tensor
+    projection: Matrix
+    norm: Tensor
+
+
+def read_layer_input(reader: TensorReader, at: str, inputs: LayerInputs, hidden: int) -> LayerInputWeights:
+    """Reads what the layer with names below ``at`` does with its input.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has the wrong shape.
+    """
+    return LayerInputWeights(
+        gate=reader.matrix(at + inputs.gate, inputs.width, hidden),
+        up=reader.matrix(at + inputs.up, hidden, inputs.width),
+        norm=reader.norm(at + inputs.norm, hidden),
+    )
+
+
+def read_layer_input_ends(
+    reader: TensorReader, inputs: LayerInputs, layers: int, hidden: int, vocab: int
+) -> LayerInputEnds:
+    """Reads where the inputs of all layers come from.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has the wrong shape.
+    """
+    name, width = f"{reader.base}{inputs.table}.weight", layers * inputs.width
+    return LayerInputEnds(
+        table=converted(name, reader.shaped(name, (vocab, width)), reader.dtype, copy=True),
+        projection=reader.matrix(reader.base + inputs.projection, width, hidden),
+        norm=reader.norm(reader.base + inputs.projection_norm, inputs.width),
+    )
