@@ -174,6 +174,7 @@ def _logs(drafted: bool, before: int, top: int, own: int) -> dict[int, float]:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # one packet for head and body, else the client waits for the second
+    disable_nagle_algorithm = True  # the second packet of a long answer would wait for a delayed acknowledgement
     behaviour: Behaviour
 
     def do_GET(self) -> None:
@@ -299,12 +300,16 @@ class Handler(BaseHTTPRequestHandler):
         return
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64  # with 5, some of eight clients who connect at once would try again a second later
+
+
 @contextlib.contextmanager
 def serving(behaviour: Behaviour) -> Iterator[str]:
     """Runs a server. Yields its address."""
     handler = type("FakeHandler", (Handler,), {"behaviour": behaviour})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), handler)
     server.limited = set()  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
