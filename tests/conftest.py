@@ -42,6 +42,21 @@ TEXT = (
 )
 
 
+# A file runs in one process. One that takes half a minute must not be what the others wait for at the end.
+LONGEST = (
+    *("serve/test_replicas.py", "serve/test_clients.py", "models/test_aarch64.py", "benchmarks/test_benchmarks.py"),
+    *("serve/test_playground.py", "quantize/test_file.py", "test_bundled.py", "exactness/test_gtest.py"),
+    *("test_docs.py", "exactness/test_hybrid_texts.py", "test_wheel.py", "models/test_tensor_parallel.py"),
+)
+_HERE = Path(__file__).parent.name
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first; pyproject.toml tells pytest-xdist to keep the order."""
+    place = {f"{_HERE}/{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
