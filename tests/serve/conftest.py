@@ -1,20 +1,22 @@
-"""The real server in a thread, on the bundled model in float32."""
+"""The real server in a thread, on a small model in float32: the bundled draft, with a noisy copy of it to draft."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from foretoken import LLM
+from foretoken import LLM, zoo
 from foretoken.serve.app import create_app
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.run import Server, bind
@@ -22,6 +24,7 @@ from foretoken.serve.tracing import RequestTracer
 from foretoken.serve.worker import Worker
 
 PATIENCE = 30.0  # seconds that a test waits for what should come at once
+NOISE = 0.15  # of the deviation of each weight
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,28 @@ def events_of(stream: str) -> list[tuple[str, Any]]:
     return found
 
 
-def _new() -> LLM:
+@pytest.fixture(scope="session")
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model that is often right and often wrong about the bundled draft."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(zoo.path("draft"), tmp_path_factory.mktemp("served") / "noisy")
+    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    for weight in weights.values():
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.add_(noise * weight.float().std(correction=0) * NOISE)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _new(noisy: Path) -> LLM:
     # So many tokens are drafted however busy the machine is: left to measurement it may be none.
     steady = {"num_speculative_tokens": 4}
     methods = ("prediction", "ngram")
     return LLM(
+        zoo.path("draft"),
+        noisy,
         dtype="float32",
         speculative_config=steady,
         methods=methods,
@@ -103,15 +123,15 @@ def _new() -> LLM:
 
 
 @pytest.fixture(scope="session")
-def llm() -> LLM:
+def llm(noisy: Path) -> LLM:
     """What ``server`` serves, and nobody else may use."""
-    return _new()
+    return _new(noisy)
 
 
 @pytest.fixture(scope="session")
-def spare() -> LLM:
+def spare(noisy: Path) -> LLM:
     """The same again, for other servers and for comparison; one user at a time."""
-    return _new()
+    return _new(noisy)
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from tests.serve.conftest import PATIENCE, Running, running
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, SamplingParams, zoo
 
 pytestmark = pytest.mark.slow
 
@@ -211,9 +212,9 @@ def test_lines_end_where_every_reader_ends_them(server: Running) -> None:
     assert "".join(choice["text"] for line in lines for choice in json.loads(line[6:])["choices"]) == odd
 
 
-def test_cached_tokens_are_told() -> None:
+def test_cached_tokens_are_told(noisy: Path) -> None:
     prompt = "def again(x):\n    return x\n" * 30
-    with running(LLM(dtype="float32", enable_prefix_caching=True)) as server:
+    with running(LLM(zoo.path("draft"), noisy, dtype="float32", enable_prefix_caching=True)) as server:
         first, second, twice = (
             server.post({"prompt": prompt, "max_tokens": 2, "n": n}).json()["usage"] for n in (1, 1, 2)
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.serve.conftest import PATIENCE, running
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, SamplingParams, zoo
 
 SYSTEM = "import os\nimport sys\n\n\n" + "def helper(values):\n    return sorted(values)\n" * 12
 PROMPTS = (SYSTEM + "def first(", SYSTEM + "class Second:\n", "x = 1\n" * 60, "def add(a, b):\n", "n = {'日本語': '🙂")
@@ -35,7 +36,7 @@ MORE = ("prompt", "stream", "speculative_method")
 
 
 @pytest.mark.slow
-def test_each_text_is_its_own() -> None:
+def test_each_text_is_its_own(noisy: Path) -> None:
     rng = random.Random(4)
     bodies = [
         {
@@ -50,11 +51,13 @@ def test_each_text_is_its_own() -> None:
     ]
     leaving = [rng.randint(1, 4) if rng.random() < 0.2 else None for _ in bodies]
     llm = LLM(
+        zoo.path("draft"),
+        noisy,
         dtype="float32",
         methods=("ngram",),
         max_num_seqs=6,
         max_model_len=768,
-        kv_cache_memory_bytes=2600 * 13_000,
+        kv_cache_memory_bytes=2600 * 3_700,
         enable_prefix_caching=True,
         max_num_batched_tokens=48,
     )
@@ -63,7 +66,7 @@ def test_each_text_is_its_own() -> None:
         server.until(server.idle)
         llm.engine.check_integrity()
         assert llm.engine.usage.prefix_hits > 0
-    alone = LLM(dtype="float32", speculative_config={"method": "none"}, max_model_len=768)
+    alone = LLM(zoo.path("draft"), dtype="float32", speculative_config={"method": "none"}, max_model_len=768)
     for body, text in zip(bodies, texts, strict=True):
         if text is not None:
             own = SamplingParams(**{key: value for key, value in body.items() if key not in MORE})

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 from tests.serve.conftest import PATIENCE, Running, events_of, running
 
-from foretoken import LLM
+from foretoken import LLM, zoo
 from foretoken.serve.limits import ServerSettings
 
 pytestmark = pytest.mark.slow
@@ -121,8 +121,8 @@ def test_stop_sequences(claude: Any) -> None:
 
 def test_the_context_ends_what_is_longer() -> None:
     """Coding agents ask for 32,000 tokens whatever the model."""
-    names = ServerSettings(model_names=("stdlib",))
-    with running(LLM(dtype="float32", max_model_len=256), names) as server, talking(server) as claude:
+    llm, names = LLM(zoo.path("draft"), dtype="float32", max_model_len=256), ServerSettings(model_names=("stdlib",))
+    with running(llm, names) as server, talking(server) as claude:
         got = claude.messages.create(**own(GREEDY, max_tokens=32_000, stop_sequences=["\n"]))
         assert got.stop_reason in ("stop_sequence", "end_turn")
         prompt = [{"role": "user", "content": "x " * 230}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from foretoken import LLM
+from foretoken import LLM, zoo
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fill_in import FORMATS, fill_in_prompt
 
@@ -81,7 +82,7 @@ def test_truncate_prompt_tokens(server: Running, llm: LLM) -> None:
     long = {"messages": [{"role": "user", "content": "x = 1\n" * 20_000}], "max_tokens": 5}
     assert error_of(server.post(long, "chat/completions"), 400)["code"] == "context_length_exceeded"
     assert "at least 1" in error_of(server.post({**PROMPT, "truncate_prompt_tokens": 0}), 400)["message"]
-    with running(LLM(dtype="float32", max_model_len=256)) as small:
+    with running(LLM(zoo.path("draft"), dtype="float32", max_model_len=256)) as small:
         fitted = small.post({**long, "truncate_prompt_tokens": -1}, "chat/completions").json()
         assert fitted["usage"]["prompt_tokens"] == 256 - 5
 
@@ -99,9 +100,9 @@ def test_the_last_message_is_continued(server: Running, llm: LLM) -> None:
     assert bare["prompt_token_ids"] == llm.tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
-def test_cache_prompt() -> None:
+def test_cache_prompt(noisy: Path) -> None:
     asked = {**PROMPT, "prompt": "def again(x):\n    return x\n" * 30, "max_tokens": 2}
-    with running(LLM(dtype="float32", enable_prefix_caching=True)) as server:
+    with running(LLM(zoo.path("draft"), noisy, dtype="float32", enable_prefix_caching=True)) as server:
         counts = [
             server.post({**asked, **extra}).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
             for extra in ({}, {"cache_prompt": True}, {"cache_prompt": False})

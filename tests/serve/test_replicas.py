@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from tests.serve import test_chat, test_completions, test_errors, test_tools
 from tests.serve.conftest import Running
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, SamplingParams, zoo
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.replicas.front import Front, create_front
 from foretoken.serve.replicas.replica import ReplicaConfig
@@ -87,12 +88,15 @@ def cluster() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def server(cluster: str) -> Iterator[Distant]:
+def server(cluster: str, noisy: Path) -> Iterator[Distant]:
     """The front, in a thread, before two replicas a node."""
     from foretoken.serve.replicas.deploy import replicas
 
     scale = ReplicaScale(replicas=4, address=cluster)
-    with replicas(ReplicaConfig(options=OPTIONS, settings=SETTINGS, created=1), scale, 10.0) as answering:
+    config = ReplicaConfig(
+        model=str(zoo.path("draft")), draft_model=str(noisy), options=OPTIONS, settings=SETTINGS, created=1
+    )
+    with replicas(config, scale, 10.0) as answering:
         front = Front(answering, SETTINGS)
         ending = Server(create_front(front, SETTINGS), front)
         with bind("127.0.0.1", 0) as listening:

@@ -319,7 +319,11 @@ def test_one_page_of_metrics() -> None:
 def test_a_replica_answers_as_a_server_does(spare: LLM) -> None:
     """Whole, streamed, cancelled; and once its engine is dead, nothing it says of that gets out."""
     options = {"dtype": "float32", "max_num_seqs": 4, "seed": 5}
-    replica = Replica(ReplicaConfig(options=options, settings=ServerSettings(api_keys=("k",)), created=7), "here")
+    settings = ServerSettings(api_keys=("k",))
+    config = ReplicaConfig(
+        model=spare.model, draft_model=spare.draft_model, options=options, settings=settings, created=7
+    )
+    replica = Replica(config, "here")
     asking = {"prompt": "x = ", "max_tokens": 12, "temperature": 0}
 
     def forwarded(

@@ -15,7 +15,7 @@ from tests.serve.conftest import PATIENCE, Running, running
 from tests.serve.test_errors import error_of
 from tests.serve.test_keys import bearer, made
 
-from foretoken import LLM
+from foretoken import LLM, zoo
 from foretoken.control.fixed import Fixed
 from foretoken.control.limited import Limited
 from foretoken.serve.errors import ServerUnavailable
@@ -76,8 +76,8 @@ def test_an_order_that_came_too_late_is_not_carried_out(open_server: Running, mo
     assert done == ["next"]
 
 
-def test_what_a_measuring_controller_tells() -> None:
-    with running(LLM(dtype="float32", max_num_seqs=4, isolate_failures=True)) as server:
+def test_what_a_measuring_controller_tells(noisy: Path) -> None:
+    with running(LLM(zoo.path("draft"), noisy, dtype="float32", max_num_seqs=4, isolate_failures=True)) as server:
         text(server, temperature=0)
         found = state(server)
     assert found["controller"]["name"] == "goodput" and found["controller"]["max_tokens"] == 16
