@@ -78,14 +78,20 @@ def _one_reading_of_certificates() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Commands that measure take all cores; the next test must not."""
+@pytest.fixture(scope="session")
+def _own_threads() -> int:
     import torch
 
-    before = torch.get_num_threads()
+    return torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def _threads(_own_threads: int) -> Iterator[None]:
+    """Commands that measure, and some fixtures, take all cores; the next test must not."""
+    import torch
+
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(_own_threads)
 
 
 @pytest.fixture(autouse=True)

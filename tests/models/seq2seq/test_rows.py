@@ -34,6 +34,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load(folder, kernels, dtype=dtype, quantization=quantization)
 
 
+@pytest.fixture(autouse=True)
+def two_threads() -> None:
+    """Rows are shared out among threads. ``conftest`` sets it back after each test."""
+    torch.set_num_threads(2)
+
+
 def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 101, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
