@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
 import ssl
 from collections.abc import Iterator
@@ -40,6 +41,16 @@ TEXT = (
     "class Ünïcode:\n    '''日本語 emoji 🙂🙃 and   spaces'''\n\tx = 1\n",
     "for i in range(10):\n    print(i, i * i)\n",
 )
+
+
+_SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where slow tests are left out, files that have no others are not imported either."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if _SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 # A file runs in one process. One that takes half a minute must not be what the others wait for at the end.

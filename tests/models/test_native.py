@@ -23,7 +23,6 @@ from .tiny import ARCHITECTURES
 from .trees import repeating
 
 VOCAB = 131  # no multiple of anything
-SLOW = {"avx512", "generic"}  # levels whose kernels are compiled for these tests only, as are those of avx2
 CONFIG = {
     "model_type": "qwen3",
     "vocab_size": VOCAB,
@@ -62,9 +61,13 @@ kinds = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(
-    params=[pytest.param(level.name, marks=[pytest.mark.slow] if level.name in SLOW else []) for level in cpu.LEVELS]
-)
+# The kernels of other levels than this processor's best are compiled for these tests only.
+LEVELS = [
+    pytest.param(level.name, marks=[] if level in cpu.available()[:1] else [pytest.mark.slow]) for level in cpu.LEVELS
+]
+
+
+@pytest.fixture(params=LEVELS)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every instruction-set level, of which this processor may run some."""
     name: str = request.param
@@ -229,6 +232,7 @@ def test_packing_loses_nothing(shapes: list[tuple[int, int]], interleave: bool) 
 
 
 @needs_kernels
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, quantization", [(torch.float32, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
 )

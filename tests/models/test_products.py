@@ -18,7 +18,7 @@ from foretoken.models.runners.native.build import Kind, packing_library
 from foretoken.models.runners.native.memory import Arena, Packed, pack
 
 from .products import PRODUCTS, SOURCES
-from .test_native import SLOW, needs_kernels
+from .test_native import LEVELS, needs_kernels
 
 OUTPUTS, INPUTS, ROWS = 80, 512, 34
 
@@ -79,10 +79,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(level.name, marks=[pytest.mark.slow] if level.name in SLOW else []) for level in cpu.LEVELS],
-)
+@pytest.fixture(scope="module", params=LEVELS)
 def level(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name not in [each.name for each in cpu.available()]:
