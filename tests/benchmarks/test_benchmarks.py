@@ -28,17 +28,17 @@ NGRAM = """--config '{"method": "ngram", "num_speculative_tokens": 4}'"""
 COPYING = ('\'{"method": "suffix"}\'', '\'{"method": "ngram"}\'')  # cost nothing to load
 COMMANDS = {
     "acceptance": '--config \'{"method": "ngram"}\' --count 1 --tokens 8 --nodes 4 --temperature 0 --batch 1',
-    "adaptive": "--small --depth 2 --count 1 --tokens 8 --crowd 2 --repeats 1",
-    "all_apis": "--minutes 0.1 --rate 20",
+    "adaptive": "--target DRAFT --depth 2 --count 1 --tokens 8 --crowd 2 --repeats 1",
+    "all_apis": "--minutes 0.05 --rate 30",
     "audits": f"{NGRAM} --budget 1 --no-peers --prompts prompts.jsonl",
     "deciding": "--batch 1 --tokens 8 --repeats 1",
-    "editing": f"--dtype float32 {NGRAM} --turns 1 --tasks 1",
+    "editing": f"--target DRAFT --dtype float32 {NGRAM} --turns 1 --tasks 1",
     "encoder_decoder": "--target SEQ2SEQ --count 1 --repeats 1 --depth 4 --batch 1 --no-peer --turns 1",
     "exactness_grid": "--count 1 --max-tokens 8 --dtype float32 --depth 4 --temperature 0",
     "loading": "--model TARGET --repeats 1",
     "schemes": "--small --scheme int8 --scheme int4 --rows 1 --rows 3 --context 20 --turns 2",
     "verification": "--rows 3 --vocabulary 512 --repeats 4",
-    "mixture": f"--target TARGET {' '.join(f'--member {each}' for each in COPYING)} --count 1 --tokens 8 --repeats 1",
+    "mixture": f"--target DRAFT {' '.join(f'--member {each}' for each in COPYING)} --count 1 --tokens 8 --repeats 1",
     "never_slower": "--small --proposer wrong --text code --temperature 0 --batch 1 --tokens 8 --requests 1 "
     "--repeats 1",
     "packed_weights": "--model TARGET --rows 1 --rows 13 --context 8 --turns 1 --loads 1",
@@ -71,10 +71,15 @@ def call(name: str, arguments: list[str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _small_library(monkeypatch):
-    """One package of the standard library in its place: reading and encoding all of it takes seconds."""
+def _small(monkeypatch):
+    """One package of the standard library in its place: reading and encoding all of it takes seconds. Audits have
+    short texts, since the least that one checks takes ten seconds otherwise."""
     root = Path(asyncio.__file__).parent
-    monkeypatch.setattr("foretoken.train.data.sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(root)}))
+    for module in ("foretoken.train.data", "shift"):
+        monkeypatch.setattr(f"{module}.sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": str(root)}))
+    monkeypatch.setattr("foretoken.audit.trajectory.TOKENS", 8)
+    # Only root may empty the page cache, and then everything on the machine would be read from disk again.
+    monkeypatch.setattr("loading.DROP", Path("/nowhere"))
 
 
 @pytest.fixture
@@ -96,6 +101,19 @@ def test_a_benchmark_prints_a_table_and_writes_its_record(name, folder):
     assert json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
 
+def test_cold_starts_are_timed_where_the_page_cache_may_be_emptied(folder, monkeypatch):
+    """Into a file of its own, and with starts that took a second each."""
+    drop, figures = folder / "drop_caches", ("imports", "load", "peak", "after", "engine", "first")
+    drop.touch()
+    monkeypatch.setattr("loading.DROP", drop)
+    monkeypatch.setattr("os.sync", lambda: None)
+    started = SimpleNamespace(returncode=0, stdout=json.dumps(dict.fromkeys(figures, 1)))
+    monkeypatch.setattr("loading.subprocess.run", lambda *_, **__: started)
+    printed = call("loading", ["--model", str(zoo.path("draft")), "--repeats", "1"])
+    assert all(f"{state}, {kind}" in printed for state in ("cold", "warm") for kind in ("packed", "mapped"))
+    assert drop.read_text(encoding="ascii") == "3"
+
+
 @pytest.mark.slow
 def test_endpoint_alarms_counts_outcomes():
     with fake_server(Behaviour()) as url:
@@ -115,13 +133,13 @@ def test_memory_pressure_runs_in_a_process_of_its_own():
 
 
 @pytest.mark.slow
-def test_serving_measures_throughput():
+def test_serving_measures_throughput(monkeypatch):
+    serving = importlib.import_module("serving")
+    monkeypatch.setattr(serving, "FUNCTIONS", serving.FUNCTIONS[:4])
     words = "throughput --small --concurrency 2 --tokens 8 --repeats 1"
-    done = subprocess.run(
-        [sys.executable, FOLDER / "serving.py", *words.split()], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "'ratios': [" in done.stdout
+    result = CliRunner().invoke(serving.app, words.split(), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "'ratios': [" in result.output
 
 
 @pytest.mark.slow

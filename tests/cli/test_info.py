@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ from foretoken.core.native import build, cpu
 from foretoken.models.runners import choose
 
 
-@pytest.mark.slow
+@pytest.fixture(autouse=True)
+def _few_files(own_cache: Path) -> None:
+    """The size of the cache is among the facts; that of the machine may have a hundred thousand files."""
+
+
 def test_the_facts_are_one_document(run: Any) -> None:
     facts = json.loads(run("info", "--json").out)
     assert set(facts) == {"machine", "kernels", "versions", "settings"}
@@ -21,21 +26,18 @@ def test_the_facts_are_one_document(run: Any) -> None:
     assert facts["machine"]["cores"]["used"] >= 1
 
 
-@pytest.mark.slow
 def test_the_text_has_every_section(run: Any) -> None:
     text = run("info").out
     assert all(f"\n{section}\n" in f"\n{text}" for section in ("machine", "kernels", "versions", "settings"))
     assert foretoken.__version__ in text
 
 
-@pytest.mark.slow
 def test_switched_off_kernels_are_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETOKEN_NATIVE", "0")
     kernels = json.loads(run("info", "--json").out)["kernels"]
     assert (kernels["runner"], kernels["why"]) == ("torch operators", "FORETOKEN_NATIVE=0 is set")
 
 
-@pytest.mark.slow
 def test_a_missing_compiler_is_named_with_what_to_do(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "chosen", lambda: cpu.LEVELS[-1])
     monkeypatch.setattr(build, "local", lambda: None)

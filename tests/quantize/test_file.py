@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as K
 from safetensors.torch import load_file, save_file
+from tests.conftest import TEXT
 from tests.models.gguf_files import FAMILIES, tiny_checkpoint
 from tests.models.test_gguf_tokenizer import byte_level, check_equal
 from tests.models.tiny import only_runner
@@ -29,9 +31,11 @@ from foretoken.models.formats.gguf.settings import stored_rows
 from foretoken.models.formats.gguf.weights import GGUFWeights
 from foretoken.models.loading import load_model
 from foretoken.quantize import quantize_checkpoint
+from foretoken.train.data import Corpus, train_tokenizer
 
 pytestmark = pytest.mark.slow
 
+VOCABULARY = 340
 IDS = [3 + (17 * at) % 300 for at in range(40)]
 # Mistral's and Qwen 2's sliding windows have no form in llama.cpp.
 SETTINGS: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}, "phi3": {"sliding_window": None}}
@@ -45,12 +49,20 @@ def logits(path: Path) -> Tensor:
 WITH_EXPERTS = {"qwen3moe", "qwen2moe", "mixtral", "olmoe", "granitemoe", "gpt-oss"}  # read, and not yet written
 
 
+@cache
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """One of the bundled models' kind: with their vocabulary, most of the time would go into two matrices."""
+    tokenizer = train_tokenizer(Corpus("test", TEXT * 3, TEXT), VOCABULARY)
+    tokenizer.chat_template = (zoo.path("draft") / "chat_template.jinja").read_text(encoding="utf-8")
+    assert len(tokenizer) == VOCABULARY
+    return tokenizer
+
+
 def checkpoint(architecture: str, folder: Path, **settings: Any) -> Path:
-    """Saves a tiny random model, with the draft's tokenizer."""
-    more = {"vocab_size": 4100, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0}
+    """Saves a tiny random model that has more rows than its tokenizer has tokens."""
+    more = {"vocab_size": VOCABULARY + 4, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0}
     tiny_checkpoint(architecture, **{**more, **SETTINGS.get(architecture, {}), **settings}).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((zoo.path("draft") / name).read_bytes())
+    small_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -245,7 +257,7 @@ def test_what_a_file_cannot_say_is_refused(
 
 
 def test_unknown_tokenizers_and_tensors_are_refused(tmp_path: Path) -> None:
-    source = checkpoint("qwen2", tmp_path / "source", vocab_size=4096)
+    source = checkpoint("qwen2", tmp_path / "source", vocab_size=VOCABULARY)
     content = (source / "tokenizer.json").read_text()
     (source / "tokenizer.json").write_text(content.replace('"use_regex": true', '"use_regex": false'))
     with pytest.raises(InvalidRequest, match="splits text"):
