@@ -108,6 +108,41 @@ def test_an_adapter_is_chosen_by_name_by_request_and_by_parameter(
     assert "".join(piece.text for piece in pieces) == expected
 
 
+def test_a_name_of_an_unloaded_adapter_shares_nothing_with_the_next(
+    tiny_pair: Any, adapters: dict[str, Path], plain: LLM
+) -> None:
+    llm = LLM(tiny_pair.target, dtype="float32", enable_prefix_caching=True)
+    prompt, params = "x = 'größe'\n" * 20, SamplingParams(max_tokens=12, temperature=0)
+    for name in ("all", "attention", "all"):
+        llm.load_lora("changing", adapters[name])
+        expected = str(plain.generate(prompt, params, lora_request=name)[0])
+        for cached in (False, True):
+            (output,) = llm.generate(prompt, params, lora_request="changing")
+            assert str(output) == expected and bool(output.stats.cached) == cached
+        llm.unload_lora("changing")
+        with pytest.raises(ForetokenError, match="'changing' is not loaded; loaded: none"):
+            llm.generate(prompt, params, lora_request="changing")
+    assert llm.target.adapters == ()
+    with pytest.raises(ForetokenError, match="'changing' is not loaded"):
+        llm.unload_lora("changing")
+
+
+def test_unfinished_requests_keep_an_adapter_that_is_unloaded(
+    tiny_pair: Any, adapters: dict[str, Path], plain: LLM
+) -> None:
+    llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", lora={"all": adapters["all"]})
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
+    pieces = llm.stream("x", params, lora_request="all")
+    first = next(pieces).text
+    llm.unload_lora("all")
+    llm.load_lora("all", adapters["attention"])
+    assert len(llm.target.adapters) == 2
+    assert first + "".join(piece.text for piece in pieces) == str(plain.generate("x", params, lora_request="all")[0])
+    llm.sweep_adapters()
+    assert len(llm.target.adapters) == 1
+    assert texts(llm, "all", "x", temperature=0.0) == texts(plain, "attention", "x", temperature=0.0)
+
+
 def test_the_command_generates_with_an_adapter(
     tiny_pair: Any, adapters: dict[str, Path], plain: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:

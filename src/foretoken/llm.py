@@ -25,6 +25,7 @@ from foretoken.engine.prefill_pace import PromptRows
 from foretoken.engine.prompts import Prompt
 from foretoken.engine.requests import PromptLogprobs, Request, RequestBuilder
 from foretoken.engine.warmup import warm_up
+from foretoken.models.adapters import LoadedAdapters
 from foretoken.models.base import Model
 from foretoken.models.formats.checkpoint import load_generation_settings, load_tokenizer, resolve
 from foretoken.models.loading import load_model
@@ -129,6 +130,7 @@ class LLM:
             weight_format=weight_format,
             **options,
         )
+        self.adapters = LoadedAdapters(self.target)
         for name, folder in adapters.items():
             self.load_lora(name, folder)
         options["weight_format"] = drafts_format(weight_format)
@@ -165,7 +167,7 @@ class LLM:
             self.target.max_length,
             self.target.source_length,
             isolate_grammars=isolate_failures and os.name == "posix",
-            adapters=lambda: self.target.adapters,
+            adapter_key=self.adapters.key,
         )
 
     def generate(
@@ -238,9 +240,21 @@ class LLM:
             InvalidRequest: The name is taken, or this model computes no adapters.
             ModelLoadError: It cannot be loaded, or is not for this model.
         """
-        if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"the name of a LoRA adapter must be a text that is not empty, got {shown(name)}")
-        self.target.load_adapter(name, resolve(path))
+        self.adapters.check_free(name)  # before anything is read
+        self.adapters.add(name, self.adapters.read(resolve(path)))
+
+    def unload_lora(self, name: str) -> None:
+        """Unloads a LoRA adapter. Its name may be given to another one then. Unfinished requests keep it.
+
+        Raises:
+            InvalidRequest: It is not loaded.
+        """
+        self.adapters.retire(name)
+        self.sweep_adapters()
+
+    def sweep_adapters(self) -> None:
+        """Frees the memory of unloaded adapters that no request uses any more. Not to be called during a step."""
+        self.adapters.sweep(lambda: self.engine.adapters_in_use)
 
     def save_draft(self, folder: str | Path) -> None:
         """Writes the adapted draft model as a checkpoint. Raises InvalidRequest without ``adapt``."""
@@ -306,7 +320,7 @@ class LLM:
             return replace(params, lora=lora)
         if not isinstance(lora, LoRARequest):
             raise InvalidRequest(f"lora_request must be the name of an adapter or a LoRARequest, got {shown(lora)}")
-        if lora.lora_path and lora.lora_name not in self.target.adapters:
+        if lora.lora_path and lora.lora_name not in self.adapters.names:
             self.load_lora(lora.lora_name, lora.lora_path)
         return replace(params, lora=lora.lora_name)
 

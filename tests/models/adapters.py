@@ -13,8 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.models.base import Model
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def load_adapter(model: Model, name: str, folder: Path) -> None:
+    """Reads an adapter and adds it to a model."""
+    model.add_adapter(name, model.read_adapter(folder))
 
 
 def save_adapter(

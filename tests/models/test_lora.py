@@ -21,7 +21,7 @@ from foretoken.models.loading import load_model
 from foretoken.models.state.pages import PAGE
 
 from . import dense
-from .adapters import ATTENTION, MLP, merge, save_adapter
+from .adapters import ATTENTION, MLP, load_adapter, merge, save_adapter
 from .tiny import ARCHITECTURES, GROUPED, Tiny, only_runner
 from .trees import repeating
 
@@ -83,7 +83,7 @@ def load(path: Path, adapters: dict[str, Path], dtype: str = "float32", **option
     with only_runner("compiled"):
         model = load_model(path, dtype, "cpu", "native", **options)
     for name, folder in adapters.items():
-        model.load_adapter(name, folder)
+        load_adapter(model, name, folder)
     return model
 
 
@@ -103,7 +103,7 @@ def test_logits_and_greedy_tokens_equal_pefts(family: str, tmp_path: Path) -> No
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     module.save_pretrained(tmp_path / "adapter")
-    model.load_adapter("x", tmp_path / "adapter")
+    load_adapter(model, "x", tmp_path / "adapter")
     prompts = [text(9, 0), text(30, 1), text(1, 2)]
     for prompt, draft, scores in zip(prompts, DRAFTS, logits(model, prompts, ["x"] * 3), strict=False):
         paths = [[*prompt, *(draft.ids[node] for node in draft.path(end))] for end in range(-1, len(draft))]
@@ -139,7 +139,7 @@ def test_no_bit_depends_on_the_other_rows_and_their_adapters(
     prompts = [text(5, 0), text(40, 1), text(1, 2), text(270, 3)]
     before = logits(model, prompts, [None] * 4)
     for name, folder in adapters.items():
-        model.load_adapter(name, folder)
+        load_adapter(model, name, folder)
     batches: list[list[str | None]] = [
         ["attention", "mlp", None, "all"],
         ["some", None, "some", "attention"],
@@ -186,7 +186,7 @@ def test_an_early_exit_has_the_adapters_of_its_model(llama: Path, adapters: dict
     assert isinstance(whole, Decoder)
     half = EarlyExit(whole, Exit(1, None, None))
     for name, folder in adapters.items():
-        whole.load_adapter(name, folder)
+        load_adapter(whole, name, folder)
     assert half.adapters == tuple(adapters)
     prompts = [text(5, 0), text(9, 1)]
     plain, adapted = logits(half, prompts, [None, None]), logits(half, prompts, [None, "all"])
@@ -198,16 +198,16 @@ def test_unknown_and_taken_names_are_refused(llama: Path, adapters: dict[str, Pa
     with pytest.raises(InvalidRequest, match="'other' is not loaded; loaded: attention, mlp, all, some"):
         model.open([1, 2], adapter="other")
     with pytest.raises(InvalidRequest, match="a LoRA adapter 'mlp' already"):
-        model.load_adapter("mlp", adapters["all"])
+        load_adapter(model, "mlp", adapters["all"])
 
 
 def test_other_runtimes_refuse_adapters_with_the_reason(llama: Path, adapters: dict[str, Path]) -> None:
     with only_runner("torch"):
         model = load_model(llama, "float32", "cpu", "native")
     with pytest.raises(InvalidRequest, match="compiled kernels alone, and torch operators compute this model"):
-        model.load_adapter("x", adapters["all"])
+        load_adapter(model, "x", adapters["all"])
     with pytest.raises(InvalidRequest, match="runs through transformers' modules"):
-        load_model(llama, "float32", "cpu", "hf").load_adapter("x", adapters["all"])
+        load_adapter(load_model(llama, "float32", "cpu", "hf"), "x", adapters["all"])
 
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
@@ -285,23 +285,23 @@ def test_what_does_not_fit_is_refused_whole(llama: Path, adapters: dict[str, Pat
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     model = load(llama, {})
     with pytest.raises(ModelLoadError, match=message):
-        model.load_adapter("x", tmp_path)
+        load_adapter(model, "x", tmp_path)
     assert model.adapters == ()
 
 
 def test_files_that_cannot_be_read_are_refused(llama: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     model = load(llama, {})
     with pytest.raises(ModelLoadError, match=r"adapter_config\.json"):
-        model.load_adapter("x", tmp_path)
+        load_adapter(model, "x", tmp_path)
     (tmp_path / "adapter_config.json").write_bytes((adapters["all"] / "adapter_config.json").read_bytes())
     with pytest.raises(ModelLoadError, match=r"has no adapter_model\.safetensors"):
-        model.load_adapter("x", tmp_path)
+        load_adapter(model, "x", tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(ModelLoadError, match="only as a pickle"):
-        model.load_adapter("x", tmp_path)
+        load_adapter(model, "x", tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelLoadError, match="truncated"):
-        model.load_adapter("x", tmp_path)
+        load_adapter(model, "x", tmp_path)
 
 
 def test_a_model_outlives_missing_kernels_of_its_adapters(
@@ -316,9 +316,9 @@ def test_a_model_outlives_missing_kernels_of_its_adapters(
     with monkeypatch.context() as patch:
         patch.setattr("foretoken.models.runners.native.runner.library", missing)
         with pytest.raises(InvalidRequest, match="need the kernels of float32 matrices: there is no compiler"):
-            model.load_adapter("all", adapters["all"])
+            load_adapter(model, "all", adapters["all"])
     assert model.adapters == () and torch.equal(logits(model, [text(9, 0)], [None])[0], before[0])
-    model.load_adapter("all", adapters["all"])
+    load_adapter(model, "all", adapters["all"])
     assert not torch.equal(logits(model, [text(9, 0)], ["all"])[0], before[0])
 
 
@@ -330,4 +330,4 @@ def test_layers_of_experts_are_refused_and_attention_beside_them_is_not(tmp_path
     tensors = {f"{LAYER}.mlp.experts.0.up_proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
     save_file(tensors, tmp_path / "attention" / "adapter_model.safetensors")
     with pytest.raises(ModelLoadError, match="may only change linear layers of attention and dense MLPs"):
-        model.load_adapter("y", tmp_path / "attention")
+        load_adapter(model, "y", tmp_path / "attention")

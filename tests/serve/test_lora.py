@@ -47,12 +47,51 @@ def test_requests_choose_an_adapter_as_their_model(server: Running) -> None:
     assert all(answer["model"] == name for name, answer in answers.items())
     texts = {name: answer["choices"][0]["text"] for name, answer in answers.items()}
     assert texts["base"] == texts["usual"] and len({texts["base"], texts["a"], texts["b"]}) == 3
-    llm = server.worker.llm
-    assert llm.target.adapters == ("a", "b")
+    assert server.worker.llm.adapters.names == ("a", "b")
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "temperature": 0}
     streamed = server.client.completions.create(model="a", stream=True, **BODY)
     assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == texts["a"]
     assert server.post({**chat, "model": "c"}, "chat/completions").json()["error"]["code"] == "model_not_found"
+
+
+def test_adapters_come_and_go_while_requests_run(server: Running, tiny_pair: Any, tmp_path: Path) -> None:
+    texts = {name: server.post({**BODY, "model": name}).json()["choices"][0]["text"] for name in ("base", "a", "b")}
+    paths = {entry["id"]: entry["root"] for entry in httpx.get(f"{server.url}/v1/models").json()["data"]}
+    long = {**BODY, "max_tokens": 200, "ignore_eos": True, "model": "c"}
+    loaded = server.post({"lora_name": "c", "lora_path": paths["a"]}, "load_lora_adapter")
+    assert loaded.status_code == 200 and loaded.json()["parent"] == "base" and loaded.json()["root"] == paths["a"]
+    whole = server.post(long).json()["choices"][0]["text"]
+    assert whole.startswith(texts["a"])
+    taken = server.post({"lora_name": "c", "lora_path": paths["b"]}, "load_lora_adapter")
+    assert taken.status_code == 400 and "give load_inplace" in taken.json()["error"]["message"]
+    with server.client.completions.create(
+        **{key: long[key] for key in BODY}, model="c", stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        pieces = [next(stream).choices[0].text]
+        body = {"lora_name": "c", "lora_path": paths["b"], "load_inplace": True}
+        assert server.post(body, "load_lora_adapter").status_code == 200
+        pieces += [chunk.choices[0].text for chunk in stream if chunk.choices]
+    assert whole.startswith("".join(pieces))  # begun with the old adapter, and finished with it
+    assert server.post({**BODY, "model": "c"}).json()["choices"][0]["text"] == texts["b"]
+    gone = server.post({"lora_name": "c"}, "unload_lora_adapter")
+    assert gone.json() == {"id": "c", "object": "model", "deleted": True}
+    assert server.post({**BODY, "model": "c"}).json()["error"]["code"] == "model_not_found"
+    assert len(server.worker.llm.target.adapters) == 2
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({"lora_name": "base", "lora_path": "x"}, "'base' is a name of another model here"),
+        ({"lora_name": "d", "lora_path": "/nowhere"}, "there is no folder '/nowhere'"),
+        ({"lora_name": "d"}, "lora_path"),
+        ({"lora_name": "", "lora_path": "x"}, "lora_name"),
+    ],
+)
+def test_wrong_adapters_are_refused(server: Running, body: dict[str, Any], message: str) -> None:
+    refused = server.post(body, "load_lora_adapter")
+    assert refused.status_code == 400 and message in json.dumps(refused.json(), ensure_ascii=False)
+    assert server.post({"lora_name": "d"}, "unload_lora_adapter").status_code == 400
 
 
 def options_refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:

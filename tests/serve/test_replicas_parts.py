@@ -69,6 +69,7 @@ def test_prompts_of_another_scope_have_no_beginning_in_common() -> None:
     assert sent("k", True) == sent("l", True) == prefix_hashes(body)
     assert not set(sent("k")) & set(sent("k", cache_salt="s")) and sent("k", cache_salt=["s"]) == sent("k")
     assert not set(prefix_hashes(body, "s")) & set(prefix_hashes(body, "t"))
+    assert not set(prefix_hashes({**body, "model": "adapter"})) & set(prefix_hashes(body))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"\xff", b"[" * 100_000])

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tests.models.adapters import ATTENTION, save_adapter
 from tests.serve.conftest import PATIENCE, Running
 from tests.serve.test_errors import error_of
 from tests.serve.test_keys import bearer, made
@@ -99,6 +100,24 @@ def test_models_are_listed_and_others_are_not_found(several: tuple[Running, str]
     assert server.post(BODY, headers=bearer("k")).json()["model"] == "stdlib"
     messages = {"model": "gpt", "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
     assert server.post(messages, "messages", headers=bearer("k")).json()["error"]["type"] == "not_found_error"
+
+
+def test_adapters_are_for_the_model_that_they_name(
+    several: tuple[Running, str], tiny_pair: Any, tmp_path: Path
+) -> None:
+    (server, limited), adapter = several, str(save_adapter(tmp_path, tiny_pair.target, ATTENTION))
+    wanted = {"lora_name": "own", "lora_path": adapter, "model": "tiny"}
+    assert server.post(wanted, "load_lora_adapter", headers=bearer(limited)).status_code == 403
+    for name in ("stdlib", "usual"):
+        taken = server.post({**wanted, "lora_name": name}, "load_lora_adapter", headers=bearer("k"))
+        assert taken.status_code == 400 and "of another model" in taken.json()["error"]["message"]
+    misfit = server.post({**wanted, "model": "usual"}, "load_lora_adapter", headers=bearer("k"))
+    assert misfit.status_code == 400
+    assert server.post(wanted, "load_lora_adapter", headers=bearer("k")).json()["parent"] == "tiny"
+    assert server.post({**BODY, "model": "own"}, headers=bearer("k")).json()["model"] == "own"
+    assert server.post({**BODY, "model": "own"}, headers=bearer(limited)).status_code == 404
+    assert server.post({"lora_name": "own"}, "unload_lora_adapter", headers=bearer("k")).json()["deleted"]
+    assert server.post({**BODY, "model": "own"}, headers=bearer("k")).status_code == 404
 
 
 def test_large_bodies_malformed_ones_and_requests_without_a_key(several: tuple[Running, str]) -> None:

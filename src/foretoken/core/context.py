@@ -29,7 +29,7 @@ class Context:
         source: Encoder input of an encoder-decoder. ``tokens`` are then the decoder's alone.
         cache_salt: Scope of the state kept across requests. Requests share KV blocks and proposers' stores only with
             requests of the same salt. None is a scope like any other.
-        adapter: Name of the LoRA adapter with which the target computes the sequence. None is none.
+        adapter: Key of the LoRA adapter with which the target computes the sequence. None is none.
         num_proposer_tokens: Number of leading tokens that the proposer has processed. Kept by the engine.
     """
 

@@ -77,6 +77,11 @@ class Engine:
         return self.scheduler.waiting
 
     @property
+    def adapters_in_use(self) -> set[str | None]:
+        """LoRA adapters of the unfinished sequences; None is of those without one."""
+        return {sequence.context.adapter for sequence in (*self.running.values(), *self.waiting)}
+
+    @property
     def busy(self) -> bool:
         """Whether any sequence is running or waiting."""
         return bool(self.waiting or self.running)
@@ -98,15 +103,17 @@ class Engine:
             priority: Lower priorities are admitted first.
 
         Raises:
-            InvalidRequest: The prompt is empty, or the model cannot take it.
+            InvalidRequest: The prompt is empty, the model cannot take it, or its adapter is not loaded.
         """
         self.check(context)
         self.scheduler.add(Sequence(context, stopping, options or OutputOptions(), priority))
 
     def check(self, context: Context) -> None:
-        """Raises InvalidRequest for a prompt that is empty or that the model cannot take."""
+        """Raises InvalidRequest for a prompt that is empty or that the model cannot take, or an unknown adapter."""
         if not context.tokens:
             raise InvalidRequest("the prompt is empty; at least one token is needed to continue from")
+        if context.adapter is not None and context.adapter not in self.target.adapters:
+            raise InvalidRequest(f"the LoRA adapter {context.adapter!r} was unloaded; load it again")
         self.target.admit(context.tokens, context.source)
 
     def abort(self, identifier: int) -> None:

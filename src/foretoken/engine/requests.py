@@ -87,7 +87,7 @@ class RequestBuilder:
         max_length: Context length. Longer texts end there with the reason "length". None is no limit.
         source_length: Maximum length of the encoder's input; 0 without an encoder.
         isolate_grammars: Whether to compile grammars in processes of their own. See ``IsolatedGrammars``.
-        adapters: Returns the names of the loaded LoRA adapters.
+        adapter_key: See ``LoadedAdapters.key``.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class RequestBuilder:
         max_length: int | None = None,
         source_length: int = 0,
         isolate_grammars: bool = False,
-        adapters: Callable[[], Sequence[str]] = tuple,
+        adapter_key: Callable[[str], str] = str,
     ) -> None:
         self.tokenizer, self._vocab_size, self._seed = tokenizer, vocab_size, seed
         limit = None if max_length is None else ContextLimit(tokenizer, max_length)
         source_limit = ContextLimit(tokenizer, source_length, "the encoder reads at most") if source_length else None
         self.prompt_tokenizer = PromptTokenizer(tokenizer, vocab_size, tuple(start), limit, source_limit)
-        self._methods, self._max_length, self._adapters = tuple(methods), max_length, adapters
+        self._methods, self._max_length, self._adapter_key = tuple(methods), max_length, adapter_key
         self._eos = tuple(token for token in eos_ids if 0 <= token < vocab_size)
         self.grammars = (IsolatedGrammars if isolate_grammars else Grammars)(tokenizer, vocab_size)
         self._requests, self._sequences = count(), count()  # a server builds requests in several threads
@@ -154,6 +154,7 @@ class RequestBuilder:
             replace(law, grammar=None if structured is None else structured.follow(ends)) for _ in range(params.n)
         ]
         prediction = self.prediction(params.prediction)
+        adapter = None if params.lora is None else self._adapter_key(params.lora)
         number = next(self._requests)
         contexts, stoppings = [], []
         for index in range(params.n):
@@ -170,7 +171,7 @@ class RequestBuilder:
                     method=params.speculative_method,
                     source=tokenized.source,
                     cache_salt=params.cache_salt,
-                    adapter=params.lora,
+                    adapter=adapter,
                 )
             )
             stoppings.append(self._stopping(tokenized.tokens, params, eos, stop_ids))
@@ -188,10 +189,6 @@ class RequestBuilder:
             raise InvalidRequest(
                 f"speculative_method {shown(params.speculative_method)} is not loaded; "
                 f"loaded: {', '.join(self._methods)}"
-            )
-        if params.lora is not None and params.lora not in (loaded := self._adapters()):
-            raise InvalidRequest(
-                f"the LoRA adapter {shown(params.lora)} is not loaded; loaded: {', '.join(loaded) or 'none'}"
             )
         if params.structured_outputs is not None and not ends:
             raise InvalidRequest(

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,18 +209,35 @@ class Model(ABC):
         """Names of the loaded LoRA adapters."""
         return ()
 
-    def load_adapter(self, name: str, folder: Path) -> None:
-        """Loads a LoRA adapter (2106.09685).
+    def read_adapter(self, folder: Path) -> Any:
+        """Reads a LoRA adapter (2106.09685) for ``add_adapter``. Passes may run in another thread meanwhile.
 
         Args:
-            name: its name; no other adapter has it.
             folder: the adapter in PEFT's format.
 
         Raises:
-            InvalidRequest: the model computes no adapters, or has one of this name.
-            ModelLoadError: the adapter cannot be read, or does not fit the model. Nothing of it is loaded then.
+            InvalidRequest: the model computes no adapters.
+            ModelLoadError: the adapter cannot be read, or does not fit the model.
         """
         raise InvalidRequest(f"{self.no_adapters}; merge the adapter into the model with PEFT's merge_and_unload")
+
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """Adds an adapter between two passes.
+
+        Args:
+            name: its name.
+            adapter: result of ``read_adapter``.
+
+        Raises:
+            InvalidRequest: there is an adapter of this name.
+        """
+        raise NotImplementedError
+
+    def remove_adapter(self, name: str) -> None:
+        """Removes an adapter that no open sequence uses. Its name is not to be used again, because the caches of
+        prefixes are kept by it.
+        """
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping of slots and rows is inconsistent."""

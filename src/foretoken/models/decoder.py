@@ -130,13 +130,18 @@ class Decoder(Model):
     def adapters(self) -> tuple[str, ...]:
         return self.runner.adapters
 
-    def load_adapter(self, name: str, folder: Path) -> None:
+    def read_adapter(self, folder: Path) -> Any:
+        if not isinstance(self.architecture, Architecture):
+            return super().read_adapter(folder)
+        return self.runner.pack_adapter(read_adapter(folder, self.architecture))
+
+    def add_adapter(self, name: str, adapter: Any) -> None:
         if name in self.adapters:
             raise InvalidRequest(f"there is a LoRA adapter {name!r} already; choose another name")
-        if not isinstance(self.architecture, Architecture):
-            super().load_adapter(name, folder)
-            return
-        self.runner.load_adapter(name, read_adapter(folder, self.architecture))
+        self.runner.add_adapter(name, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        self.runner.remove_adapter(name)
 
     def check(self) -> None:
         self.runner.check()

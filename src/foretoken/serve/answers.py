@@ -195,6 +195,14 @@ class DeletedResponse(TypedDict):
     deleted: Literal[True]
 
 
+class DeletedModel(TypedDict):
+    """Answer of POST /v1/unload_lora_adapter, as OpenAI's to a deleted model."""
+
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
+
+
 class ItemList(TypedDict):
     """Answer of GET /v1/responses/{id}/input_items."""
 

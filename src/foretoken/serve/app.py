@@ -18,6 +18,7 @@ from foretoken.serve.access.rates import RATE_HEADERS
 from foretoken.serve.errors import add_handlers
 from foretoken.serve.limits import LimitsMiddleware, ServerSettings
 from foretoken.serve.request_ids import RequestIdMiddleware
+from foretoken.serve.routes.adapters import adapter_routes
 from foretoken.serve.routes.anthropic import message_routes
 from foretoken.serve.routes.listing import listing_routes
 from foretoken.serve.routes.openai import completion_routes, stored_routes
@@ -94,7 +95,7 @@ def create_app(
     dependencies = [Security(HTTPBearer(auto_error=False))] if keys.asks else []
     for routes in (completion_routes, stored_routes, message_routes, speculation_routes):
         app.include_router(routes(service), prefix="/v1", dependencies=dependencies)
-    for routes in (token_routes, listing_routes):
+    for routes in (token_routes, listing_routes, adapter_routes):
         app.include_router(routes(service), dependencies=dependencies)
     for path, file in playground().items():
         app.add_route(path, _page(file), methods=["GET"], include_in_schema=False)

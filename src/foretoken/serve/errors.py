@@ -113,6 +113,12 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def not_served(model: str) -> ApiError:
+    """Returns a 404 for the name of a model that is not served."""
+    message = f"the model {model!r} is not served here; GET /v1/models lists those that are"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Returns the error answer to an exception. An unexpected one is logged, and its text is not sent."""
     if isinstance(error, ApiError):

@@ -17,7 +17,7 @@ from foretoken.engine.prompts import PromptTokenizer
 from foretoken.params import SamplingParams
 from foretoken.serve.chat_prompt import render
 from foretoken.serve.chat_schema import ChatForm, ChatRequest, Earlier, Function, References
-from foretoken.serve.errors import CONTEXT_LENGTH, ApiError, invalid
+from foretoken.serve.errors import CONTEXT_LENGTH, invalid
 from foretoken.serve.fill_in import fill_in_prompt
 from foretoken.serve.limits import ServerSettings
 from foretoken.serve.parameters import sampling
@@ -109,7 +109,6 @@ class Intake:
         return cast("PreparedRequest[B]", self._prepared(body, earlier))
 
     def _prepared(self, body: Any, earlier: Earlier | None) -> PreparedRequest[Any]:
-        self.served_name(body.model)
         if isinstance(body, CompletionRequest):
             return self._completion(body)
         if isinstance(body, ChatRequest):
@@ -135,14 +134,6 @@ class Intake:
             return prepared
         bad_words = self.tokenizer.bad_words(prepared.params.bad_words)
         return replace(prepared, params=replace(prepared.params, bad_words=None), bad_words=bad_words)
-
-    def served_name(self, model: str | None) -> str:
-        """Returns the model's name in the answer. Raises a 404 ApiError for a model that is not served."""
-        names = self.settings.served_names
-        if model is not None and model not in names:
-            message = f"the model {model!r} is not served here; GET /v1/models lists those that are"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return model or names[0]
 
     def _completion(self, body: CompletionRequest) -> PreparedRequest[CompletionRequest]:
         n = body.n or 1

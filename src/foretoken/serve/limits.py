@@ -34,7 +34,7 @@ class ServerSettings:
 
     Args:
         model_names: Names of the model. Answers have the one that was asked for, the first if none was.
-        lora_modules: Paths of its LoRA adapters, by the names under which requests choose them.
+        lora_modules: Paths of the LoRA adapters that it begins with, by the names under which requests choose them.
         api_keys: Accepted API keys. Without keys and without a key file, no key is needed.
         key_file: A file of API keys with limits (``access.records``).
         allow_admin: Whether requests without a key, or with one of ``api_keys``, may change the server.
@@ -78,11 +78,6 @@ class ServerSettings:
     strict: bool = False
     stored_responses: int | None = None
     stored_bytes: int | None = None
-
-    @property
-    def served_names(self) -> tuple[str, ...]:
-        """Names that requests may give as their model: the model's own, then those of its adapters."""
-        return (*self.model_names, *self.lora_modules)
 
 
 class LimitsMiddleware:

@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from foretoken.serve.access.granted import access_of
+from foretoken.serve.adapters import ServedAdapters
 from foretoken.serve.answers import ServedModel
 from foretoken.serve.chat_schema import Earlier
-from foretoken.serve.errors import ApiError
+from foretoken.serve.errors import ApiError, not_served
 from foretoken.serve.generation import Generation
 from foretoken.serve.intake import EarlierNeeded, Intake, PreparedRequest
 from foretoken.serve.limits import ServerSettings, effective_salt, key_of
@@ -47,6 +48,7 @@ class Service:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(settings.model_names[0], lambda: worker.engine.usage, worker.method_of)
         self.speculation = SpeculationControl(worker, self.metrics, settings.model_names[0])
+        self.adapters = ServedAdapters(worker, settings.model_names, dict(settings.lora_modules))
         self.token_text = TokenText(worker.llm.tokenizer)
         self.responses = ResponseStore(settings.stored_responses, settings.stored_bytes)
         self.created = int(time.time())
@@ -59,16 +61,27 @@ class Service:
         self.side_process = SideProcess(self.intake) if os.name == "posix" else None
         worker.listeners.append(self.metrics.on_steps)
 
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names that requests may give as their model: the model's own, then those of its adapters."""
+        return (*self.settings.model_names, *self.adapters.paths)
+
+    def served_name(self, model: str | None) -> str:
+        """Returns the model's name in the answer. Raises a 404 ApiError for a model that is not served."""
+        if model is not None and model not in self.served_names:
+            raise not_served(model)
+        return model or self.settings.model_names[0]
+
     def model(self, name: str) -> ServedModel:
         """Returns the entry of /v1/models. Raises ApiError."""
         llm = self.worker.llm
         return {
-            "id": self.intake.served_name(name),
+            "id": self.served_name(name),
             "object": "model",
             "created": self.created,
             "owned_by": "foretoken",
-            "root": self.settings.lora_modules.get(name, llm.model),
-            "parent": self.settings.model_names[0] if name in self.settings.lora_modules else None,
+            "root": self.adapters.paths.get(name, llm.model),
+            "parent": self.settings.model_names[0] if name in self.adapters.paths else None,
             "max_model_len": self.intake.max_model_len,
             "speculation": {"default": llm.methods[0], "methods": list(llm.methods)},
         }
@@ -76,12 +89,12 @@ class Service:
     def names(self, request: Request) -> list[str]:
         """Returns the names of the model that the request's key may use."""
         access = access_of(request.scope)
-        return [name for name in self.settings.served_names if access.may_use(name)]
+        return [name for name in self.served_names if access.may_use(name)]
 
     def check_allowed(self, name: str | None, request: Request) -> None:
         """Raises a 404 ApiError if the request's key may not use the model of this name; None is the first one."""
         wanted = name or self.settings.model_names[0]
-        if wanted in self.settings.served_names and not access_of(request.scope).may_use(wanted):
+        if wanted in self.served_names and not access_of(request.scope).may_use(wanted):
             allowed = ", ".join(self.names(request)) or "none of those that are served here"
             message = f"this key may not use the model {wanted!r}; it may use: {allowed}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -98,7 +111,9 @@ class Service:
 
     async def prepared(self, body: B, request: Request) -> PreparedRequest[B]:
         """Returns the prepared request, with the salt that holds for its client. Raises ApiError or InvalidRequest."""
-        self.check_allowed(getattr(body, "model", None), request)
+        name = getattr(body, "model", None)
+        self.served_name(name)
+        self.check_allowed(name, request)
         ready: PreparedRequest[B] | None = getattr(request.state, "prepared", None)
         if ready is None:
             ready = await self._prepared(body, request)
@@ -111,8 +126,7 @@ class Service:
         salt = effective_salt(request.scope, getattr(body, "cache_salt", None))
         if getattr(body, "cache_prompt", None) is False:
             salt = secrets.token_hex(16)  # a scope of its own, in which nothing is cached yet
-        name = getattr(body, "model", None)
-        lora = name if name in self.settings.lora_modules else None
+        lora = name if name in self.adapters.paths else None
         return replace(ready, params=replace(ready.params, cache_salt=salt, lora=lora))
 
     async def generate(
@@ -149,7 +163,7 @@ class Service:
             prepared.bad_words,
             priority=body.priority,
             identifier=f"{prefix}{body.request_id or uuid4().hex}",
-            model=self.intake.served_name(body.model),
+            model=self.served_name(body.model),
             timeout=self.settings.timeout,
             metrics=self.metrics,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qs
@@ -17,9 +17,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from foretoken import __version__
+from foretoken.serve.access.granted import UNLOAD_LORA
 from foretoken.serve.app import add_middlewares, create_app, key_ring
 from foretoken.serve.bodies import replayed
-from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers
+from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers, not_served
 from foretoken.serve.json_body import read
 from foretoken.serve.limits import ServerSettings, key_of
 from foretoken.serve.service import Service
@@ -117,9 +118,10 @@ class _Dispatch(Collector):
         self._apps = tuple(apps)
         services: list[Service] = [app.state.service for app in apps]
         self._services = services
-        self._named: Mapping[str, FastAPI] = {
-            name: app for app, service in zip(apps, services, strict=True) for name in service.settings.served_names
-        }
+        for service in services:
+            service.adapters.taken += [
+                lambda name, other=other: name in other.served_names for other in services if other is not service
+            ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -159,13 +161,13 @@ class _Dispatch(Collector):
         elif scope["method"] == "GET":
             name = next(iter(parse_qs(scope["query_string"].decode("latin-1")).get("model", ())), None)
         elif body:
-            name = await _model_of(body)
+            name = await _name_in(body, "lora_name" if path == UNLOAD_LORA else "model")
         if name is None:
             return self._apps[0]
-        if name not in self._named:
-            message = f"the model {name!r} is not served here; GET /v1/models lists those that are"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return self._named[name]
+        for app, service in zip(self._apps, self._services, strict=True):
+            if name in service.served_names:
+                return app
+        raise not_served(name)
 
     def _storing(self, identifier: str, scope: Scope) -> FastAPI:
         """Returns the app that stores a response; the first if none does."""
@@ -178,11 +180,11 @@ class _Dispatch(Collector):
         return self._apps[0]
 
 
-async def _model_of(body: bytes) -> str | None:
-    """Returns the model that a body names; None if it names none, or is not valid, which the app will report."""
+async def _name_in(body: bytes, key: str) -> str | None:
+    """Returns the name in a body; None if there is none, or it is not valid, which the app will report."""
     try:
         value: Any = await read(body)
     except ApiError:
         return None
-    name = value.get("model") if isinstance(value, dict) else None
+    name = value.get(key) if isinstance(value, dict) else None
     return name if isinstance(name, str) else None

@@ -42,12 +42,20 @@ class WithoutAdapters:
         """No adapters."""
         return ()
 
-    def load_adapter(self, name: str, layers: Sequence[AdapterLayer]) -> None:
+    def pack_adapter(self, layers: Sequence[AdapterLayer]) -> Any:
         """Raises InvalidRequest: only the compiled kernels compute adapters."""
         raise InvalidRequest(
             "LoRA adapters are computed by the compiled kernels alone, and torch operators compute this model "
             f"({self.not_compiled}); merge the adapter into the model with PEFT's merge_and_unload"
         )
+
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """Never called: ``pack_adapter`` returns no adapter."""
+        raise NotImplementedError
+
+    def remove_adapter(self, name: str) -> None:
+        """Never called: there are no adapters."""
+        raise NotImplementedError
 
 
 class DecoderOnly(WithoutAdapters):
@@ -113,16 +121,21 @@ class Runner(Protocol):
     def adapters(self) -> tuple[str, ...]:
         """Names of the loaded adapters."""
 
-    def load_adapter(self, name: str, layers: Sequence[AdapterLayer]) -> None:
-        """Loads an adapter under a name.
+    def pack_adapter(self, layers: Sequence[AdapterLayer]) -> Any:
+        """Returns an adapter for ``add_adapter``. Passes may run in another thread meanwhile.
 
         Args:
-            name: a name that no other adapter has.
             layers: what it adds to each layer.
 
         Raises:
             InvalidRequest: the runner computes no adapters.
         """
+
+    def add_adapter(self, name: str, adapter: Any) -> None:
+        """Adds a packed adapter under a name that no other has had."""
+
+    def remove_adapter(self, name: str) -> None:
+        """Removes an adapter that no slot has."""
 
     def release(self, slot: int) -> None:
         """Frees a slot. Its rows stay available to the prefix cache only."""

@@ -12,6 +12,7 @@ from foretoken.serve.errors import ApiError
 STATE = "access"  # in the state of an ASGI scope
 
 SPECULATION = "/v1/speculation"
+LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _LISTINGS = ("/v1/models", "/version", "/openapi.json")
 
 
@@ -58,6 +59,8 @@ def needed_scope(method: str, path: str) -> str | None:
         return METRICS
     if path.rstrip("/") == SPECULATION:
         return METRICS if method == "GET" else ADMIN
+    if path.rstrip("/") in (LOAD_LORA, UNLOAD_LORA):
+        return ADMIN
     if method == "GET" and any(path == listing or path.startswith(f"{listing}/") for listing in _LISTINGS):
         return None
     return GENERATE

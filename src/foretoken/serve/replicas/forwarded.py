@@ -81,11 +81,12 @@ async def parse(body: bytes) -> dict[str, Any]:
 
 
 def prefix_hashes(body: Mapping[str, Any], cache_salt: str | None = None) -> tuple[int, ...]:
-    """Returns a hash of each prefix of the prompt that ends with a block, together with the salt.
+    """Returns a hash of each prefix of the prompt that ends with a block, together with the salt and the model's name.
 
     Two prompts share as many hashes as they share leading blocks. Valid within this process.
     """
-    text, hashes, last = _prompt(body), [], hash(cache_salt)
+    text, hashes, model = _prompt(body), list[int](), body.get("model")
+    last = hash((cache_salt, model if isinstance(model, str) else None))  # adapters have names, and share no cache
     for end in range(BLOCK, min(len(text), BLOCK * BLOCKS) + 1, BLOCK):
         last = hash((last, text[end - BLOCK : end]))
         hashes.append(last)

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from foretoken import __version__
-from foretoken.serve.access.granted import SPECULATION
+from foretoken.serve.access.granted import LOAD_LORA, SPECULATION, UNLOAD_LORA
 from foretoken.serve.app import add_middlewares, key_ring
 from foretoken.serve.errors import ApiError, ServerUnavailable, add_handlers
 from foretoken.serve.limits import ServerSettings
@@ -72,6 +72,8 @@ class Front:
         body = await _read(receive)
         if self.draining and scope["method"] == "POST":
             raise ServerUnavailable("the server is shutting down; ask another one")
+        if scope["path"].rstrip("/") in (LOAD_LORA, UNLOAD_LORA):
+            raise ApiError(404, "replicas take their LoRA adapters at the start; give them as lora_modules there")
         parsed = await parse(body) if scope["method"] == "POST" else {}
         request = Forwarded.of(scope, body, parsed)
         relay = Relay(self._replicas.respond, request, parsed, send, self._settings.timeout, self.failovers)

@@ -24,7 +24,7 @@ def speculation_routes(service: Service) -> APIRouter:
     @router.post("/speculation", responses=errors(400, 401, 403, 404, 503))
     async def change(body: SpeculationChange, request: Request) -> SpeculationState:
         """Switch speculation off or on, or change its method or its largest draft, without changing any text."""
-        service.intake.served_name(body.model)
+        service.served_name(body.model)
         return await service.speculation.change(body, access_of(request.scope).name)
 
     return router

@@ -165,19 +165,26 @@ class NativeRunner(DecoderOnly):
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._adapters)
 
-    def load_adapter(self, name: str, layers: Sequence[AdapterLayer]) -> None:
+    def pack_adapter(self, layers: Sequence[AdapterLayer]) -> PackedAdapter:
         try:
-            self._multiply_floats()
+            library({*self.kinds, Kind.FLOAT32}, KINDS[self._dtype])  # compiled here, so that ``add_adapter`` is quick
         except KernelsUnavailable as reason:
             raise InvalidRequest(f"LoRA adapters need the kernels of float32 matrices: {reason}") from reason
-        self._adapters[name] = PackedAdapter(self._architecture, layers)
+        return PackedAdapter(self._architecture, layers)
+
+    def add_adapter(self, name: str, adapter: PackedAdapter) -> None:
+        self._multiply_floats()
+        self._adapters[name] = adapter
+
+    def remove_adapter(self, name: str) -> None:
+        del self._adapters[name]
 
     def _multiply_floats(self) -> None:
         """Loads the kernels of float32 matrices, which adapters are, unless they are loaded."""
         if Kind.FLOAT32 in self.kinds:
             return
         kinds = {*self.kinds, Kind.FLOAT32}
-        kernels = library(kinds, KINDS[self._dtype])  # fails before anything is changed
+        kernels = library(kinds, KINDS[self._dtype])
         self._library.foretoken_close(self._workspace)
         self.kinds, self._library, self._workspace = kinds, kernels, kernels.foretoken_open()
 

@@ -1,0 +1,76 @@
+"""The LoRA adapters of a model by the names that requests choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import InvalidRequest
+from foretoken.models.base import Model
+
+
+class LoadedAdapters:
+    """Names of adapters, and the keys under which the model has them.
+
+    Every load has a key of its own. Caches of prefixes and of hidden states are kept by key, so those of an adapter
+    that was unloaded never serve another one of the same name.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._keys: dict[str, str] = {}
+        self._retired: list[str] = []  # keys
+        self._loads = count(1)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, the earliest first."""
+        return tuple(self._keys)
+
+    def key(self, name: str) -> str:
+        """Returns the key of a name. Raises InvalidRequest if no adapter has the name."""
+        if name not in self._keys:
+            raise InvalidRequest(
+                f"the LoRA adapter {shown(name)} is not loaded; loaded: {', '.join(self.names) or 'none'}"
+            )
+        return self._keys[name]
+
+    def check_free(self, name: Any) -> None:
+        """Raises InvalidRequest for a name that is no text or is taken."""
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"the name of a LoRA adapter must be a text that is not empty, got {shown(name)}")
+        if name in self._keys:
+            raise InvalidRequest(f"there is a LoRA adapter {shown(name)} already; choose another name, or unload it")
+
+    def read(self, folder: Path) -> Any:
+        """Reads an adapter for ``add``. See ``Model.read_adapter``."""
+        return self._model.read_adapter(folder)
+
+    def add(self, name: str, adapter: Any) -> None:
+        """Adds an adapter between two passes. Raises InvalidRequest if the name is taken."""
+        self.check_free(name)
+        key = f"{name} (load {next(self._loads)})"
+        self._model.add_adapter(key, adapter)
+        self._keys[name] = key
+
+    def retire(self, name: str) -> None:
+        """Frees the name of an adapter for another one. Sequences that use it keep it. Raises InvalidRequest."""
+        key = self.key(name)
+        del self._keys[name]
+        self._retired.append(key)
+
+    def sweep(self, used: Callable[[], Collection[str | None]]) -> None:
+        """Removes retired adapters that no sequence uses, between two passes.
+
+        Args:
+            used: Returns the keys of the adapters of all unfinished sequences.
+        """
+        if not self._retired:
+            return
+        kept = used()
+        for key in [key for key in self._retired if key not in kept]:
+            self._retired.remove(key)
+            self._model.remove_adapter(key)
