@@ -66,6 +66,10 @@ class Service:
         """Names that requests may give as their model: the model's own, then those of its adapters."""
         return (*self.settings.model_names, *self.adapters.paths)
 
+    def serves(self, name: str) -> bool:
+        """Returns whether requests may give this name as their model."""
+        return name in self.served_names
+
     def served_name(self, model: str | None) -> str:
         """Returns the model's name in the answer. Raises a 404 ApiError for a model that is not served."""
         if model is not None and model not in self.served_names:

@@ -119,9 +119,7 @@ class _Dispatch(Collector):
         services: list[Service] = [app.state.service for app in apps]
         self._services = services
         for service in services:
-            service.adapters.taken += [
-                lambda name, other=other: name in other.served_names for other in services if other is not service
-            ]
+            service.adapters.taken += [other.serves for other in services if other is not service]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -165,7 +163,7 @@ class _Dispatch(Collector):
         if name is None:
             return self._apps[0]
         for app, service in zip(self._apps, self._services, strict=True):
-            if name in service.served_names:
+            if service.serves(name):
                 return app
         raise not_served(name)
 
