@@ -26,7 +26,7 @@ def server(tiny_pair: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("adapters")
     paths = {name: str(save_adapter(folder / name, tiny_pair.target, ATTENTION, seed=i)) for i, name in enumerate("ab")}
     llm = LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", lora=paths, enable_prefix_caching=True)
-    with running(llm, ServerSettings(model_names=("base", "usual"), lora_modules=paths)) as found:
+    with running(llm, ServerSettings(model_names=("base", "usual"), lora_modules=paths, allow_admin=True)) as found:
         yield found
 
 

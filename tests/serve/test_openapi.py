@@ -35,6 +35,8 @@ OPERATIONS = (
     ("/v1/responses/{response_id}/input_items", "GET"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
+    ("/v1/load_lora_adapter", "POST"),
+    ("/v1/unload_lora_adapter", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
 )

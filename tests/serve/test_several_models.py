@@ -105,7 +105,7 @@ def test_models_are_listed_and_others_are_not_found(several: tuple[Running, str]
 def test_adapters_are_for_the_model_that_they_name(
     several: tuple[Running, str], tiny_pair: Any, tmp_path: Path
 ) -> None:
-    (server, limited), adapter = several, str(save_adapter(tmp_path, tiny_pair.target, ATTENTION))
+    (server, limited), adapter = several, str(save_adapter(tmp_path / "own", tiny_pair.target, ATTENTION))
     wanted = {"lora_name": "own", "lora_path": adapter, "model": "tiny"}
     assert server.post(wanted, "load_lora_adapter", headers=bearer(limited)).status_code == 403
     for name in ("stdlib", "usual"):
