@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.models.base import Handle, Model, Scores
 from foretoken.models.loading import load_model
 
-from .tiny import ARCHITECTURES, only_runner
+from .tiny import ARCHITECTURES, Tiny, only_runner
 from .trees import repeating
 
 TOLERANCE = 1e-4
@@ -33,14 +35,15 @@ WRAPPED = [name for name, tiny in ARCHITECTURES.items() if tiny.torch and name n
 ALL = NATIVE + [(name, "hf") for name in WRAPPED]
 
 
-@dataclass
-class Pair:
-    """The model under test and the module it must agree with."""
+class Reference:
+    """transformers' module, and the folder where it is saved. What it said for one runner is kept for the next."""
 
-    model: Model
-    module: Any
+    def __init__(self, tiny: Tiny, path: Path) -> None:
+        self.path, self._module = path, tiny.build()
+        self._module.save_pretrained(path)
+        self._known: dict[Any, tuple[Tensor, dict[int, Tensor]]] = {}
 
-    def reference(
+    def __call__(
         self, paths: Sequence[Sequence[int]], first: int, layers: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Plain causal forwards without any cache, over paths that share all rows but their last ones.
@@ -51,13 +54,29 @@ class Pair:
             Logits after each path, [paths, V]. Hidden states of each layer: the rows from ``first`` on that are the
             last of no path, then the last row of each path.
         """
+        asked = (tuple(map(tuple, paths)), first, tuple(layers))
+        if asked not in self._known:
+            self._known[asked] = self._forward(*asked)
+        return self._known[asked]
+
+    def _forward(
+        self, paths: Sequence[Sequence[int]], first: int, layers: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         width, shortest = max(map(len, paths)), min(map(len, paths))
         ids = torch.tensor([[*path] + [0] * (width - len(path)) for path in paths])
         with torch.no_grad():
-            output = self.module(ids, output_hidden_states=bool(layers), use_cache=False)
+            output = self._module(ids, output_hidden_states=bool(layers), use_cache=False)
         last = (torch.arange(len(paths)), torch.tensor([len(path) - 1 for path in paths]))
         hidden = {i: output.hidden_states[i] for i in layers}
         return output.logits[last], {i: torch.cat((h[0, first : shortest - 1], h[last])) for i, h in hidden.items()}
+
+
+@dataclass
+class Pair:
+    """The model under test and what it must agree with."""
+
+    model: Model
+    reference: Reference
 
     def check(
         self, handle: Handle, draft: Draft, scores: Scores, nodes: Sequence[int], layers: Sequence[int] = ()
@@ -72,14 +91,18 @@ class Pair:
             assert (scores.taps[layer] - hidden[layer]).abs().max() < TOLERANCE, f"tap {layer}"
 
 
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    return cache(lambda name: Reference(ARCHITECTURES[name], tmp_path_factory.mktemp(name)))
+
+
 @pytest.fixture(scope="module", params=ALL, ids=lambda p: f"{p[0]}-{p[1]}")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Pair:
     name, runner = request.param
-    tiny = ARCHITECTURES[name]
-    path = tiny.save(tmp_path_factory.mktemp(name))
+    reference = references(name)
     with only_runner(runner):
-        model = load_model(path, "float32", "cpu", "hf" if runner == "hf" else "native")
-    return Pair(model, tiny.build())
+        model = load_model(reference.path, "float32", "cpu", "hf" if runner == "hf" else "native")
+    return Pair(model, reference)
 
 
 def tree(seed: int, size: int = 6) -> Draft:
