@@ -76,7 +76,8 @@ def examples() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("_registries")
 @pytest.mark.parametrize("block", list(examples()), ids=str)
-def test_python_runs(block, capsys):
+def test_python_runs(block, capsys, monkeypatch):
+    monkeypatch.setattr("foretoken.audit.trajectory.TOKENS", 8)  # the least of an audit takes ten seconds otherwise
     code = block.code
     for name, role in STAND_INS.items():
         assert (name in code) <= (block.marker == "models: bundled"), f"{block} needs its marker"
