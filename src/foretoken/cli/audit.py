@@ -137,7 +137,7 @@ def audit(
 
 
 def _check_server(server: str, draft: str | None, config: str | None) -> None:
-    from foretoken.audit.endpoint.dialects import ServerKind
+    from foretoken.endpoint.dialects import ServerKind
 
     if server not in list(ServerKind):
         raise InvalidRequest(f"--server must be {', '.join(ServerKind)}, got {server!r}")

@@ -47,9 +47,9 @@ def run_endpoint_audit(options: EndpointOptions, notes: Console) -> Audit:
     if options.model is None:
         raise InvalidRequest("--endpoint needs --model, the model's name on that server")
     from foretoken.audit.endpoint import Endpoint, Patience, audit_endpoint
-    from foretoken.audit.endpoint.dialects import ServerKind
     from foretoken.bench.workloads import FUNCTIONS, load_prompts
     from foretoken.cli.theme import staged
+    from foretoken.endpoint.dialects import ServerKind
 
     texts = load_prompts(options.prompts) if options.prompts is not None else FUNCTIONS
     endpoint = Endpoint(

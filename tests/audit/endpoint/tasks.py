@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from foretoken.audit.endpoint.client import EndpointClient, Patience
-from foretoken.audit.endpoint.dialects import DIALECTS, ServerKind
 from foretoken.audit.endpoint.run import Endpoint
-from foretoken.audit.endpoint.side import Side, probed
 from foretoken.audit.endpoint.sizes import Sizes
 from foretoken.audit.endpoint.work import EndpointTask
+from foretoken.endpoint.client import EndpointClient, Patience
+from foretoken.endpoint.dialects import DIALECTS, ServerKind
+from foretoken.endpoint.side import Side, probed
 
 from .fake import Behaviour, serving
 

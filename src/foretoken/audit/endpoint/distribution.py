@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 
 from foretoken.audit.chance import noncentrality
-from foretoken.audit.endpoint.answers import ServerAnswer, TokenPlace
 from foretoken.audit.endpoint.cells import Cells, FalseLogprobsError, whole
-from foretoken.audit.endpoint.side import EndpointRequest, Reference, Side
 from foretoken.audit.endpoint.work import EndpointTask, because, missing
 from foretoken.audit.negative import Plant, control_check, plant_of
 from foretoken.audit.result import CONTROL, Check, CheckOutcome
 from foretoken.audit.sampled import sampling_check
 from foretoken.audit.subject import AuditedCompletion
 from foretoken.audit.tally import BINS, TokenTally
+from foretoken.endpoint.answers import ServerAnswer, TokenPlace
+from foretoken.endpoint.side import EndpointRequest, Reference, Side
 
 NAME = "sampled distribution"
 PLAIN = "sampled distribution, plain"

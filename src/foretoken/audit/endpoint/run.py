@@ -11,16 +11,11 @@ from time import monotonic
 from typing import Any
 
 from foretoken.audit.chance import ALPHA
-from foretoken.audit.endpoint.answers import Failed, Refused, ServerAnswer
 from foretoken.audit.endpoint.checkpoint import CheckpointReference
-from foretoken.audit.endpoint.client import EndpointClient, Patience
-from foretoken.audit.endpoint.dialects import DIALECTS, Dialect, ServerKind, detect
 from foretoken.audit.endpoint.distribution import distribution, foretold
 from foretoken.audit.endpoint.exact_parameters import exact_findings
 from foretoken.audit.endpoint.findings import findings_check
-from foretoken.audit.endpoint.journal import Journal
 from foretoken.audit.endpoint.parity import parity
-from foretoken.audit.endpoint.side import EndpointRequest, Prompt, Reference, Side, probed, tokenized
 from foretoken.audit.endpoint.sizes import LEAST, Sizes
 from foretoken.audit.endpoint.tuned import tuned_findings
 from foretoken.audit.endpoint.work import EndpointTask
@@ -28,6 +23,11 @@ from foretoken.audit.result import Audit, Check, CheckOutcome
 from foretoken.audit.run import Watch
 from foretoken.bench.workloads import FUNCTIONS
 from foretoken.core.errors import ForetokenError
+from foretoken.endpoint.answers import Failed, Refused, ServerAnswer
+from foretoken.endpoint.client import EndpointClient, Patience
+from foretoken.endpoint.dialects import DIALECTS, Dialect, ServerKind, detect
+from foretoken.endpoint.journal import Journal
+from foretoken.endpoint.side import EndpointRequest, Prompt, Reference, Side, probed, tokenized
 
 ENDPOINT, SPECULATION = "endpoint", "speculation"
 PARAMETERS, SAMPLING = "other parameters", "sampling parameters"

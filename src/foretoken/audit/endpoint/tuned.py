@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretoken.audit.chance import normal_tail
-from foretoken.audit.endpoint.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
 from foretoken.audit.endpoint.cells import TunedSampling, tuned
 from foretoken.audit.endpoint.findings import ParameterFinding, Treatment
-from foretoken.audit.endpoint.side import EndpointRequest, Reference, Side
 from foretoken.audit.endpoint.work import EndpointTask
 from foretoken.audit.tally import Sum
+from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer, TokenPlace
+from foretoken.endpoint.side import EndpointRequest, Reference, Side
 
 _SEEN = 0.01  # level at which the unchanged distribution is ruled out
 _ROUNDING = 1e-6  # sum of scores that is 0 but for rounding

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from foretoken.audit.endpoint.answers import ServerAnswer, TokenPlace
 from foretoken.core.errors import WriteError
+from foretoken.endpoint.answers import ServerAnswer, TokenPlace
 
 
 class Journal:

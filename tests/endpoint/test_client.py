@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tests.audit.endpoint.fake import Behaviour, serving
+from tests.audit.endpoint.tasks import QUICK
 
-from foretoken.audit.endpoint.answers import OTHER, Failed, Refused, ServerAnswer, TokenPlace, answer_of
-from foretoken.audit.endpoint.client import Ask, EndpointClient
-from foretoken.audit.endpoint.journal import Journal
 from foretoken.core.errors import WriteError
-
-from .fake import Behaviour, serving
-from .tasks import QUICK
+from foretoken.endpoint.answers import OTHER, Failed, Refused, ServerAnswer, TokenPlace, answer_of
+from foretoken.endpoint.client import Ask, EndpointClient
+from foretoken.endpoint.journal import Journal
 
 BODY = {"model": "table", "prompt": "a", "max_tokens": 3, "temperature": 0.0, "logprobs": 2}
 

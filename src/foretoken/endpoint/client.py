@@ -18,9 +18,9 @@ from typing import Any
 
 import httpx
 
-from foretoken.audit.endpoint.answers import Failed, Refused, Reply, ServerAnswer, answer_of, joined
-from foretoken.audit.endpoint.journal import Journal, request_key
 from foretoken.bench.http_client import at_once, auth_headers, base_url
+from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer, answer_of, joined
+from foretoken.endpoint.journal import Journal, request_key
 
 _SHOWN = 200  # characters of a server's words
 _REFUSALS = (400, 401, 403, 404, 405, 413, 415, 422, 501)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from foretoken.audit.endpoint.client import EndpointClient
+from foretoken.endpoint.client import EndpointClient
 
 
 class ServerKind(StrEnum):
