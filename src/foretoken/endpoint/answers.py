@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from foretoken.endpoint.counts import DraftCounts, counts_of
 
 OTHER = ""
 _SHARED = re.compile(r"|.*\ufffd.*|<[^<>]*>|\[[A-Z_0-9]+\]", re.DOTALL)
@@ -31,6 +33,17 @@ class TokenPlace:
     top: tuple[tuple[str, float], ...] = ()
 
 
+class Arrival(NamedTuple):
+    """A chunk of a stream that had text. tokens: those of the chunk, None if the server does not say.
+
+    seconds: since the request was sent. characters: of the chunk's text.
+    """
+
+    seconds: float
+    tokens: int | None
+    characters: int
+
+
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
     """One completion.
@@ -46,8 +59,10 @@ class ServerAnswer:
         choices: The texts of all choices.
         tokens: Generated tokens, as the server counts them.
         prompt_tokens: Prompt tokens, as the server counts them.
-        drafted: Draft tokens of this request, None if the server does not say.
+        counts: Draft tokens of this request, None if the server does not say.
         seconds: Time from the request to the answer.
+        began: When the request was sent, by ``time.perf_counter``.
+        arrivals: Chunks of a stream.
     """
 
     text: str
@@ -59,8 +74,15 @@ class ServerAnswer:
     choices: tuple[str, ...] = ()
     tokens: int = 0
     prompt_tokens: int = 0
-    drafted: int | None = None
+    counts: DraftCounts | None = None
     seconds: float = 0.0
+    began: float = 0.0
+    arrivals: tuple[Arrival, ...] = ()
+
+    @property
+    def drafted(self) -> int | None:
+        """Draft tokens of this request, None if the server does not say."""
+        return None if self.counts is None else int(self.counts.drafted)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,25 +135,37 @@ def answer_of(data: Any, top: int, seconds: float = 0.0) -> ServerAnswer:
             choices=texts,
             tokens=int(usage.get("completion_tokens") or 0),
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
-            drafted=_drafted(data),
+            counts=counts_of(data),
             seconds=seconds,
         )
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"the answer is not one of OpenAI's API ({type(error).__name__}: {error})") from error
 
 
-def joined(events: Sequence[Any], top: int, seconds: float = 0.0) -> ServerAnswer:
-    """Returns the answer of a stream. events: its parsed chunks. Raises ValueError."""
-    text, finish = "", None
+def joined(events: Sequence[Any], top: int, times: Sequence[float], seconds: float = 0.0) -> ServerAnswer:
+    """Returns the answer of a stream. events: its parsed chunks. times: when each came. Raises ValueError."""
+    text, finish, arrivals = "", None, []
+    ids: list[int] = []
+    told: dict[str, Any] = {}
     try:
-        for choice in (each for event in events for each in event.get("choices") or ()):
-            delta = choice.get("delta")
-            text += (choice.get("text") if delta is None else delta.get("content")) or ""
-            finish = choice.get("finish_reason") or finish
-        usage = next((event["usage"] for event in reversed(events) if event.get("usage")), None)
+        for event, came in zip(events, times, strict=True):
+            if event.get("error"):
+                raise ValueError(f"the stream ended with an error: {event['error']}")
+            told |= {key: event[key] for key in ("usage", "metrics", "timings") if event.get(key)}
+            for choice in event.get("choices") or ():
+                delta = choice.get("delta")
+                own = (choice.get("text") if delta is None else delta.get("content")) or ""
+                thought = (delta or {}).get("reasoning_content") or (delta or {}).get("reasoning") or ""
+                fresh = choice.get("token_ids") or ()
+                text, finish = text + own, choice.get("finish_reason") or finish
+                ids.extend(map(int, fresh))
+                told |= {key: choice[key] for key in ("prompt_token_ids",) if choice.get(key)}
+                if own or fresh or thought:
+                    arrivals.append(Arrival(came, len(fresh) or None, len(own) + len(thought)))
     except (TypeError, AttributeError) as error:
         raise ValueError(f"the stream is not one of OpenAI's API ({type(error).__name__}: {error})") from error
-    return answer_of({"choices": [{"text": text, "finish_reason": finish}], "usage": usage}, top, seconds)
+    answer = answer_of(told | {"choices": [{"text": text, "finish_reason": finish, "token_ids": ids}]}, top, seconds)
+    return replace(answer, arrivals=tuple(arrivals), tokens=answer.tokens or len(ids))
 
 
 def _text(choice: Mapping[str, Any]) -> str:
@@ -190,12 +224,3 @@ def _ordered(pairs: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...
 
 def _name(text: str) -> str:
     return OTHER if _SHARED.fullmatch(text) else text
-
-
-def _drafted(data: Mapping[str, Any]) -> int | None:
-    """Returns the draft tokens that our server or llama.cpp reports."""
-    metrics = (data.get("metrics") or {}).get("speculative_decoding")
-    if metrics is not None:
-        return int(metrics["num_draft_tokens"])
-    timings = data.get("timings")
-    return None if timings is None else int(timings.get("draft_n") or 0)

@@ -12,7 +12,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import httpx
 
 from foretoken.bench.http_client import at_once, auth_headers, base_url
 from foretoken.endpoint.answers import Failed, Refused, Reply, ServerAnswer, answer_of, joined
-from foretoken.endpoint.journal import Journal, request_key
+from foretoken.endpoint.journal import Journal, request_key, restored_answer
 
 _SHOWN = 200  # characters of a server's words
 _REFUSALS = (400, 401, 403, 404, 405, 413, 415, 422, 501)
@@ -94,7 +94,7 @@ class EndpointClient:
     url: str
     key: str | None = None
     patience: Patience = field(default_factory=Patience)
-    journal: Journal = field(default_factory=Journal)
+    journal: Journal[ServerAnswer] = field(default_factory=lambda: Journal(restored_answer))
     tick: Callable[[], None] = field(default=lambda: None)
     spent: Spent = field(default_factory=Spent)
     _failures: int = 0
@@ -117,7 +117,8 @@ class EndpointClient:
         """Returns the text of a page, "" if there is none. body: sent as JSON, by POST."""
         try:
             how = {"method": "GET"} if body is None else {"method": "POST", "json": dict(body)}
-            answer = httpx.request(url=f"{self.url}{path}", headers=auth_headers(self.key), timeout=10.0, **how)
+            with httpx.Client(headers=auth_headers(self.key), timeout=10.0, verify=_certificates()) as http:
+                answer = http.request(url=f"{self.url}{path}", **how)
         except (httpx.HTTPError, httpx.InvalidURL):
             return ""
         return answer.text if answer.status_code == 200 else ""
@@ -171,11 +172,17 @@ class EndpointClient:
                 if answer.status_code != 200:
                     await answer.aread()
                     return _refusal(answer)
-                lines = [line async for line in answer.aiter_lines() if line.startswith("data:")]
-            if not lines or lines[-1][5:].strip() != "[DONE]":
+                lines, times = list[str](), list[float]()
+                async for line in answer.aiter_lines():
+                    if line.startswith("data:"):
+                        lines.append(line[5:].strip())
+                        times.append(time.perf_counter() - began)
+            whole = bool(lines) and lines[-1] == "[DONE]"
+            events = [json.loads(line) for line in (lines[:-1] if whole else lines)]
+            streamed = joined(events, ask.top, times[: len(events)], time.perf_counter() - began)
+            if not whole:
                 raise ValueError("the stream was closed before its end")
-            events = [json.loads(line[5:]) for line in lines[:-1]]
-            return joined(events, ask.top, time.perf_counter() - began)
+            return replace(streamed, began=began)
         answer = await http.post(url, json=dict(ask.body))
         if answer.status_code != 200:
             return _refusal(answer)

@@ -30,6 +30,7 @@ class Dialect:
         kind: Its kind.
         neutral: Fields that switch its default filters off, so that texts follow softmax(logits / temperature).
         plain: Fields that switch speculation off for one request; None where only another server decodes plainly.
+        depth: Field of the draft length of one request, "" where there is none.
         endless: Fields that keep a text going after an end-of-sequence token, without changing what is sampled.
         told: Fields that make it tell token ids.
         scores: Whether it has vLLM's ``prompt_logprobs``.
@@ -42,6 +43,7 @@ class Dialect:
     kind: ServerKind
     neutral: Mapping[str, Any]
     plain: Mapping[str, Any] | None = None
+    depth: str = ""
     endless: Mapping[str, Any] = field(default_factory=dict)
     told: Mapping[str, Any] = field(default_factory=dict)
     scores: bool = False
@@ -77,6 +79,7 @@ DIALECTS: Mapping[ServerKind, Dialect] = {
             ServerKind.FORETOKEN,
             {**_NEUTRAL, "top_k": 0},
             plain={"speculative_tokens": 0},
+            depth="speculative_tokens",
             endless={"ignore_eos": True},
             told={"return_token_ids": True},
             scores=True,

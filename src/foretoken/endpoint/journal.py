@@ -1,39 +1,43 @@
-"""Answers of an audit that is under way, on disk, so that the next run asks only for the rest."""
+"""What servers answered to an audit or a plan that is under way, on disk, so that the next run asks for the rest."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from foretoken.core.errors import WriteError
-from foretoken.endpoint.answers import ServerAnswer, TokenPlace
+from foretoken.endpoint.answers import Arrival, ServerAnswer, TokenPlace
+from foretoken.endpoint.counts import DraftCounts
+
+T = TypeVar("T")
 
 
-class Journal:
+class Journal(Generic[T]):
     """Answers by request, so that nothing is asked twice.
 
     Attributes:
         resumed: Keys of the answers that an earlier run left.
 
     Args:
+        restored: Returns an answer, which is a dataclass, from its JSON.
         file: JSON lines, one for each answer; None keeps them in memory alone. An incomplete last line is ignored.
 
     Raises:
         WriteError: The file cannot be read or written.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(self, restored: Callable[[Mapping[str, Any]], T], file: Path | None = None) -> None:
         self._file = file
-        self._answers: dict[str, ServerAnswer] = {}
+        self._answers: dict[str, T] = {}
         self.resumed: frozenset[str] = frozenset()
         if file is not None:
             try:
                 lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-                for key, kept in filter(None, map(_read, lines)):
+                for key, kept in filter(None, (_read(line, restored) for line in lines)):
                     self._answers[key] = kept
                 self.resumed = frozenset(self._answers)
                 self._out = file.open("a", encoding="utf-8")
@@ -43,15 +47,15 @@ class Journal:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def get(self, key: str) -> ServerAnswer | None:
+    def get(self, key: str) -> T | None:
         """Returns the answer to a request that was made before, in this run or an earlier one."""
         return self._answers.get(key)
 
-    def keep(self, key: str, answer: ServerAnswer) -> None:
+    def keep(self, key: str, answer: T) -> None:
         """Keeps an answer."""
         self._answers[key] = answer
         if self._file is not None:
-            self._out.write(json.dumps({"key": key, "answer": asdict(answer)}) + "\n")
+            self._out.write(json.dumps({"key": key, "answer": asdict(answer)}) + "\n")  # type: ignore[call-overload]
             self._out.flush()
 
     def close(self, finished: bool) -> None:
@@ -68,15 +72,21 @@ def request_key(url: str, tag: str, body: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _read(line: str) -> tuple[str, ServerAnswer] | None:
+def restored_answer(given: Mapping[str, Any]) -> ServerAnswer:
+    """Returns an answer from its JSON."""
+    counts = given["counts"]
+    own: dict[str, Any] = {name: tuple(given[name]) for name in ("ids", "prompt_ids", "choices")}
+    own["places"] = tuple(filter(None, map(_place, given["places"])))
+    own["scored"] = tuple(map(_place, given["scored"]))
+    own["arrivals"] = tuple(Arrival(*arrival) for arrival in given["arrivals"])
+    own["counts"] = None if counts is None else DraftCounts(**counts | {"by_position": tuple(counts["by_position"])})
+    return ServerAnswer(**{**given, **own})
+
+
+def _read(line: str, restored: Callable[[Mapping[str, Any]], T]) -> tuple[str, T] | None:
     try:
         kept = json.loads(line)
-        given = dict(kept["answer"])
-        given["places"] = tuple(filter(None, map(_place, given["places"])))
-        given["scored"] = tuple(map(_place, given["scored"]))
-        for name in ("ids", "prompt_ids", "choices"):
-            given[name] = tuple(given[name])
-        return str(kept["key"]), ServerAnswer(**given)
+        return str(kept["key"]), restored(kept["answer"])
     except (ValueError, LookupError, TypeError):
         return None
 

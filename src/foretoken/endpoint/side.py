@@ -53,6 +53,7 @@ class EndpointRequest:
         top: Whether log-probabilities are wanted.
         options: Further fields, by OpenAI's or vLLM's names. They win over the side's own.
         endless: Whether the text goes on after an end-of-sequence token, where the server can do that.
+        continued: Whether a chat is asked to continue the prompt as a text; else the prompt is the user's message.
     """
 
     prompt: Prompt
@@ -62,6 +63,7 @@ class EndpointRequest:
     top: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     endless: bool = True
+    continued: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Side:
         """Returns a reply to each request, ``concurrency`` at a time."""
         top = self.abilities.top
         asks = [
-            Ask(self._body(request), f"{self.name}/{request.tag}", top if request.top else 0) for request in requests
+            Ask(self.body(request), f"{self.name}/{request.tag}", top if request.top else 0) for request in requests
         ]
         replies = self.client.post(self.abilities.path, asks, concurrency)
         return [_of_prompt(reply, request.prompt) for reply, request in zip(replies, requests, strict=True)]
@@ -115,10 +117,11 @@ class Side:
             case _:
                 return [text.places for text, _ in texts]
 
-    def _body(self, request: EndpointRequest) -> dict[str, Any]:
+    def body(self, request: EndpointRequest) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": request.max_tokens}
         if self.abilities.path == CHAT:
-            body["messages"] = [{"role": "user", "content": f"{_INSTRUCTION}{request.prompt}"}]
+            asked = f"{_INSTRUCTION if request.continued else ''}{request.prompt}"
+            body["messages"] = [{"role": "user", "content": asked}]
         else:
             body["prompt"] = list(request.prompt) if isinstance(request.prompt, tuple) else request.prompt
         if request.temperature is not None:
@@ -193,6 +196,20 @@ def probed(side: Side, prompt: str) -> Side | Refused | Failed:
             if isinstance(reply, Refused) and reply.why[:3] in ("401", "403"):
                 return reply
     return reply if isinstance(reply, Refused) else Failed("it answers with neither a text nor a refusal")
+
+
+def answering(side: Side, prompt: str) -> Side | Refused | Failed:
+    """Returns the side with the path of its completions, found out by a request or two."""
+    refused: Refused | None = None
+    for path in ("completions", CHAT):
+        able = replace(side, abilities=Abilities(path, told=side.dialect.told))
+        (reply,) = able.complete([EndpointRequest(prompt, _PROBED, f"probe/{path}", top=False)], 1)
+        if isinstance(reply, ServerAnswer):
+            return able
+        if isinstance(reply, Failed) or reply.why[:3] in ("401", "403"):
+            return reply
+        refused = reply
+    return refused or Failed("nothing was asked")
 
 
 def _with_reference(side: Side, prompt: str, seen: ServerAnswer) -> Side:

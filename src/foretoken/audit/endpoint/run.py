@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,19 +21,19 @@ from foretoken.audit.endpoint.work import EndpointTask
 from foretoken.audit.result import Audit, Check, CheckOutcome
 from foretoken.audit.run import Watch
 from foretoken.bench.workloads import FUNCTIONS
-from foretoken.core.errors import ForetokenError
 from foretoken.endpoint.answers import Failed, Refused, ServerAnswer
-from foretoken.endpoint.client import EndpointClient, Patience
-from foretoken.endpoint.dialects import DIALECTS, Dialect, ServerKind, detect
-from foretoken.endpoint.journal import Journal
+from foretoken.endpoint.client import Patience
+from foretoken.endpoint.counts import ServerCounters
+from foretoken.endpoint.dialects import ServerKind
+from foretoken.endpoint.journal import Journal, restored_answer
 from foretoken.endpoint.side import EndpointRequest, Prompt, Reference, Side, probed, tokenized
+from foretoken.endpoint.sides import ServerPair, why_unusable
 
 ENDPOINT, SPECULATION = "endpoint", "speculation"
 PARAMETERS, SAMPLING = "other parameters", "sampling parameters"
 _TIMED = 16  # tokens of the texts that measure the speed
 _USED = 0.4  # share of a time budget that the measured speed fills, as texts that run alone are slower
 _CHARACTERS = 3.2  # of a token, about
-_DRAFTS = re.compile(r"^\w+:spec_decode_num_draft_tokens(?:_total)?(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def audit_endpoint(
         ForetokenError: The server refuses the key or the model, or the checkpoint cannot be loaded.
         InvalidRequest: The budget is too small.
     """
-    started, journal = monotonic(), Journal(endpoint.journal)
+    started, journal = monotonic(), Journal(restored_answer, endpoint.journal)
     checks: list[Check] = []
     facts: dict[str, Any] = {"endpoint": endpoint.url, "baseline": endpoint.baseline, "model": endpoint.model}
     try:
@@ -115,20 +114,18 @@ def audit_endpoint(
     return result
 
 
-def _sides(endpoint: Endpoint, journal: Journal) -> list[Side]:
+def _sides(endpoint: Endpoint, journal: Journal[ServerAnswer]) -> list[Side]:
     """Returns the plain side, if there is one, and the speculative side."""
-    client = EndpointClient(endpoint.url, endpoint.key, endpoint.patience, journal)
-    dialect = _dialect(endpoint.kind, client)
-    speculative = Side("speculative", client, endpoint.model, dialect)
-    if endpoint.baseline is not None:
-        key = endpoint.baseline_key or endpoint.key
-        other = EndpointClient(endpoint.baseline, key, endpoint.patience, journal)
-        kind = detect(other) if endpoint.kind is ServerKind.AUTO else DIALECTS[endpoint.kind]
-        return [Side("plain", other, endpoint.model, kind, kind.plain or {}), speculative]
-    if dialect.plain is None:
-        return [speculative]
-    alone = EndpointClient(endpoint.url, endpoint.key, endpoint.patience, journal)  # counts by itself
-    return [Side("plain", alone, endpoint.model, dialect, dialect.plain), speculative]
+    pair = ServerPair(
+        url=endpoint.url,
+        model=endpoint.model,
+        baseline=endpoint.baseline,
+        kind=endpoint.kind,
+        key=endpoint.key,
+        baseline_key=endpoint.baseline_key,
+        patience=endpoint.patience,
+    )
+    return pair.sides(journal)
 
 
 def _plain_first(sides: Sequence[Side]) -> Sequence[Side]:
@@ -137,16 +134,9 @@ def _plain_first(sides: Sequence[Side]) -> Sequence[Side]:
     return sides[1:] if len(sides) == 2 and plain.switch and plain.client.spent.drafted else sides
 
 
-def _dialect(kind: ServerKind, client: EndpointClient) -> Dialect:
-    return detect(client) if kind is ServerKind.AUTO else DIALECTS[kind]
-
-
 def _unusable(side: Side, why: Refused | Failed) -> Check:
     """Returns the check of a server that gave no text. Raises ForetokenError if the user can mend that."""
-    if isinstance(why, Refused) and why.why[:3] in ("401", "403", "404"):
-        raise ForetokenError(f"{side.client.url} refuses {side.model!r} ({why.why}); see --model and --api-key")
-    evidence = f"inconclusive, because the {side.name} side, {side.client.url}, gave no text: {why.why}"
-    return Check(ENDPOINT, CheckOutcome.INCONCLUSIVE, evidence)
+    return Check(ENDPOINT, CheckOutcome.INCONCLUSIVE, f"inconclusive, because {why_unusable(side, why)}")
 
 
 def _task(endpoint: Endpoint, sides: Sequence[Side], prompts: Sequence[str]) -> EndpointTask:
@@ -248,8 +238,8 @@ def _checked(task: EndpointTask, plan: Mapping[str, Any], watch: Watch) -> list[
 
 def _counted(side: Side) -> float | None:
     """Returns the draft tokens that the server's metrics have counted, None if they do not."""
-    counts = _DRAFTS.findall(side.client.get("/metrics"))
-    return sum(map(float, counts)) if counts else None
+    counted = ServerCounters.of(side.client.get("/metrics")).speculation
+    return None if counted is None else counted.drafted
 
 
 def _speculation(task: EndpointTask, before: Mapping[str, float | None]) -> Check:
