@@ -58,6 +58,18 @@ def test_parameters_that_change_the_distribution(fault, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", *TUNED])
+def test_parameters_of_a_server_that_has_chats_alone(fault, monkeypatch):
+    names = [TUNED[fault]] if fault else [*TUNED.values(), "presence_penalty"]
+    monkeypatch.setattr(tuned, "TUNINGS", {name: tuned.TUNINGS[name] for name in names})
+    with tasked(Behaviour(fault, chat_only=True)) as task:
+        found = tuned.tuned_findings(task)
+    for each in found:
+        assert each.plain is Treatment.HONOURED, found
+        assert each.outcome is (CheckOutcome.FAILED if fault else CheckOutcome.PASSED), each
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", *EXACT])
 def test_parameters_that_show_in_a_text(fault):
     with tasked(Behaviour(fault)) as task:

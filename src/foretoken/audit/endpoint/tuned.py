@@ -20,7 +20,9 @@ _SEEN = 0.01  # level at which the unchanged distribution is ruled out
 _ROUNDING = 1e-6  # sum of scores that is 0 but for rounding
 _SPREAD = 1.0  # variance from which a sum of scores is about normal
 _BIASED, _BIAS = 12, -4.0  # tokens that are made less likely, and by how much
-_WITHOUT = frozenset({Reference.INLINE, Reference.NONE})
+_COMPARED = 6  # tokens of the greedy texts that show whether log-probabilities are those before a parameter
+_BEST = 3  # likeliest tokens of a place that are compared
+_SAME = 0.05  # difference of log-probabilities that rounding explains
 
 TUNINGS: Mapping[str, TunedSampling] = {
     "temperature": TunedSampling(temperature=0.5),
@@ -93,15 +95,23 @@ def tuned_findings(task: EndpointTask) -> list[ParameterFinding]:
 def _treated(task: EndpointTask, side: Side, parameter: str, level: float) -> tuple[Treatment, str]:
     if parameter in side.dialect.unknown:
         return Treatment.ABSENT, f"{side.dialect.kind} has no {parameter}"
-    if task.reference in _WITHOUT:
-        return Treatment.UNDECIDED, "it takes log-probabilities of texts that the server is given"
+    if task.reference is Reference.NONE:
+        return Treatment.UNDECIDED, "the server tells no log-probabilities"
+    inline = task.reference is Reference.INLINE
     tuning, options = _asked(task, side, parameter)
-    if not options:
+    if not options or (inline and parameter == "logit_bias"):
         return Treatment.UNDECIDED, "the server tells no token ids"
+    if inline and (changed := _changed(task, side, parameter, options)):
+        return changed
     temperature = 1.0 if parameter != "temperature" else None
     requests = [
         EndpointRequest(
-            task.prompt(i), task.sizes.tuned_tokens, f"{parameter}/{i}", temperature, side.needs_logprobs, options
+            task.prompt(i),
+            task.sizes.tuned_tokens,
+            f"{parameter}/{i}",
+            temperature,
+            inline or side.needs_logprobs,
+            options,
         )
         for i in range(task.sizes.tuned)
     ]
@@ -113,8 +123,32 @@ def _treated(task: EndpointTask, side: Side, parameter: str, level: float) -> tu
     for (text, _), places in zip(texts, task.places(side, texts), strict=True):
         if isinstance(places, Failed):
             return Treatment.UNANSWERED, places.why
-        _add(hypotheses, text, places, tuning)
+        _add(hypotheses, text, places, tuning, side.abilities.top if inline else 0)
     return hypotheses.treatment(level), str(hypotheses)
+
+
+def _changed(
+    task: EndpointTask, side: Side, parameter: str, options: Mapping[str, Any]
+) -> tuple[Treatment, str] | None:
+    """Returns why log-probabilities that come with a text are none without the parameter, None if they are.
+
+    Greedy texts are compared as far as they are the same. The temperature itself changes no place but the first.
+    """
+    greedy = None if parameter == "temperature" else 0.0
+    count = 1 if parameter == "temperature" else _COMPARED
+    plain = EndpointRequest(task.prompt(0), count, f"before/{parameter}")
+    with_it = EndpointRequest(task.prompt(0), count, f"before/{parameter}", greedy, options=options)
+    replies = task.ask(side, [plain, with_it])
+    if stopped := _stopped(replies):
+        return stopped
+    one, other = (reply.places for reply in replies if isinstance(reply, ServerAnswer))
+    for ours, theirs in zip(one, other, strict=False):
+        now = dict(theirs.top)
+        if not ours.top or any(abs(value - now.get(name, value + 1.0)) > _SAME for name, value in ours.top[:_BEST]):
+            return Treatment.UNDECIDED, "the server's log-probabilities are those under the parameter"
+        if ours.token != theirs.token:
+            break
+    return None
 
 
 def _stopped(replies: Sequence[Reply]) -> tuple[Treatment, str] | None:
@@ -141,11 +175,21 @@ def _common(task: EndpointTask) -> list[int]:
     return [token for token, _ in counts.most_common(2 * _BIASED)][::2]
 
 
-def _add(hypotheses: TwoHypotheses, text: ServerAnswer, places: Sequence[TokenPlace], tuning: TunedSampling) -> None:
-    """Adds the tokens of a text: over all cells if the parameter is a filter, else given that a token is among them."""
+def _add(
+    hypotheses: TwoHypotheses, text: ServerAnswer, places: Sequence[TokenPlace], tuning: TunedSampling, whole: int
+) -> None:
+    """Adds the tokens of a text: over all cells if the parameter is a filter, else given that a token is among them.
+
+    Args:
+        hypotheses: Where they are added.
+        text: The text.
+        places: Its tokens.
+        tuning: The parameter.
+        whole: Number of tokens that a place must name. Where tokens are named by their texts, some have no name.
+    """
     prompt, names = tuple(map(str, text.prompt_ids)), tuple(place.token for place in places)
     for at, place in enumerate(places):
-        changed = tuned(place, tuning, prompt, names[:at])
+        changed = tuned(place, tuning, prompt, names[:at]) if len(place.top) >= whole else None
         if changed is None:
             continue
         unchanged = [math.exp(value) for _, value in place.top]
